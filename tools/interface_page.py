@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from flexinspect.core.keys import all_keys
-from flexinspect.core.plugins import BUILT_IN, PANELS
-from flexinspect.panels.panel_registry import load_panel
+from flexinspect.panels.panel_registry import load_panel, panel_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "interface.md"
 _NAMES = {
@@ -43,9 +42,9 @@ def _shown(key: str) -> str:
 
 
 def panels_text() -> str:
-    """Return what each panel says of itself."""
+    """Return the help of each panel as Markdown."""
     parts = []
-    for number, name in enumerate(BUILT_IN[PANELS], start=1):
+    for number, name in enumerate(panel_names(), start=1):
         panel = load_panel(name)
         parts.append(f"**{number} {panel.title}** (`{name}`). " + " ".join(panel.help.lines()))
     return "\n\n".join(parts)

@@ -1,1 +1,1 @@
-"""Drawing only: arrays and strings in, strips of terminal cells out. Knows no records, no trace."""
+"""Turns arrays and strings into strips of terminal cells; imports no records and no trace."""

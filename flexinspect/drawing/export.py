@@ -1,9 +1,9 @@
-"""Pictures of what a panel draws: SVG as vectors, PNG through the extra `flexinspect[png]`.
+"""Exports the strips of a panel as SVG, or as PNG with the extra `flexinspect[png]`.
 
 Rich's own export writes block characters as letters, which leaves seams between lines, and squeezes
-wide characters into the place of narrow ones. Here a cell is 8 by 16 pixels, and block and
-line characters are areas of whole pixels, so that a heat map has no seams. Text is left to a
-monospace font of the reader's machine; nothing is fetched from anywhere.
+wide characters into one cell. Here a cell is 8 by 16 pixels, and block and line characters are
+rectangles of whole pixels, so that a heat map has no seams. Text uses a monospace font of the
+reader's machine; the file refers to no external resource.
 """
 
 from __future__ import annotations
@@ -43,32 +43,37 @@ _BASELINE = 12.5
 _FONT_FAMILIES = "'DejaVu Sans Mono','Fira Code',Menlo,Consolas,'Liberation Mono',monospace"
 
 _CONTROL_SYMBOLS = str.maketrans("␤␊␍␉", "↵↵⇤⇥")
-"""Few monospace fonts have pictures of control characters; a PNG cannot leave that to a browser."""
+"""Replacements for a PNG: few monospace fonts have the control pictures, and unlike a browser the
+PNG renderer does not fall back to another font."""
 
 Area = tuple[int, int, int, int]
 """Left, top, width and height in pixels of a cell."""
 
 
 def _make_areas() -> dict[str, tuple[Area, ...]]:
-    """Return the characters that are drawn as areas; see the Unicode block Block Elements."""
-    found: dict[str, tuple[Area, ...]] = {
+    """Return the rectangles of each block and line character (Unicode "Block Elements")."""
+    areas: dict[str, tuple[Area, ...]] = {
         "▀": ((0, 0, 8, 8),),
         "▐": ((4, 0, 4, 16),),
         "▔": ((0, 0, 8, 2),),
         "▕": ((7, 0, 1, 16),),
     }
     for eighths, char in enumerate("▁▂▃▄▅▆▇█", start=1):
-        found[char] = ((0, 16 - 2 * eighths, 8, 2 * eighths),)
+        areas[char] = ((0, 16 - 2 * eighths, 8, 2 * eighths),)
     for eighths, char in enumerate("▏▎▍▌▋▊▉", start=1):
-        found[char] = ((0, 0, eighths, 16),)
+        areas[char] = ((0, 0, eighths, 16),)
     quarters: list[Area] = [(0, 0, 4, 8), (4, 0, 4, 8), (0, 8, 4, 8), (4, 8, 4, 8)]
     for char, numbers in zip("▖▗▘▙▚▛▜▝▞▟", _QUADRANTS, strict=True):
-        found[char] = tuple(quarters[number] for number in numbers)
-    arms: dict[str, Area] = {"l": (0, 7, 4, 1), "r": (3, 7, 5, 1), "u": (3, 0, 1, 8)}
-    arms["d"] = (3, 7, 1, 9)
-    for chars, which in _LINES.items():
-        found |= {char: tuple(arms[arm] for arm in which) for char in chars}
-    return found
+        areas[char] = tuple(quarters[number] for number in numbers)
+    arms: dict[str, Area] = {
+        "l": (0, 7, 4, 1),
+        "r": (3, 7, 5, 1),
+        "u": (3, 0, 1, 8),
+        "d": (3, 7, 1, 9),
+    }
+    for chars, directions in _LINES.items():
+        areas |= {char: tuple(arms[arm] for arm in directions) for char in chars}
+    return areas
 
 
 _QUADRANTS = ((2,), (3,), (0,), (0, 2, 3), (0, 3), (0, 1, 2), (0, 1, 3), (1,), (1, 2), (1, 2, 3))
@@ -86,10 +91,10 @@ _SHADES = {"░": 0.25, "▒": 0.5, "▓": 0.75}
 def save(
     path: str | Path, strips: Sequence[Strip], *, title: str, theme: Theme, note: str = ""
 ) -> Path:
-    """Write a picture as SVG or PNG, by the ending of `path`, and return where it is.
+    """Write a picture as SVG or PNG, by the suffix of `path`, and return its path.
 
-    The file is replaced whole or not at all. Raises `UsageError` for another ending and
-    `FlexInspectError` when there is no way to make a PNG or the file cannot be written.
+    The file is replaced atomically. Raises `UsageError` for another suffix, and
+    `FlexInspectError` when the PNG cannot be rendered or the file cannot be written.
     """
     target = Path(path)
     ending = target.suffix.lower()
@@ -103,8 +108,8 @@ def save(
 def to_svg(strips: Sequence[Strip], *, title: str, look: Theme, note: str = "") -> str:
     """Return the strips as an SVG, with `title` above and `note` below them.
 
-    The same strips give the same bytes. It refers to nothing outside of it, and whatever the strips
-    say is text, never markup.
+    The same strips give the same bytes. The SVG refers to no other file, and the text of the
+    strips is escaped.
     """
     title, note = _printable(title), _printable(note)
     width = max([strip.cell_length for strip in strips] or [cell_len(title), 1])
@@ -119,29 +124,29 @@ def to_svg(strips: Sequence[Strip], *, title: str, look: Theme, note: str = "") 
 
 
 def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
-    """Return an SVG of `to_svg` as a PNG of `zoom` times its size.
+    """Render an SVG of `to_svg` as a PNG, `zoom` times as large.
 
-    Raises `FlexInspectError` when the extra is not installed or no monospace font is found.
+    Raises `FlexInspectError` when the extra is not installed, no monospace font is found or the
+    renderer fails.
     """
     try:
         import resvg_py
     except ImportError as error:
         raise FlexInspectError(
             "A PNG needs the package resvg-py, which is not installed.",
-            hint="pip install 'flexinspect[png]', or name the file .svg, which needs nothing.",
+            hint="pip install 'flexinspect[png]', or save as .svg, which needs no extra package.",
         ) from error
     font = find_monospace()
     if font is None:
         raise FlexInspectError(
-            "A PNG needs a monospace font, and none of those known was found on this machine.",
-            hint="Install one (Debian: apt-get install fonts-dejavu-core), or name the file .svg.",
+            "A PNG needs a monospace font, and no known one was found on this machine.",
+            hint="Install one (Debian: apt-get install fonts-dejavu-core), or save as .svg.",
         )
+    svg = svg.replace(_FONT_FAMILIES, f"'{font.family}'").translate(_CONTROL_SYMBOLS)
     try:
         return bytes(
             resvg_py.svg_to_bytes(
-                svg_string=svg.replace(_FONT_FAMILIES, f"'{font.family}'").translate(
-                    _CONTROL_SYMBOLS
-                ),
+                svg_string=svg,
                 zoom=zoom,
                 font_files=list(font.files),
                 font_family=font.family,
@@ -150,12 +155,12 @@ def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
         )
     except ValueError as error:
         raise FlexInspectError(
-            f"The PNG could not be drawn: {error}.", hint="Name the file .svg, which needs nothing."
+            f"The PNG could not be rendered: {error}.", hint="Save the picture as .svg instead."
         ) from error
 
 
 class _CellStyle(NamedTuple):
-    """How a run of cells looks, as the values of SVG attributes."""
+    """The style of a run of cells, as values of SVG attributes."""
 
     foreground: str
     background: str
@@ -164,7 +169,7 @@ class _CellStyle(NamedTuple):
 
 @dataclass
 class _Drawing:
-    """What is drawn, from back to front: backgrounds, areas, texts."""
+    """The layers of a picture, from back to front: backgrounds, areas, texts."""
 
     background: str
     backs: dict[str, list[str]] = field(default_factory=dict)
@@ -178,27 +183,25 @@ class _Drawing:
 
     def area(self, fill: str, x: int, y: int, area: Area, times: int) -> None:
         left, top, width, height = area
-        where = (x * CELL_WIDTH + left, y * CELL_HEIGHT + top)
-        parts = self.areas.setdefault(fill, [])
+        left, top = x * CELL_WIDTH + left, y * CELL_HEIGHT + top
+        paths = self.areas.setdefault(fill, [])
         if width == CELL_WIDTH:
-            parts.append(_rectangle_path((*where, width * times, height)))
+            paths.append(_rectangle_path((left, top, width * times, height)))
             return
-        parts += [
-            _rectangle_path((where[0] + n * CELL_WIDTH, where[1], width, height))
-            for n in range(times)
+        paths += [
+            _rectangle_path((left + n * CELL_WIDTH, top, width, height)) for n in range(times)
         ]
 
     def text(self, text: str, style: _CellStyle, x: int, y: int) -> None:
-        if (
-            "underline" not in style.attributes
-        ):  # blanks matter only where there is a line below them
+        if "underline" not in style.attributes:  # otherwise blanks show the underline
             x += len(text) - len(text.lstrip(" "))
             text = text.strip(" ")
         if text:
             length = cell_len(text) * CELL_WIDTH
             self.texts.append(
                 f'<text x="{x * CELL_WIDTH}" y="{y * CELL_HEIGHT + _BASELINE}" '
-                f'textLength="{length}" fill="{style.foreground}"{style.attributes}>{escape(text)}</text>'
+                f'textLength="{length}" fill="{style.foreground}"{style.attributes}>'
+                f"{escape(text)}</text>"
             )
 
 
@@ -211,11 +214,10 @@ def _draw_row(drawing: _Drawing, strip: Strip, y: int, theme: TerminalTheme) -> 
     """Draw one row of cells."""
     x = 0
     for style, text in _style_runs(strip):
-        ink = _cell_style(style, theme)
-        n_cells = cell_len(text)
-        drawing.back(ink.background, x, y, n_cells)
+        cell_style = _cell_style(style, theme)
+        drawing.back(cell_style.background, x, y, cell_len(text))
         for piece in _split_pieces(text):
-            _draw_piece(drawing, piece, ink, x, y)
+            _draw_piece(drawing, piece, cell_style, x, y)
             x += cell_len(piece)
 
 
@@ -225,23 +227,21 @@ def _draw_piece(drawing: _Drawing, piece: str, style: _CellStyle, x: int, y: int
         for area in _AREAS[char]:
             drawing.area(style.foreground, x, y, area, len(piece))
     elif char in _SHADES:
-        whole = (0, 0, CELL_WIDTH, CELL_HEIGHT)
-        drawing.area(
-            _mix_colors(style.background, style.foreground, _SHADES[char]), x, y, whole, len(piece)
-        )
+        color = _mix_colors(style.background, style.foreground, _SHADES[char])
+        drawing.area(color, x, y, (0, 0, CELL_WIDTH, CELL_HEIGHT), len(piece))
     else:
         drawing.text(piece, style, x, y)
 
 
 def _style_runs(strip: Strip) -> Iterator[tuple[Style, str]]:
-    """Yield runs of one style, whatever segments they come in."""
-    found = (segment for segment in strip if segment.text and not segment.control)
-    for style, group in groupby(found, key=lambda segment: segment.style or Style.null()):
+    """Yield runs of one style; neighbouring segments of the same style are joined."""
+    segments = (segment for segment in strip if segment.text and not segment.control)
+    for style, group in groupby(segments, key=lambda segment: segment.style or Style.null()):
         yield style, _printable("".join(segment.text for segment in group))
 
 
 def _split_pieces(text: str) -> Iterator[str]:
-    """Yield runs of one drawn character, single wide characters, and the text between them."""
+    """Yield runs of one block character, single wide characters, and runs of narrow text."""
     if text.isascii():
         yield text
         return
@@ -253,26 +253,27 @@ def _split_pieces(text: str) -> Iterator[str]:
 
 
 def _split_clusters(text: str) -> Iterator[str]:
-    """Yield characters, each with the marks of no width that follow it."""
-    whole = ""
+    """Yield characters, each with the zero-width marks that follow it."""
+    cluster = ""
     for char in text:
-        if whole and cell_len(char):
-            yield whole
-            whole = ""
-        whole += char
-    if whole:
-        yield whole
+        if cluster and cell_len(char):
+            yield cluster
+            cluster = ""
+        cluster += char
+    if cluster:
+        yield cluster
 
 
 def _cluster_kind(cluster: str) -> str:
-    """Tell what may stand together: equal areas, narrow text ("t"), a wide one alone ("")."""
+    """Return the group of a cluster: the block character itself, "t" for narrow text, "" for a
+    wide character, which is drawn alone."""
     if cluster in _AREAS or cluster in _SHADES:
         return cluster
     return "t" if cell_len(cluster) == 1 else ""
 
 
 def _printable(text: str) -> str:
-    """Replace what no XML may hold and no font can show; ours is escaped long before."""
+    """Replace characters that XML forbids or no font shows; panels escape theirs before this."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "�" for char in text)
@@ -281,17 +282,17 @@ def _printable(text: str) -> str:
 @lru_cache(maxsize=4096)
 def _cached_cell_style(style: Style, fore: str, back: str) -> _CellStyle:
     theme = _make_terminal_theme(fore, back)
-    front = (style.color or Color.default()).get_truecolor(theme).hex
-    behind = (style.bgcolor or Color.default()).get_truecolor(theme, foreground=False).hex
+    foreground = (style.color or Color.default()).get_truecolor(theme).hex
+    background = (style.bgcolor or Color.default()).get_truecolor(theme, foreground=False).hex
     if style.reverse:
-        front, behind = behind, front
+        foreground, background = background, foreground
     if style.dim:
-        front = _mix_colors(front, behind, 0.5)
-    rest = ' font-weight="bold"' if style.bold else ""
-    rest += ' font-style="italic"' if style.italic else ""
+        foreground = _mix_colors(foreground, background, 0.5)
+    attributes = ' font-weight="bold"' if style.bold else ""
+    attributes += ' font-style="italic"' if style.italic else ""
     lines = ["underline"] * bool(style.underline) + ["line-through"] * bool(style.strike)
-    rest += f' text-decoration="{" ".join(lines)}"' if lines else ""
-    return _CellStyle(front, behind, rest)
+    attributes += f' text-decoration="{" ".join(lines)}"' if lines else ""
+    return _CellStyle(foreground, background, attributes)
 
 
 def _cell_style(style: Style, theme: TerminalTheme) -> _CellStyle:
@@ -304,7 +305,7 @@ def _terminal_theme(theme: Theme) -> TerminalTheme:
 
 @lru_cache(maxsize=16)
 def _make_terminal_theme(fore: str, back: str) -> TerminalTheme:
-    """Return the terminal that a picture is of; its sixteen colours are those of xterm."""
+    """Return the terminal theme of a picture; its 16 ANSI colours are Rich's default ones."""
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
     theme = TerminalTheme(Color.parse(back).get_truecolor(), Color.parse(fore).get_truecolor(), [])
@@ -312,10 +313,11 @@ def _make_terminal_theme(fore: str, back: str) -> TerminalTheme:
     return theme
 
 
-def _mix_colors(one: str, other: str, share: float) -> str:
-    """Return `one` with a share of `other`."""
-    ends = [Color.parse(name).get_truecolor() for name in (one, other)]
-    return blend_rgb(ends[0], ends[1], share).hex
+def _mix_colors(first: str, second: str, share: float) -> str:
+    """Blend two colours; `share` is that of `second`."""
+    return blend_rgb(
+        Color.parse(first).get_truecolor(), Color.parse(second).get_truecolor(), share
+    ).hex
 
 
 def _svg_document(drawing: _Drawing, size: tuple[int, int], title: str, theme: Theme) -> str:
@@ -341,7 +343,7 @@ def _svg_paths(fills: Mapping[str, Iterable[str]]) -> Iterator[str]:
 
 
 def _write_atomically(target: Path, data: bytes) -> None:
-    """Write beside the target, then take its place, so that nobody sees half a picture."""
+    """Write to a temporary file, then replace the target, so that it is never incomplete."""
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         with part.open("xb") as file:
@@ -351,13 +353,13 @@ def _write_atomically(target: Path, data: bytes) -> None:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise FlexInspectError(
-            f"The picture cannot be written to {target}: {error.strerror or error}.",
-            hint="Name a file in a folder that exists and that you may write to.",
+            f"The picture could not be written to {target}: {error.strerror or error}.",
+            hint="Choose a file in an existing folder that you may write to.",
         ) from error
 
 
 class Font(NamedTuple):
-    """A family and the files of its styles."""
+    """A font family and the files of its styles."""
 
     family: str
     files: tuple[str, ...]
@@ -380,31 +382,31 @@ _FONTS = dict(
         lucon = Lucida Console
         cour = Courier New""".splitlines()
 )
-"""Files of monospace fonts (lower case, without ending) and their families, best first."""
+"""File stems of monospace fonts, in lower case, and their families; the best first."""
 
 
 @lru_cache(maxsize=1)
 def find_monospace() -> Font | None:
-    """Return the best known monospace font of this machine, None when there is none.
+    """Return the best known monospace font of this machine, None without any.
 
-    Drawing with a family that is not there would leave out all text without a word.
+    The renderer silently omits all text of a family that is not installed.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for folder in _font_folders():
         for file in folder.rglob("*"):
             if file.suffix.lower() in (".ttf", ".otf", ".ttc"):
-                found.setdefault(file.stem.lower(), file)
+                files.setdefault(file.stem.lower(), file)
     for stem, family in _FONTS.items():
-        if stem in found:
-            first = found[stem]
-            begin = first.stem.split("-")[0]
-            return Font(family, tuple(sorted(map(str, first.parent.glob(f"{begin}*")))))
+        if stem in files:
+            file = files[stem]
+            prefix = file.stem.split("-")[0]
+            return Font(family, tuple(sorted(map(str, file.parent.glob(f"{prefix}*")))))
     return None
 
 
 def _font_folders() -> Iterator[Path]:
-    """Yield the folders of fonts of Linux, macOS and Windows, and of Python packages last."""
-    with suppress(RuntimeError):  # without a home folder there are no fonts of the user
+    """Yield the font folders of Linux, macOS and Windows, and those of Python packages last."""
+    with suppress(RuntimeError):  # the user has no home folder
         home = Path.home()
         yield from (home / ".local/share/fonts", home / ".fonts", home / "Library/Fonts")
     for name in ("/usr/share/fonts", "/usr/local/share/fonts"):

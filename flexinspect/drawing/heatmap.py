@@ -1,4 +1,4 @@
-"""Arrays of levels as cells of colour: two rows per line, or boxes of some columns."""
+"""Heat maps: arrays of levels as coloured cells, two rows per line or one box per value."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from textual.strip import Strip
 from flexinspect.drawing.theme import Theme
 
 _MIN_MEAN_RUN = 2.0
-"""The mean length of a run of equal cells from which runs are quicker than single cells."""
+"""Mean length of a run of equal cells from which drawing runs is faster than single cells."""
 
 _RESET = "\x1b[0m"
 
 
 class CellStrip(Strip):
-    """A line of cells that already knows its bytes for a terminal with 24-bit colours.
+    """A line of cells with precomputed escape codes for a terminal with 24-bit colours.
 
-    Its segments are real, so that a crop, a picture and a lesser terminal get the same cells.
+    Its segments hold the same cells, for crops, pictures and terminals with fewer colours.
     """
 
     __slots__ = ("_codes",)
@@ -34,22 +34,22 @@ class CellStrip(Strip):
         self._codes = codes
 
     def render(self, console: Console) -> str:
-        """Return the bytes; see `Strip.render`."""
+        """Return the text with escape codes; see `Strip.render`."""
         if console.color_system != "truecolor":
             return super().render(console)
         return "".join(self._codes) + _RESET
 
 
 def heat(levels: Levels, palette: Palette, theme: Theme) -> list[Strip]:
-    """Return levels of shape (rows, columns) as ceil(rows / 2) strips of `columns` cells.
+    """Draw levels of shape (rows, columns) as ceil(rows / 2) strips of `columns` cells.
 
-    One cell is one column and two rows; an odd last row fills its cell. Without colours the cell
-    shows the level of the two that is farther from the palette's centre.
+    One cell is one column and two rows; an odd last row fills its cell. Without colours a cell
+    shows the one of its two levels that is farther from the palette's centre.
     """
-    safe = _clamp_levels(levels, palette)
-    if len(safe) % 2:
-        safe = np.vstack([safe, safe[-1:]])
-    upper, lower = safe[0::2], safe[1::2]
+    levels = _clamp_levels(levels, palette)
+    if len(levels) % 2:
+        levels = np.vstack([levels, levels[-1:]])
+    upper, lower = levels[0::2], levels[1::2]
     if theme.no_color:
         return _character_strips(_farther_levels(upper, lower, palette), palette, theme)
     return _color_strips(upper, lower, palette, theme)
@@ -63,10 +63,10 @@ def boxes(
     cell_width: int,
     marked: tuple[int, int] | None = None,
 ) -> list[Strip]:
-    """Return one strip per row of levels, `cell_width` cells per column.
+    """Draw one strip per row of levels, `cell_width` cells per column.
 
-    `marked` is the row and column of the cursor: brackets around its box, a "+" in a narrow one.
-    One that lies outside is not drawn.
+    `marked` is the row and column of the cursor: brackets around its box, a "+" in a box of one
+    cell. A cursor outside of the levels is not drawn.
     """
     wide = np.repeat(_clamp_levels(levels, palette), max(cell_width, 0), axis=1)
     if theme.no_color:
@@ -118,15 +118,15 @@ def _run_strips(
     rows, width = keys.shape
     at = np.flatnonzero(starts)
     lengths = np.diff(at, append=rows * width).tolist()
-    found = [palette.run(*run) for run in zip(keys.ravel()[at].tolist(), lengths, strict=True)]
+    runs = [palette.run(*run) for run in zip(keys.ravel()[at].tolist(), lengths, strict=True)]
     ends = np.cumsum(np.count_nonzero(starts, axis=1)).tolist()
+    truecolor = theme.depth == "truecolor"
     strips: list[Strip] = []
     begin = 0
     for end in ends:
-        segments = [segment for segment, _ in found[begin:end]]
-        codes = [code for _, code in found[begin:end]]
-        plain = theme.depth != "truecolor"
-        strips.append(Strip(segments, width) if plain else CellStrip(segments, width, codes))
+        segments = [segment for segment, _ in runs[begin:end]]
+        codes = [code for _, code in runs[begin:end]]
+        strips.append(CellStrip(segments, width, codes) if truecolor else Strip(segments, width))
         begin = end
     return strips
 
@@ -150,24 +150,27 @@ RGB = tuple[int, int, int]
 Levels = npt.NDArray[np.uint8]
 
 _MAX_CACHED_RUNS = 20_000
-"""Runs of equal cells that a palette remembers, some megabytes, before it starts afresh."""
+"""Runs of equal cells that a palette caches, some megabytes; then the cache is cleared."""
 
 
 class Palette:
     """Colours of levels 0 to `size` - 1, and every (upper, lower) pair of them as a half block.
 
     A pair has the key `upper * size + lower`. All cells of one pair share one `Segment`, so that
-    a repaint makes no styles and few objects.
+    a repaint creates no styles and few objects.
     """
 
     def __init__(self, rgb: Sequence[RGB], ramp: str, centre: int = 0) -> None:
-        """Take one colour and one character of `ramp`, for terminals without colours, per level.
+        """Take one colour and one character of `ramp` (for terminals without colours) per level.
 
-        `centre` is the level that means nothing: of two levels in one character the one farther
-        from it is shown. Raises `ValueError` if the lengths differ or do not fit a byte.
+        `centre` is the neutral level: without colours, the one of two levels that is farther from
+        it is shown. Raises `ValueError` if the lengths differ or there are not 1 to 256 levels.
         """
         if not 0 < len(rgb) <= 256 or len(rgb) != len(ramp):
-            raise ValueError(f"{len(rgb)} colours and {len(ramp)} characters make no palette")
+            raise ValueError(
+                "a palette needs 1 to 256 colours and as many characters, got "
+                f"{len(rgb)} colours and {len(ramp)} characters"
+            )
         self.rgb: tuple[RGB, ...] = tuple(rgb)
         self.ramp = ramp
         self.centre = centre
@@ -175,12 +178,12 @@ class Palette:
 
     @property
     def size(self) -> int:
-        """Return the number of levels."""
+        """Number of levels."""
         return len(self.rgb)
 
     @cached_property
     def pairs(self) -> list[Segment]:
-        """One shared segment of one cell per key; a blank where both colours are equal."""
+        """One shared segment of one cell per key; a blank where both levels are equal."""
         colors = [Color.from_rgb(*rgb) for rgb in self.rgb]
         return [
             Segment(" ", Style(bgcolor=upper))
@@ -192,7 +195,7 @@ class Palette:
 
     @cached_property
     def ansi(self) -> list[str]:
-        """The bytes of the same for a terminal with 24-bit colours, without a reset at the end."""
+        """The cells of `pairs` as escape codes for 24-bit colours, without a reset at the end."""
         codes = [";".join(map(str, rgb)) for rgb in self.rgb]
         return [
             f"\x1b[48;2;{lower}m " if upper is lower else f"\x1b[38;2;{upper};48;2;{lower}m▀"
@@ -201,18 +204,18 @@ class Palette:
         ]
 
     def run(self, key: int, length: int) -> tuple[Segment, str]:
-        """Return `length` equal cells as a segment and as bytes; remembered."""
-        found = self._runs.get((key, length))
-        if found is None:
+        """Return `length` equal cells as a segment and as escape codes; cached."""
+        run = self._runs.get((key, length))
+        if run is None:
             if len(self._runs) >= _MAX_CACHED_RUNS:
                 self._runs.clear()
             cell, code = self.pairs[key], self.ansi[key]
-            found = (Segment(cell.text * length, cell.style), code + cell.text * (length - 1))
-            self._runs[key, length] = found
-        return found
+            run = (Segment(cell.text * length, cell.style), code + cell.text * (length - 1))
+            self._runs[key, length] = run
+        return run
 
     def text_color(self, level: int) -> Color:
-        """Return black or white, whichever is read more easily on the colour of a level."""
+        """Return black or white, whichever contrasts more with the colour of a level."""
         red, green, blue = self.rgb[level]
         bright = 0.299 * red + 0.587 * green + 0.114 * blue > 127  # luma of ITU-R BT.601
         return Color.from_rgb(0, 0, 0) if bright else Color.from_rgb(255, 255, 255)
@@ -221,8 +224,8 @@ class Palette:
 def quantise(values: npt.ArrayLike, low: float, high: float, size: int) -> Levels:
     """Return the nearest of `size` levels per value: `low` is 0, `high` is `size` - 1.
 
-    Values outside are clipped, infinite ones too; NaN is 0. Everything is 0 where `low` to `high`
-    is no range: empty, backwards or not finite.
+    The result has the shape of `values`. Values outside of the range are clipped, infinite ones
+    too; NaN is 0. All levels are 0 unless `low` < `high` and both are finite.
     """
     array = np.asarray(values, dtype=np.float64)
     with np.errstate(all="ignore"):
@@ -235,7 +238,7 @@ def quantise(values: npt.ArrayLike, low: float, high: float, size: int) -> Level
 
 
 def quantise_marked(values: npt.ArrayLike, low: float, high: float, palette: Palette) -> Levels:
-    """Return levels of a palette whose last level marks what is not a finite number."""
+    """Quantise for a palette whose last level marks NaN and infinite values."""
     array = np.asarray(values, dtype=np.float64)
     levels = quantise(array, low, high, palette.size - 1)
     levels[~np.isfinite(array)] = palette.size - 1
@@ -251,13 +254,13 @@ def blend(anchors: Sequence[RGB], size: int) -> list[RGB]:
 
 
 def ramp(characters: str, size: int) -> str:
-    """Return `size` characters, each of `characters` about equally often."""
+    """Return `size` characters in which each of `characters` is about equally frequent."""
     return "".join(characters[level * len(characters) // size] for level in range(size))
 
 
 # Cividis: Nunez, Anderton and Renslow 2018, https://doi.org/10.1371/journal.pone.0199239. These
-# are entries 0, 17, 34 ... 255 of matplotlib's table of 256 (`_cividis_data`), as bytes. What lies
-# between them is interpolated: not the table's own value, but within 10 of 255 of it.
+# are entries 0, 17, 34 ... 255 of matplotlib's table of 256 (`_cividis_data`), as bytes. Colours
+# between them are interpolated and differ from the table by at most 10 of 255.
 _CIVIDIS_ANCHORS: tuple[RGB, ...] = (
     (0, 34, 78),
     (0, 46, 108),
@@ -277,18 +280,24 @@ _CIVIDIS_ANCHORS: tuple[RGB, ...] = (
     (254, 232, 56),
 )
 
-# Blue and orange as light as each other, of Okabe and Ito (https://jfly.uni-koeln.de/color/), so
-# that strength is lightness and sign is hue; a dark grey, close to the background, means nothing.
+# Blue and orange of equal lightness, after Okabe and Ito (https://jfly.uni-koeln.de/color/), so
+# that magnitude is lightness and sign is hue; the middle is a dark grey near the background.
 _DIVERGING_ANCHORS: tuple[RGB, ...] = ((86, 180, 233), (58, 58, 62), (240, 165, 30))
 
 CIVIDIS = Palette(blend(_CIVIDIS_ANCHORS, 32), ramp(" ░▒▓█", 32))
-"""32 levels from dark blue to yellow; read alike with and without colour blindness."""
+"""32 levels from dark blue to yellow, with the same appearance for colour-blind readers."""
 
 CIVIDIS_MARKED = Palette([*CIVIDIS.rgb, (230, 40, 60)], CIVIDIS.ramp + "!")
 """`CIVIDIS` and a last level, red, for NaN and infinite values: see `quantise_marked`."""
 
+CIVIDIS_MISSING = Palette([*CIVIDIS_MARKED.rgb, (58, 58, 62)], CIVIDIS_MARKED.ramp + "·")
+"""`CIVIDIS_MARKED` and a last level, dark grey, for values that were not recorded."""
+
+BAD_CELL_STYLE = Style.parse("bold #ffffff on #e6283c")
+"""White on the red of `CIVIDIS_MARKED`, for text in cells of NaN and infinite values."""
+
 DIVERGING = Palette(
     blend(_DIVERGING_ANCHORS, 33), ramp("#=-", 15) + "   " + ramp("░▒▓", 12) + "███", centre=16
 )
-"""33 levels: blue below, grey in the middle (level 16), orange above; strokes below, shades above
-where there are no colours."""
+"""33 levels: blue below, grey in the middle (level 16), orange above; without colours, strokes
+below and shades above."""

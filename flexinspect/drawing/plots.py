@@ -1,4 +1,4 @@
-"""Numbers as text: bars, sparklines, timelines of block characters, and short figures."""
+"""Plots of block characters (bars, sparklines, timelines), and short forms of numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VERTICAL_BLOCKS = " ▁▂▃▄▅▆▇█"
 def bar(fraction: float, width: int) -> str:
     """Return a bar over `fraction` of `width` cells, to an eighth of a cell; "?" for NaN.
 
-    Clipped to 0 and 1. A fraction above zero is never drawn as nothing.
+    The fraction is clipped to 0 and 1. One above zero is at least an eighth of a cell.
     """
     if width <= 0:
         return ""
@@ -34,8 +34,8 @@ def bar(fraction: float, width: int) -> str:
 def sparkline(values: Sequence[float | None], width: int) -> str:
     """Return one character per value in `width` characters, scaled as in `timeline`.
 
-    More values than characters: the highest of each bucket. None is a blank, and what is not a
-    finite number is a "!", which no other value of its bucket hides.
+    With more values than characters, each shows the highest value of a bucket. None is a blank.
+    NaN or Inf is a "!", also in a bucket with finite values.
     """
     columns = _bucket_columns(values, width)
     scaled = _scale_to_eighths(columns, 8)
@@ -54,12 +54,12 @@ def timeline(
     marked: int | None = None,
     style: str = "accent",
 ) -> list[Strip]:
-    """Return columns of eighth blocks, one per value: `height` strips of `width` cells.
+    """Draw values as columns of eighth blocks: `height` strips of `width` cells.
 
-    Scaled from the lowest value or 0, whichever is lower, to the highest. More values than
-    columns: the highest of each bucket. None is an empty column, a value is at least an eighth,
-    and what is not a finite number is a "!" at the foot. `marked` is the index of a value, whose
-    column is drawn reversed.
+    The scale goes from 0, or the lowest value if that is negative, to the highest value. With
+    more values than columns, each column shows the highest value of a bucket. None is an empty
+    column, a finite value is at least an eighth of a cell high, and NaN or Inf is a "!" at the
+    foot. `marked` is the index of a value, whose column is drawn reversed.
     """
     columns = _bucket_columns(values, width)
     heights = _scale_to_eighths(columns, 8 * height)
@@ -71,10 +71,10 @@ def timeline(
 
 
 def format_number(value: float | None, width: int = 0) -> str:
-    """Return a number as a person writes it, with two or three digits: "0.0032", "12.4".
+    """Return a number with two or three significant digits: "0.0032", "12.4"; "-" for None.
 
-    "-" is None. `width` puts it at the right of so many cells, with fewer digits where they do
-    not fit; where none do it is "…", never a number cut to another one.
+    With a `width` it is right-aligned in that many cells, with fewer digits where they do not
+    fit, and "…" where no form fits: a number is never cut to another number.
     """
     if width <= 0:
         return _number_forms(value)[0]
@@ -84,7 +84,7 @@ def format_number(value: float | None, width: int = 0) -> str:
 
 
 def _number_forms(value: float | None) -> list[str]:
-    """Return the ways to write a number, the best first, then shorter ones."""
+    """Return the forms of a number, the best first, then shorter ones."""
     if value is None:
         return ["-"]
     size = abs(value)
@@ -109,7 +109,7 @@ def _rows_top_down(height: int) -> range:
 
 
 def _bucket_columns(values: Sequence[float | None], width: int) -> list[float | None]:
-    """Return at most `width` values; NaN for a bucket with anything that is not finite."""
+    """Return the maximum of each of at most `width` buckets; NaN for one with NaN or Inf."""
     count = len(values)
     buckets = min(count, max(width, 0))
     edges = [bucket * count // buckets for bucket in range(buckets)] + [count]
@@ -124,7 +124,7 @@ def _bucket_max(bucket: Sequence[float | None]) -> float | None:
 
 
 def _scale_to_eighths(columns: Sequence[float | None], top: int) -> list[int]:
-    """Return 1 to `top` eighths per value, 0 where there is no finite one."""
+    """Return the height of each column, 1 to `top` eighths; 0 for None, NaN and Inf."""
     finite = [float(value) for value in columns if value is not None and math.isfinite(value)]
     low, high = min([0.0, *finite]), max(finite, default=0.0)
     span = high / 2 - low / 2  # halves: the difference itself may overflow
@@ -143,7 +143,7 @@ def _sparkline_char(value: float | None, height: int) -> str:
 
 
 def _column_of(marked: int | None, count: int, columns: int) -> int | None:
-    """Return the column of a value: the inverse of the edges in `_columns`."""
+    """Return the column of the value at index `marked`: the inverse of `_bucket_columns`."""
     if marked is None or not 0 <= marked < count or not columns:
         return None
     return ((marked + 1) * columns - 1) // count

@@ -1,4 +1,4 @@
-"""The widget that shows ready-made strips: the one place where pictures meet Textual."""
+"""Lines of text as strips of terminal cells, and `Canvas`, the widget that shows strips."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Canvas(Widget):
     """Shows strips as they are.
 
     It overrides `render_lines`, which skips Textual's line filters and caches (they rebuild every
-    segment and cost more than the picture); so borders and padding belong to its parent, and
-    whoever makes the strips minds `NO_COLOR`.
+    segment and cost more than the picture). So borders and padding belong to its parent, and the
+    code that makes the strips has to respect `NO_COLOR`.
     """
 
     ALLOW_SELECT = False
@@ -33,7 +33,7 @@ class Canvas(Widget):
 
     @property
     def strips(self) -> Sequence[Strip]:
-        """What is shown."""
+        """The strips that are shown."""
         return self._strips
 
     def show(self, strips: Sequence[Strip]) -> None:
@@ -42,7 +42,7 @@ class Canvas(Widget):
         self.refresh()
 
     def repaint(self) -> None:
-        """Make the strips again, in the size and colours of now; for subclasses."""
+        """Draw the strips again in the current size and colours; for subclasses."""
 
     def render_lines(self, crop: Region) -> list[Strip]:
         """Return the strips of a region, cut and filled up to the widget's size."""
@@ -60,14 +60,15 @@ class Canvas(Widget):
 
 
 Span = tuple[str, Style]
-"""A piece of a line. Its text must be printable: pass what came from a model through `visible`."""
+"""A piece of a line. Its text must be printable: pass text of a model through
+`escape_unprintable`."""
 
 
 def line(spans: Iterable[Span], width: int, fill: Style | None = None) -> Strip:
     """Return the spans as a strip of exactly `width` cells, cut with "…" where they are longer.
 
-    `fill` is the style of the cells behind the text. A wide character that does not fit whole
-    leaves a blank. What is cut off is not mentioned if it is blank.
+    `fill` is the style of the cells after the text. A wide character that does not fit leaves a
+    blank. Trailing blanks are cut without "…".
     """
     segments: list[Segment] = []
     left = max(width, 0)
@@ -77,7 +78,7 @@ def line(spans: Iterable[Span], width: int, fill: Style | None = None) -> Strip:
             return Strip(_shorten_segments(segments, text, style, left), max(width, 0))
         if length > left:
             text, length = set_cell_size(text, left), left
-        if text:  # one without cells is an accent of what stands before it
+        if text:  # text without cells is a combining mark of the span before it
             segments.append(Segment(text, style))
             left -= length
     if left > 0:
@@ -86,9 +87,9 @@ def line(spans: Iterable[Span], width: int, fill: Style | None = None) -> Strip:
 
 
 def _shorten_segments(segments: list[Segment], text: str, style: Style, left: int) -> list[Segment]:
-    """Return segments that end in "…" in the place of `text`, which is longer than `left`."""
+    """Append the beginning of `text`, which is longer than the `left` cells, with "…"."""
     while segments and not segments[-1].cell_length:
-        segments.pop()  # an accent cannot be shortened, and its letter goes
+        segments.pop()  # a combining mark cannot be shortened, and its letter is cut
     if left or not segments:
         return [*segments, Segment(clip_text(text, left), style)] if left else segments
     *before, last = segments
@@ -104,14 +105,14 @@ def clip_text(text: str, width: int) -> str:
 
 
 def align_right(text: str, width: int) -> str:
-    """Return `text` at the right of `width` cells, cut where it is longer."""
+    """Right-align `text` in `width` cells; longer text is cut with "…"."""
     short = clip_text(text, width) if cell_len(text) > width else text
     return " " * (width - cell_len(short)) + short
 
 
 def wrap_paragraph(text: str, width: int, style: Style) -> list[Strip]:
-    """Return a text of several lines or sentences, wrapped at words."""
-    room = max(width, 8)  # narrower columns of text cannot be read: cut there
+    """Wrap a text of one or more lines at words, in strips of `width` cells."""
+    room = max(width, 8)  # narrower columns of text are unreadable: their lines are cut instead
     rows: list[str] = []
     for part in text.split("\n"):
         for row in textwrap.wrap(escape_unprintable(part), room) or [""]:
@@ -120,11 +121,11 @@ def wrap_paragraph(text: str, width: int, style: Style) -> list[Strip]:
     return [line([(row, style)], width, style) for row in rows]
 
 
-def join_blocks(left: Sequence[Strip], right_part: Sequence[Strip], blank: Style) -> list[Strip]:
-    """Return two blocks side by side; the shorter one is filled up with blanks."""
-    height = max(len(left), len(right_part))
+def join_blocks(left: Sequence[Strip], right: Sequence[Strip], blank: Style) -> list[Strip]:
+    """Join two blocks side by side; the shorter one is filled up with blank lines."""
+    height = max(len(left), len(right))
     blocks = []
-    for block in (left, right_part):
+    for block in (left, right):
         width = block[0].cell_length if block else 0
         empty = Strip([Segment(" " * width, blank)], width)
         blocks.append([*block, *[empty] * (height - len(block))])
@@ -135,15 +136,15 @@ SEPARATOR = " · "
 
 
 def header(parts: Sequence[tuple[str, str, int]], width: int, theme: Theme) -> Strip:
-    """Return (text, style name, importance) parts as one line.
+    """Join (text, style name, rank) parts to one line.
 
-    While they do not fit, the least important one (the highest number) is left out.
+    While they do not fit, the least important part (the one with the highest rank) is dropped.
     """
-    kept = [part for part in parts if part[0]]
-    while len(kept) > 1 and _length(kept) > width:
-        kept.remove(max(kept, key=lambda part: part[2]))
+    shown = [part for part in parts if part[0]]
+    while len(shown) > 1 and _length(shown) > width:
+        shown.remove(max(shown, key=lambda part: part[2]))
     spans: list[Span] = []
-    for text, style, _ in kept:
+    for text, style, _ in shown:
         if spans:
             spans.append((SEPARATOR, theme.style("muted")))
         spans.append((text, theme.style(style)))

@@ -1,4 +1,4 @@
-"""How things look: the colours of the theme and of the terminal, as styles by name."""
+"""Named styles, from the colours of the theme and the colour depth of the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DARK_COLORS: Mapping[str, str] = {
     "warning": "#e6b422",
     "error": "#f0556d",
 }
-"""Colours used where no theme is running: pictures that are exported, and tests."""
+"""Colours for use without a running app: exported pictures, and tests."""
 
 SEGMENT_COLORS: tuple[str, ...] = (
     "#0072b2",
@@ -38,15 +38,15 @@ SEGMENT_COLORS: tuple[str, ...] = (
     "#a04a20",
     "#407a90",
 )
-"""Backgrounds of neighbouring segments, after Okabe and Ito: told apart by colour-blind readers
-(https://jfly.uni-koeln.de/color/), darkened so that white text on them is readable."""
+"""Backgrounds of neighbouring segments, after Okabe and Ito: colour-blind readers can distinguish
+them (https://jfly.uni-koeln.de/color/). Darkened, so that white text on them is readable."""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Styles for one terminal: `depth` says how many colours there are, "none" for NO_COLOR.
+    """Styles for one terminal: `depth` is its number of colours, "none" for NO_COLOR.
 
-    Without colours, meaning is carried by bold, dim, underline and reverse, and by characters.
+    Without colours, bold, dim, underline, reverse and characters carry the meaning.
     """
 
     depth: ColorDepth = "truecolor"
@@ -58,7 +58,7 @@ class Theme:
         return self.depth == "none"
 
     def style(self, name: str) -> Style:
-        """Return a style by its name; an unknown name is a `KeyError`, found by the tests."""
+        """Return a style by its name. Raises `KeyError` for an unknown one."""
         return self._styles[name]
 
     def segment_style(self, number: int) -> Style:
@@ -66,7 +66,7 @@ class Theme:
         return self._segment_styles[number % len(self._segment_styles)]
 
     def color(self, name: str) -> Color:
-        """Return a colour of the theme by name: see `DARK`."""
+        """Return a colour of the theme by its name, a key of `DARK_COLORS`."""
         return Color.parse(self.colors[name])
 
     @cached_property
@@ -103,10 +103,10 @@ class Theme:
 
 
 class NoColorFilter(LineFilter):
-    """Takes all colours off what is drawn; Textual's own filter makes greys of them."""
+    """Removes all colours; Textual's own filter converts them to greys."""
 
     def apply(self, segments: list[Segment], background: textual_color.Color) -> list[Segment]:
-        """Return the segments without colours; what a click on them does stays."""
+        """Return the segments without colours; their meta data (click actions) stay."""
         return [
             Segment(text, style and _without_colors(style), control)
             for text, style, control in segments

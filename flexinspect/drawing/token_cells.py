@@ -1,4 +1,4 @@
-"""Tokens as cells: words made visible, coloured by segment, laid out in rows."""
+"""Tokens as terminal cells: visible text, coloured by segment or value, laid out in rows."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from flexinspect.drawing.text_lines import Span
 from flexinspect.drawing.theme import SEGMENT_COLORS, Theme
 
 PARTIAL_CHARACTER = "◌"
-"""Stands for a token that holds only some bytes of a character: a later one completes it."""
+"""Shown for a token with only some bytes of a character, which a later token completes."""
 _BYTES = re.compile("[!-~¡-\u0143]*[¡-\u0143][!-~¡-\u0143]*")
-"""Bytes, one letter each, as byte-level vocabularies write them; not all of them ASCII."""
+"""Bytes, one letter each, as byte-level vocabularies write them; at least one is not ASCII."""
 _WHITESPACE_SYMBOLS = {"\n": "↵", "\r": "␍", "\t": "→", " ": "·", "\u00a0": "⍽"}
 MAX_TOKEN_CHARS = 32
 SEPARATOR_COLOR = "#4a4d55"
-"""Background of separators: no colour of its own, between those that have one."""
+"""Background of separators: grey, between segments with a colour of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCell:
     """One token ready to be drawn.
 
-    `text` is printable. `special` marks BOS and the like, `invisible` what has no ink of its own
-    (whitespace, control characters, half a character). `band` is the number of its segment,
-    negative for separators, `heat` a share from 0 to 1 that colours it instead, None for none.
+    `text` is printable. `special` marks special tokens such as BOS, `invisible` tokens without
+    visible text (whitespace, control characters, part of a character). `segment_color` is the
+    number of its segment's colour, negative for separators. `heat`, from 0 to 1, colours the
+    token instead if it is not None.
     """
 
     pos: int
@@ -43,18 +44,18 @@ class TokenCell:
 
 
 def display_text(token: str, text: str, *, special: bool) -> tuple[str, bool]:
-    """Return what is drawn for a token, and whether it is something that has no ink.
+    """Return the printable text of a token, and whether the token is invisible.
 
     `token` is the vocabulary's string, `text` what the token adds to the text. A single leading
-    space stays a space: on a coloured band it is seen as the beginning of a word. Bytes that make
-    no character yet are not the letters that the vocabulary writes for them.
+    space stays a space: on a coloured background it shows where a word begins. A token with part
+    of a character is `PARTIAL_CHARACTER`, not the letters that a byte-level vocabulary writes.
     """
     if special:
         return escape_unprintable(token) or "<>", False
+    if not text and _BYTES.fullmatch(token):
+        return PARTIAL_CHARACTER, True
     if not text:
-        return PARTIAL_CHARACTER if _BYTES.fullmatch(token) else (escape_unprintable(token) or "∅")[
-            :MAX_TOKEN_CHARS
-        ], True
+        return (escape_unprintable(token) or "∅")[:MAX_TOKEN_CHARS], True
     if not text.strip() or not text.isprintable():
         return _show_whitespace(text)[:MAX_TOKEN_CHARS], not any(char.isalnum() for char in text)
     return text.replace("\\", "\\\\")[:MAX_TOKEN_CHARS], False
@@ -65,15 +66,15 @@ def _show_whitespace(text: str) -> str:
 
 
 def token_style(
-    word: TokenCell, theme: Theme, *, current: bool = False, marked: bool = False
+    cell: TokenCell, theme: Theme, *, current: bool = False, marked: bool = False
 ) -> Style:
-    """Return the style of a token: its band, lighter at every second token, and what it is."""
-    style = _segment_style(word.segment_color, word.pos % 2, theme.no_color)
-    if word.heat is not None:
-        style = _heat_style(min(max(int(word.heat * 15), 0), 15), theme.no_color)
-    if word.special:
+    """Return the style of a token: its colour, lighter at odd positions, and its attributes."""
+    style = _segment_style(cell.segment_color, cell.pos % 2, theme.no_color)
+    if cell.heat is not None:
+        style = _heat_style(min(max(int(cell.heat * 15), 0), 15), theme.no_color)
+    if cell.special:
         style += Style(italic=True, bold=True)
-    if word.invisible:
+    if cell.invisible:
         style += Style(dim=True)
     if marked:
         style += Style(underline=True, bold=True)
@@ -95,7 +96,7 @@ def _segment_style(number: int, odd: int, plain: bool) -> Style:
 
 @lru_cache(maxsize=64)
 def _heat_style(level: int, plain: bool) -> Style:
-    """A scale from blue-grey (sure) to orange (unsure), safe for colour-blind readers."""
+    """Return a style on a scale from blue-grey (certain) to orange, safe for colour blindness."""
     if plain:
         return Style(bold=level >= 8, underline=level >= 4)
     share = level / 15
@@ -112,43 +113,46 @@ def _lighten(back: str, share: float) -> Color:
 
 @dataclass(frozen=True, slots=True)
 class TokenCellRow:
-    """A row of words: which, and the column each begins at."""
+    """A row of token cells, and the column at which each begins."""
 
     cells: tuple[TokenCell, ...]
     columns: tuple[int, ...]
 
     @property
     def width(self) -> int:
-        """Cells taken."""
+        """Width in terminal cells."""
         return self.columns[-1] + cell_len(self.cells[-1].text) if self.cells else 0
 
     def spans(self, theme: Theme, *, current: int | None, marked: frozenset[int]) -> list[Span]:
-        """Return the row as spans; `current` and `marked` are positions."""
+        """Return the row as spans; `current` and `marked` are positions of tokens."""
         return [
-            (w.text, token_style(w, theme, current=w.pos == current, marked=w.pos in marked))
-            for w in self.cells
+            (
+                cell.text,
+                token_style(cell, theme, current=cell.pos == current, marked=cell.pos in marked),
+            )
+            for cell in self.cells
         ]
 
     def cell_at(self, column: int) -> TokenCell | None:
-        """Return the word at a column."""
-        for word, start in zip(self.cells, self.columns, strict=True):
-            if start <= column < start + cell_len(word.text):
-                return word
+        """Return the token cell at a column, None after the last one."""
+        for cell, start in zip(self.cells, self.columns, strict=True):
+            if start <= column < start + cell_len(cell.text):
+                return cell
         return None
 
 
-def wrap_cells(words: Sequence[TokenCell], width: int) -> list[TokenCellRow]:
-    """Return the words in rows of at most `width` cells; a word wider than that is cut."""
+def wrap_cells(cells: Sequence[TokenCell], width: int) -> list[TokenCellRow]:
+    """Lay token cells out in rows of `width` columns; a wider cell has a row of its own."""
     rows: list[TokenCellRow] = []
     row: list[TokenCell] = []
     columns: list[int] = []
     used = 0
-    for word in words:
-        length = cell_len(word.text)
+    for cell in cells:
+        length = cell_len(cell.text)
         if row and used + length > width:
             rows.append(TokenCellRow(tuple(row), tuple(columns)))
             row, columns, used = [], [], 0
-        row.append(word)
+        row.append(cell)
         columns.append(used)
         used += length
     if row:
@@ -156,27 +160,27 @@ def wrap_cells(words: Sequence[TokenCell], width: int) -> list[TokenCellRow]:
     return rows
 
 
-def row_around(words: Sequence[TokenCell], current: int, width: int) -> tuple[TokenCellRow, int]:
-    """Return one row of at most `width` cells with the word at index `current` about its middle.
+def row_around(cells: Sequence[TokenCell], current: int, width: int) -> tuple[TokenCellRow, int]:
+    """Return a row of at most `width` columns with the cell at index `current` near its middle.
 
-    The second value is the index of the first word in it.
+    The second value is the index of the first cell in the row.
     """
-    if not words:
+    if not cells:
         return TokenCellRow((), ()), 0
-    lengths = [cell_len(word.text) for word in words]
-    start = stop = min(max(current, 0), len(words) - 1)
+    lengths = [cell_len(cell.text) for cell in cells]
+    start = min(max(current, 0), len(cells) - 1)
+    stop = start + 1
     used = lengths[start]
-    stop += 1
     while True:
         left = start > 0 and used + lengths[start - 1] <= width
-        right = stop < len(words) and used + lengths[stop] <= width
+        right = stop < len(cells) and used + lengths[stop] <= width
         if not left and not right:
             break
-        centre = sum(lengths[start:current]) <= sum(lengths[current + 1 : stop])
-        if left and (centre or not right):
+        left_is_shorter = sum(lengths[start:current]) <= sum(lengths[current + 1 : stop])
+        if left and (left_is_shorter or not right):
             start -= 1
             used += lengths[start]
         else:
             used += lengths[stop]
             stop += 1
-    return wrap_cells(words[start:stop], max(width, used))[0], start
+    return wrap_cells(cells[start:stop], max(width, used))[0], start

@@ -1,4 +1,4 @@
-"""Panels of the inspector, one file each; plug-ins of the group `flexinspect.panels`.
+"""Panels of the inspector, one module or package each; plug-ins of the group `flexinspect.panels`.
 
-A module belongs to the panel whose name it begins with; `sequence` and `windows` serve several.
+`base`, `source`, `panel_registry`, `timeline` and `token_window` are shared by all panels.
 """

@@ -1,10 +1,10 @@
-"""What a panel is: a view of one place of a trace, without a terminal of its own.
+"""The base class of panels: views of one place of a trace, independent of any terminal.
 
-A panel is a plug-in of the group `flexinspect.panels`: the entry point names a class made without
-arguments. It holds no state. What the user sees of it is decided by a `Request` (the place, the
-panel's own options, the size), loaded by `load` in a worker thread, and drawn by `paint` in the
-interface's. `describe` says the same in words. So one panel serves the interface, `flexinspect
-show`, exported pictures and tests.
+A panel is a plug-in of the group `flexinspect.panels`: the entry point names a class whose
+constructor takes no arguments. A panel has no state. A `Request` (the place, the panel's options,
+the size) decides what is shown, `load` reads it in a worker thread, `paint` draws it in the
+interface's thread, and `describe` returns it as text. So one panel serves the interface,
+`flexinspect show`, exported pictures and tests.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from flexinspect.panels.source import Source
 class TracePlace:
     """Where in a trace the user is. `step` 0 is the prefill; `head` counts query heads.
 
-    `pos` is a token that was chosen by itself (a match of a search in the prompt); None stands for
-    the token that the step chose.
+    `pos` is the position of a token that was selected directly (for example a search result in the
+    prompt); None means the token that the step chose.
     """
 
     generation: int = 0
@@ -38,7 +38,7 @@ class TracePlace:
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """The options of a panel that has none."""
+    """Options of a panel without options."""
 
 
 O_co = TypeVar("O_co")
@@ -47,7 +47,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[O_co]):
-    """What is to be shown: the place, the panel's options, the size in cells."""
+    """What to show: the place, the panel's options, and the size in cells."""
 
     place: TracePlace
     options: O_co
@@ -57,10 +57,10 @@ class Request(Generic[O_co]):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What a panel draws: at most `height` strips of `width` cells.
+    """The picture of a panel: at most `height` strips of `width` cells.
 
-    `note` stands in the lower border of the panel: which mask, which gate, which zoom. `alarm`
-    is set where something is wrong and the note must be seen.
+    `note` is shown in the lower border of the panel: for example the mask, the check or the zoom.
+    `alarm` highlights the note because something is wrong.
     """
 
     strips: list[Strip]
@@ -70,7 +70,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Navigate:
-    """An answer to an action or a click: the whole interface goes to another place."""
+    """A response to an action or a click: moves the interface to another place; None: unchanged."""
 
     generation: int | None = None
     branch: int | None = None
@@ -83,7 +83,7 @@ class Navigate:
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """Three sentences: what a panel shows, how it is read, what to look for."""
+    """Help of a panel: what it shows, how to read it, what to look for."""
 
     shows: str
     read: str
@@ -95,35 +95,36 @@ class Help:
 
 
 class Panel(Generic[D, O_co]):
-    """Base of all panels; a subclass gives the class attributes, `load`, `describe`, `paint`.
+    """Base of all panels; a subclass defines the class attributes, `load`, `describe`, `paint`.
 
-    `load` may raise `TraceError`; `Missing` says in a sentence why there is nothing to show.
+    `load` raises `TraceError` if the trace cannot be read, and `Missing` if there is nothing to
+    show.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     help: ClassVar[Help]
     depends_on_size: ClassVar[bool] = False
-    """Whether what is loaded depends on the size, so that it is loaded again on a resize."""
+    """Whether the loaded data depends on the size, so that a resize loads it again."""
     needs_tokens: ClassVar[bool] = False
-    """Whether it has nothing to show of a training run, which generates no tokens."""
+    """Whether it shows generated tokens, so that it does not apply to a training run."""
     actions: ClassVar[tuple[str, ...]] = ()
-    """The actions (see `flexinspect.core.keys`) that `act` answers."""
+    """The actions (see `flexinspect.core.keys`) that `on_action` handles."""
 
     def options(self) -> O_co:
-        """Return the options that the panel starts with."""
+        """Return the initial options of the panel."""
         raise NotImplementedError
 
     def load(self, source: Source, request: Request[O_co]) -> D:
-        """Return what is to be drawn. Runs in a worker thread."""
+        """Read the data of the request. Runs in a worker thread."""
         raise NotImplementedError
 
     def describe(self, data: D) -> list[str]:
-        """Return the same in lines of plain, printable text."""
+        """Return the data as lines of plain, printable text."""
         raise NotImplementedError
 
     def paint(self, data: D, request: Request[O_co], theme: Theme) -> Picture:
-        """Return the picture; pure, and quick: only what is on screen."""
+        """Draw the data. Must be pure and fast: it draws only what is on screen."""
         raise NotImplementedError
 
     def on_action(self, action: str, data: D, request: Request[O_co]) -> O_co | Navigate | None:
@@ -133,24 +134,27 @@ class Panel(Generic[D, O_co]):
     def on_mouse(
         self, x: int, y: int, data: D, request: Request[O_co], *, click: bool
     ) -> O_co | Navigate | None:
-        """Answer the mouse at a cell of the picture, as `act` does."""
+        """Handle the mouse at cell (x, y) of the picture; returns the same as `on_action`.
+
+        `click` is False when the mouse only moves over the cell.
+        """
         return None
 
 
 @dataclass
 class Missing(Exception):
-    """Nothing to show here, and why: "Level basic stores no attention; record with ..."."""
+    """There is nothing to show: the reason as a sentence, and a hint on what to do."""
 
     reason: str
     hint: str = field(default="")
 
     def lines(self) -> list[str]:
-        """Return the reason and what to do."""
-        return [self.reason, *([self.hint] if self.hint else [])]
+        """Return the reason, then the hint if there is one."""
+        return [self.reason, self.hint] if self.hint else [self.reason]
 
 
 def is_training_trace(source: Source) -> bool:
-    """Tell whether the trace was made by watching a training run; False while it cannot be read."""
+    """Whether the trace is of a training run; False while it cannot be read."""
     try:
         return bool(source.reader.run().get("watch_training"))
     except TraceError:
@@ -158,44 +162,45 @@ def is_training_trace(source: Source) -> bool:
 
 
 def training_facts(source: Source, generation: int) -> Mapping[str, Any] | None:
-    """Return what a training run says of itself, None for a generation that is none."""
+    """Return the declared facts of a training run, None for a generation of tokens."""
     try:
-        about = source.reader.generation(generation).declared.get("training")
+        facts = source.reader.generation(generation).declared.get("training")
     except TraceError:
         return None
-    return about if isinstance(about, dict) else None
+    return facts if isinstance(facts, dict) else None
 
 
 def check_panel_applies(panel: Panel[Any, Any], source: Source, place: TracePlace) -> None:
-    """Raise `Missing`, in a sentence, for a panel of tokens and a generation without any."""
+    """Raise `Missing` for a panel that needs generated tokens and a training run."""
     if panel.needs_tokens and training_facts(source, place.generation) is not None:
         raise Missing(
-            f"{panel.title} is about generated tokens, and this is a training run.",
-            "Look at Training, Gradient strip, Findings, Memory or Layers instead.",
+            f"{panel.title} shows generated tokens, and a training run has none.",
+            "Open Training, Gradient strip, Findings, Memory or Layers instead.",
         )
 
 
 def require_training_facts(source: Source, place: TracePlace) -> Mapping[str, Any]:
-    """Return what the training run says of itself. Raises `Missing` where there is none."""
-    about = training_facts(source, place.generation)
-    if about is None:
+    """Return the declared facts of a training run. Raises `Missing` for any other generation."""
+    facts = training_facts(source, place.generation)
+    if facts is None:
         raise Missing(
-            "This generation is no training run.",
+            "This generation is not a training run.",
             "Record one with flexinspect.watch_training(model, optimizer).",
         )
-    return about
+    return facts
 
 
-def format_placement(about: Mapping[str, Any]) -> str:
-    """Return on which devices the weights of a training run are, and what share on each."""
-    placement = about.get("placement")
-    named = placement if isinstance(placement, Mapping) else {}
-    sizes = {name: n for name, n in named.items() if is_count(n)}
-    whole = sum(sizes.values())
-    if len(sizes) < 2 or not whole:
+def format_placement(facts: Mapping[str, Any]) -> str:
+    """Format the devices of a training run's weights, with the share of bytes on each."""
+    placement = facts.get("placement")
+    devices = placement if isinstance(placement, Mapping) else {}
+    sizes = {name: n for name, n in devices.items() if is_count(n)}
+    total = sum(sizes.values())
+    if len(sizes) < 2 or not total:
         return "".join(map(str, sizes))
-    return ", ".join(f"{name} ({n / whole:.0%})" for name, n in sizes.items())
+    return ", ".join(f"{name} ({n / total:.0%})" for name, n in sizes.items())
 
 
 def is_count(value: object) -> bool:
+    """Whether a value of a JSON document is a non-negative integer."""
     return isinstance(value, int) and value >= 0

@@ -1,4 +1,4 @@
-"""The branches panel: the tree of forks, and a branch beside its base step by step."""
+"""The branches panel: the tree of forks, and a branch compared with its parent step by step."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from flexinspect.trace.rows import BranchRow
 _STEP_WIDTH, _KL_WIDTH, _LOGIT_WIDTH = 5, 11, 8
 _MASK_BYTES = 512
 _MIN_COMPARISON_LINES = 4
-"""Lines that the comparison keeps at least: its heading, two steps and the masks."""
+"""Minimum lines of the comparison: its heading, two steps and the masks."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPair:
-    """One step of a branch beside its base: the texts chosen, None where one has no such step."""
+    """One step of a branch and its parent: the chosen texts, None where one has no such step."""
 
     step: int
     base: str | None
@@ -53,7 +53,7 @@ class StepPair:
 
     @property
     def is_different(self) -> bool:
-        """Whether both have the step, and chose different tokens."""
+        """Whether both have the step and chose different tokens."""
         return None not in (self.base, self.own) and self.base != self.own
 
 
@@ -61,7 +61,7 @@ class StepPair:
 class BranchesData:
     """The tree, the branch that is compared (None without forks), and its steps in the window.
 
-    `parting` is the first of all steps at which both chose different tokens, None where none did.
+    `diverged_at` is the first step at which both chose different tokens, None without one.
     """
 
     nodes: tuple[BranchNode, ...]
@@ -73,24 +73,25 @@ class BranchesData:
 
 
 class BranchesPanel(Panel[BranchesData, NoOptions]):
-    """The tree above, base and branch side by side below."""
+    """The tree of branches, and below it a branch and its parent side by side."""
 
     name: ClassVar[str] = "branches"
     title: ClassVar[str] = "Branches"
     needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
-        "It shows the branches of this generation as a tree, and the branch you are on beside the "
-        "one it left: what each chose, how far apart the two are, and how their masks differ.",
-        "KL is in nats from the base to the branch; with a ≥ it is a lower bound, from the tokens "
-        "listed in both; logit is the largest change of one of them; click a branch or a step to "
-        "go there.",
-        "Look for the step at which the texts part, and whether logits had moved before it: then "
-        "the change was felt before it was seen.",
+        "It shows the branches of this generation as a tree, and compares the current branch with "
+        "its parent: the tokens that each chose, the distance of their distributions, and the "
+        "difference of their masks.",
+        "KL is in nats from the parent to the branch; with a ≥ it is a lower bound, computed from "
+        "the tokens listed in both; logit is the largest change of one of them; click a branch or "
+        "a step to go there.",
+        "Look for the step at which the texts diverge, and whether logits changed before it: then "
+        "the fork had an effect before the text showed it.",
     )
     depends_on_size: ClassVar[bool] = True
 
     def options(self) -> NoOptions:
-        """Return the options; there are none."""
+        """Return the initial options; there are none."""
         return NoOptions()
 
     def load(self, source: Source, request: Request[NoOptions]) -> BranchesData:
@@ -106,18 +107,18 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         masks = None
         if any(pair.step == place.step and pair.change is not None for pair in pairs):
             masks = _compare_masks(source, place, shown.parent, shown.branch)
-        parting = _find_divergence(reader, shown)
-        return BranchesData(nodes, place, shown, tuple(pairs), parting, masks)
+        diverged_at = _find_divergence(reader, shown)
+        return BranchesData(nodes, place, shown, tuple(pairs), diverged_at, masks)
 
     def describe(self, data: BranchesData) -> list[str]:
-        """Return the tree, then the comparison, a line each."""
+        """Return the tree, then the comparison, one line per branch and step."""
         lines = [_format_node(node, data.place.branch) for node in data.nodes]
         if data.compared is None:
-            return [*lines, "Nothing was forked: F goes on from a step with another token."]
-        lines.append(f"Branch {data.compared.branch} beside branch {data.compared.parent}:")
+            return [*lines, "There is no fork: F continues from a step with another token."]
+        lines.append(f"Branch {data.compared.branch} compared with branch {data.compared.parent}:")
         lines += [_format_pair(pair) for pair in data.pairs]
         if data.diverged_at is not None:
-            lines.append(f"The texts part at step {data.diverged_at}.")
+            lines.append(f"The texts diverge at step {data.diverged_at}.")
         return [*lines, *([_describe_masks(data)] if data.masks is not None else [])]
 
     def paint(self, data: BranchesData, request: Request[NoOptions], theme: Theme) -> Picture:
@@ -128,8 +129,10 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
             for node in data.nodes[: _tree_height(data, height)]
         ]
         if data.compared is None:
-            hint = "Nothing was forked. F goes on from a step with another token, E with another "
-            hint += "mask, while the model is alive."
+            hint = (
+                "There is no fork. While the model is running, F continues from a step with "
+                "another token, E with another mask."
+            )
             strips += wrap_paragraph(hint, width, theme.style("muted"))
             return Picture(strips[:height], "one branch")
         strips.append(_draw_heading(data.compared, width, theme))
@@ -140,7 +143,9 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
                 _describe_masks(data), width, height - len(strips), theme
             )
         note = (
-            "the same tokens" if data.diverged_at is None else f"parts at step {data.diverged_at}"
+            "the same tokens"
+            if data.diverged_at is None
+            else f"diverges at step {data.diverged_at}"
         )
         return Picture(strips[:height], note)
 
@@ -153,8 +158,8 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         n_nodes = min(len(data.nodes), _tree_height(data, request.height))
         if y < n_nodes:
             return Navigate(branch=data.nodes[y].row.branch)
-        at = y - n_nodes - 1
-        return Navigate(step=data.pairs[at].step) if 0 <= at < len(data.pairs) else None
+        index = y - n_nodes - 1
+        return Navigate(step=data.pairs[index].step) if 0 <= index < len(data.pairs) else None
 
 
 def _tree_height(data: BranchesData, height: int) -> int:
@@ -162,39 +167,38 @@ def _tree_height(data: BranchesData, height: int) -> int:
 
 
 def _compared_branch(nodes: tuple[BranchNode, ...], branch: int) -> BranchRow | None:
-    """Return the branch to compare: the current one, on branch 0 the last that left it."""
+    """Return the branch to compare: the current one, or for the root its last fork."""
     rows = [node.row for node in nodes]
-    here = next((row for row in rows if row.branch == branch and row.parent is not None), None)
-    return here or next((row for row in reversed(rows) if row.parent == branch), None)
+    current = next((row for row in rows if row.branch == branch and row.parent is not None), None)
+    return current or next((row for row in reversed(rows) if row.parent == branch), None)
 
 
 def _compare_masks(
     source: Source, place: TracePlace, parent: int, branch: int
 ) -> MaskChange | None:
-    """Compare the masks of all steps up to this one; of each, what was read before is kept."""
+    """Compare the masks of all steps up to this one; the mask of each step is cached."""
     reader, generation, layer, head = source.reader, place.generation, place.layer, place.head
 
-    def find(owner: int, step: int) -> StepMask | None:
+    def find_mask(owner: int, step: int) -> StepMask | None:
         return source.get_or_create(
             ("branches.mask", generation, owner, step, layer, head),
             lambda: step_mask(reader, generation, step, owner, layer, head),
             lambda mask: _MASK_BYTES + (0 if mask is None else mask.cells.nbytes),
         )
 
-    about = (reader, generation, place.step, parent, branch)
-    return mask_change(*about, layer=layer, head=head, find=find)
+    return mask_change(
+        reader, generation, place.step, parent, branch, layer=layer, head=head, find=find_mask
+    )
 
 
 def _load_pairs(reader: TraceReader, shown: BranchRow, step: int, room: int) -> list[StepPair]:
-    """Return the steps around `step` from the fork on, until both branches have ended."""
+    """Return the steps around `step`, from the fork to the end of both branches."""
     generation, both = shown.generation, (shown.parent or 0, shown.branch)
-    bounds = (step_bounds(reader, generation, branch) for branch in both)
-    last = max((found[1] for found in bounds if found is not None), default=-1)
+    bounds = [step_bounds(reader, generation, branch) for branch in both]
+    last = max((first_last[1] for first_last in bounds if first_last is not None), default=-1)
     n = max(room, 2)
     start = max(shown.fork_step or 0, min(step - n // 2, last + 1 - n))
-    return [
-        _load_pair(reader, generation, both, at) for at in range(start, min(start + n, last + 1))
-    ]
+    return [_load_pair(reader, generation, both, s) for s in range(start, min(start + n, last + 1))]
 
 
 def _load_pair(reader: TraceReader, generation: int, both: tuple[int, int], step: int) -> StepPair:
@@ -206,7 +210,7 @@ def _load_pair(reader: TraceReader, generation: int, both: tuple[int, int], step
 
 
 def _find_divergence(reader: TraceReader, shown: BranchRow) -> int | None:
-    """Return the first step at which both chose different tokens; that one has ended is none."""
+    """Return the first step at which both chose different tokens, None if one branch ended."""
     generation, both = shown.generation, (shown.parent or 0, shown.branch)
     step = first_difference(reader, generation, *both)
     if step is None:
@@ -216,10 +220,10 @@ def _find_divergence(reader: TraceReader, shown: BranchRow) -> int | None:
 
 
 def _load_step_text(reader: TraceReader, generation: int, branch: int, step: int) -> str | None:
-    where = branch_of_step(reader, generation, step, branch)
-    if reader.step(generation, step, where) is None:
+    owner = branch_of_step(reader, generation, step, branch)
+    if reader.step(generation, step, owner) is None:
         return None
-    tokens = reader.step_tokens(generation, step, where)
+    tokens = reader.step_tokens(generation, step, owner)
     return tokens[-1].text if tokens else "?"
 
 
@@ -246,15 +250,15 @@ def _text_width(width: int) -> int:
 
 
 def _draw_heading(row: BranchRow, width: int, theme: Theme) -> Strip:
-    each = _text_width(width)
-    both = (f"branch {row.parent}", f"branch {row.branch}")
-    if max(map(len, both)) > each:
-        both = (f"br {row.parent}", f"br {row.branch}")
-    text = align_right("step", _STEP_WIDTH) + " " + clip_text(both[0], each) + " "
-    text += (
-        clip_text(both[1], each) + align_right("KL", _KL_WIDTH) + align_right("logit", _LOGIT_WIDTH)
-    )
-    return line([(text, theme.style("muted"))], width, theme.style("text"))
+    text_width = _text_width(width)
+    names = [f"branch {row.parent}", f"branch {row.branch}"]
+    if max(map(len, names)) > text_width:
+        names = [f"br {row.parent}", f"br {row.branch}"]
+    parent, branch = (clip_text(name, text_width) for name in names)
+    step = align_right("step", _STEP_WIDTH)
+    figures = align_right("KL", _KL_WIDTH) + align_right("logit", _LOGIT_WIDTH)
+    heading = f"{step} {parent} {branch}{figures}"
+    return line([(heading, theme.style("muted"))], width, theme.style("text"))
 
 
 def _quote_text(text: str | None) -> str:
@@ -270,23 +274,19 @@ def _format_kl(change: StepChange | None) -> str:
 def _format_pair(pair: StepPair) -> str:
     text = f"step {pair.step}: {_quote_text(pair.base)} | {_quote_text(pair.own)}"
     if pair.change is not None:
-        text += f", KL {_format_kl(pair.change)} nats, a logit moved by {pair.change.largest:.3g}"
+        largest = f"{pair.change.largest:.3g}"
+        text += f", KL {_format_kl(pair.change)} nats, largest logit change {largest}"
     return text
 
 
 def _draw_pair(pair: StepPair, data: BranchesData, width: int, theme: Theme) -> Strip:
-    each, text = _text_width(width), theme.style("text")
-    here = pair.step == data.place.step
+    text_width, text = _text_width(width), theme.style("text")
+    step_style = theme.style("chosen" if pair.step == data.place.step else "muted")
+    own_style = theme.style("warn") if pair.is_different else text
     spans: list[Span] = [
-        (
-            align_right(str(pair.step), _STEP_WIDTH) + " ",
-            theme.style("chosen" if here else "muted"),
-        ),
-        (clip_text(_quote_text(pair.base), each) + " ", text),
-        (
-            clip_text(_quote_text(pair.own), each),
-            theme.style("warn") if pair.is_different else text,
-        ),
+        (align_right(str(pair.step), _STEP_WIDTH) + " ", step_style),
+        (clip_text(_quote_text(pair.base), text_width) + " ", text),
+        (clip_text(_quote_text(pair.own), text_width), own_style),
         (align_right(_format_kl(pair.change), _KL_WIDTH), text),
     ]
     if pair.change is not None:
@@ -300,15 +300,15 @@ def _describe_masks(data: BranchesData) -> str:
     where = f"(layer {masks.layer}, head {data.place.head}, up to this step)"
     if not masks.n_opened and not masks.n_closed:
         return f"Masks: the same in all {masks.n_rows} rows that both computed {where}."
-    first = next(iter((*masks.opened, *masks.closed)))
+    row, key = (*masks.opened, *masks.closed)[0]
     return (
         f"Masks: {masks.n_opened} cells opened, {masks.n_closed} closed, "
-        f"the first at row {first[0]}, key {first[1]} {where}."
+        f"the first at row {row}, key {key} {where}."
     )
 
 
-def _draw_mask_description(words: str, width: int, room: int, theme: Theme) -> list[Strip]:
-    """Return how the masks differ, wrapped where there is room for it."""
+def _draw_mask_description(text: str, width: int, room: int, theme: Theme) -> list[Strip]:
+    """Draw how the masks differ: wrapped if there is room, otherwise cut to one line."""
     style = theme.style("muted")
-    lines = wrap_paragraph(words, width, style)
-    return lines if len(lines) <= room else [line([(words, style)], width, style)]
+    lines = wrap_paragraph(text, width, style)
+    return lines if len(lines) <= room else [line([(text, style)], width, style)]

@@ -1,4 +1,7 @@
-"""The findings panel: what the rules said, worst first, each class once."""
+"""The findings panel: the findings of the rules, one line per class, worst first.
+
+Also the summary and the navigation between findings that the trace screen uses.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +41,22 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import FindingRow
 
 MAX_DETAILS = 12
-"""Positions, and facts of the evidence, that are shown of one finding."""
+"""Maximum number of evidence values that are shown of one finding."""
 
 MAX_QUERY_CHARS = 300
+MAX_DESCRIBED_GROUPS = 50
+MAX_GROUPS = 500
 
 SEVERITY_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "muted"}
+_SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: "N"}
+_GROUP_BYTES = 400
 
 
 @dataclass(frozen=True, slots=True)
 class FindingsData:
-    """The classes of findings, worst first, and one finding of the selected class with its words.
+    """The classes of findings, worst first, and one finding of the selected class.
 
-    `words` are (pos, text) of its first positions; `rules` are the names of those that have looked.
+    `tokens` are (pos, text) of its first positions; `rules` are the names of the rules that ran.
     """
 
     groups: tuple[FindingGroup, ...]
@@ -61,14 +68,14 @@ class FindingsData:
 
 
 def applied_rules(reader: TraceReader) -> tuple[str, ...]:
-    """Return the names of the rules that have looked, live (if the manifest says) or afterwards."""
+    """Return the names of the rules that ran, live (per the manifest) or on the stored trace."""
     rules = reader.run().get("rules")
     live = map(str, rules) if isinstance(rules, list) else ()
     return tuple(sorted({*live, *(rule for rule, _ in reader.reviews())}))
 
 
 def format_extent(group: FindingGroup) -> str:
-    """Return "layers 0-27, steps 3-40: 1 064 times", naming only what the findings name."""
+    """Return "layers 0-27, steps 3-40: 1 064 times" for the places that the findings name."""
     parts = []
     if group.layers is not None:
         parts.append(group.layers.describe("layer"))
@@ -80,17 +87,17 @@ def format_extent(group: FindingGroup) -> str:
 
 
 def describe_no_findings(data: FindingsData) -> list[str]:
-    """Return what can be said honestly of a trace without findings."""
+    """Return the sentence for a trace without findings, with the rules that ran."""
     if data.rules:
         names = ", ".join(map(escape_unprintable, data.rules))
         return [
-            f"No finding so far: {plural(len(data.rules), 'rule')} looked at every step ({names})."
+            f"No finding so far: {plural(len(data.rules), 'rule')} checked every step ({names})."
         ]
     return ["No findings are recorded in this trace."]
 
 
 def describe_finding(data: FindingsData) -> Iterator[tuple[str, str]]:
-    """Yield the lines about the selected finding with the names of their styles."""
+    """Yield the lines of the selected finding, each with the name of its style."""
     if data.chosen is None:
         return
     finding = data.chosen.finding
@@ -110,25 +117,20 @@ def describe_finding(data: FindingsData) -> Iterator[tuple[str, str]]:
 
 
 def _format_positions(data: FindingsData, finding: Finding) -> str:
-    words = ", ".join(f"{pos} “{text}”" if text else str(pos) for pos, text in data.tokens)
+    tokens = ", ".join(f"{pos} “{text}”" if text else str(pos) for pos, text in data.tokens)
     more = len(finding.positions) - len(data.tokens)
-    n_found, cut = finding.evidence.get("empty"), ""
-    if isinstance(n_found, int) and n_found > len(finding.positions):
-        more, cut = more + n_found - len(finding.positions), " …"
-    listed = format_ranges(finding.positions[:10_000]) + cut
-    also = f" and {format_thousands(more)} more ({listed})" if more else ""
+    n_empty, ellipsis = finding.evidence.get("empty"), ""
+    if isinstance(n_empty, int) and n_empty > len(finding.positions):
+        more, ellipsis = more + n_empty - len(finding.positions), " …"
+    ranges = format_ranges(finding.positions[:10_000]) + ellipsis
+    rest = f" and {format_thousands(more)} more ({ranges})" if more else ""
     name = "Positions" if len(finding.positions) > 1 else "Position"
-    return f"{name}: {words}{clip_text(also, 60).rstrip() if also else ''}"
-
-
-MAX_GROUPS = 500
-_SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: "N"}
-_GROUP_BYTES = 400
+    return f"{name}: {tokens}{clip_text(rest, 60).rstrip() if rest else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class FindingsOptions:
-    """The line that is selected, by its number, and by its class once it was chosen.
+    """The selected line by its number, and by its class (severity, id) once the user chose one.
 
     `group` keeps the selection on its class while new findings arrive. `member` counts within the
     class, from 0.
@@ -140,17 +142,17 @@ class FindingsOptions:
 
 
 class FindingsPanel(Panel[FindingsData, FindingsOptions]):
-    """A list of classes of findings with the selected one in full."""
+    """A list of the classes of findings, with all details of the selected finding."""
 
     name: ClassVar[str] = "findings"
     title: ClassVar[str] = "Findings"
     help: ClassVar[Help] = Help(
-        "It shows what the rules found wrong in this trace, the worst first, with all findings of "
-        "one kind on one line.",
+        "It shows the problems that the rules found in this trace, the worst first, with all "
+        "findings of one kind on one line.",
         "Move with shift+up and shift+down, go through the findings of one kind with shift+left "
         "and shift+right, and press Enter to go to the step, layer and head.",
-        "Look at the errors (E) first: they say in one sentence what is wrong, and their numbers "
-        "say how to confirm it.",
+        "Start with the errors (E): each says in one sentence what is wrong, and lists the "
+        "evidence and how to confirm it.",
     )
     actions: ClassVar[tuple[str, ...]] = (
         "cursor.up",
@@ -161,7 +163,7 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
     )
 
     def options(self) -> FindingsOptions:
-        """Return the options: the worst class, its first finding."""
+        """Return the initial options: the first finding of the worst class."""
         return FindingsOptions()
 
     def load(self, source: Source, request: Request[FindingsOptions]) -> FindingsData:
@@ -170,41 +172,42 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         groups = load_groups(source)
         if not groups:
             return FindingsData((), rules=applied_rules(reader))
-        names = [(group.severity.value, group.id) for group in groups]
-        at = names.index(options.group) if options.group in names else options.selected
-        at = max(0, min(at, len(groups) - 1))
-        member = max(0, min(options.member, groups[at].count - 1))
-        row = finding_in_group(reader, groups[at], member)
-        words = read_position_texts(reader, row.finding) if row is not None else ()
-        return FindingsData(groups, at, member, row, words)
+        classes = [(group.severity.value, group.id) for group in groups]
+        selected = options.selected
+        if options.group in classes:
+            selected = classes.index(options.group)
+        selected = max(0, min(selected, len(groups) - 1))
+        member = max(0, min(options.member, groups[selected].count - 1))
+        row = finding_in_group(reader, groups[selected], member)
+        tokens = read_position_texts(reader, row.finding) if row is not None else ()
+        return FindingsData(groups, selected, member, row, tokens)
 
     def describe(self, data: FindingsData) -> list[str]:
         """Return the classes with their counts and places, then the selected finding."""
         if not data.groups:
             return describe_no_findings(data)
-        found = [summarize_groups(data.groups).counts() + "."]
-        for group in data.groups[:50]:
-            found.append(
-                f"{group.severity.value} {escape_unprintable(group.id)}: {format_extent(group)}."
-            )
-        if len(data.groups) > 50:
-            found.append(f"And {len(data.groups) - 50} more kinds.")
-        return [*found, *(escape_unprintable(text) for text, _ in describe_finding(data))]
+        lines = [summarize_groups(data.groups).counts() + "."]
+        lines += [
+            f"{group.severity.value} {escape_unprintable(group.id)}: {format_extent(group)}."
+            for group in data.groups[:MAX_DESCRIBED_GROUPS]
+        ]
+        if len(data.groups) > MAX_DESCRIBED_GROUPS:
+            lines.append(f"And {len(data.groups) - MAX_DESCRIBED_GROUPS} more kinds.")
+        return [*lines, *(escape_unprintable(text) for text, _ in describe_finding(data))]
 
     def paint(self, data: FindingsData, request: Request[FindingsOptions], theme: Theme) -> Picture:
         """Draw the list, scrolled to the selected line, and the selected finding below it."""
         width, height = request.width, request.height
         if not data.groups:
-            texts = describe_no_findings(data)
-            lines = [s for text in texts for s in wrap_paragraph(text, width, theme.style("text"))]
-            return Picture(lines[:height], "no findings")
+            text = "\n".join(describe_no_findings(data))
+            return Picture(wrap_paragraph(text, width, theme.style("text"))[:height], "no findings")
         top, n_rows = _visible_rows(data, height)
         rows = range(top, min(top + n_rows, len(data.groups)))
         strips = [_draw_group(data, index, width, theme) for index in rows]
-        rule = line([("─" * width, theme.style("muted"))], width)
-        strips = [*strips, rule, *_draw_finding(data, width, theme)][:height]
-        found = summarize_groups(data.groups)
-        return Picture(strips, found.counts(), alarm=found.errors > 0)
+        separator = line([("─" * width, theme.style("muted"))], width)
+        strips = [*strips, separator, *_draw_finding(data, width, theme)][:height]
+        summary = summarize_groups(data.groups)
+        return Picture(strips, summary.counts(), alarm=summary.errors > 0)
 
     def on_action(
         self, action: str, data: FindingsData, request: Request[FindingsOptions]
@@ -238,12 +241,12 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         return _selection_at(data, index)
 
 
-# -- for the screen ------------------------------------------------------------------------------
+# -- summary and navigation of the trace screen ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class FindingSummary:
-    """How many findings of each severity there are, and the one that matters here."""
+    """The number of findings of each severity, and the most relevant one for a place."""
 
     errors: int = 0
     warnings: int = 0
@@ -253,13 +256,13 @@ class FindingSummary:
     """Whether the worst finding is of another generation than the place."""
 
     def counts(self) -> str:
-        """Return "2 errors, 1 warning", leaving out what there is none of."""
+        """Return "2 errors, 1 warning", without severities that have no finding."""
         pairs = (("error", self.errors), ("warning", self.warnings), ("note", self.notes))
         parts = [f"{format_thousands(n)} {name}{'' if n == 1 else 's'}" for name, n in pairs if n]
         return ", ".join(parts) or "no findings"
 
     def text(self) -> str:
-        """Return the counts and the worst sentence, printable, in one line."""
+        """Return the counts and the sentence of the worst finding in one printable line."""
         if self.worst is None:
             return self.counts()
         where = f" (generation {self.worst.generation})" if self.elsewhere else ""
@@ -269,27 +272,27 @@ class FindingSummary:
 def load_summary(source: Source, place: TracePlace) -> FindingSummary:
     """Return the counts of the whole trace, and the worst finding of the place's generation.
 
-    A generation without any is told of the worst one of the trace. Raises `TraceError`.
+    For a generation without findings it is the worst one of the trace. Raises `TraceError`.
     """
     groups = load_groups(source)
     if not groups:
         return FindingSummary()
-    last, generation = findings_counter(source.reader), place.generation
-    row = source.get_or_create(
-        ("findings.worst", last, generation),
+    counter, generation = findings_counter(source.reader), place.generation
+    own = source.get_or_create(
+        ("findings.worst", counter, generation),
         lambda: worst_finding(source.reader, generation),
         lambda _: _GROUP_BYTES,
     )
-    here = row if row is not None else finding_in_group(source.reader, groups[0], 0)
+    worst = own if own is not None else finding_in_group(source.reader, groups[0], 0)
     return summarize_groups(
-        groups, here.finding if here is not None else None, elsewhere=row is None
+        groups, worst.finding if worst is not None else None, elsewhere=own is None
     )
 
 
 def summarize_groups(
     groups: Sequence[FindingGroup], worst: Finding | None = None, *, elsewhere: bool = False
 ) -> FindingSummary:
-    """Return the counts of classes of findings."""
+    """Count the findings of all classes by severity."""
     counts = dict.fromkeys(Severity, 0)
     for group in groups:
         counts[group.severity] += group.count
@@ -300,57 +303,52 @@ def summarize_groups(
 def next_finding(
     reader: TraceReader, place: TracePlace, direction: int, after: FindingRow | None = None
 ) -> FindingRow | None:
-    """Return the nearest finding after (1) or before (-1) a place; from the end, the first again.
+    """Return the next finding after (direction 1) or before (-1) a place, cyclically.
 
-    They are walked by generation, branch, step, layer, head; None means that there are none at
-    all. `after` is the finding that was gone to last: where it still is at `place`, the walk goes
-    on from it, so that several at one place are met one by one. A few bounded look-ups; raises
-    `TraceError`.
+    Findings are ordered by generation, branch, step, layer and head; None means that the trace has
+    none. `after` is the finding that was last navigated to: if it is at `place`, the search starts
+    from it, so that several findings at one place are visited in turn. Takes a few bounded
+    queries. Raises `TraceError`.
     """
     if after is not None and _is_at(after.finding, place):
-        here = finding_position(after)
+        position = finding_position(after)
     else:
         past = 1 << 62 if direction > 0 else -1
-        here = (place.generation, place.branch, place.step, place.layer, place.head, past)
-    found = adjacent_finding(reader, here, direction)
-    return found or adjacent_finding(
+        position = (place.generation, place.branch, place.step, place.layer, place.head, past)
+    return adjacent_finding(reader, position, direction) or adjacent_finding(
         reader, FIRST_POSITION if direction > 0 else LAST_POSITION, direction
     )
 
 
 def navigate_to_finding(finding: Finding) -> Navigate:
-    """Return where a finding is; what it does not name stays as it is, its first token shown."""
+    """Return the place of a finding and its first position; what it does not name is unchanged."""
     return Navigate(
-        finding.generation,
-        finding.branch,
-        finding.step,
-        finding.layer,
-        finding.head,
-        finding.positions[0] if finding.positions else None,
+        generation=finding.generation,
+        branch=finding.branch,
+        step=finding.step,
+        layer=finding.layer,
+        head=finding.head,
+        pos=finding.positions[0] if finding.positions else None,
     )
 
 
 def load_groups(source: Source) -> tuple[FindingGroup, ...]:
-    """Return the classes of findings, worst first; counted again only when there are new ones."""
-    last = findings_counter(source.reader)
-    if last == 0:
+    """Return the classes of findings, worst first; cached until there are new findings."""
+    counter = findings_counter(source.reader)
+    if counter == 0:
         return ()
     return source.get_or_create(
-        ("findings", last),
+        ("findings", counter),
         lambda: tuple(finding_groups(source.reader, limit=MAX_GROUPS)),
         lambda groups: _GROUP_BYTES * len(groups),
     )
 
 
 def _is_at(finding: Finding, place: TracePlace) -> bool:
-    named = (
-        (finding.generation, place.generation),
-        (finding.branch, place.branch),
-        (finding.step, place.step),
-        (finding.layer, place.layer),
-        (finding.head, place.head),
+    return all(
+        getattr(finding, name) in (None, getattr(place, name))
+        for name in ("generation", "branch", "step", "layer", "head")
     )
-    return all(mine is None or mine == here for mine, here in named)
 
 
 # -- drawing -------------------------------------------------------------------------------------
@@ -366,28 +364,28 @@ def _selection_at(data: FindingsData, selected: int) -> FindingsOptions | None:
 
 
 def _visible_rows(data: FindingsData, height: int) -> tuple[int, int]:
-    """Return the first line of the list and how many lines it has: half of the height at most."""
+    """Return the index of the first visible class and the number of lines, half of the height."""
     n_rows = min(len(data.groups), max(height // 2 - 1, 1))
     return max(0, min(data.selected - n_rows // 2, len(data.groups) - n_rows)), n_rows
 
 
 def _draw_group(data: FindingsData, index: int, width: int, theme: Theme) -> Strip:
     group = data.groups[index]
-    chosen = index == data.selected
-    name, where = escape_unprintable(group.id), format_extent(group)
+    selected = index == data.selected
+    name, extent = escape_unprintable(group.id), format_extent(group)
     if width < 60:
-        where = where.rpartition(": ")[2]
+        extent = extent.rpartition(": ")[2]
     else:
-        longest = max(len(escape_unprintable(each.id)) for each in data.groups)
+        longest = max(len(escape_unprintable(other.id)) for other in data.groups)
         name = f"{clip_text(name, min(longest, 28))}  {escape_unprintable(group.sentence)}"
-    room = max(width - cell_len(where) - 5, 4)
-    pieces: list[Span] = [
-        ("▸" if chosen else " ", theme.style("chosen")),
+    room = max(width - cell_len(extent) - 5, 4)
+    spans: list[Span] = [
+        ("▸" if selected else " ", theme.style("chosen")),
         (f"{_SEVERITY_LETTERS[group.severity]} ", theme.style(SEVERITY_STYLES[group.severity])),
-        (clip_text(name, room), theme.style("cursor" if chosen else "text")),
-        (f"  {where}", theme.style("muted")),
+        (clip_text(name, room), theme.style("cursor" if selected else "text")),
+        (f"  {extent}", theme.style("muted")),
     ]
-    return line(pieces, width, theme.style("text"))
+    return line(spans, width, theme.style("text"))
 
 
 def _draw_finding(data: FindingsData, width: int, theme: Theme) -> list[Strip]:

@@ -1,4 +1,4 @@
-"""The gradients panel: which paraphrase made this token, and which layers it went through."""
+"""The gradients panel: gradients of a generated token, by segment and token, and by layer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 from rich.color import Color
 from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing import token_cells as tokencells
-from flexinspect.drawing.heatmap import CIVIDIS, DIVERGING, Palette, quantise
+from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, DIVERGING, Palette, quantise
 from flexinspect.drawing.plots import bar, format_number
 from flexinspect.drawing.text_lines import Span, align_right, clip_text, line, wrap_paragraph
 from flexinspect.drawing.theme import Theme
@@ -38,73 +37,78 @@ from flexinspect.trace.reader import steps_with_gradients
 
 LABEL_WIDTH = 12
 """Columns of a layer's name."""
+
+HIDDEN_COLUMN = "hidden"
+"""The column of the norms at the layers' outputs."""
+
+CAVEAT = (
+    "First order, at this text alone: it does not show what would happen without a segment or a "
+    "token (flexinspect prove changes them and runs again), and it is not attention."
+)
+"""The limits of an attribution by gradients."""
+
 _SHARE_WIDTH = 7
-_BAD_STYLE = Style.parse("bold #ffffff on #e6283c")
+_MAX_CAVEAT_LINES = 4
 _CURRENT_STYLE = Style.parse("bold #000000 on #ffffff")
 
 
 def draw_header(data: GradientsData, width: int, theme: Theme) -> list[Strip]:
-    """Return what was differentiated and the gate, a line each, and what is wrong."""
-    good = data.record.matches_recorded
+    """Draw the target and the check, a line each, and the first findings."""
+    text = theme.style("text")
+    check_style = theme.style("good" if data.record.matches_recorded else "bad")
     strips = [
-        line([(format_title(data), theme.style("title"))], width, theme.style("text")),
-        line(
-            [(format_check(data.record), theme.style("good" if good else "bad"))],
-            width,
-            theme.style("text"),
-        ),
+        line([(format_title(data), theme.style("title"))], width, text),
+        line([(format_check(data.record), check_style)], width, text),
     ]
     for finding in data.findings[:2]:
         strips += wrap_paragraph(finding.sentence, width, theme.style("bad"))[:3]
     return strips
 
 
-# -- which segment and which token made it ---------------------------------------------------------
+# -- attribution to segments and tokens ------------------------------------------------------------
 
 
 def draw_share_bars(data: GradientsData, width: int, theme: Theme) -> list[Strip]:
-    """Return a line per segment: gradient times input, signed, and the share of the norms."""
+    """Draw a line per segment: gradient times input, signed, and the share of the norms."""
     shares = merge_separators(data.shares)
-    label = max(min(max((len(one.label) for one in shares), default=0) + 1, width // 3), 4)
+    label = max(min(max((len(share.label) for share in shares), default=0) + 1, width // 3), 4)
     room = max((width - label - 2 * _SHARE_WIDTH - 1) // 2, 0)
     text, muted = theme.style("text"), theme.style("muted")
     names = f"{clip_text('segment', label)}{align_right('input', _SHARE_WIDTH)} {' ' * room}"
     strips = [line([(f"{names}{align_right('norm', _SHARE_WIDTH)}", muted)], width, text)]
-    most = max((abs(one.signed) for one in shares if one.signed == one.signed), default=0.0)
-    for one in shares:
-        spans = _share_line(one, label, room, most or 1.0, theme)
+    largest = max((abs(s.signed) for s in shares if not math.isnan(s.signed)), default=0.0)
+    for share in shares:
+        spans = _share_line(share, label, room, largest or 1.0, theme)
         strips.append(line(spans, width, text))
     return strips
 
 
-def _share_line(one: SegmentShare, label: int, room: int, most: float, theme: Theme) -> list[Span]:
-    sign = "for" if one.signed >= 0 else "against"
-    style = theme.style("text") if theme.no_color else theme.style("text") + _sign_style(sign)
+def _share_line(
+    share: SegmentShare, label: int, room: int, largest: float, theme: Theme
+) -> list[Span]:
+    text, strong, muted = theme.style("text"), theme.style("strong"), theme.style("muted")
+    bar_style = text if theme.no_color else text + _sign_style(share.signed >= 0)
     return [
-        (
-            clip_text(one.label, label),
-            theme.style("muted") if one.segment_color < 0 else theme.style("text"),
-        ),
-        (align_right(format_percent(one.signed, sign=True), _SHARE_WIDTH), theme.style("strong")),
-        (f" {bar(abs(one.signed) / most, room)}", style),
-        (align_right(format_percent(one.norm), _SHARE_WIDTH), theme.style("strong")),
-        (bar(one.norm, room), theme.style("muted")),
+        (clip_text(share.label, label), muted if share.segment_color < 0 else text),
+        (align_right(format_percent(share.signed, sign=True), _SHARE_WIDTH), strong),
+        (f" {bar(abs(share.signed) / largest, room)}", bar_style),
+        (align_right(format_percent(share.norm), _SHARE_WIDTH), strong),
+        (bar(share.norm, room), muted),
     ]
 
 
-@lru_cache(maxsize=4)
-def _sign_style(name: str) -> Style:
-    level = DIVERGING.size - 1 if name == "for" else 0
-    return Style(color=Color.from_rgb(*DIVERGING.rgb[level]))
+@lru_cache(maxsize=2)
+def _sign_style(positive: bool) -> Style:
+    return Style(color=Color.from_rgb(*DIVERGING.rgb[-1 if positive else 0]))
 
 
 def layout_rows(data: GradientsData, width: int) -> list[tokencells.TokenCellRow]:
-    """Return the tokens laid out in rows."""
+    """Lay the tokens out in rows."""
     return wrap_cells(token_cells(data.window, "segment"), width)
 
 
 def first_visible_row(rows: list[tokencells.TokenCellRow], data: GradientsData, height: int) -> int:
-    """Return the first row to draw, so that the token itself is the last thing on screen."""
+    """Return the first row to draw, so that the row of the current token is the last one."""
     current = data.window.current
     at = next(
         (i for i, row in enumerate(rows) if any(word.pos == current for word in row.cells)),
@@ -116,7 +120,7 @@ def first_visible_row(rows: list[tokencells.TokenCellRow], data: GradientsData, 
 def draw_tokens(
     data: GradientsData, width: int, height: int, theme: Theme, *, by_norm: bool
 ) -> list[Strip]:
-    """Return the tokens coloured by their part in the generated one, which is white."""
+    """Draw the tokens coloured by their contribution to the generated token, which is white."""
     rows = layout_rows(data, width)
     top, largest = first_visible_row(rows, data, height), data.largest(by_norm)
     strips = []
@@ -139,7 +143,7 @@ def _token_style(
     if value is None:
         return theme.style("muted")
     if not math.isfinite(value):
-        return theme.style("bad") if theme.no_color else _BAD_STYLE
+        return theme.style("bad") if theme.no_color else BAD_CELL_STYLE
     palette, low = (CIVIDIS, 0.0) if by_norm else (DIVERGING, -largest)
     level = int(quantise(np.array([value]), low, largest, palette.size)[0])
     if not largest:
@@ -148,7 +152,7 @@ def _token_style(
 
 
 def _colorless_style(level: int, palette: Palette) -> Style:
-    """Return bold for what speaks for the token, underline for what speaks against it."""
+    """Return bold for a contribution for the token, underline for one against it."""
     share = (level - palette.centre) / (palette.size - 1 - palette.centre)
     return Style(bold=share > 0.25, underline=share < -0.25)
 
@@ -158,19 +162,18 @@ def _cell_style(level: int, palette: Palette) -> Style:
 
 
 def draw_caveat(width: int, theme: Theme) -> list[Strip]:
-    """Return what the colours mean, and what they are not."""
-    marks = "Bold speaks for the token, underlined against it."
-    colours = "Orange speaks for the token, blue against it."
-    return wrap_paragraph(
-        f"{marks if theme.no_color else colours} {CAVEAT}", width, theme.style("muted")
-    )
+    """Draw the meaning of the colours, and the limits of the attribution."""
+    legend = "Orange contributes to the token, blue acts against it."
+    if theme.no_color:
+        legend = "Bold contributes to the token, underlined acts against it."
+    return wrap_paragraph(f"{legend} {CAVEAT}", width, theme.style("muted"))
 
 
-# -- where in the model ----------------------------------------------------------------------------
+# -- norms by layer --------------------------------------------------------------------------------
 
 
 def draw_norms(data: GradientsData, width: int, height: int, theme: Theme) -> list[Strip]:
-    """Return the norms, a line per layer and a column per group, coloured by their logarithm."""
+    """Draw the norms, a line per layer and a column per group, coloured by their logarithm."""
     if not data.rows or not data.columns:
         return []
     each = max(min((width - LABEL_WIDTH) // len(data.columns), 10), 1)
@@ -188,7 +191,7 @@ def draw_norms(data: GradientsData, width: int, height: int, theme: Theme) -> li
 
 
 def first_visible_layer(data: GradientsData, room: int) -> int:
-    """Return the index of the first layer to draw, so that the place's is on screen."""
+    """Return the index of the first layer to draw, so that the place's layer is visible."""
     at = next((i for i, row in enumerate(data.rows) if row.layer == data.place.layer), 0)
     return max(0, min(at - room // 2, len(data.rows) - room))
 
@@ -217,7 +220,7 @@ def _norm_line(
 def _log_bounds(data: GradientsData, column: int) -> tuple[float, float]:
     """Return the logarithms of the smallest and the largest norm above 0.
 
-    Of all parameters together, or of the hidden states, which are another kind of thing.
+    The columns of parameters share their bounds; the hidden states have their own.
     """
     kind = data.columns[column] == HIDDEN_COLUMN
     cells = [
@@ -236,29 +239,23 @@ def _norm_style(value: float | None, bounds: tuple[float, float], theme: Theme) 
     if value is None:
         return theme.style("muted")
     if not math.isfinite(value) or value == 0:
-        return theme.style("bad") if theme.no_color else _BAD_STYLE
+        return theme.style("bad") if theme.no_color else BAD_CELL_STYLE
     if theme.no_color:
         return theme.style("text")
     level = int(quantise(np.array([math.log(value)]), *bounds, CIVIDIS.size)[0])
     return _cell_style(level, CIVIDIS)
 
 
-Values = npt.NDArray[np.float64]
-
-HIDDEN_COLUMN = "hidden"
-"""The column of the norms at the layers' outputs."""
-
-CAVEAT = (
-    "First order, at this text alone: it is not what would happen without a segment or a token "
-    "(flexinspect prove changes them and runs again), and not attention."
-)
-"""What an attribution by gradients is not."""
+# -- data ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentShare:
-    """A segment's part in the token: its sum of gradient times input, signed, as a share of all
-    tokens' absolute values; and its share of the gradient's norms."""
+    """The contribution of a segment to the token.
+
+    `signed` is its sum of gradient times input, as a share of the absolute values of all tokens;
+    `norm` its share of the gradient norms.
+    """
 
     label: str
     segment_color: int
@@ -269,7 +266,7 @@ class SegmentShare:
 
 @dataclass(frozen=True, slots=True)
 class LayerGradients:
-    """One line of the norms: a layer, or what belongs to none (`layer` None)."""
+    """The norms of one layer by column; `n_bad` is its number of NaN and Inf."""
 
     label: str
     layer: int | None
@@ -279,7 +276,10 @@ class LayerGradients:
 
 @dataclass(frozen=True, slots=True)
 class GradientsData:
-    """The gradients of the place's token. `shares` and `rows` are empty behind a red gate."""
+    """The gradients of the place's token.
+
+    `shares` and `rows` are empty if the differentiated forward does not match the recorded one.
+    """
 
     place: TracePlace
     record: GradientRecord
@@ -292,23 +292,23 @@ class GradientsData:
     findings: tuple[Finding, ...]
 
     def value_at(self, pos: int, by_norm: bool) -> float | None:
-        """Return a token's gradient times input, or its gradient's norm; None behind the token."""
+        """Return a token's gradient times input, or its gradient norm; None from the token on."""
         tokens = self.record.tokens
         if tokens is None or not 0 <= pos < tokens.shape[1]:
             return None
         return float(tokens[int(by_norm), pos])
 
     def largest(self, by_norm: bool) -> float:
-        """Return the largest absolute value of all tokens that is finite."""
+        """Return the largest finite absolute value of all tokens."""
         tokens = self.record.tokens
-        fine = np.zeros(1) if tokens is None else np.abs(tokens[int(by_norm)])
-        return float(np.max(fine, where=np.isfinite(fine), initial=0.0))
+        values = np.zeros(1) if tokens is None else np.abs(tokens[int(by_norm)])
+        return float(np.max(values, where=np.isfinite(values), initial=0.0))
 
 
 def load_gradients(source: Source, place: TracePlace, reach: int) -> GradientsData:
     """Read the gradients of the place's step, and about `reach` tokens around it.
 
-    Raises `Missing` when the step has none, saying which steps have.
+    Raises `Missing` with the steps that have gradients when the step has none.
     """
     reader = source.reader
     branch = branch_of_step(reader, place.generation, place.step, place.branch)
@@ -319,7 +319,9 @@ def load_gradients(source: Source, place: TracePlace, reach: int) -> GradientsDa
     chosen = reader.step_tokens(place.generation, place.step, branch)
     columns, rows = gradient_norms(record)
     return GradientsData(
-        *(place, record, _quote(chosen[0].text if chosen else f"token {record.token_id}")),
+        place=place,
+        record=record,
+        token=_quote(chosen[0].text if chosen else f"token {record.token_id}"),
         rival=_load_rival(source, place, branch, record),
         window=load_token_window(source, place, reach),
         shares=segment_shares(record, segments),
@@ -333,12 +335,12 @@ def _missing_gradients(source: Source, place: TracePlace, branch: int) -> Missin
     others = steps_with_gradients(source.reader, place.generation, branch)
     if not others:
         return Missing(
-            "No gradients are recorded of this generation.",
-            "Run with --grads; they are taken when the generation is over.",
+            "No gradients are recorded for this generation.",
+            "Run with --grads; they are computed at the end of the generation.",
         )
     shown = ", ".join(map(str, others[:12])) + (" …" if len(others) > 12 else "")
     return Missing(
-        f"No gradients are recorded of step {place.step}.", f"Of steps {shown} they are."
+        f"No gradients are recorded for step {place.step}.", f"These steps have some: {shown}."
     )
 
 
@@ -350,29 +352,31 @@ def _load_rival(source: Source, place: TracePlace, branch: int, record: Gradient
     if record.rival is None:
         return ""
     candidates = source.reader.candidates(place.generation, place.step, branch)
-    known = (_quote(one.text) for one in candidates if one.token_id == record.rival)
-    return next(known, f"token {record.rival}")
+    texts = (_quote(c.text) for c in candidates if c.token_id == record.rival)
+    return next(texts, f"token {record.rival}")
 
 
 def segment_shares(record: GradientRecord, segments: Sequence[Segment]) -> tuple[SegmentShare, ...]:
-    """Return each segment's part in the token, in the order of the text."""
+    """Return the contribution of each segment to the token, in the order of the text."""
     if record.tokens is None:
         return ()
     signed, norms = np.asarray(record.tokens, np.float64)
     with np.errstate(all="ignore"):
-        parts = signed / np.abs(signed).sum(), norms / norms.sum()
-    found = []
-    for at, segment in enumerate(segments):
-        where = slice(segment.start, min(segment.stop, len(signed)))
-        n_tokens = max(where.stop - where.start, 0)
-        if n_tokens:
-            sums = (float(part[where].sum()) for part in parts)
-            found.append(
+        signed, norms = signed / np.abs(signed).sum(), norms / norms.sum()
+    shares = []
+    for number, segment in enumerate(segments):
+        start, stop = segment.start, min(segment.stop, len(signed))
+        if start < stop:
+            shares.append(
                 SegmentShare(
-                    escape_unprintable(segment.label), segment_color(at, segments), n_tokens, *sums
+                    label=escape_unprintable(segment.label),
+                    segment_color=segment_color(number, segments),
+                    n_tokens=stop - start,
+                    signed=float(signed[start:stop].sum()),
+                    norm=float(norms[start:stop].sum()),
                 )
             )
-    return tuple(found)
+    return tuple(shares)
 
 
 def gradient_norms(record: GradientRecord) -> tuple[tuple[str, ...], tuple[LayerGradients, ...]]:
@@ -399,15 +403,17 @@ def _is_in_layer(stat: GradientStat) -> bool:
 
 
 def norms_outside_layers(record: GradientRecord) -> list[tuple[str, float]]:
-    """Return the norms of what belongs to no layer, by part."""
-    mine = [stat for stat in record.stats if stat.layer is None]
-    parts = [part for part in PARAMETER_PARTS if any(stat.part == part for stat in mine)]
-    found = [(part, _joint_norm([stat for stat in mine if stat.part == part])) for part in parts]
-    return [(part, norm) for part, norm in found if norm is not None]
+    """Return the norms of parameters outside of the layers, by part."""
+    outside = [stat for stat in record.stats if stat.layer is None]
+    norms = (
+        (part, _joint_norm([stat for stat in outside if stat.part == part]))
+        for part in PARAMETER_PARTS
+    )
+    return [(part, norm) for part, norm in norms if norm is not None]
 
 
 def _joint_norm(stats: Sequence[GradientStat]) -> float | None:
-    """Return the norm of several parameters' gradients together, None of none."""
+    """Return the joint norm of the gradients of several parameters, None without any."""
     if not stats:
         return None
     return float(np.sqrt(np.sum(np.square([stat.norm for stat in stats]))))
@@ -417,11 +423,11 @@ def _count_bad(stats: Sequence[GradientStat]) -> int:
     return sum(stat.n_nan + stat.n_inf for stat in stats)
 
 
-# -- in words --------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def format_title(data: GradientsData) -> str:
-    """Return what was differentiated: 'log-probability -0.21 of "Paris", step 0'."""
+    """Return the target of the gradient: 'log-probability -0.21 of "Paris", step 0'."""
     record = data.record
     value = format_number(record.value)
     if record.target == "margin":
@@ -430,29 +436,22 @@ def format_title(data: GradientsData) -> str:
 
 
 def format_check(record: GradientRecord) -> str:
-    """Return whether the forward that was differentiated is what ran, by how much, and by what."""
-    than = "≤" if record.matches_recorded else ">"
-    far = f"off by {record.gate:.1e} {than} {record.tolerance:.0e} of the largest"
-    result = (
-        "gate ✓ logits as recorded" if record.matches_recorded else "gate ✗ not what ran: logits"
-    )
-    return f"{result}, {far}; {record.path}"
+    """Return whether the logits of the differentiated forward match the recorded ones."""
+    matches = record.matches_recorded
+    result = "check ✓ logits as recorded" if matches else "check ✗ not what ran: logits"
+    error = f"off by {record.gate:.1e} {'≤' if matches else '>'} {record.tolerance:.0e}"
+    return f"{result}, {error} of the largest; {record.path}"
 
 
 def describe_gradients(data: GradientsData) -> list[str]:
-    """Return the token, the gate, segments, the strongest tokens, layers, and what is wrong."""
-    title = format_title(data)
-    lines = [f"Gradient of the {title}.", f"{format_check(data.record)}."]
+    """Return the target, the check, segments, the strongest tokens, norms, and the findings."""
+    lines = [f"Gradient of the {format_title(data)}.", f"{format_check(data.record)}."]
     if not data.record.matches_recorded:
-        return [*lines, "Nothing is drawn of it.", *_finding_sentences(data)]
+        return [*lines, "Nothing is shown.", *_finding_sentences(data)]
     lines += [*_share_table(data), *_describe_strongest(data), *_norm_table(data)]
     lines += _finding_sentences(data) or ["No gradient is NaN, Inf, exploding, vanishing or dead."]
-    took = f"It took {data.record.wall_ms:.0f} ms"
-    return [
-        *lines,
-        CAVEAT,
-        f"{took}; {format_number(data.record.scale)} is its norm at the logits.",
-    ]
+    scale = format_number(data.record.scale)
+    return [*lines, CAVEAT, f"It took {data.record.wall_ms:.0f} ms; norm at the logits {scale}."]
 
 
 def _finding_sentences(data: GradientsData) -> list[str]:
@@ -460,29 +459,29 @@ def _finding_sentences(data: GradientsData) -> list[str]:
 
 
 def _share_table(data: GradientsData) -> list[str]:
-    head = f"{'segment':<20}{'tokens':>8}{'gradient×input':>16}{'norm':>8}"
+    header = f"{'segment':<20}{'tokens':>8}{'gradient×input':>16}{'norm':>8}"
     rows = [
-        f"{one.label[:20]:<20}{one.n_tokens:>8}{format_percent(one.signed, sign=True):>16}"
-        f"{format_percent(one.norm):>8}"
-        for one in data.shares
+        f"{share.label[:20]:<20}{share.n_tokens:>8}{format_percent(share.signed, sign=True):>16}"
+        f"{format_percent(share.norm):>8}"
+        for share in data.shares
     ]
-    return ["", head, *rows, ""]
+    return ["", header, *rows, ""]
 
 
 def _describe_strongest(data: GradientsData) -> list[str]:
-    """Return the tokens that speak most for it and most against it, of those that are loaded."""
-    found = [(data.value_at(token.pos, False), token) for token in data.window.tokens]
-    known = [(value, token) for value, token in found if value is not None and value]
+    """Return the loaded tokens that contribute most to the token, and most against it."""
+    values = [(data.value_at(token.pos, False), token) for token in data.window.tokens]
+    known = [(value, token) for value, token in values if value]
     lines = []
     for name, sign in (("For", 1), ("Against", -1)):
-        mine = [(sign * value, token) for value, token in known if sign * value > 0]
-        mine.sort(key=lambda pair: -pair[0])
-        words = [
+        ranked = [(sign * value, token) for value, token in known if sign * value > 0]
+        ranked.sort(key=lambda pair: -pair[0])
+        texts = [
             f"{_quote(token.text or token.token)} at {token.pos} ({format_number(sign * size)})"
-            for size, token in mine[:5]
+            for size, token in ranked[:5]
         ]
-        if words:
-            lines.append(f"{name} it: {', '.join(words)}.")
+        if texts:
+            lines.append(f"{name} it: {', '.join(texts)}.")
     return lines
 
 
@@ -499,14 +498,20 @@ def _norm_table(data: GradientsData) -> list[str]:
 
 
 def merge_separators(shares: Sequence[SegmentShare]) -> list[SegmentShare]:
-    """Return the shares with those of all separators together, at the end."""
-    apart = [one for one in shares if one.segment_color >= 0]
-    between = [one for one in shares if one.segment_color < 0]
-    if between:
-        n_tokens = sum(one.n_tokens for one in between)
-        sums = (sum(one.signed for one in between), sum(one.norm for one in between))
-        apart.append(SegmentShare("separators", -1, n_tokens, *sums))
-    return apart
+    """Merge the shares of all separators to one at the end."""
+    merged = [share for share in shares if share.segment_color >= 0]
+    separators = [share for share in shares if share.segment_color < 0]
+    if separators:
+        merged.append(
+            SegmentShare(
+                label="separators",
+                segment_color=-1,
+                n_tokens=sum(share.n_tokens for share in separators),
+                signed=sum(share.signed for share in separators),
+                norm=sum(share.norm for share in separators),
+            )
+        )
+    return merged
 
 
 def format_percent(share: float, *, sign: bool = False) -> str:
@@ -517,14 +522,14 @@ def format_percent(share: float, *, sign: bool = False) -> str:
     return f"{whole:+d} %" if sign and whole else f"{whole} %"
 
 
-_MAX_CAVEAT_LINES = 4
+# -- the panel -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class GradientsOptions:
-    """`side`: who made the token (segments, tokens), or where in the model its gradient goes.
+    """`side` is "who" (attribution to segments and tokens) or "where" (norms by layer).
 
-    `by` colours tokens: gradient times input, or the gradient's norm.
+    `by` colours tokens by gradient times input, or by the gradient norm.
     """
 
     side: Literal["who", "where"] = "who"
@@ -532,25 +537,25 @@ class GradientsOptions:
 
 
 class GradientsPanel(Panel[GradientsData, GradientsOptions]):
-    """The gradient of the step's token, at the words before it and at the model's parameters."""
+    """The gradient of the step's token, at the tokens before it and at the model's parameters."""
 
     name: ClassVar[str] = "gradients"
     needs_tokens: ClassVar[bool] = True
     title: ClassVar[str] = "Gradients"
     help: ClassVar[Help] = Help(
-        "The gradient of this token's log-probability (or margin): at each word before it, summed "
-        "per paraphrase, and per layer and group of parameters.",
-        "m flips between who (orange words speak for the token, blue ones against it; v: gradient "
-        "times input, or its norm) and where (norms, light is high, red or ! is NaN, Inf or 0); "
-        "the gate says whether the forward that was differentiated is the one that ran.",
-        "Look for a paraphrase that speaks against the others, for an answer that the cue alone "
-        "makes, and for layers with gradients of 0, NaN, or a hundred times their neighbours'.",
+        "It shows the gradient of this token's log-probability (or margin): at each token before "
+        "it, summed per segment, and per layer and group of parameters.",
+        "m switches between who (orange tokens contribute to the token, blue ones act against it; "
+        "v: gradient times input, or its norm) and where (norms: bright is high, red or ! is NaN, "
+        "Inf or 0); the check shows whether the differentiated forward is the one that ran.",
+        "Look for a paraphrase that acts against the others, for an answer that comes from the cue "
+        "alone, and for layers with gradients of 0, NaN, or a hundred times their neighbours'.",
     )
     depends_on_size: ClassVar[bool] = True
     actions: ClassVar[tuple[str, ...]] = ("view.flip", "view.measure")
 
     def options(self) -> GradientsOptions:
-        """Return who made the token, by gradient times input."""
+        """Return the initial options: attribution by gradient times input."""
         return GradientsOptions()
 
     def load(self, source: Source, request: Request[GradientsOptions]) -> GradientsData:
@@ -559,18 +564,18 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         return load_gradients(source, request.place, reach)
 
     def describe(self, data: GradientsData) -> list[str]:
-        """Return the gate, segments, strongest tokens, norms, and what is wrong, in words."""
+        """Return the check, segments, strongest tokens, norms and findings as text."""
         return describe_gradients(data)
 
     def paint(
         self, data: GradientsData, request: Request[GradientsOptions], theme: Theme
     ) -> Picture:
-        """Draw one of the two sides; behind a red gate only that it is red."""
+        """Draw one of the two sides, or only the header if the check failed."""
         width, height = request.width, request.height
         strips = draw_header(data, width, theme)
         if not data.record.matches_recorded:
-            words = "Nothing is drawn: these would be the gradients of something else."
-            strips += wrap_paragraph(words, width, theme.style("text"))
+            text = "Nothing is drawn: these are not the gradients of the recorded forward."
+            strips += wrap_paragraph(text, width, theme.style("text"))
             return Picture(strips[:height], "not what ran", alarm=True)
         if request.options.side == "where":
             strips += draw_norms(data, width, height - len(strips), theme)
@@ -600,15 +605,15 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         *,
         click: bool,
     ) -> Navigate | None:
-        """Click a layer: go to it. Click a word: go to its step, or look at it in the prompt."""
+        """Go to the clicked layer, or to the step or prompt position of the clicked token."""
         if not click or not data.record.matches_recorded:
             return None
         top = len(draw_header(data, request.width, Theme("none")))
         if request.options.side == "where":
             first = first_visible_layer(data, request.height - top - 2)
-            at = y - top - 1 + first
-            rows = data.rows if at >= first else ()
-            return Navigate(layer=rows[at].layer) if at < len(rows) else None
+            index = y - top - 1 + first
+            rows = data.rows if index >= first else ()
+            return Navigate(layer=rows[index].layer) if index < len(rows) else None
         return _navigate_to_token(x, y - top - _share_bars_height(data) - 1, data, request, top)
 
 
@@ -621,18 +626,18 @@ def _navigate_to_token(
 ) -> Navigate | None:
     room = _tokens_height(data, request, request.height - top)
     rows = layout_rows(data, request.width)
-    at = y + first_visible_row(rows, data, room)
-    word = rows[at].cell_at(x) if 0 <= y < room and at < len(rows) else None
-    token = None if word is None else data.window.token(word.pos)
+    index = y + first_visible_row(rows, data, room)
+    cell = rows[index].cell_at(x) if 0 <= y < room and index < len(rows) else None
+    token = None if cell is None else data.window.token(cell.pos)
     if token is None:
         return None
     return Navigate(step=0, pos=token.pos) if token.step is None else Navigate(step=token.step)
 
 
 def _tokens_height(data: GradientsData, request: Request[GradientsOptions], height: int) -> int:
-    """Return the lines that words get: what bars and the caveat leave, and one line between."""
-    n_words = len(_draw_caveat(request.width, height, Theme("none")))
-    return max(height - _share_bars_height(data) - 1 - n_words, 0)
+    """Return the lines for tokens: what the bars, the caveat and a blank line leave."""
+    n_caveat = len(_draw_caveat(request.width, height, Theme("none")))
+    return max(height - _share_bars_height(data) - 1 - n_caveat, 0)
 
 
 def _draw_caveat(width: int, height: int, theme: Theme) -> list[Strip]:
@@ -655,5 +660,5 @@ def _draw_attribution(
 
 
 def _format_note(data: GradientsData, options: GradientsOptions) -> str:
-    what = "norms per layer" if options.side == "where" else f"by {options.by}"
-    return f"{what} · gate {data.record.gate:.0e} · {data.record.wall_ms:.0f} ms"
+    side = "norms per layer" if options.side == "where" else f"by {options.by}"
+    return f"{side} · check {data.record.gate:.0e} · {data.record.wall_ms:.0f} ms"

@@ -1,4 +1,4 @@
-"""The layers panel: statistics of every layer's output at every step, and where NaN began."""
+"""The layers panel: statistics of every layer's output at every step, and the first NaN or Inf."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 from rich.segment import Segment
-from rich.style import Style
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.heatmap import CIVIDIS, CIVIDIS_MARKED, Palette, boxes, quantise
+from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, CIVIDIS_MISSING, boxes, quantise
 from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.text_lines import Span, align_right, line, wrap_paragraph
 from flexinspect.drawing.theme import Theme
@@ -47,21 +46,26 @@ MEASURES: dict[Statistic, str] = {
     "std": "std",
     "bad": "NaN/Inf",
 }
-"""Measures and how they are called. The norm is over all rows of a step, so it is divided by the
-root of their number: a prefill would outshine every decode step."""
+"""Measures and their titles. The recorded norm is over all rows of a step, so it is divided by the
+square root of their number: otherwise a prefill would dwarf every decode step."""
 
 SCAN_STEPS = 2048
-"""Steps that are searched for NaN and Inf at once, and whose answer is kept."""
+"""Steps that are searched for NaN and Inf in one query, whose result is cached."""
 
 MAX_CELLS = 1 << 14
-"""Values that a window holds at most; it has fewer steps where a step has very many modules."""
+"""Maximum number of values in a window; it has fewer steps where a step has very many modules."""
+
+_LABEL_WIDTH, _VALUE_WIDTH = 7, 9
+_TABLE_WIDTH = 90
+_BAD_LEVEL, _MISSING_LEVEL = CIVIDIS.size, CIVIDIS.size + 1
 
 
 @dataclass(frozen=True, slots=True)
 class FirstBadOutput:
-    """The first bad output of a branch: where, how much, and what of that step is bad too.
+    """The first module output of a branch with NaN or Inf.
 
-    `n_values` is None where the number of values is not known; `later` are the other layers.
+    `n_values` is the size of the output, None if it is unknown; `later` are the other layers with
+    NaN or Inf in the same step.
     """
 
     step: int
@@ -79,10 +83,10 @@ class FirstBadOutput:
         return f"{self.stat.n_nan} NaN and {self.stat.n_inf} Inf{of}"
 
     def sentence(self) -> str:
-        """Return the whole of it in one sentence."""
+        """Return the place, the counts and the other layers in one sentence."""
         module = escape_unprintable(self.stat.module)
-        also = f"; in that step also layers {format_ranges(self.later)}" if self.later else ""
-        also = also.replace("layers", "layer") if len(self.later) == 1 else also
+        layers = "layers" if len(self.later) > 1 else "layer"
+        also = f"; in that step also {layers} {format_ranges(self.later)}" if self.later else ""
         return f"First NaN/Inf at {self.format_place()} ({module}): {self.format_counts()}{also}."
 
 
@@ -90,8 +94,9 @@ class FirstBadOutput:
 class LayersData:
     """One measure in a window of steps: arrays of shape (layers, steps), see `layers`, `window`.
 
-    `values` is NaN where nothing is known, `n_bad` -1. `kind` is the module within the layer, ""
-    the layer itself; `kinds` are those of the window. `now` are all modules of the current step.
+    Where nothing is recorded `values` is NaN and `n_bad`, the number of NaN and Inf, is -1. `kind`
+    is the shown module within the layer, "" for the layer itself; `kinds` are all of the window.
+    `step_stats` are all modules of the current step, `rows` is its number of rows.
     """
 
     place: TracePlace
@@ -110,18 +115,19 @@ class LayersData:
         """Return the lowest and highest finite value, and whether the colours are logarithmic."""
         if self.measure == "bad":
             return 0.0, 1.0, False
-        fine = self.values[np.isfinite(self.values)]
-        if not fine.size:
+        finite = self.values[np.isfinite(self.values)]
+        if not finite.size:
             return 0.0, 0.0, False
-        low, high = float(fine.min()), float(fine.max())
+        low, high = float(finite.min()), float(finite.max())
         return low, high, low > 0 and high > 30 * low
 
     def current_stat(self) -> LayerStatRecord | None:
         """Return the shown module of the place's layer at the current step."""
-        mine = (stat for stat in self.step_stats if stat.layer == self.place.layer)
-        return next(
-            (stat for stat in mine if module_kind(stat.layer, stat.module) == self.kind), None
-        )
+        layer = self.place.layer
+        for stat in self.step_stats:
+            if stat.layer == layer and module_kind(layer, stat.module) == self.kind:
+                return stat
+        return None
 
 
 def module_kind(layer: int, module: str) -> str:
@@ -133,26 +139,27 @@ def module_kind(layer: int, module: str) -> str:
 
 
 def format_kind(kind: str) -> str:
-    """Return the name of a kind of module for people."""
+    """Return the printable name of a kind of module."""
     return escape_unprintable(kind) or "layer"
 
 
 def load_layers(
     source: Source, place: TracePlace, n_columns: int, measure: Statistic, chosen: str
 ) -> LayersData:
-    """Read the window that fits in `n_columns`: the step, one statistic of its neighbours.
+    """Read all statistics of the step, and one of the window of steps that fits in `n_columns`.
 
-    Raises `Missing` when there are no statistics in the window and nothing bad anywhere.
+    `chosen` is the kind of module to show. Raises `Missing` when there are no statistics in the
+    window and no NaN or Inf in the branch.
     """
     reader = source.reader
     owner = branch_of_step(reader, place.generation, place.step, place.branch)
-    now = tuple(reader.layer_stats(place.generation, place.step, owner))
-    most = max(MAX_CELLS // max(len(now), 1), 8)
-    window = load_step_window(reader, place, min(n_columns, most))
+    step_stats = tuple(reader.layer_stats(place.generation, place.step, owner))
+    max_steps = max(MAX_CELLS // max(len(step_stats), 1), 8)
+    window = load_step_window(reader, place, min(n_columns, max_steps))
     span = (place.generation, window.start, window.stop, place.branch)
     cells = layer_stats_range(reader, *span, statistic=measure)
-    bad = find_first_bad(source, place, window)
-    if not cells and bad is None:
+    first_bad = find_first_bad(source, place, window)
+    if not cells and first_bad is None:
         raise Missing(
             f"No layer statistics are recorded in {window.format_steps()}, and no NaN or Inf.",
             "Level basic records only layers with NaN or Inf; record with --level advanced.",
@@ -160,21 +167,32 @@ def load_layers(
     lengths = {row.step: row.q_len for row in step_range(reader, *span)}
     kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))
     kind = chosen if chosen in kinds else "" if "" in kinds or not kinds else kinds[0]
-    mine = [cell for cell in cells if module_kind(cell.layer, cell.module) == kind]
-    layers = tuple(sorted({cell.layer for cell in mine}))
-    values, n_bad = stat_arrays(mine, window, layers)
+    shown = [cell for cell in cells if module_kind(cell.layer, cell.module) == kind]
+    layers = tuple(sorted({cell.layer for cell in shown}))
+    values, n_bad = stat_arrays(shown, window, layers)
     if measure == "norm":
         values /= np.sqrt([max(lengths.get(step, 1), 1) for step in window.steps])
-    rows = max(lengths.get(place.step, 1), 1)
-    return LayersData(place, window, measure, kind, kinds, layers, values, n_bad, now, rows, bad)
+    return LayersData(
+        place=place,
+        window=window,
+        measure=measure,
+        kind=kind,
+        kinds=kinds,
+        layers=layers,
+        values=values,
+        n_bad=n_bad,
+        step_stats=step_stats,
+        rows=max(lengths.get(place.step, 1), 1),
+        first_bad=first_bad,
+    )
 
 
 def stat_arrays(
     cells: Sequence[StatCell], window: StepWindow, layers: Sequence[int]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Return values and counts of NaN and Inf, each (layers, steps).
+    """Return values (float64) and counts of NaN and Inf (int64), each (layers, steps).
 
-    Where a module ran several times in a step, the larger value counts.
+    If a module ran several times in a step, the largest value is taken.
     """
     values = np.full((len(layers), len(window)), np.nan)
     n_bad = np.full(values.shape, -1, np.int64)
@@ -187,64 +205,64 @@ def stat_arrays(
 
 
 def find_first_bad(source: Source, place: TracePlace, window: StepWindow) -> FirstBadOutput | None:
-    """Return the first bad output of the place's branch, parents included.
+    """Return the first output with NaN or Inf of the place's branch, its ancestors included.
 
-    Searched `SCAN` steps at a time; what is known of a finished part is kept.
+    Searches `SCAN_STEPS` steps at a time; the results of finished ranges are cached.
     """
     reader, generation = source.reader, place.generation
     for branch, first, stop in reversed(lineage(reader, generation, place.branch)):
         end = window.last + 1 if stop is None else min(stop, window.last + 1)
         for start in range(first, end, SCAN_STEPS):
-            part = (generation, start, min(start + SCAN_STEPS, end), branch)
-            found = _search_steps(source, part, done=start + SCAN_STEPS <= window.last)
-            if found is not None:
-                return _with_details(reader, generation, branch, found)
+            steps = (generation, start, min(start + SCAN_STEPS, end), branch)
+            output = _search_steps(source, steps, done=start + SCAN_STEPS <= window.last)
+            if output is not None:
+                return _with_details(reader, generation, branch, output)
     return None
 
 
 def _search_steps(
-    source: Source, part: tuple[int, int, int, int], *, done: bool
+    source: Source, steps: tuple[int, int, int, int], *, done: bool
 ) -> NonfiniteOutput | None:
     def search() -> NonfiniteOutput | None:
-        return first_nonfinite_output(source.reader, *part)
+        return first_nonfinite_output(source.reader, *steps)
 
-    return (
-        source.get_or_create(("first bad output", part), search, lambda _: 400)
-        if done
-        else search()
-    )
+    if not done:
+        return search()
+    return source.get_or_create(("first bad output", steps), search, lambda _: 400)
 
 
 def _with_details(
-    reader: TraceReader, generation: int, branch: int, found: NonfiniteOutput
+    reader: TraceReader, generation: int, branch: int, output: NonfiniteOutput
 ) -> FirstBadOutput:
-    stats = reader.layer_stats(generation, found.step, branch)
+    stats = reader.layer_stats(generation, output.step, branch)
     bad_layers = {stat.layer for stat in stats if stat.n_nan or stat.n_inf}
-    later = tuple(sorted(bad_layers - {found.stat.layer}))
     return FirstBadOutput(
-        found.step, found.stat, _count_values(reader, generation, branch, found), later
+        step=output.step,
+        stat=output.stat,
+        n_values=_count_values(reader, generation, branch, output),
+        later=tuple(sorted(bad_layers - {output.stat.layer})),
     )
 
 
 def _count_values(
-    reader: TraceReader, generation: int, branch: int, found: NonfiniteOutput
+    reader: TraceReader, generation: int, branch: int, output: NonfiniteOutput
 ) -> int | None:
-    """Return how many values a layer's output has: rows times width, both as recorded."""
-    if module_kind(found.stat.layer, found.stat.module):
+    """Return the size of a layer's output, rows times hidden size; None for other modules."""
+    if module_kind(output.stat.layer, output.stat.module):
         return None
-    step = reader.step(generation, found.step, branch)
+    step = reader.step(generation, output.step, branch)
     hidden = reader.model(generation).get("hidden")
     if step is None or not isinstance(hidden, int):
         return None
     total = step.q_len * hidden
-    return total if total >= found.stat.n_nan + found.stat.n_inf else None
+    return total if total >= output.stat.n_nan + output.stat.n_inf else None
 
 
 def describe_layers(data: LayersData) -> list[str]:
-    """Return what is bad, the current step as a table, and the range of the measure."""
+    """Return the first NaN or Inf, the current step as a table, and the range of the measure."""
     span = f"steps {data.window.first}-{data.window.last}"
-    fine = f"No recorded layer output has NaN or Inf in {span}."
-    lines = [data.first_bad.sentence() if data.first_bad else fine]
+    no_bad = f"No recorded layer output has NaN or Inf in {span}."
+    lines = [data.first_bad.sentence() if data.first_bad else no_bad]
     lines += stat_table(data)
     lines.append(_describe_range(data))
     if len(data.kinds) > 1:
@@ -256,54 +274,45 @@ def describe_layers(data: LayersData) -> list[str]:
 def stat_table(data: LayersData) -> list[str]:
     """Return all modules of the current step as a table between empty lines."""
     if not data.step_stats:
-        none = f"No layer statistics are recorded at step {data.window.current}"
-        return [f"{none}; level basic records only layers with NaN or Inf."]
+        step = data.window.current
+        hint = "level basic records only layers with NaN or Inf"
+        return [f"No layer statistics are recorded at step {step}; {hint}."]
     names = ("norm", "norm/row", "min", "max", "mean", "std")
-    head = f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"
+    header = f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"
     rows = []
     for stat in data.step_stats:
         per_row = stat.norm / data.rows**0.5
         values = (stat.norm, per_row, stat.min, stat.max, stat.mean, stat.std)
         figures = "".join(f" {format_number(value, 9)}" for value in values)
-        rows.append(
-            f"{stat.layer:>5}{figures}{stat.n_nan:>8}{stat.n_inf:>8}  {escape_unprintable(stat.module)}"
-        )
-    rows_word = f"{data.rows} rows" if data.rows > 1 else "1 row"
-    return ["", f"Step {data.window.current} ({rows_word}):", head, *rows, ""]
+        counts = f"{stat.n_nan:>8}{stat.n_inf:>8}"
+        rows.append(f"{stat.layer:>5}{figures}{counts}  {escape_unprintable(stat.module)}")
+    return ["", f"Step {data.window.current} ({plural(data.rows, 'row')}):", header, *rows, ""]
 
 
 def _describe_range(data: LayersData) -> str:
     name = MEASURES[data.measure]
-    what = name[0].upper() + name[1:]
-    shown = data.window.format_steps()
+    title = name[0].upper() + name[1:]
+    steps = data.window.format_steps()
     if data.measure == "bad":
-        n_sick, n_known = int((data.n_bad > 0).sum()), int((data.n_bad >= 0).sum())
-        return f"{what} in {shown}: {n_sick} of {n_known} layer outputs have some."
-    fine = np.where(np.isfinite(data.values), data.values, np.nan)
-    if np.isnan(fine).all():
-        return f"{what} in {shown}: no finite value."
-    ends = [np.unravel_index(find(fine), fine.shape) for find in (np.nanargmin, np.nanargmax)]
-    words = [
-        f"{format_number(float(fine[at]))} (step {data.window.start + int(at[1])}, layer "
-        f"{data.layers[int(at[0])]})"
-        for at in ends
-    ]
-    return f"{what} in {shown}: {words[0]} to {words[1]}."
+        n_bad, n_recorded = int((data.n_bad > 0).sum()), int((data.n_bad >= 0).sum())
+        return f"{title} in {steps}: {n_bad} of {n_recorded} layer outputs have some."
+    finite = np.where(np.isfinite(data.values), data.values, np.nan)
+    if np.isnan(finite).all():
+        return f"{title} in {steps}: no finite value."
+    low, high = (
+        np.unravel_index(find(finite), finite.shape) for find in (np.nanargmin, np.nanargmax)
+    )
 
+    def describe_value(cell: tuple[np.intp, ...]) -> str:
+        layer, step = data.layers[int(cell[0])], data.window.start + int(cell[1])
+        return f"{format_number(float(finite[cell]))} (step {step}, layer {layer})"
 
-_LABEL_WIDTH, _VALUE_WIDTH = 7, 9
-_BAD_LEVEL, _MISSING_LEVEL = CIVIDIS.size, CIVIDIS.size + 1
-
-LAYERS_PALETTE = Palette([*CIVIDIS_MARKED.rgb, (58, 58, 62)], CIVIDIS_MARKED.ramp + "·")
-"""`CIVIDIS_MARKED` and a last level, dark grey, for what was not recorded."""
-
-_MARK_STYLE = Style.parse("bold #ffffff on #e6283c")
-_TABLE_WIDTH = 90
+    return f"{title} in {steps}: {describe_value(low)} to {describe_value(high)}."
 
 
 @dataclass(frozen=True, slots=True)
 class LayersOptions:
-    """`measure` colours the cells; `module` names one within the layer, "" the layer itself."""
+    """`measure` colours the cells; `module` is one within the layer, "" for the layer itself."""
 
     measure: Statistic = "norm"
     module: str = ""
@@ -317,30 +326,30 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
     help: ClassVar[Help] = Help(
         "It shows one statistic of every layer's output at every step: norm, largest absolute "
         "value, mean, standard deviation, or NaN and Inf.",
-        "Layers go down and steps across; light is high, red or ! is NaN or Inf, X the first of "
-        "them, grey or · not recorded; the numbers at the right are this step's.",
-        "Look for the X: the lowest layer of the earliest step is where it began, and what "
-        "follows only inherits it; look also for a row or column unlike its neighbours.",
+        "Layers go down and steps across; bright is high, red or ! is NaN or Inf, X marks the "
+        "first one, grey or · is not recorded; the numbers at the right are those of this step.",
+        "Look for the X: NaN or Inf began in this layer and step, and later layers and steps only "
+        "inherit it; look also for a row or column that differs from its neighbours.",
     )
     depends_on_size: ClassVar[bool] = True
     actions: ClassVar[tuple[str, ...]] = ("view.measure", "view.flip", "cursor.enter")
 
     def options(self) -> LayersOptions:
-        """Return the norm of the layers themselves."""
+        """Return the initial options: the norm of the layers themselves."""
         return LayersOptions()
 
     def load(self, source: Source, request: Request[LayersOptions]) -> LayersData:
-        """Read the window of steps that fits, and find the first bad output of the branch."""
+        """Read the window of steps that fits, and find the first NaN or Inf of the branch."""
         options = request.options
         columns = _grid_width(request.width)
         return load_layers(source, request.place, columns, options.measure, options.module)
 
     def describe(self, data: LayersData) -> list[str]:
-        """Return what is bad, the current step as a table, and the range of the measure."""
+        """Return the first NaN or Inf, the current step as a table, and the measure's range."""
         return describe_layers(data)
 
     def paint(self, data: LayersData, request: Request[LayersOptions], theme: Theme) -> Picture:
-        """Draw the strips, their legend, and the place's layer in words."""
+        """Draw the grid with its legend, the place's layer, and the table if it fits."""
         width, height = request.width, request.height
         rows = layer_rows(data, _grid_height(data, width, height))
         strips = [_axis(data, width, theme)] if data.layers else []
@@ -358,14 +367,14 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
     def on_action(
         self, action: str, data: LayersData, request: Request[LayersOptions]
     ) -> LayersOptions | Navigate | None:
-        """Change the measure or the module, or go to the first bad output."""
+        """Change the measure or the module, or go to the first NaN or Inf."""
         if action == "view.measure":
             names = list(MEASURES)
-            after = names[(names.index(request.options.measure) + 1) % len(names)]
-            return replace(request.options, measure=after)
+            following = names[(names.index(request.options.measure) + 1) % len(names)]
+            return replace(request.options, measure=following)
         if action == "view.flip" and len(data.kinds) > 1:
-            after_kind = data.kinds[(data.kinds.index(data.kind) + 1) % len(data.kinds)]
-            return replace(request.options, module=after_kind)
+            kind = data.kinds[(data.kinds.index(data.kind) + 1) % len(data.kinds)]
+            return replace(request.options, module=kind)
         if action == "cursor.enter" and data.first_bad:
             return Navigate(step=data.first_bad.step, layer=data.first_bad.stat.layer)
         return None
@@ -390,20 +399,20 @@ def _grid_width(width: int) -> int:
 
 
 def _grid_height(data: LayersData, width: int, height: int) -> int:
-    """Return the lines that the layers may take: words give way to them, but not all."""
-    n_words = len(_describe_current_layer(data, width, Theme("none")))
-    return max(min(len(data.layers), max(height - 2 - n_words, height * 3 // 5, height - 5)), 1)
+    """Return the lines of the grid: what the text leaves, and at least three fifths."""
+    n_text = len(_describe_current_layer(data, width, Theme("none")))
+    return max(min(len(data.layers), max(height - 2 - n_text, height * 3 // 5, height - 5)), 1)
 
 
 def layer_rows(data: LayersData, room: int) -> list[range]:
-    """Return the layers, as indices, of each line: neighbours share one where there are many."""
+    """Return the indices of the layers of each line; neighbours share a line without room."""
     n_layers = len(data.layers)
     each = -(-n_layers // max(room, 1)) or 1
     return [range(at, min(at + each, n_layers)) for at in range(0, n_layers, each)]
 
 
 def layer_levels(data: LayersData) -> npt.NDArray[np.int64]:
-    """Return the level of every value, (layers, steps): -1 where nothing is recorded."""
+    """Return the level of every value, int64 (layers, steps); -1 where nothing is recorded."""
     low, high, logarithmic = data.scale()
     values = data.values
     if logarithmic:
@@ -422,18 +431,18 @@ def _draw_grid(data: LayersData, rows: list[range], width: int, theme: Theme) ->
     levels[levels < 0] = _MISSING_LEVEL
     window, room = data.window, _grid_width(width)
     each = columns_per_step(window, room)
-    mine = next((i for i, row in enumerate(rows) if _contains_current(data, row)), -1)
+    current = next((i for i, row in enumerate(rows) if _contains_current(data, row)), -1)
     cells = boxes(
         levels[:, : room // each].astype(np.uint8),
-        LAYERS_PALETTE,
+        CIVIDIS_MISSING,
         theme,
         cell_width=each,
-        marked=(mine, window.current - window.start),
+        marked=(current, window.current - window.start),
     )
     strips = []
     for row, strip in zip(rows, cells, strict=True):
-        drawn = _mark_bad(strip, data, row, each, theme)
-        parts = [_label(data, row, theme), drawn, _value(data, row, theme)]
+        grid_row = _mark_bad(strip, data, row, each, theme)
+        parts = [_label(data, row, theme), grid_row, _value(data, row, theme)]
         strips.append(Strip.join(parts).adjust_cell_length(width, theme.style("text")))
     return strips
 
@@ -443,14 +452,14 @@ def _contains_current(data: LayersData, row: range) -> bool:
 
 
 def _mark_bad(strip: Strip, data: LayersData, row: range, each: int, theme: Theme) -> Strip:
-    """Return a line of cells with an X on the first bad output of the branch, if it is in it."""
+    """Return a row of cells with an X on the first NaN or Inf of the branch, if it is in it."""
     bad = data.first_bad
     if bad is None or bad.stat.layer not in [data.layers[index] for index in row]:
         return strip
     at = (bad.step - data.window.start) * each + (each - 1) // 2
     if not 0 <= at < strip.cell_length:
         return strip
-    style = theme.style("cursor") if theme.no_color else _MARK_STYLE
+    style = theme.style("cursor") if theme.no_color else BAD_CELL_STYLE
     mark = Strip([Segment("X", style)], 1)
     return Strip.join([strip.crop(0, at), mark, strip.crop(at + 1, strip.cell_length)])
 
@@ -464,7 +473,7 @@ def _label(data: LayersData, row: range, theme: Theme) -> Strip:
 
 
 def _value(data: LayersData, row: range, theme: Theme) -> Strip:
-    """Return the row's value at the current step: the largest, where layers share a line."""
+    """Draw the row's value at the current step; the largest one where layers share a line."""
     column = data.window.current - data.window.start
     n_bad, values = data.n_bad[row, column], data.values[row, column]
     if (n_bad < 0).all():
@@ -480,7 +489,7 @@ def _value(data: LayersData, row: range, theme: Theme) -> Strip:
 
 
 def _axis(data: LayersData, width: int, theme: Theme) -> Strip:
-    """Return the line above the strips: the current step over its column."""
+    """Draw the line above the grid: the current step over its column."""
     window, room = data.window, _grid_width(width)
     each = columns_per_step(window, room)
     at = (window.current - window.start) * each + (each - 1) // 2
@@ -522,32 +531,30 @@ def _draw_scale(theme: Theme) -> list[Span]:
     ramp = np.linspace(0, CIVIDIS.size - 1, 8).astype(np.uint8)[None]
     return [
         (segment.text, segment.style or theme.style("text"))
-        for segment in boxes(ramp, LAYERS_PALETTE, theme, cell_width=1)[0]
+        for segment in boxes(ramp, CIVIDIS_MISSING, theme, cell_width=1)[0]
     ]
 
 
 def _describe_current_layer(data: LayersData, width: int, theme: Theme) -> list[Strip]:
-    """Return the first bad output and the place's layer, as wrapped lines."""
-    strips = (
-        wrap_paragraph(data.first_bad.sentence(), width, theme.style("bad"))
-        if data.first_bad
-        else []
-    )
+    """Draw the first NaN or Inf and the statistics of the place's layer, as wrapped lines."""
+    strips: list[Strip] = []
+    if data.first_bad:
+        strips = wrap_paragraph(data.first_bad.sentence(), width, theme.style("bad"))
     stat = data.current_stat()
     if stat is None:
-        none = f"No statistics of layer {data.place.layer} at step {data.window.current}."
-        return [*strips, *wrap_paragraph(none, width, theme.style("muted"))]
-    words = (
-        f"Layer {stat.layer}: norm {format_number(stat.norm)}, {format_number(stat.min)} to {format_number(stat.max)}, "
-        f"mean {format_number(stat.mean)}, std {format_number(stat.std)}"
-    )
-    if stat.n_nan or stat.n_inf:
-        words += f", {stat.n_nan} NaN, {stat.n_inf} Inf"
-    return [*strips, *wrap_paragraph(f"{words}.", width, theme.style("muted"))]
+        text = f"No statistics of layer {data.place.layer} at step {data.window.current}"
+    else:
+        norm, low, high, mean, std = map(
+            format_number, (stat.norm, stat.min, stat.max, stat.mean, stat.std)
+        )
+        text = f"Layer {stat.layer}: norm {norm}, {low} to {high}, mean {mean}, std {std}"
+        if stat.n_nan or stat.n_inf:
+            text += f", {stat.n_nan} NaN, {stat.n_inf} Inf"
+    return [*strips, *wrap_paragraph(f"{text}.", width, theme.style("muted"))]
 
 
 def _draw_stat_table(data: LayersData, width: int, room: int, theme: Theme) -> list[Strip]:
-    """Return the modules of the current step as a table, where all of it fits."""
+    """Draw the modules of the current step as a table, if all of it fits."""
     rows = stat_table(data)[:-1]
     if not data.step_stats or width < _TABLE_WIDTH or len(rows) > room:
         return []

@@ -1,4 +1,4 @@
-"""The logits panel: why this token won, how sure the model was, and how that went on."""
+"""The logits panel: the candidates of a step, and timelines of entropy, margin and rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.plots import bar, format_number, timeline
 from flexinspect.drawing.text_lines import Span, align_right, clip_text, line
 from flexinspect.drawing.theme import Theme
@@ -38,22 +38,26 @@ SERIES: Mapping[str, Callable[[StepRow], float | None]] = {
     "margin": lambda row: row.margin,
     "rank": lambda row: _known_rank(row.chosen_rank),
 }
-"""The timelines, in the order in which they give way when there is no room."""
+"""The timelines; without room for all of them the last ones are left out."""
 
 UNITS = {"entropy": "nats", "margin": "logits", "rank": ""}
+
+_SCORE_RTOL = 1e-5
+"""Relative difference up to which a score counts as equal to the logit."""
+
+_MAX_PLOT_HEIGHT = 8
+"""Maximum lines of a timeline or the histogram, its title included."""
+
+_NUMBER_WIDTH = 7
 
 
 def _known_rank(rank: int | None) -> float | None:
     return None if rank is None or rank < 0 else float(rank)
 
 
-_SCORE_RTOL = 1e-5
-"""Relative difference up to which a score is the logit itself."""
-
-
 @dataclass(frozen=True, slots=True)
 class LogitsData:
-    """The distribution of one step, and the narrow facts of the steps in the window.
+    """The distribution of one step, and the scalar columns of the steps in the window, by step.
 
     `text` is what the chosen token adds to the text, None when the step recorded no token.
     """
@@ -66,65 +70,67 @@ class LogitsData:
 
     @property
     def is_processed(self) -> bool:
-        """Whether the processors changed anything among the candidates."""
-        return any(is_changed(one) for one in self.record.candidates)
+        """Whether the logits processors changed any of the candidates."""
+        return any(is_changed(candidate) for candidate in self.record.candidates)
 
     @property
     def chosen(self) -> Candidate | None:
-        """The chosen token among the candidates, None when it was not one of the best."""
-        found = (one for one in self.record.candidates if one.token_id == self.record.chosen_id)
-        return next(found, None)
+        """The chosen token, None when it is not among the recorded candidates."""
+        chosen_id = self.record.chosen_id
+        return next((c for c in self.record.candidates if c.token_id == chosen_id), None)
 
     def series(self, name: str) -> dict[int, float | None]:
-        """Return a timeline's value for each step of the window that is recorded."""
+        """Return a timeline's value for each recorded step of the window."""
         return {step: SERIES[name](row) for step, row in self.rows.items()}
 
     @property
     def series_names(self) -> list[str]:
-        """The timelines worth drawing: the rank only where it is not 0 everywhere."""
+        """The timelines to draw: the rank only if it is not 0 everywhere."""
         ranks = self.series("rank").values()
         return [name for name in SERIES if name != "rank" or any(ranks)]
 
 
-def is_changed(one: Candidate) -> bool:
-    """Tell whether the processors are known to have changed a candidate's logit."""
-    if math.isnan(one.score):
+def is_changed(candidate: Candidate) -> bool:
+    """Whether the logits processors are known to have changed a candidate's logit."""
+    if math.isnan(candidate.score):
         return False
-    return not math.isclose(one.logit, one.score, rel_tol=_SCORE_RTOL, abs_tol=_SCORE_RTOL)
+    return not math.isclose(
+        candidate.logit, candidate.score, rel_tol=_SCORE_RTOL, abs_tol=_SCORE_RTOL
+    )
 
 
-def is_filtered(one: Candidate) -> bool:
-    """Tell whether a processor took a candidate out, as top-k and top-p do."""
-    return one.score == -math.inf and one.logit != -math.inf
+def is_filtered(candidate: Candidate) -> bool:
+    """Whether a logits processor, such as top-k or top-p, removed a candidate."""
+    return candidate.score == -math.inf and candidate.logit != -math.inf
 
 
 def probability(logprob: float) -> float:
-    """Return the probability; NaN where it makes no sense."""
+    """Return the probability; NaN for a log-probability that is NaN or above 0."""
     return math.exp(logprob) if logprob <= 1e-3 else math.nan
 
 
 def token_label(text: str | None, token_id: int) -> str:
-    """Return a token as it is drawn: its leading space as a dot, its number if it has no text."""
+    """Return the label of a token: a leading space as a dot, its id if it has no text."""
     if not text:
         return f"id {token_id}"
     return "·" + escape_unprintable(text[1:]) if text[0] == " " else escape_unprintable(text)
 
 
 def quote_token(text: str | None, token_id: int) -> str:
-    """Return a token as it stands in a sentence."""
+    """Return a token for use in a sentence: its quoted text, or its id if it has none."""
     return f'"{escape_unprintable(text)}"' if text else f"token {token_id}"
 
 
 def describe_bad_logits(data: LogitsData) -> str:
-    """Say in a sentence that logits are NaN or infinite, "" when they are not.
+    """Describe NaN and +Inf logits in a sentence, "" if there are none.
 
-    -Inf alone is what a model does that closes some of its vocabulary: no alarm by itself.
+    -Inf alone raises no alarm: models use it to mask part of their vocabulary.
     """
     record = data.record
     if record.n_nan:
         more = f" and {record.n_inf} infinite" if record.n_inf else ""
         return f"{record.n_nan} of the logits of step {data.step} are NaN{more}."
-    if any(one.logit == math.inf for one in record.candidates):
+    if any(candidate.logit == math.inf for candidate in record.candidates):
         return f"{record.n_inf} of the logits of step {data.step} are infinite."
     return ""
 
@@ -137,12 +143,12 @@ def format_rank(rank: int) -> str:
 
 
 def describe_logits(data: LogitsData) -> list[str]:
-    """Return the choice, the candidates as a table, and the timelines in words."""
+    """Return the choice, the candidates as a table, and summaries of the timelines."""
     record = data.record
     lines = [_describe_choice(data), _describe_spread(record)]
     lines += [problem] if (problem := describe_bad_logits(data)) else []
     if not record.n_nan and record.n_inf and not problem:
-        lines.append(f"{record.n_inf} logits are -Inf: the model closed these tokens itself.")
+        lines.append(f"{record.n_inf} logits are -Inf: the model masked these tokens itself.")
     lines += _describe_processors(data)
     lines += (
         ["", *_candidate_table(data), ""] if record.candidates else ["No candidates are recorded."]
@@ -153,17 +159,20 @@ def describe_logits(data: LogitsData) -> list[str]:
 
 
 def format_chosen(data: LogitsData) -> str:
-    """Return the chosen token as it stands in a sentence."""
+    """Return the chosen token for use in a sentence."""
     if data.record.chosen_id == UNKNOWN:
-        return "a token that was not seen"
-    text = data.text or (data.chosen.text if data.chosen else None)
-    return quote_token(text, data.record.chosen_id)
+        return "an unknown token"
+    return quote_token(_chosen_text(data), data.record.chosen_id)
+
+
+def _chosen_text(data: LogitsData) -> str | None:
+    return data.text or (data.chosen.text if data.chosen else None)
 
 
 def _describe_choice(data: LogitsData) -> str:
     record = data.record
     if record.chosen_id == UNKNOWN:
-        return f"What step {data.step} chose was not seen: it was never fed."
+        return f"The token chosen at step {data.step} is unknown: the model never received it."
     chance = format_number(probability(record.chosen_logprob))
     when = " before the processors" if data.is_processed else ""
     return (
@@ -174,67 +183,72 @@ def _describe_choice(data: LogitsData) -> str:
 
 def _describe_spread(record: LogitsRecord) -> str:
     return (
-        f"Entropy {format_number(record.entropy)} nats, margin {format_number(record.margin)} (best logit less "
-        "the second)."
+        f"Entropy {format_number(record.entropy)} nats, margin {format_number(record.margin)} "
+        "(best logit minus second best)."
     )
 
 
 def _describe_processors(data: LogitsData) -> list[str]:
-    every = data.record.candidates
-    if every and all(math.isnan(one.score) and not math.isnan(one.logit) for one in every):
-        return ["Whether processors changed these logits before the choice was not seen."]
+    candidates = data.record.candidates
+    if candidates and all(math.isnan(c.score) and not math.isnan(c.logit) for c in candidates):
+        return ["It is unknown whether logits processors changed these logits before the choice."]
     if not data.is_processed:
         return ["The scores are the logits: no processor changed these candidates."]
-    out = sum(is_filtered(one) for one in every)
-    if not out:
+    n_filtered = sum(map(is_filtered, candidates))
+    if not n_filtered:
         return ["The processors changed the logits and filtered none of these candidates."]
-    among = f"{out} of these {len(every)} candidates"
-    return [f"The processors filtered {among} (top-k, top-p or the like: their score is -Inf)."]
+    share = f"{n_filtered} of these {len(candidates)} candidates"
+    return [f"The processors filtered {share} (as top-k and top-p do: their score is -Inf)."]
 
 
 def _candidate_table(data: LogitsData) -> list[str]:
-    both = data.is_processed
-    head = f"  {'rank':>4}  {'probability':>11}  {'logit':>9}"
-    head += f"  {'after':>11}  {'score':>9}" if both else ""
-    rows = [f"{head}  token"]
-    for one in data.record.candidates:
-        mark = "*" if one.token_id == data.record.chosen_id else " "
-        text = f"{mark} {one.rank:>4}  {format_number(probability(one.logprob), 11)}"
-        text += f"  {format_number(one.logit, 9)}"
-        if both:
-            after = (
-                "filtered" if is_filtered(one) else format_number(probability(one.score_logprob))
-            )
-            text += f"  {after:>11}  {format_number(one.score, 9)}"
-        rows.append(f"{text}  {quote_token(one.text, one.token_id)}")
+    header = f"  {'rank':>4}  {'probability':>11}  {'logit':>9}"
+    header += f"  {'after':>11}  {'score':>9}" if data.is_processed else ""
+    rows = [f"{header}  token"]
+    for candidate in data.record.candidates:
+        mark = "*" if candidate.token_id == data.record.chosen_id else " "
+        chance = format_number(probability(candidate.logprob), 11)
+        row = f"{mark} {candidate.rank:>4}  {chance}  {format_number(candidate.logit, 9)}"
+        if data.is_processed:
+            row += f"  {_format_after(candidate):>11}  {format_number(candidate.score, 9)}"
+        rows.append(f"{row}  {quote_token(candidate.text, candidate.token_id)}")
     return rows
+
+
+def _format_after(candidate: Candidate) -> str:
+    """Return the probability after the processors, or "filtered"."""
+    if is_filtered(candidate):
+        return "filtered"
+    return format_number(probability(candidate.score_logprob))
 
 
 def _describe_series(data: LogitsData, name: str) -> str:
     values = [(value, step) for step, value in data.series(name).items() if value is not None]
-    known = [pair for pair in values if math.isfinite(pair[0])]
-    what = {"rank": "Rank of the chosen token", "entropy": "Entropy", "margin": "Margin"}[name]
-    if not known:
-        return f"{what}: no finite value in {data.window.format_steps()}."
-    (low, low_step), (high, high_step) = min(known), max(known)
-    middle = median(value for value, _ in known)
-    n_bad = len(values) - len(known)
+    finite = [pair for pair in values if math.isfinite(pair[0])]
+    title = {"rank": "Rank of the chosen token", "entropy": "Entropy", "margin": "Margin"}[name]
+    steps = data.window.format_steps()
+    if not finite:
+        return f"{title}: no finite value in {steps}."
+    (low, low_step), (high, high_step) = min(finite), max(finite)
+    middle = median(value for value, _ in finite)
+    n_bad = len(values) - len(finite)
+    bad = f", non-finite at {plural(n_bad, 'step')}" if n_bad else ""
     return (
-        f"{what} in {data.window.format_steps()}: {format_number(low)} (step {low_step}) to {format_number(high)} "
-        f"(step {high_step}), median {format_number(middle)}"
-        f"{f', not finite at {n_bad}' if n_bad else ''}."
+        f"{title} in {steps}: {format_number(low)} (step {low_step}) to {format_number(high)} "
+        f"(step {high_step}), median {format_number(middle)}{bad}."
     )
 
 
 def _describe_histogram(record: LogitsRecord) -> str:
     if not record.histogram:
         return (
-            "No histogram of the logits is recorded: level basic has none, and logits that are "
-            "not all finite have none."
+            "No histogram of the logits is recorded: it needs level advanced or higher, and only "
+            "finite logits."
         )
+    low, high = format_number(record.histogram_min), format_number(record.histogram_max)
     return (
-        f"The {sum(record.histogram)} logits lie between {format_number(record.histogram_min)} and "
-        f"{format_number(record.histogram_max)}, most of them near {format_number(histogram_mode(record))}."
+        f"The {sum(record.histogram)} logits lie between {low} and {high}, most of them near "
+        f"{format_number(histogram_mode(record))}."
     )
 
 
@@ -254,14 +268,8 @@ def find_bin(record: LogitsRecord, logit: float) -> int | None:
     return min(max(int((logit - record.histogram_min) / span * n_bins), 0), n_bins - 1)
 
 
-_MAX_PLOT_HEIGHT = 8
-"""Lines that a timeline or the histogram takes at most, its title included."""
-
-_NUMBER_WIDTH = 7
-
-
 class LogitsPanel(Panel[LogitsData, NoOptions]):
-    """Bars of the best tokens, and timelines of entropy, margin and rank."""
+    """Bars of the most likely tokens, and timelines of entropy, margin and rank."""
 
     name: ClassVar[str] = "logits"
     title: ClassVar[str] = "Logits"
@@ -269,20 +277,20 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
     help: ClassVar[Help] = Help(
         "It shows the most likely tokens of this step, which one was chosen, and the entropy, the "
         "margin and the rank of the choice over the steps.",
-        "A bar is a probability and * is the chosen token; with sampling, 'after' is what the "
-        "processors left and 'filtered' is a token that they took out; click a timeline to go "
-        "to its step.",
+        "A bar is a probability and * marks the chosen token; with sampling, 'after' is the "
+        "probability after the logits processors and 'filtered' is a token that they removed; "
+        "click a timeline to go to a step.",
         "Look for a step where the entropy jumps or the margin falls near 0: there the answer "
-        "could have turned.",
+        "could have changed.",
     )
     depends_on_size: ClassVar[bool] = True
 
     def options(self) -> NoOptions:
-        """Return the options; there are none."""
+        """Return the initial options; there are none."""
         return NoOptions()
 
     def load(self, source: Source, request: Request[NoOptions]) -> LogitsData:
-        """Read the distribution of the step, and the narrow facts of the window's steps."""
+        """Read the distribution of the step, and the scalar columns of the window's steps."""
         reader, place = source.reader, request.place
         window = load_step_window(reader, place, timeline_columns(request.width))
         branch = branch_of_step(reader, place.generation, place.step, place.branch)
@@ -291,15 +299,15 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
             raise Missing(
                 f"No logits are recorded at step {place.step}.",
                 "The logits hook records them at every level; 'flexinspect dump' shows whether it "
-                "was switched off.",
+                "was disabled.",
             )
         rows = step_range(reader, place.generation, window.start, window.stop, place.branch)
         tokens = reader.step_tokens(place.generation, place.step, branch)
-        text = next((one.text for one in tokens if one.token_id == record.chosen_id), None)
+        text = next((token.text for token in tokens if token.token_id == record.chosen_id), None)
         return LogitsData(place.step, record, text, window, {row.step: row for row in rows})
 
     def describe(self, data: LogitsData) -> list[str]:
-        """Return the choice, the candidates as a table, and the timelines in words."""
+        """Return the choice, the candidates as a table, and summaries of the timelines."""
         return describe_logits(data)
 
     def paint(self, data: LogitsData, request: Request[NoOptions], theme: Theme) -> Picture:
@@ -335,10 +343,10 @@ def _format_note(data: LogitsData) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LogitsLayout:
-    """What goes where: `rows` lines of candidates, header included, `histogram` lines of it.
+    """The layout of a picture: lines of candidates (header included) and of the histogram.
 
-    The block of candidates is `left` wide, a timeline `columns`; the areas of the timelines are
-    without their titles.
+    The block of candidates is `left` wide, a timeline `columns`. `beside` is True when the
+    timelines are at the right of it. The areas of `timelines` exclude their titles.
     """
 
     left: int
@@ -351,16 +359,16 @@ class LogitsLayout:
 
 
 def logits_layout(data: LogitsData, width: int, height: int) -> LogitsLayout:
-    """Return the places of everything in a picture of this size."""
+    """Lay out a picture of this size."""
     wide = width >= MIN_TWO_COLUMN_WIDTH
     header = height >= 5
-    need = len(data.record.candidates) + (data.chosen is None) + header + 1
+    needed = len(data.record.candidates) + (data.chosen is None) + header + 1
     names = data.series_names
     if wide:
-        rows, spare = min(need, height), height
+        rows, spare = min(needed, height), height
     else:
-        most = min(height // 2, 4 * len(names)) if height >= 8 else 0
-        rows = min(need, height - most // len(names) * len(names))
+        reserved = min(height // 2, 4 * len(names)) if height >= 8 else 0
+        rows = min(needed, height - reserved // len(names) * len(names))
         spare = height - rows
     names = names[: spare // 2]
     each = min(spare // len(names), _MAX_PLOT_HEIGHT) if names else 0
@@ -372,7 +380,13 @@ def logits_layout(data: LogitsData, width: int, height: int) -> LogitsLayout:
     rest = height - rows - (1 if wide else each * len(names))
     histogram = min(rest, _MAX_PLOT_HEIGHT) if data.record.histogram and rest >= 3 else 0
     return LogitsLayout(
-        left_width(width), timeline_columns(width), wide, header, rows, histogram, areas
+        left=left_width(width),
+        columns=timeline_columns(width),
+        beside=wide,
+        header=header,
+        rows=rows,
+        histogram=histogram,
+        timelines=areas,
     )
 
 
@@ -380,11 +394,10 @@ def _draw_candidates(data: LogitsData, layout: LogitsLayout, theme: Theme) -> li
     strips = [_draw_summary(data, layout.left, theme)]
     strips += [_draw_header(data, layout.left, theme)] if layout.header else []
     room = layout.rows - len(strips)
-    every = data.record.candidates
-    shown = every[:room]
+    shown = data.record.candidates[:room]
     if data.chosen not in shown and room > 0:
-        shown = every[: room - 1]
-    strips += [_draw_candidate(one, data, layout.left, theme) for one in shown]
+        shown = shown[: room - 1]
+    strips += [_draw_candidate(candidate, data, layout.left, theme) for candidate in shown]
     if data.chosen not in shown and room > 0:
         strips.append(_draw_unlisted_choice(data, layout.left, theme))
     if layout.histogram and layout.beside:
@@ -411,7 +424,7 @@ def _draw_summary(data: LogitsData, width: int, theme: Theme) -> Strip:
 
 
 def _column_widths(data: LogitsData, width: int) -> tuple[int, bool, int]:
-    """Return the columns of the word, whether logits fit, and those of the bar."""
+    """Return the columns of the token, whether logits fit, and the columns of the bar."""
     fixed = 4 + (_NUMBER_WIDTH + 1) * (1 + data.is_processed) + (data.is_processed and 2)
     spare = width - fixed
     logits = spare >= 36
@@ -422,58 +435,50 @@ def _column_widths(data: LogitsData, width: int) -> tuple[int, bool, int]:
 
 def _draw_header(data: LogitsData, width: int, theme: Theme) -> Strip:
     name, logits, _ = _column_widths(data, width)
-    heads = ["logit"] * logits + ["before" if data.is_processed else "prob"]
-    text = (
-        "    "
-        + clip_text("token", name)
-        + "".join(" " + align_right(head, _NUMBER_WIDTH) for head in heads)
-    )
+    titles = [("logit", _NUMBER_WIDTH)] * logits
+    titles.append(("before" if data.is_processed else "prob", _NUMBER_WIDTH))
     if data.is_processed:
-        text += (
-            (" " + align_right("score", _NUMBER_WIDTH)) * logits
-            + " "
-            + align_right("after", _NUMBER_WIDTH + 2)
-        )
+        titles += [("score", _NUMBER_WIDTH)] * logits
+        titles.append(("after", _NUMBER_WIDTH + 2))
+    columns = "".join(" " + align_right(title, columns) for title, columns in titles)
+    text = f"    {clip_text('token', name)}{columns}"
     return line([(text, theme.style("muted"))], width, theme.style("text"))
 
 
-def _draw_candidate(one: Candidate, data: LogitsData, width: int, theme: Theme) -> Strip:
+def _draw_candidate(candidate: Candidate, data: LogitsData, width: int, theme: Theme) -> Strip:
     name, logits, room = _column_widths(data, width)
-    is_chosen = one.token_id == data.record.chosen_id
+    is_chosen = candidate.token_id == data.record.chosen_id
     style = theme.style("chosen" if is_chosen else "text")
-    faint = theme.style("muted")
+    muted = theme.style("muted")
+    share = probability(candidate.logprob)
     spans: list[Span] = [
-        (f"{'*' if is_chosen else ' '}{one.rank:>2} ", style),
-        (clip_text(token_label(one.text, one.token_id), name), style),
+        (f"{'*' if is_chosen else ' '}{candidate.rank:>2} ", style),
+        (clip_text(token_label(candidate.text, candidate.token_id), name), style),
     ]
     if logits:
-        spans.append((" " + format_number(one.logit, _NUMBER_WIDTH), faint))
-    spans.append((" " + format_number(probability(one.logprob), _NUMBER_WIDTH), style))
-    last = probability(one.logprob)
+        spans.append((" " + format_number(candidate.logit, _NUMBER_WIDTH), muted))
+    spans.append((" " + format_number(share, _NUMBER_WIDTH), style))
     if data.is_processed:
-        out, last = is_filtered(one), probability(one.score_logprob)
+        share = probability(candidate.score_logprob)
         if logits:
-            spans.append((" " + format_number(one.score, _NUMBER_WIDTH), faint))
-        after = "filtered" if out else format_number(last)
-        spans.append((" " + align_right(after, _NUMBER_WIDTH + 2), faint if out else style))
-    spans.append((" " + bar(last, room) if room else "", theme.style("accent")))
+            spans.append((" " + format_number(candidate.score, _NUMBER_WIDTH), muted))
+        after = align_right(_format_after(candidate), _NUMBER_WIDTH + 2)
+        spans.append((" " + after, muted if is_filtered(candidate) else style))
+    spans.append((" " + bar(share, room) if room else "", theme.style("accent")))
     return line(spans, width, theme.style("text"))
 
 
 def _draw_unlisted_choice(data: LogitsData, width: int, theme: Theme) -> Strip:
-    """Return the line of a chosen token that is not among the candidates shown."""
+    """Draw the line of a chosen token that is not among the candidates shown."""
     record, style = data.record, theme.style("chosen")
     if record.chosen_id == UNKNOWN:
-        return line([("  ? what was chosen was not seen", theme.style("muted"))], width)
-    text = data.text or (data.chosen.text if data.chosen else None)
+        return line([("  ? the chosen token is unknown", theme.style("muted"))], width)
     name, logits, room = _column_widths(data, width)
     chance = probability(record.chosen_logprob)
+    rank = align_right(str(record.chosen_rank), 2) if record.chosen_rank < 100 else ".."
     spans: list[Span] = [
-        (
-            f"*{align_right(str(record.chosen_rank), 2)} " if record.chosen_rank < 100 else "*.. ",
-            style,
-        ),
-        (clip_text(token_label(text, record.chosen_id), name), style),
+        (f"*{rank} ", style),
+        (clip_text(token_label(_chosen_text(data), record.chosen_id), name), style),
         (" " * (_NUMBER_WIDTH + 1) if logits else "", style),
         (" " + format_number(chance, _NUMBER_WIDTH), style),
     ]
@@ -486,17 +491,17 @@ def _draw_titled_timeline(
     data: LogitsData, layout: LogitsLayout, name: str, theme: Theme
 ) -> list[Strip]:
     area, values = layout.timelines[name], data.series(name)
-    known = [v for v in values.values() if v is not None and math.isfinite(v)]
-    here = values.get(data.window.current)
-    span = (
-        f"{format_number(min(known))} to {format_number(max(known))}"
-        if known
+    finite = [v for v in values.values() if v is not None and math.isfinite(v)]
+    limits = (
+        f"{format_number(min(finite))} to {format_number(max(finite))}"
+        if finite
         else "no finite value"
     )
+    current = format_number(values.get(data.window.current))
     title: list[Span] = [
         (f"{name} ", theme.style("title")),
-        (f"{format_number(here)} {UNITS[name]}".rstrip(), theme.style("strong")),
-        (f"  {span}", theme.style("muted")),
+        (f"{current} {UNITS[name]}".rstrip(), theme.style("strong")),
+        (f"  {limits}", theme.style("muted")),
         (f"  {data.window.format_steps()}", theme.style("muted")),
     ]
     drawn = draw_timeline(values, data.window, area, theme)

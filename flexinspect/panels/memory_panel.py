@@ -1,4 +1,4 @@
-"""The memory panel: what takes the bytes, how they grow, and the KV cache by segment."""
+"""The memory panel: process, CUDA and model memory, their growth, and the KV cache by segment."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ from flexinspect.panels.timeline import (
     navigate_to_step,
     timeline_columns,
 )
+from flexinspect.panels.token_window import load_segments
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import MemoryRecord
-from flexinspect.trace.queries.range_queries import branch_of_step, lineage, memory_range
+from flexinspect.trace.queries.range_queries import branch_of_step, memory_range
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import StepRow
 
@@ -53,22 +54,27 @@ FIGURES: Mapping[str, Callable[[MemoryRecord], int | None]] = {
     "KV cache": lambda record: record.kv_cache,
     "model": lambda record: record.model,
 }
-"""What is recorded, by the name that people see. The peak is that of one step."""
+"""The recorded figures by their titles. The peak is that of one step."""
 
 LEAK_STEPS = 16
-"""Growths that a window must have before anything is said of a trend."""
+"""Minimum number of growths in a window for a trend."""
 
 LEAK_BYTES = 16_384
-"""Bytes per step below which growth is the noise of pages and buffers: four pages of most
+"""Growth in bytes per step below which it is noise of pages and buffers: four pages on most
 machines."""
 
 LEAK_FACTOR = 4
-"""How much faster than the cache memory must grow before it is said."""
+"""Memory must grow this many times faster than the KV cache to be reported as a leak."""
+
+_MAX_PLOT_HEIGHT = 8
+"""Maximum lines of a timeline, its title included."""
+
+_BYTES_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
-    """The tokens of a segment that are in the cache, and the bytes they take."""
+    """The cached tokens of a segment, and their bytes."""
 
     label: str
     n_tokens: int
@@ -77,7 +83,7 @@ class CachePart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryData:
-    """The memory of the window's steps; `about` is the current step, `parts` its cache."""
+    """The memory of the window's steps and one before; `parts` is the current step's KV cache."""
 
     window: StepWindow
     records: Mapping[int, MemoryRecord]
@@ -91,30 +97,33 @@ class MemoryData:
 
     @property
     def figures(self) -> list[str]:
-        """The names of what is recorded: CUDA only where there is one."""
-        known = self.records.values()
-        return [name for name in FIGURES if any(FIGURES[name](one) is not None for one in known)]
+        """The titles of the recorded figures: those of CUDA only on a CUDA device."""
+        return [
+            name
+            for name, value in FIGURES.items()
+            if any(value(record) is not None for record in self.records.values())
+        ]
 
     def series(self, name: str) -> dict[int, int | None]:
-        """Return a figure for each step of the window that has it."""
+        """Return a figure for each loaded step."""
         return {step: FIGURES[name](self.records[step]) for step in sorted(self.records)}
 
     def growth(self, name: str) -> dict[int, int]:
-        """Return the growth of a figure from the step before, for each step where both are known.
+        """Return the growth of a figure since the step before, for each step where both are known.
 
-        Only within the window, so the first step has none; step 0 never has one.
+        Step 0 never has one.
         """
         values = self.series(name)
-        found = {}
+        growth = {}
         for before, step in pairwise(values):
             old, new = values[before], values[step]
             if step == before + 1 and old is not None and new is not None:
-                found[step] = new - old
-        return found
+                growth[step] = new - old
+        return growth
 
 
 def load_memory(reader: TraceReader, place: TracePlace, n_columns: int) -> MemoryData:
-    """Read the memory of the window that fits in `n_columns`, one step more, and the segments.
+    """Read the memory of the window that fits in `n_columns`, of one step before, and the segments.
 
     Raises `Missing` when the window has no memory.
     """
@@ -125,39 +134,31 @@ def load_memory(reader: TraceReader, place: TracePlace, n_columns: int) -> Memor
         raise Missing(
             f"No memory is recorded in {window.format_steps()}.",
             "The memory hook records it at every level; 'flexinspect dump' shows whether it was "
-            "switched off.",
+            "disabled.",
         )
     branch = branch_of_step(reader, place.generation, window.current, place.branch)
-    about = reader.step(place.generation, window.current, branch)
-    now = records.get(window.current)
-    segments = _load_segments(reader, place)
-    parts = cache_parts(segments, about, now.kv_cache) if about and now else ()
-    return MemoryData(window, records, about, parts)
-
-
-def _load_segments(reader: TraceReader, place: TracePlace) -> list[Segment]:
-    """Return the segments of the branch; a fork that is still open has those of its parent."""
-    for branch, _, _ in lineage(reader, place.generation, place.branch):
-        if found := reader.segments(place.generation, branch):
-            return found
-    return []
+    step = reader.step(place.generation, window.current, branch)
+    record = records.get(window.current)
+    segments = load_segments(reader, place)
+    parts = cache_parts(segments, step, record.kv_cache) if step and record else ()
+    return MemoryData(window, records, step, parts)
 
 
 def cache_parts(segments: Sequence[Segment], step: StepRow, kv_cache: int) -> tuple[CachePart, ...]:
     """Return the cache by segment: its bytes in proportion to the tokens of each, which is exact.
 
-    The cache holds the last `kv_after` of the tokens fed so far, each of them in as many bytes.
-    The token that a step chose is not fed yet.
+    The cache holds the last `kv_after` of the tokens processed so far, with the same number of
+    bytes for each. It does not hold the token that the step chose, which was not processed yet.
     """
     n_cached = step.kv_after
     n_processed = n_cached if step.first_pos is None else max(step.first_pos, n_cached)
-    found: list[CachePart] = []
+    parts: list[CachePart] = []
     for segment in segments:
         n_tokens = min(segment.stop, n_processed) - max(segment.start, n_processed - n_cached)
         if n_tokens > 0:
             n_bytes = round(kv_cache * n_tokens / n_cached)
-            found.append(CachePart(escape_unprintable(segment.label), n_tokens, n_bytes))
-    return tuple(found)
+            parts.append(CachePart(escape_unprintable(segment.label), n_tokens, n_bytes))
+    return tuple(parts)
 
 
 def format_growth(n: float | None) -> str:
@@ -175,10 +176,10 @@ def median_growth(data: MemoryData, name: str) -> float | None:
 
 
 def growth_trend(data: MemoryData, name: str) -> float | None:
-    """Return the usual growth per step of a figure that grows throughout, None if it does not.
+    """Return the median growth per step of a figure that grows throughout, otherwise None.
 
-    Throughout: the window has at least `LEAK_STEPS` growths, and the figure rises in each quarter
-    of it. The median, because an allocator takes memory in jumps that mean nothing.
+    A figure grows throughout if the window has at least `LEAK_STEPS` growths and the figure rises
+    in each quarter of it. The median ignores the occasional jumps of an allocator.
     """
     values = [value for value in data.series(name).values() if value is not None]
     if len(values) <= LEAK_STEPS:
@@ -191,27 +192,27 @@ def growth_trend(data: MemoryData, name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLeak:
-    """A figure that grows much faster than the cache: both in bytes per step."""
+    """A figure that grows much faster than the KV cache; both rates in bytes per step."""
 
     name: str
     rate: int
     cache: int
 
     def format_note(self) -> str:
-        """Return it in few words."""
-        rates = f"{human_bytes(self.rate)} a step", human_bytes(self.cache)
-        return f"{self.name} grows by {rates[0]}, the KV cache by {rates[1]}"
+        """Return both rates in a short form."""
+        rate, cache = human_bytes(self.rate), human_bytes(self.cache)
+        return f"{self.name} grows by {rate} a step, the KV cache by {cache}"
 
     def sentence(self, window: StepWindow) -> str:
-        """Return it in whole sentences."""
+        """Return a full sentence with the steps and the conclusion."""
         return (
-            f"{self.format_note()}, throughout {window.format_steps()}: something else keeps memory at every "
-            "step."
+            f"{self.format_note()}, throughout {window.format_steps()}: "
+            "something else keeps memory at every step."
         )
 
 
 def find_leak(data: MemoryData) -> MemoryLeak | None:
-    """Return what grows much faster than the cache in the window, None if nothing does."""
+    """Return the figure that grows much faster than the KV cache in the window, if there is one."""
     cache = growth_trend(data, "KV cache") or 0.0
     for name in ("CUDA allocated", "RSS"):
         rate = growth_trend(data, name) if name in data.figures else None
@@ -221,32 +222,37 @@ def find_leak(data: MemoryData) -> MemoryLeak | None:
 
 
 def describe_memory(data: MemoryData) -> list[str]:
-    """Return the growth that stands out, the figures as a table, and the cache by segment."""
+    """Return a leak if there is one, the figures as a table, the cache by segment, and ranges."""
     leak = find_leak(data)
     lines = [leak.sentence(data.window)] if leak else []
     current = data.window.current
     if data.current_record is None:
         lines.append(f"No memory is recorded at step {current}.")
-    lines += [f"Memory at the end of step {current}, growth from step {current - 1}:"]
     if current == data.window.first:
-        lines[-1] = f"Memory at the end of step {current}, the first one: no growth yet."
+        lines.append(f"Memory at the end of step {current}, the first one: no growth yet.")
+    else:
+        lines.append(f"Memory at the end of step {current}, growth from step {current - 1}:")
     lines += _figures_table(data)
     lines += _describe_cache(data)
-    for name in data.figures:
-        if name != "model":
-            lines.append(_describe_range(data, name))
+    lines += [_describe_range(data, name) for name in data.figures if name != "model"]
     return lines
 
 
+def figure_texts(data: MemoryData, name: str) -> tuple[str, str, str]:
+    """Return a figure of the current step, its growth, and its median growth per step."""
+    record = data.current_record
+    return (
+        human_bytes(None if record is None else FIGURES[name](record)),
+        format_growth(data.growth(name).get(data.window.current)),
+        format_growth(median_growth(data, name)),
+    )
+
+
 def _figures_table(data: MemoryData) -> list[str]:
-    rows = [f"{'':<14}  {'now':>9}  {'growth':>9}  {'usual growth per step':>21}"]
+    rows = [f"{'':<14}  {'now':>9}  {'growth':>9}  {'median growth per step':>22}"]
     for name in data.figures:
-        now = None if data.current_record is None else FIGURES[name](data.current_record)
-        step = data.growth(name).get(data.window.current)
-        usual = median_growth(data, name)
-        rows.append(
-            f"{name:<14}  {human_bytes(now):>9}  {format_growth(step):>9}  {format_growth(usual):>21}"
-        )
+        now, growth, usual = figure_texts(data, name)
+        rows.append(f"{name:<14}  {now:>9}  {growth:>9}  {usual:>22}")
     return rows
 
 
@@ -254,17 +260,13 @@ def _describe_cache(data: MemoryData) -> list[str]:
     if not data.parts or data.step_row is None:
         return []
     n_tokens = sum(part.n_tokens for part in data.parts)
-    each = human_bytes(round(sum(part.n_bytes for part in data.parts) / n_tokens))
+    key_bytes = human_bytes(round(sum(part.n_bytes for part in data.parts) / n_tokens))
     width = max(len(part.label) for part in data.parts)
-    rows = [
-        f"  {part.label:<{width}}  {_format_tokens(part.n_tokens):>13}  {human_bytes(part.n_bytes):>8}"
-        for part in data.parts
-    ]
-    return [f"KV cache by segment, by length: {data.step_row.kv_after} keys of {each} each.", *rows]
-
-
-def _format_tokens(n: int) -> str:
-    return "1 token " if n == 1 else f"{n} tokens"
+    lines = [f"KV cache by segment: {data.step_row.kv_after} keys of {key_bytes} each."]
+    for part in data.parts:
+        tokens = "1 token " if part.n_tokens == 1 else f"{part.n_tokens} tokens"
+        lines.append(f"  {part.label:<{width}}  {tokens:>13}  {human_bytes(part.n_bytes):>8}")
+    return lines
 
 
 def _describe_range(data: MemoryData, name: str) -> str:
@@ -280,29 +282,23 @@ def _describe_range(data: MemoryData, name: str) -> str:
     )
 
 
-_MAX_PLOT_HEIGHT = 8
-"""Lines that a timeline takes at most, its title included."""
-
-_BYTES_WIDTH = 8
-
-
 class MemoryPanel(Panel[MemoryData, NoOptions]):
-    """Figures with their growth, the cache by segment, and two timelines."""
+    """Memory figures with their growth, the KV cache by segment, and two timelines."""
 
     name: ClassVar[str] = "memory"
     title: ClassVar[str] = "Memory"
     help: ClassVar[Help] = Help(
-        "It shows the memory at the end of the step: the process (RSS), CUDA's allocator where "
-        "there is one, the model, and the KV cache, also by segment.",
-        "'growth' is the change since the step before and 'usual' the median over the steps "
-        "shown; the timelines begin at their lowest value, not at 0; click one to go to its step.",
+        "It shows the memory at the end of the step: the process (RSS), the CUDA allocator on a "
+        "CUDA device, the model, and the KV cache, also by segment.",
+        "'growth' is the change since the step before and 'median' the median growth over the "
+        "steps shown; timelines begin at their lowest value, not at 0; click one to go to a step.",
         "Look for memory that grows faster than the KV cache: the cache grows with every token, "
-        "and what grows beside it is kept by something else.",
+        "and any other growth means that something else keeps memory.",
     )
     depends_on_size: ClassVar[bool] = True
 
     def options(self) -> NoOptions:
-        """Return the options; there are none."""
+        """Return the initial options; there are none."""
         return NoOptions()
 
     def load(self, source: Source, request: Request[NoOptions]) -> MemoryData:
@@ -310,11 +306,11 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         return load_memory(source.reader, request.place, timeline_columns(request.width))
 
     def describe(self, data: MemoryData) -> list[str]:
-        """Return the growth that stands out, the figures as a table, the cache by segment."""
+        """Return a leak if there is one, the figures as a table, and the cache by segment."""
         return describe_memory(data)
 
     def paint(self, data: MemoryData, request: Request[NoOptions], theme: Theme) -> Picture:
-        """Draw the figures, then timelines and segments as there is room for them."""
+        """Draw the figures, then timelines and segments if there is room for them."""
         width, height = request.width, request.height
         layout = memory_layout(data, width, height)
         leak = find_leak(data)
@@ -347,7 +343,7 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """What goes where: the areas of the timelines are without their titles."""
+    """The layout of a picture; the areas of `timelines` exclude their titles."""
 
     left: int
     columns: int
@@ -356,12 +352,12 @@ class MemoryLayout:
 
 
 def memory_layout(data: MemoryData, width: int, height: int) -> MemoryLayout:
-    """Return the places of everything in a picture of this size."""
+    """Lay out a picture of this size."""
     wide, columns = width >= MIN_TWO_COLUMN_WIDTH, timeline_columns(width)
     main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
     names = [main, "KV cache"]
-    n_words = len(_draw_leak_warning(data, columns, Theme("none")))
-    top = n_words if wide else n_words + len(data.figures) + 1
+    n_warning = len(_draw_leak_warning(data, columns, Theme("none")))
+    top = n_warning if wide else n_warning + len(data.figures) + 1
     spare = height - top if wide else min(height - top, max((height - top) * 2 // 3, 6))
     names = names[: max(spare // 2, 0)]
     each = min(spare // len(names), _MAX_PLOT_HEIGHT if wide else 4) if names else 0
@@ -378,21 +374,17 @@ def _draw_leak_warning(data: MemoryData, width: int, theme: Theme) -> list[Strip
 
 
 def _draw_figures(data: MemoryData, width: int, theme: Theme) -> list[Strip]:
-    """Return the figures of the current step: now, growth, usual growth."""
+    """Draw the figures of the current step: value, growth, median growth."""
     text, muted = theme.style("text"), theme.style("muted")
     name_width = min(max(width - 3 * (_BYTES_WIDTH + 1), 4), 16)
-    head = clip_text(f"step {data.window.current}", name_width)
-    head += "".join(" " + align_right(name, _BYTES_WIDTH) for name in ("now", "growth", "usual"))
-    strips = [line([(head, muted)], width, text)]
+    header = clip_text(f"step {data.window.current}", name_width)
+    header += "".join(f" {align_right(name, _BYTES_WIDTH)}" for name in ("now", "growth", "median"))
+    strips = [line([(header, muted)], width, text)]
     for name in data.figures:
-        now = None if data.current_record is None else FIGURES[name](data.current_record)
-        step = data.growth(name).get(data.window.current)
-        spans: list[Span] = [
-            (clip_text(name, name_width), theme.style("title")),
-            (" " + align_right(human_bytes(now), _BYTES_WIDTH), theme.style("strong")),
-            (" " + align_right(format_growth(step), _BYTES_WIDTH), text),
-            (" " + align_right(format_growth(median_growth(data, name)), _BYTES_WIDTH), muted),
-        ]
+        styles = (theme.style("strong"), text, muted)
+        spans: list[Span] = [(clip_text(name, name_width), theme.style("title"))]
+        for figure, style in zip(figure_texts(data, name), styles, strict=True):
+            spans.append((f" {align_right(figure, _BYTES_WIDTH)}", style))
         strips.append(line(spans, width, text))
     return strips
 
@@ -400,7 +392,7 @@ def _draw_figures(data: MemoryData, width: int, theme: Theme) -> list[Strip]:
 def _draw_titled_timeline(
     data: MemoryData, layout: MemoryLayout, name: str, theme: Theme
 ) -> list[Strip]:
-    """Return a figure over the window: from its lowest value, which the title names, up."""
+    """Draw a figure over the window, scaled from its lowest value, which the title shows."""
     area = layout.timelines[name]
     values = {step: value for step, value in data.series(name).items() if value is not None}
     shown = {step: value for step, value in values.items() if step in data.window.steps}
@@ -416,7 +408,7 @@ def _draw_titled_timeline(
 
 
 def _draw_cache_parts(data: MemoryData, width: int, room: int, theme: Theme) -> list[Strip]:
-    """Return the cache by segment, the largest that fit, in order; the rest in one line."""
+    """Draw the cache by segment: the largest ones that fit, in order, and the rest in one line."""
     if room < 2 or not data.parts:
         return []
     parts = _largest_parts(data.parts, room - 1)
@@ -443,8 +435,8 @@ def _largest_parts(parts: tuple[CachePart, ...], room: int) -> list[CachePart]:
     if len(parts) <= room:
         return list(parts)
     ranked = sorted(range(len(parts)), key=lambda index: -parts[index].n_tokens)
-    kept = sorted(ranked[: room - 1])
+    shown = sorted(ranked[: room - 1])
     rest = [parts[index] for index in ranked[room - 1 :]]
     n_tokens = sum(part.n_tokens for part in rest)
     others = CachePart(f"{len(rest)} others", n_tokens, sum(part.n_bytes for part in rest))
-    return [*(parts[index] for index in kept), others]
+    return [*(parts[index] for index in shown), others]

@@ -1,4 +1,4 @@
-"""The output panel: what the program printed, up to the step that is shown."""
+"""The output panel: what the program printed, up to the current step."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from flexinspect.trace.queries.search_queries import last_output
 from flexinspect.trace.rows import OutputRow
 
 MAX_DESCRIBED_LINES = 500
-"""Lines that are told in words: the newest of them."""
+"""Maximum number of lines in `describe`: the newest ones."""
 
 _LINE_BYTES = 300
 _MARGIN = 2
 
 OutputStep = tuple[int, int]
+"""Generation and step."""
 _BEFORE_FIRST_STEP: OutputStep = (-1, -1)
-"""Before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """`scroll` counts lines from the last one of the step, negative upwards."""
+    """`scroll` counts lines from the last one of the step; negative values scroll up."""
 
     scroll: int = 0
     stream: Literal["both", "stdout", "stderr"] = "both"
@@ -39,7 +39,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutputLine:
-    """A printed line, with the step during which, or after which, it began."""
+    """A printed line, with the step during or after which it began."""
 
     text: str
     stream: str
@@ -48,7 +48,7 @@ class OutputLine:
 
 @dataclass(frozen=True, slots=True)
 class OutputData:
-    """All lines in order; `anchor` is the last of them that came up to the step `at`."""
+    """All lines in order; `anchor` is the index of the last one up to `current_step`."""
 
     lines: tuple[OutputLine, ...]
     anchor: int
@@ -56,65 +56,64 @@ class OutputData:
 
 
 class OutputPanel(Panel[OutputData, OutputOptions]):
-    """The lines that the program printed, those of the step marked."""
+    """The lines that the program printed; those of the current step are marked."""
 
     name: ClassVar[str] = "output"
     title: ClassVar[str] = "Output"
     help: ClassVar[Help] = Help(
-        "It shows what the program printed, up to the step that is shown; a run of our own "
-        "generation prints nothing.",
-        "Lines that came with this step are marked ▸, lines on stderr !; scroll with shift+up and "
-        "shift+down, or step on, and the output goes along.",
-        "Look for warnings and prints of the program's own near the step at which something went "
-        "wrong; a traceback stands at the end.",
+        "It shows what a program of yours printed, up to the current step; the built-in "
+        "generation loop prints nothing.",
+        "▸ marks lines of this step, ! lines on stderr; scroll with shift+up and shift+down; the "
+        "output follows when you go to another step.",
+        "Look for warnings and for prints of your program near the step at which something went "
+        "wrong; a traceback is at the end.",
     )
     actions: ClassVar[tuple[str, ...]] = ("cursor.up", "cursor.down")
 
     def options(self) -> OutputOptions:
-        """Return the options: both streams, at the step."""
+        """Return the initial options: both streams, at the current step."""
         return OutputOptions()
 
     def load(self, source: Source, request: Request[OutputOptions]) -> OutputData:
-        """Read the lines, again only when there are new ones."""
+        """Read the lines; they are cached until there are new ones."""
         reader = source.reader
         newest = last_output(reader)
         if newest is None:
             raise Missing(
                 "This trace holds no output.",
-                "What a program prints is kept when it runs as: flexinspect run SCRIPT.py",
+                "Output is recorded for programs that run as: flexinspect run SCRIPT.py",
             )
         lines = source.get_or_create(
             ("output", newest),
             lambda: tuple(_split_lines(reader.output())),
-            lambda made: _LINE_BYTES * len(made) + sum(len(one.text) for one in made),
+            lambda lines: _LINE_BYTES * len(lines) + sum(len(printed.text) for printed in lines),
         )
         stream = request.options.stream
         if stream != "both":
-            lines = tuple(one for one in lines if one.stream == stream)
-        at = (request.place.generation, request.place.step)
-        return OutputData(lines, _find_anchor(source, request.place, lines), at)
+            lines = tuple(printed for printed in lines if printed.stream == stream)
+        current_step = (request.place.generation, request.place.step)
+        return OutputData(lines, _find_anchor(source, request.place, lines), current_step)
 
     def describe(self, data: OutputData) -> list[str]:
-        """Return how much there is, then the lines up to the step, each with where it came."""
-        n_err = sum(one.stream == "stderr" for one in data.lines)
+        """Return the number of lines, then the lines up to the step, each with its origin."""
+        n_err = sum(printed.stream == "stderr" for printed in data.lines)
         lines = [f"{len(data.lines)} lines, {n_err} of them on stderr."]
         shown = data.lines[: data.anchor + 1]
         if len(shown) > MAX_DESCRIBED_LINES:
             lines.append(f"The last {MAX_DESCRIBED_LINES} up to this step:")
         lines += [
-            f"{_format_origin(one)}: {escape_unprintable(one.text)}"
-            for one in shown[-MAX_DESCRIBED_LINES:]
+            f"{_format_origin(printed)}: {escape_unprintable(printed.text)}"
+            for printed in shown[-MAX_DESCRIBED_LINES:]
         ]
         after = len(data.lines) - len(shown)
         return [*lines, f"And {after} more after this step."] if after else lines
 
     def paint(self, data: OutputData, request: Request[OutputOptions], theme: Theme) -> Picture:
-        """Draw the lines that end at the step, or where it is scrolled to."""
+        """Draw the lines that end at the current step, or at the scrolled position."""
         width, height = request.width, request.height
         if not data.lines:
-            return Picture(
-                wrap_paragraph("Nothing on this stream.", width, theme.style("text"))[:height]
-            )
+            empty = wrap_paragraph("No output on this stream.", width, theme.style("text"))
+            return Picture(empty[:height])
         bottom = _last_visible(data, request.options)
         strips: list[Strip] = []
         top = bottom + 1
@@ -134,10 +133,10 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
         """Scroll by a third of the height."""
         if action not in self.actions or not data.lines:
             return None
-        here = _last_visible(data, request.options)
+        bottom = _last_visible(data, request.options)
         move = max(request.height // 3, 1) * (1 if action == "cursor.down" else -1)
-        there = max(0, min(here + move, len(data.lines) - 1))
-        return replace(request.options, scroll=there - data.anchor) if there != here else None
+        moved = max(0, min(bottom + move, len(data.lines) - 1))
+        return replace(request.options, scroll=moved - data.anchor) if moved != bottom else None
 
 
 def _last_visible(data: OutputData, options: OutputOptions) -> int:
@@ -145,12 +144,12 @@ def _last_visible(data: OutputData, options: OutputOptions) -> int:
 
 
 def _find_anchor(source: Source, place: TracePlace, lines: tuple[OutputLine, ...]) -> int:
-    """Return the last line up to the step; of the newest step, all that came after it too."""
+    """Return the index of the last line up to the step; the newest step includes later lines."""
     newest = source.reader.last_step(place.generation)
-    at = (place.generation, place.step)
     if newest is None or (place.step >= newest and _is_last(source, place.generation)):
         return max(len(lines) - 1, 0)
-    return max(bisect_right(lines, at, key=lambda one: one.step) - 1, 0)
+    step = (place.generation, place.step)
+    return max(bisect_right(lines, step, key=lambda printed: printed.step) - 1, 0)
 
 
 def _is_last(source: Source, generation: int) -> bool:
@@ -158,24 +157,24 @@ def _is_last(source: Source, generation: int) -> bool:
 
 
 def _split_lines(rows: Iterable[OutputRow]) -> list[OutputLine]:
-    """Return the pieces as lines; one that a carriage return begins anew is its last state."""
-    done: list[OutputLine] = []
-    open_: dict[str, int] = {}
+    """Join the recorded pieces to lines; of a line with carriage returns the last state is kept."""
+    lines: list[OutputLine] = []
+    unfinished: dict[str, int] = {}
     newest = _BEFORE_FIRST_STEP
     for row in rows:
         piece = row.output
         if piece.generation is not None:
-            # In order whatever the clocks say, so that a step finds its lines by halving.
+            # Never decreasing, whatever the clocks say: `_find_anchor` bisects by step.
             newest = max(newest, (piece.generation, piece.step or 0))
         for text in piece.text.splitlines(keepends=True) if piece.text else ():
-            index = open_.pop(piece.stream, None)
+            index = unfinished.pop(piece.stream, None)
             if index is None:
-                index = len(done)
-                done.append(OutputLine("", piece.stream, newest))
-            done[index] = replace(done[index], text=done[index].text + text)
+                index = len(lines)
+                lines.append(OutputLine("", piece.stream, newest))
+            lines[index] = replace(lines[index], text=lines[index].text + text)
             if not text.endswith("\n"):
-                open_[piece.stream] = index
-    return [replace(one, text=_after_carriage_return(one.text)) for one in done]
+                unfinished[piece.stream] = index
+    return [replace(printed, text=_after_carriage_return(printed.text)) for printed in lines]
 
 
 def _after_carriage_return(text: str) -> str:
@@ -183,19 +182,19 @@ def _after_carriage_return(text: str) -> str:
     return states[-1] if states else ""
 
 
-def _format_origin(one: OutputLine) -> str:
-    if one.step == _BEFORE_FIRST_STEP:
-        return f"{one.stream}, before the first step"
-    return f"{one.stream}, generation {one.step[0]} step {one.step[1]}"
+def _format_origin(printed: OutputLine) -> str:
+    if printed.step == _BEFORE_FIRST_STEP:
+        return f"{printed.stream}, before the first step"
+    return f"{printed.stream}, generation {printed.step[0]} step {printed.step[1]}"
 
 
 def _draw_line(data: OutputData, index: int, width: int, theme: Theme) -> list[Strip]:
-    """Return one line as the rows that it takes."""
-    one = data.lines[index]
-    mark = "▸" if one.step == data.current_step else " "
-    is_err = one.stream == "stderr"
+    """Draw one printed line, wrapped to as many rows as it needs."""
+    printed = data.lines[index]
+    mark = "▸" if printed.step == data.current_step else " "
+    is_err = printed.stream == "stderr"
     style = theme.style("warn" if is_err else "text")
-    text, room = escape_unprintable(one.text), max(width - _MARGIN, 1)
+    text, room = escape_unprintable(printed.text), max(width - _MARGIN, 1)
     parts = chop_cells(text, room) if cell_len(text) > room else [text]
     head = [(mark, theme.style("chosen")), ("!" if is_err else " ", theme.style("warn"))]
     blank = [(" " * _MARGIN, theme.style("text"))]

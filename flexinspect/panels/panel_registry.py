@@ -1,4 +1,4 @@
-"""The panels there are: the built-in ones and those of other packages, through one door."""
+"""Loads panels by name, built-in ones and plug-ins alike, and parses their options from text."""
 
 from __future__ import annotations
 
@@ -17,88 +17,90 @@ from flexinspect.panels.base import Help, Panel
 
 def panel_names() -> tuple[str, ...]:
     """Return the names of all panels, the built-in ones first in their order; imports none."""
-    found = plugins.names(plugins.PANELS)
+    registered = plugins.names(plugins.PANELS)
     built_in = plugins.BUILT_IN[plugins.PANELS]
     return (
-        *(name for name in built_in if name in found),
-        *(name for name in found if name not in built_in),
+        *(name for name in built_in if name in registered),
+        *(name for name in registered if name not in built_in),
     )
 
 
 @cache
 def load_panel(name: str) -> Panel[Any, Any]:
-    """Return the panel of that name, always the same one.
+    """Return the panel with a name; the same instance on every call.
 
-    Raises `UsageError` with the nearest name for an unknown one, `FlexInspectError` for a plug-in
-    that does not load or is no panel.
+    Raises `UsageError` with the closest name for an unknown one, and `FlexInspectError` for a
+    plug-in that cannot be loaded or is not a panel.
     """
     if name not in panel_names():
         raise _unknown_panel_error(name)
-    made = _instantiate(name, plugins.load(plugins.PANELS, name))
+    panel = _instantiate(name, plugins.load(plugins.PANELS, name))
     for attribute, kind in (("name", str), ("title", str), ("help", Help)):
-        if not isinstance(getattr(made, attribute, None), kind):
+        if not isinstance(getattr(panel, attribute, None), kind):
             raise _invalid_plugin_error(name, f"it has no {attribute}")
-    return made
+    return panel
 
 
 def _instantiate(name: str, factory: Any) -> Panel[Any, Any]:
     if not callable(factory):
-        raise _invalid_plugin_error(name, f"it is {type(factory).__name__}, not a class of panels")
+        raise _invalid_plugin_error(name, f"it is a {type(factory).__name__}, not a Panel class")
     try:
-        made = factory()
+        panel = factory()
     except Exception as error:
         raise _invalid_plugin_error(
-            name, f"making one failed with {type(error).__name__}: {error}"
+            name, f"the constructor raised {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(made, Panel):
-        raise _invalid_plugin_error(name, f"it makes {type(made).__name__}, not a Panel")
-    return made
+    if not isinstance(panel, Panel):
+        raise _invalid_plugin_error(
+            name, f"it creates an object of type {type(panel).__name__}, not Panel"
+        )
+    return panel
 
 
 def _unknown_panel_error(name: str) -> UsageError:
     known = panel_names()
-    near = difflib.get_close_matches(name, known, n=1)
+    closest = difflib.get_close_matches(name, known, n=1)
     return UsageError(
         f"There is no panel '{name}'; the panels are {', '.join(known) or 'none'}.",
-        hint=f"Did you mean {near[0]}?"
-        if near
-        else f"A panel of your own is an entry point of the group {plugins.PANELS}.",
+        hint=f"Did you mean {closest[0]}?"
+        if closest
+        else f"To add a panel, register an entry point in the group {plugins.PANELS}.",
     )
 
 
 def _invalid_plugin_error(name: str, why: str) -> FlexInspectError:
     return FlexInspectError(
-        f"The plug-in '{name}' of {plugins.PANELS} is no panel: {why}.",
-        hint="Update or remove the package that offers it; the other panels work without it.",
+        f"The plug-in '{name}' of {plugins.PANELS} is not a panel: {why}.",
+        hint="Update or remove the package that provides it; other panels are not affected.",
     )
 
 
 def option_names(panel: Panel[Any, Any]) -> tuple[str, ...]:
-    """Return the options that a panel has."""
+    """Return the names of a panel's options."""
     options = panel.options()
     return tuple(field.name for field in fields(options)) if is_dataclass(options) else ()
 
 
 def with_options(panel: Panel[Any, Any], values: Mapping[str, str]) -> Any:
-    """Return a panel's options with those in `given`, as text, set; others' options are ignored.
+    """Return a panel's initial options with `values` parsed and set; unknown names are ignored.
 
-    A value is read by the annotation of its field: words for bool ("yes", "off"), numbers, text,
-    a choice of a `Literal` or `Enum`, "none" where that is allowed, and values between commas for
-    a tuple. Raises `UsageError` for one that does not fit.
+    A value is parsed by the annotation of its field: a bool ("yes", "off"), a number, text, a
+    choice of a `Literal` or `Enum`, "none" for an optional field, or comma-separated values for a
+    tuple. Raises `UsageError` for an invalid value.
     """
     options = panel.options()
-    mine = [name for name in option_names(panel) if name in values]
-    if not mine:
+    names = [name for name in option_names(panel) if name in values]
+    if not names:
         return options
     hints = get_type_hints(type(options))
     changes = {}
-    for name in mine:
+    for name in names:
         try:
             changes[name] = _parse_value(values[name], hints[name])
         except ValueError as error:
             raise UsageError(
-                f"The option {name} of the panel {panel.name} is {error}; "
-                f"'{values[name]}' is none (now: {getattr(options, name)})."
+                f"The option {name} of the panel {panel.name} must be {error}, "
+                f"not '{values[name]}' (default: {getattr(options, name)})."
             ) from error
     return replace(options, **changes)
 
@@ -109,8 +111,8 @@ _SCALARS = {int: "a whole number", float: "a number", str: "text"}
 
 
 def _parse_value(text: str, kind: Any) -> Any:
-    """Return `text` as a `kind`; a `ValueError` says what that is."""
-    origin, inside = get_origin(kind), get_args(kind)
+    """Parse `text` as a `kind`. The message of a `ValueError` names the expected value."""
+    origin, arguments = get_origin(kind), get_args(kind)
     if kind is bool:
         return _parse_choice(text.lower(), _BOOLEANS, "yes or no")
     if kind in _SCALARS:
@@ -119,16 +121,16 @@ def _parse_value(text: str, kind: Any) -> Any:
         except ValueError:
             raise ValueError(_SCALARS[kind]) from None
     if origin is Literal:
-        return _parse_choice(text, {str(choice): choice for choice in inside})
+        return _parse_choice(text, {str(choice): choice for choice in arguments})
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _parse_choice(text, {str(choice.value): choice for choice in kind})
     if origin in (Union, types.UnionType):
-        return _parse_union(text, inside)
-    if origin is tuple and len(inside) == 2 and inside[1] is Ellipsis:
+        return _parse_union(text, arguments)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
         return tuple(
-            _parse_value(part.strip(), inside[0]) for part in text.split(",") if part.strip()
+            _parse_value(part.strip(), arguments[0]) for part in text.split(",") if part.strip()
         )
-    raise ValueError("not one that can be given as text")
+    raise ValueError("of a type that can be given as text")
 
 
 def _parse_choice(text: str, choices: Mapping[str, Any], description: str = "") -> Any:

@@ -41,21 +41,28 @@ from flexinspect.trace.reader import TraceReader
 
 PATH_LETTERS: Mapping[str, str] = dict(zip(PATHS, "FCSE?", strict=True))
 NO_CALL = "·"
-_MAX_STEPS = 400
 MAX_MASKS = 6
 
+_FLEX_LETTERS = (PATH_LETTERS["flex uncompiled"], PATH_LETTERS["flex compiled"])
+_PATH_COLORS: Mapping[str, int] = {"F": 0, "C": 2, "S": 1, "E": 3, "?": 6}
+"""The number of the theme's segment style of each path."""
+
+_MAX_STEPS = 400
+_LABEL_WIDTH, _LSE_CHECK_WIDTH = 8, 8
+
 LayerRow = tuple[tuple[int, ...], str]
-"""Layers that ran the same at every step of the window, and their letters, one per step."""
+"""Layers with the same path at every step of the window, and their letters, one per step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDetails:
-    """What is known of the current step beyond its paths.
+    """Details of the current step beyond its paths.
 
-    `gates` is the largest gate per layer, without the layers that have none; `compiled` are texts
-    of events about compiling during the step; `asked` is the mask that the generation asked for,
-    empty when none was declared. `swallowed` gives the layers that ran what they ran because of an
-    exception, `handed` those whose kernel got another mask than they did, each by its words.
+    `declared_mask` is the declared mask of the generation, empty without one. `lse_errors` is the
+    largest error of the LSE check per layer, without unchecked layers. `compiled` are the texts of
+    compile events during the step. `suppressed_exceptions` has the layers whose path was chosen
+    because of a suppressed exception, by its text; `masks_passed_to_layer` the layers whose kernel
+    received another mask than the layer, by the text of the layer's mask.
     """
 
     phase: str = ""
@@ -76,8 +83,9 @@ class StepDetails:
 class PathData:
     """The map of a window of steps, `start <= step < stop`, and the current step in detail.
 
-    `letters` maps (step, layer) to what ran, `usual` a step to what most of its layers ran. `ran`
-    and `before` are the rows of the current step and of the one before it.
+    `letters` maps (step, layer) to the letter of the path, `usual_letters` a step to that of most
+    of its layers. `current_paths` and `previous_paths` are those of the current step and the one
+    before it.
     """
 
     place: TracePlace
@@ -98,15 +106,15 @@ class PathData:
         return tuple(path for path in PATHS if PATH_LETTERS[path] in seen)
 
     def odd_layers(self, step: int) -> list[int]:
-        """Return the layers that ran something else than most layers of a step."""
+        """Return the layers whose path differs from that of most layers of a step."""
         usual = self.usual_letters.get(step)
-        found = ((layer, self.letters.get((step, layer))) for layer in self.layers)
-        return [layer for layer, letter in found if letter not in (None, usual)]
+        letters = ((layer, self.letters.get((step, layer))) for layer in self.layers)
+        return [layer for layer, letter in letters if letter not in (None, usual)]
 
     def format_steps(self) -> str:
         """Return "steps 3-9 of 0-40"."""
-        word = "steps" if self.stop - self.start > 1 else "step"
-        return f"{word} {format_ranges(range(self.start, self.stop))} of {format_ranges(range(self.last + 1))}"
+        shown, recorded = range(self.start, self.stop), range(self.last + 1)
+        return f"{_format_step_list(shown)} of {format_ranges(recorded)}"
 
     def layer_letters(self, layer: int) -> str:
         """Return a layer's letters, one per step of the window."""
@@ -123,21 +131,30 @@ def load_paths(reader: TraceReader, place: TracePlace, n_columns: int) -> PathDa
     if last is None:
         raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
     start, stop = step_bounds_around(place.step, last, n_columns)
-    found = step_paths(
+    paths = step_paths(
         reader, place.generation, max(min(start, place.step - 1), 0), stop, place.branch
     )
-    if not any(one.step >= start for one in found):
+    if not any(path.step >= start for path in paths):
         raise Missing(
             f"No attention call is recorded in steps {format_ranges(range(start, stop))}.",
             "The attention hook records them at every level; 'flexinspect dump' shows whether it "
-            "was switched off.",
+            "was disabled.",
         )
-    letters, usual = path_map(found)
-    ran = tuple(one for one in found if one.step == place.step)
-    before = tuple(one for one in found if one.step == place.step - 1)
-    layers = tuple(sorted({layer for _, layer in letters}))
-    now = _load_details(reader, place, (*ran, *before))
-    return PathData(place, start, stop, last, layers, letters, usual, ran, before, now)
+    letters, usual_letters = path_map(paths)
+    current = tuple(path for path in paths if path.step == place.step)
+    previous = tuple(path for path in paths if path.step == place.step - 1)
+    return PathData(
+        place=place,
+        start=start,
+        stop=stop,
+        last=last,
+        layers=tuple(sorted({layer for _, layer in letters})),
+        letters=letters,
+        usual_letters=usual_letters,
+        current_paths=current,
+        previous_paths=previous,
+        details=_load_details(reader, place, (*current, *previous)),
+    )
 
 
 def step_bounds_around(step: int, last: int, n_columns: int) -> tuple[int, int]:
@@ -147,15 +164,15 @@ def step_bounds_around(step: int, last: int, n_columns: int) -> tuple[int, int]:
     return start, start + size
 
 
-def path_map(found: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dict[int, str]]:
+def path_map(paths: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dict[int, str]]:
     """Return the letter of every (step, layer) and the usual letter of every step.
 
-    Where a layer was called several times in a step, the call that differs from the usual counts.
+    If a layer was called several times in a step, a call with an unusual path takes precedence.
     """
     letters: dict[tuple[int, int], str] = {}
     usual: dict[int, str] = {}
-    for step, rows in groupby(found, key=lambda one: one.step):
-        calls = [(PATH_LETTERS.get(one.path, "?"), one.layers) for one in rows]
+    for step, rows in groupby(paths, key=lambda path: path.step):
+        calls = [(PATH_LETTERS.get(path.path, "?"), path.layers) for path in rows]
         counts: Counter[str] = Counter()
         for letter, layers in calls:
             counts[letter] += len(layers)
@@ -167,12 +184,14 @@ def path_map(found: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dic
     return letters, usual
 
 
-def _load_details(reader: TraceReader, place: TracePlace, near: Iterable[StepPath]) -> StepDetails:
+def _load_details(reader: TraceReader, place: TracePlace, paths: Iterable[StepPath]) -> StepDetails:
+    """Read the details of a step; `paths` are those of the step and the one before it."""
     branch = branch_of_step(reader, place.generation, place.step, place.branch)
     key = (place.generation, place.step, branch)
-    step, about = reader.step(*key), reader.generation(place.generation)
+    step, generation = reader.step(*key), reader.generation(place.generation)
     calls = reader.calls(*key)
-    names = list(dict.fromkeys(one.mask for one in near if one.mask is not None))[:MAX_MASKS]
+    names = list(dict.fromkeys(path.mask for path in paths if path.mask is not None))[:MAX_MASKS]
+    has_declaration = {*generation.declared} - {*prompt.DECLARED_SEGMENT_KEYS}
     masks = {name: mask for name in names if (mask := reader.mask_summary(name)) is not None}
     events = step_events(
         reader, place.generation, place.step, place.step + 1, like="%compil%", limit=5
@@ -182,7 +201,7 @@ def _load_details(reader: TraceReader, place: TracePlace, near: Iterable[StepPat
         events += events_between(reader, step.started_at, end, like="%compil%", limit=5)
     return StepDetails(
         phase=step.phase if step else "",
-        declared_mask=about.mask if {*about.declared} - {*prompt.DECLARED_SEGMENT_KEYS} else "",
+        declared_mask=generation.mask if has_declaration else "",
         backends=tuple(dict.fromkeys(call.backend for call in calls)),
         lse_errors=_lse_errors(calls),
         lse_check_kind=next((call.gate_kind for call in calls if call.gate_kind), ""),
@@ -197,37 +216,34 @@ def _load_details(reader: TraceReader, place: TracePlace, near: Iterable[StepPat
 
 
 def _layers_by_text(pairs: Iterable[tuple[str | None, int]]) -> dict[str, tuple[int, ...]]:
-    """Return the layers of each word that there is."""
-    found: dict[str, dict[int, None]] = {}
-    for words, layer in pairs:
-        if words is not None:
-            found.setdefault(words, {})[layer] = None
-    return {words: tuple(layers) for words, layers in found.items()}
+    """Return the distinct layers of each text."""
+    layers_by_text: dict[str, dict[int, None]] = {}
+    for text, layer in pairs:
+        if text is not None:
+            layers_by_text.setdefault(text, {})[layer] = None
+    return {text: tuple(layers) for text, layers in layers_by_text.items()}
 
 
 def _lse_errors(calls: Iterable[CallRecord]) -> dict[int, float]:
-    """Return the largest gate of each layer; one that is not a number is worse than any."""
-    gates: dict[int, float] = {}
+    """Return the largest error of the LSE check per layer; NaN counts as the largest."""
+    errors: dict[int, float] = {}
     for call in calls:
         if call.gate is not None:
-            pair = (call.gate, gates.get(call.layer, 0.0))
-            gates[call.layer] = math.nan if any(map(math.isnan, pair)) else max(pair)
-    return gates
+            errors[call.layer] = _largest_error([call.gate, errors.get(call.layer, 0.0)])
+    return errors
+
+
+def _largest_error(errors: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def merge_layers(data: PathData) -> list[LayerRow]:
-    """Return neighbouring layers that ran the same throughout the window as one row."""
+    """Merge neighbouring layers with the same path at every step of the window."""
     pairs = [(data.layer_letters(layer), layer) for layer in data.layers]
     return [
         (tuple(layer for _, layer in run), letters)
         for letters, run in groupby(pairs, key=lambda pair: pair[0])
     ]
-
-
-_PATH_COLORS: Mapping[str, int] = {"F": 0, "C": 2, "S": 1, "E": 3, "?": 6}
-"""Which of the look's backgrounds a path has."""
-
-_LABEL_WIDTH, _LSE_CHECK_WIDTH = 8, 8
 
 
 class PathPanel(Panel[PathData, NoOptions]):
@@ -237,17 +253,16 @@ class PathPanel(Panel[PathData, NoOptions]):
     title: ClassVar[str] = "Path"
     needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
-        "It shows which attention kernel every layer really ran at every step, and with which "
-        "mask.",
+        "It shows which attention kernel every layer ran at every step, and with which mask.",
         "Layers go down, steps go across; F is uncompiled flex, C compiled flex, S sdpa, E eager, "
         "? another backend, · no call recorded; click a cell to go there.",
-        "Look for a letter that differs from the rest of its column: that layer fell back without "
-        "a word, and your mask may not have run in it.",
+        "Look for a letter that differs from the rest of its column: that layer silently fell "
+        "back to another kernel, and may not have applied your mask.",
     )
     depends_on_size: ClassVar[bool] = True
 
     def options(self) -> NoOptions:
-        """Return the options; there are none."""
+        """Return the initial options; there are none."""
         return NoOptions()
 
     def load(self, source: Source, request: Request[NoOptions]) -> PathData:
@@ -257,21 +272,21 @@ class PathPanel(Panel[PathData, NoOptions]):
         )
 
     def describe(self, data: PathData) -> list[str]:
-        """Return what ran: the layers that differ first, then the current step, then the map."""
+        """Return the layers that differ, then the current step, then the map."""
         return [*describe_warnings(data), *describe_step(data), *describe_map(data)]
 
     def paint(self, data: PathData, request: Request[NoOptions], theme: Theme) -> Picture:
-        """Draw the map, and as much of the current step in words as there is room for."""
+        """Draw the map, and as much of the description of the step as there is room for."""
         width, height = request.width, request.height
-        words = _draw_description(data, width, theme)
         room = _map_height(data, request)
         rows, top = shown_rows(data, room)
         strips = [_axis(data, width, theme)]
         strips += [_map_row(data, row, width, theme) for row in rows[top : top + room]]
         strips.append(_legend(data, width, theme))
-        odd = describe_warnings(data)
-        note = odd[0] if odd else data.format_steps()
-        return Picture([*strips, *words][:height], escape_unprintable(note), alarm=bool(odd))
+        strips += _draw_description(data, width, theme)
+        warnings = describe_warnings(data)
+        note = warnings[0] if warnings else data.format_steps()
+        return Picture(strips[:height], escape_unprintable(note), alarm=bool(warnings))
 
     def on_mouse(
         self, x: int, y: int, data: PathData, request: Request[NoOptions], *, click: bool
@@ -292,19 +307,19 @@ class PathPanel(Panel[PathData, NoOptions]):
 
 
 def _map_height(data: PathData, request: Request[NoOptions]) -> int:
-    """Return how many rows the map may take: what the words leave, and three fifths at least."""
-    n_words = len(_draw_description(data, request.width, Theme("none")))
+    """Return the lines of the map: what the description leaves, and at least three fifths."""
+    n_text = len(_draw_description(data, request.width, Theme("none")))
     height = request.height
-    return max(min(height - 2, max(height * 3 // 5, height - 2 - n_words)), 0)
+    return max(min(height - 2, max(height * 3 // 5, height - 2 - n_text)), 0)
 
 
 def shown_rows(data: PathData, room: int) -> tuple[list[LayerRow], int]:
-    """Return the rows of the map and the first that is shown: each layer, or merged to fit."""
+    """Return the rows of the map, merged if they do not fit, and the first one to draw."""
     rows: list[LayerRow] = [((layer,), data.layer_letters(layer)) for layer in data.layers]
     if len(rows) > room:
         rows = merge_layers(data)
-    here = next((i for i, (layers, _) in enumerate(rows) if data.place.layer in layers), 0)
-    return rows, max(0, min(here - room // 2, len(rows) - room))
+    current = next((i for i, (layers, _) in enumerate(rows) if data.place.layer in layers), 0)
+    return rows, max(0, min(current - room // 2, len(rows) - room))
 
 
 def _cell_width(data: PathData, width: int) -> int:
@@ -316,10 +331,10 @@ def _axis(data: PathData, width: int, theme: Theme) -> Strip:
     cell = _cell_width(data, width)
     n_cells = (data.stop - data.start) * cell
     marks = [" "] * (n_cells + 8)
-    here = (data.place.step - data.start) * cell + cell // 2
-    if 0 <= here < n_cells:
-        _write_marks(marks, here, f"▾{data.place.step}")
-    offset = cell // 2  # above the letter, which stands in the middle of its cell
+    current = (data.place.step - data.start) * cell + cell // 2
+    if 0 <= current < n_cells:
+        _write_marks(marks, current, f"▾{data.place.step}")
+    offset = cell // 2  # above the letter, which is in the middle of its cell
     stride = 10 if cell == 1 else 5 if cell == 2 else 2
     for step in range(-(-data.start // stride) * stride, data.stop, stride):
         at = (step - data.start) * cell + offset
@@ -328,10 +343,9 @@ def _axis(data: PathData, width: int, theme: Theme) -> Strip:
         ):
             _write_marks(marks, at, str(step))
     axis = "".join(marks)[: n_cells + (8 if not data.details.lse_errors else 0)]
-    spans_ = [("step".ljust(_LABEL_WIDTH), theme.style("muted")), (axis, theme.style("muted"))]
-    if data.details.lse_errors:
-        spans_.append((" gate", theme.style("muted")))
-    return line(spans_, width, theme.style("text"))
+    check = " check" if data.details.lse_errors else ""
+    text = f"{'step':<{_LABEL_WIDTH}}{axis}{check}"
+    return line([(text, theme.style("muted"))], width, theme.style("text"))
 
 
 def _write_marks(marks: list[str], at: int, text: str) -> None:
@@ -341,23 +355,22 @@ def _write_marks(marks: list[str], at: int, text: str) -> None:
 
 def _map_row(data: PathData, row: LayerRow, width: int, theme: Theme) -> Strip:
     layers, letters = row
-    chosen = data.place.layer in layers
-    label = f"{'▸' if chosen else ' '}{format_ranges(layers)}"[: _LABEL_WIDTH - 1].ljust(
-        _LABEL_WIDTH
-    )
-    pieces: list[Span] = [(label, theme.style("chosen" if chosen else "muted"))]
+    current = data.place.layer in layers
+    label = f"{'▸' if current else ' '}{format_ranges(layers)}"[: _LABEL_WIDTH - 1]
+    spans: list[Span] = [(label.ljust(_LABEL_WIDTH), theme.style("chosen" if current else "muted"))]
     cell = _cell_width(data, width)
     styled = [
         (letter, _cell_style(data, data.start + column, letter, theme))
         for column, letter in enumerate(letters)
     ]
     for style, run in groupby(styled, key=lambda pair: pair[1]):
-        pieces.append(("".join(letter.center(cell) for letter, _ in run), style))
-    gates = [data.details.lse_errors[layer] for layer in layers if layer in data.details.lse_errors]
-    if gates:
-        worst = math.nan if any(math.isnan(error) for error in gates) else max(gates)
-        pieces.append((f" {worst:.0e}" if worst else " 0", theme.style("muted")))
-    return line(pieces, width, theme.style("text"))
+        spans.append(("".join(letter.center(cell) for letter, _ in run), style))
+    all_errors = data.details.lse_errors
+    errors = [all_errors[layer] for layer in layers if layer in all_errors]
+    if errors:
+        worst = _largest_error(errors)
+        spans.append((f" {worst:.0e}" if worst else " 0", theme.style("muted")))
+    return line(spans, width, theme.style("text"))
 
 
 def _cell_style(data: PathData, step: int, letter: str, theme: Theme) -> Style:
@@ -371,31 +384,22 @@ def _cell_style(data: PathData, step: int, letter: str, theme: Theme) -> Style:
 
 
 def _legend(data: PathData, width: int, theme: Theme) -> Strip:
-    pieces: list[Span] = []
+    spans: list[Span] = []
     for path in data.paths:
         letter = PATH_LETTERS[path]
         style = (
             theme.style("strong") if theme.no_color else theme.segment_style(_PATH_COLORS[letter])
         )
-        pieces += [(letter, style), (f" {path}  ", theme.style("muted"))]
-    return line(pieces, width, theme.style("text"))
+        spans += [(letter, style), (f" {path}  ", theme.style("muted"))]
+    return line(spans, width, theme.style("text"))
 
 
 def _draw_description(data: PathData, width: int, theme: Theme) -> list[Strip]:
-    odd = [
-        strip
-        for text in describe_warnings(data)
-        for strip in wrap_paragraph(text, width, theme.style("bad"))
+    texts = [(text, "bad") for text in describe_warnings(data)]
+    texts += [(text, "text") for text in describe_step(data)]
+    return [
+        strip for text, style in texts for strip in wrap_paragraph(text, width, theme.style(style))
     ]
-    rest = [
-        strip
-        for text in describe_step(data)
-        for strip in wrap_paragraph(text, width, theme.style("text"))
-    ]
-    return [*odd, *rest]
-
-
-_FLEX_LETTERS = (PATH_LETTERS["flex uncompiled"], PATH_LETTERS["flex compiled"])
 
 
 def _path_name(letter: str) -> str:
@@ -406,31 +410,32 @@ def _format_layers(layers: Sequence[int]) -> str:
     return f"{'Layers' if len(set(layers)) > 1 else 'Layer'} {format_ranges(layers)}"
 
 
+def _format_step_list(steps: Sequence[int]) -> str:
+    return f"{'steps' if len(steps) > 1 else 'step'} {format_ranges(steps)}"
+
+
 def describe_warnings(data: PathData) -> list[str]:
-    """Return the layers that ran something else than the others, the current step first."""
-    here = data.place.step
-    found = [
+    """Return the layers whose path differs from that of the others, the current step first."""
+    lines = [
         *_describe_suppressed(data),
         *_describe_odd_layers(data),
         *_describe_missing_flex(data),
     ]
-    steps: dict[tuple[int, ...], list[int]] = {}
+    steps_by_layers: dict[tuple[int, ...], list[int]] = {}
     for step in range(data.start, data.stop):
         odd = tuple(data.odd_layers(step))
-        if odd and step != here:
-            steps.setdefault(odd, []).append(step)
-    for layers, at in list(steps.items())[:5]:
-        word = "steps" if len(at) > 1 else "step"
-        found.append(
-            f"{_format_layers(layers)} differed from the other layers at {word} {format_ranges(at)}."
-        )
-    return found
+        if odd and step != data.place.step:
+            steps_by_layers.setdefault(odd, []).append(step)
+    for layers, steps in list(steps_by_layers.items())[:5]:
+        where = _format_step_list(steps)
+        lines.append(f"{_format_layers(layers)} differed from the other layers at {where}.")
+    return lines
 
 
 def _describe_suppressed(data: PathData) -> list[str]:
     return [
-        f"{_format_layers(layers)} ran {_format_paths(data, layers)} because of an exception that the program "
-        f"swallowed: {escape_unprintable(error)}"
+        f"{_format_layers(layers)} ran {_format_paths(data, layers)} because the program "
+        f"suppressed an exception: {escape_unprintable(error)}"
         for error, layers in data.details.suppressed_exceptions.items()
     ]
 
@@ -441,71 +446,70 @@ def _format_paths(data: PathData, layers: Sequence[int]) -> str:
 
 
 def _describe_odd_layers(data: PathData) -> list[str]:
-    here, found = data.place.step, []
+    step, lines = data.place.step, []
     for path in PATHS:
-        odd = [n for n in data.odd_layers(here) if data.letters[here, n] == PATH_LETTERS[path]]
+        odd = [n for n in data.odd_layers(step) if data.letters[step, n] == PATH_LETTERS[path]]
         if odd:
-            usual = _path_name(data.usual_letters[here])
-            found.append(
-                f"{_format_layers(odd)} ran {path} at step {here}; most layers ran {usual} there."
+            usual = _path_name(data.usual_letters[step])
+            lines.append(
+                f"{_format_layers(odd)} ran {path} at step {step}; most layers ran {usual}."
             )
-    return found
+    return lines
 
 
 def _describe_missing_flex(data: PathData) -> list[str]:
-    here, asked = data.place.step, data.details.declared_mask
-    usual = data.usual_letters.get(here)
-    if not asked or usual is None or usual in _FLEX_LETTERS:
+    step, declared = data.place.step, data.details.declared_mask
+    usual = data.usual_letters.get(step)
+    if not declared or usual is None or usual in _FLEX_LETTERS:
         return []
-    ran = f"Step {here} ran {_path_name(usual)}, not FlexAttention"
-    return [f"{ran}, though the mask {escape_unprintable(asked)} was asked for."]
+    ran, mask = _path_name(usual), escape_unprintable(declared)
+    return [f"Step {step} ran {ran}, not FlexAttention, although the mask {mask} was declared."]
 
 
 def describe_step(data: PathData) -> list[str]:
-    step, now = data.place.step, data.details
+    """Return the paths, masks, compiles and LSE check of the current step."""
+    step, details = data.place.step, data.details
     if not data.current_paths:
         return [f"No attention call is recorded at step {step}."]
-    phase = f" ({escape_unprintable(now.phase)})" if now.phase else ""
+    phase = f" ({escape_unprintable(details.phase)})" if details.phase else ""
     return [
         f"Step {step}{phase} of generation {data.place.generation}:",
         *_describe_path_change(data),
         *_describe_masks(data),
-        *_describe_replaced_masks(now),
-        *_describe_builds(now),
+        *_describe_replaced_masks(details),
+        *_describe_builds(details),
         _describe_mask_change(data),
-        f"Masks first seen at this step: {now.n_new}.",
-        *_describe_compiling(now),
-        _describe_lse_check(now),
-        f"Dispatched as {', '.join(map(escape_unprintable, now.backends)) or 'unknown'}.",
+        f"Masks first seen at this step: {details.n_new}.",
+        *_describe_compiling(details),
+        _describe_lse_check(details),
+        f"Backend: {', '.join(map(escape_unprintable, details.backends)) or 'unknown'}.",
     ]
 
 
 def _describe_path_change(data: PathData) -> list[str]:
-    here = data.place.step
-    now, before = data.usual_letters.get(here), data.usual_letters.get(here - 1)
-    if now is None or before is None or now == before:
+    step = data.place.step
+    current, previous = data.usual_letters.get(step), data.usual_letters.get(step - 1)
+    if current is None or previous is None or current == previous:
         return []
-    return [
-        f"Most layers ran {_path_name(now)} at this step and {_path_name(before)} at the one before."
-    ]
+    before, now = _path_name(previous), _path_name(current)
+    return [f"Most layers ran {now} at this step and {before} at the one before."]
 
 
 def _describe_masks(data: PathData) -> list[str]:
-    found = []
-    for one in data.current_paths[:MAX_MASKS]:
-        mask = f"mask {escape_unprintable(one.mask)[:8]}" if one.mask else "no mask"
-        about = format_mask(data.details.masks.get(one.mask or ""))
-        found.append(
-            f"{_format_layers(one.layers)}: {escape_unprintable(one.path)}, {mask}{about}."
-        )
+    lines = []
+    for path in data.current_paths[:MAX_MASKS]:
+        mask = f"mask {escape_unprintable(path.mask)[:8]}" if path.mask else "no mask"
+        mask += format_mask(data.details.masks.get(path.mask or ""))
+        lines.append(f"{_format_layers(path.layers)}: {escape_unprintable(path.path)}, {mask}.")
     more = len(data.current_paths) - MAX_MASKS
-    return [*found, f"And {more} more kinds of calls."] if more > 0 else found
+    return [*lines, f"And {more} more kinds of calls."] if more > 0 else lines
 
 
 def _describe_replaced_masks(details: StepDetails) -> list[str]:
     return [
-        f"{_format_layers(layers)} got the mask '{escape_unprintable(words)}', and another one reached the kernel."
-        for words, layers in details.masks_passed_to_layer.items()
+        f"{_format_layers(layers)} received the mask '{escape_unprintable(mask)}', but its kernel "
+        f"received another one."
+        for mask, layers in details.masks_passed_to_layer.items()
     ]
 
 
@@ -513,17 +517,17 @@ def _describe_builds(details: StepDetails) -> list[str]:
     if not details.builds:
         return []
     ms = sum(build.wall_ms for build in details.builds if build.wall_ms == build.wall_ms)
-    grown = sum(build.peak_growth for build in details.builds) / (1 << 20)
+    growth = sum(build.peak_growth for build in details.builds) / (1 << 20)
     sizes = {(build.q_len, build.kv_len) for build in details.builds}
-    grids = ", ".join(f"{q} x {kv}" for q, kv in sorted(sizes)[:3])
-    peak = f"; the peak of memory grew by {grown:.0f} MiB" if grown >= 1 else ""
+    sizes_text = ", ".join(f"{q} x {kv}" for q, kv in sorted(sizes)[:3])
+    peak = f"; peak memory grew by {growth:.0f} MiB" if growth >= 1 else ""
     n = len(details.builds)
     masks = f"{n} block mask{'s were' if n > 1 else ' was'} built"
-    return [f"{masks} for this step ({grids}) in {ms:.1f} ms{peak}."]
+    return [f"{masks} for this step ({sizes_text}) in {ms:.1f} ms{peak}."]
 
 
 def format_mask(mask: MaskRecord | None) -> str:
-    """Return ", 1 x 74, block 128x128, rule causal" for a mask, nothing for an unknown one."""
+    """Return ", 1 x 74 cells, block 128x128, mask_mod causal"; "" for an unknown mask."""
     if mask is None:
         return ""
     parts = [f"{mask.q_len} x {mask.kv_len} cells"]
@@ -532,12 +536,12 @@ def format_mask(mask: MaskRecord | None) -> str:
     if mask.block_q is not None:
         parts.append(f"block {mask.block_q}x{mask.block_kv}")
     if mask.rule:
-        parts.append(f"rule {short_mask_mod(mask.rule)}")
+        parts.append(f"mask_mod {short_mask_mod(mask.rule)}")
     return ", " + ", ".join(parts)
 
 
 def short_mask_mod(name: str) -> str:
-    """Return the telling end of a rule's qualified name: module and outermost function."""
+    """Shorten the qualified name of a mask_mod to its module and outermost function."""
     outer = name.split(".<locals>")[0]
     return escape_unprintable(".".join(outer.split(".")[-2:]))
 
@@ -545,38 +549,41 @@ def short_mask_mod(name: str) -> str:
 def _describe_mask_change(data: PathData) -> str:
     step = data.place.step
     if step == 0 or not data.previous_paths:
-        return "There is no step before this one to compare its masks with."
-    now, before = _masks_by_layer(data.current_paths), _masks_by_layer(data.previous_paths)
-    if now == before:
-        return f"Every layer got the mask it had at step {step - 1}."
-    layers = [n for n in now if now[n] != before.get(n)]
-    known = data.details.masks
-    old, new = (_mask_mods({m for n in layers for m in g.get(n, ())}, known) for g in (before, now))
+        return "There is no previous step to compare the masks with."
+    current, previous = _masks_by_layer(data.current_paths), _masks_by_layer(data.previous_paths)
+    if current == previous:
+        return f"Every layer received the same mask as at step {step - 1}."
+    layers = [layer for layer in current if current[layer] != previous.get(layer)]
+    old, new = (
+        _mask_mods({mask for layer in layers for mask in masks.get(layer, ())}, data.details.masks)
+        for masks in (previous, current)
+    )
     changed = f"The fingerprint changed since step {step - 1} in {_format_layers(layers).lower()}"
     if not old or not new:
-        return f"{changed}; their rules are not known."
+        return f"{changed}; the mask_mods are unknown."
     if old == new:
-        return f"{changed}, by the same rule."
-    return f"{changed}; the rule, too: {', '.join(sorted(old))} → {', '.join(sorted(new))}."
+        return f"{changed}, with the same mask_mod."
+    return f"{changed}; so did the mask_mod: {', '.join(sorted(old))} → {', '.join(sorted(new))}."
 
 
-def _masks_by_layer(ran: Iterable[StepPath]) -> dict[int, tuple[str, ...]]:
+def _masks_by_layer(paths: Iterable[StepPath]) -> dict[int, tuple[str, ...]]:
     by_layer: dict[int, set[str]] = {}
-    for one in ran:
-        for layer in one.layers:
-            by_layer.setdefault(layer, set()).add(one.mask or "")
+    for path in paths:
+        for layer in path.layers:
+            by_layer.setdefault(layer, set()).add(path.mask or "")
     return {layer: tuple(sorted(masks)) for layer, masks in by_layer.items()}
 
 
-def _mask_mods(names: Iterable[str], known: Mapping[str, MaskRecord]) -> set[str]:
-    found = [known.get(name) for name in names]
-    if any(mask is None or not mask.rule for mask in found):
+def _mask_mods(fingerprints: Iterable[str], masks: Mapping[str, MaskRecord]) -> set[str]:
+    """Return the mask_mods of some masks, nothing if any of them is unknown."""
+    records = [masks.get(fingerprint) for fingerprint in fingerprints]
+    if any(mask is None or not mask.rule for mask in records):
         return set()
-    return {short_mask_mod(mask.rule or "") for mask in found if mask is not None}
+    return {short_mask_mod(mask.rule or "") for mask in records if mask is not None}
 
 
 def _describe_compiling(details: StepDetails) -> list[str]:
-    """Say what was compiled, and what is known of recompiles."""
+    """Describe the compiles of the step, and whether there were recompiles."""
     lines = (
         [f"During this step: {'; '.join(map(escape_unprintable, details.compiled))}."]
         if details.compiled
@@ -592,17 +599,18 @@ def _describe_compiling(details: StepDetails) -> list[str]:
 
 def _describe_lse_check(details: StepDetails) -> str:
     if not details.lse_errors:
-        return "Gate: not computed; level advanced checks every layer that gives its LSE."
+        return "LSE check: not computed; level advanced checks every layer that returns its LSE."
     nan_layers = [layer for layer, error in details.lse_errors.items() if math.isnan(error)]
     if nan_layers:
-        return f"Gate: not a number in {_format_layers(nan_layers).lower()}."
+        return f"LSE check: NaN in {_format_layers(nan_layers).lower()}."
     layer = max(details.lse_errors, key=lambda n: details.lse_errors[n])
-    how = f" ({escape_unprintable(details.lse_check_kind)})" if details.lse_check_kind else ""
-    return f"Gate: at most {details.lse_errors[layer]:.1e} off 1, in layer {layer}{how}."
+    kind = f" ({escape_unprintable(details.lse_check_kind)})" if details.lse_check_kind else ""
+    return f"LSE check: off by at most {details.lse_errors[layer]:.1e}, in layer {layer}{kind}."
 
 
 def describe_map(data: PathData) -> list[str]:
-    found = [f"{data.format_steps().capitalize()}, by layers:"]
+    """Return the map as text, at most 60 lines: the steps of each path, by layers."""
+    lines = [f"{data.format_steps().capitalize()}, by layers:"]
     for layers, letters in merge_layers(data):
         parts, step = [], data.start
         for letter, run in groupby(letters):
@@ -610,5 +618,5 @@ def describe_map(data: PathData) -> list[str]:
             parts.append(f"{_path_name(letter)} at {format_ranges(range(step, step + n))}")
             step += n
         more = f", and {len(parts) - 8} more changes" if len(parts) > 8 else ""
-        found.append(f"  {_format_layers(layers).lower()}: {', '.join(parts[:8])}{more}")
-    return found[:60]
+        lines.append(f"  {_format_layers(layers).lower()}: {', '.join(parts[:8])}{more}")
+    return lines[:60]

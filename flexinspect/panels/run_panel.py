@@ -1,4 +1,4 @@
-"""The run panel: the way from input to text as a diagram with its numbers, and the manifest."""
+"""The run panel: the stages from input to text as a diagram with numbers, and the manifest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -52,20 +52,19 @@ _BOX_GAP = 3
 _MAX_SEGMENTS = 7
 _MAX_BOX_LINES = 9
 _MAX_LINE_CHARS = 1000
-"""Characters of a line of a box that are looked at."""
+"""Maximum characters of a line of a box before it is wrapped."""
 _MAX_ANSWER_CHARS = 240
-"""Characters of an answer that are shown in its box; the verdict stands below them."""
+"""Maximum characters of an answer in its box, so that the verdict below it is visible."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What the diagram and the manifest are made from; whatever is not recorded is empty or None.
+    """The facts of the diagram and the manifest; facts that are not recorded are empty or None.
 
-    `decode` is a window of decode steps around the place, `decode_time` their number and
-    milliseconds in the whole branch; `n_steps` counts all steps; `calls` are
-    those of the current step, or of the nearest one that has any; `open_share` is the part of the
-    cells of `mask` that are open. `right` says whether the answer is one of those expected, None
-    while that is not known.
+    `decode` is a window of decode steps around the place, `decode_time` the number of decode steps
+    and their milliseconds in the whole branch; `n_steps` counts all steps. `calls` are those of
+    the current step, or of the first one of the window. `open_share` is the share of open cells of
+    `mask`. `is_correct` says whether the answer is one of the expected ones, None if unknown.
     """
 
     run: Mapping[str, Any]
@@ -88,7 +87,7 @@ class RunFacts:
     open_share: float | None = None
 
     def fact(self, *keys: str) -> Any:
-        """Return a fact of the manifest at nested keys, None where anything is missing."""
+        """Return a fact of the manifest at nested keys, None if a key is missing."""
         value: Any = self.run
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -97,7 +96,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A stage: its title, what is known of it, and the name of the title's style."""
+    """A stage of the diagram: its title, its lines, and the name of the title's style."""
 
     title: str
     lines: tuple[str, ...] = field(default=())
@@ -122,7 +121,7 @@ def generation_stages(facts: RunFacts) -> list[Box]:
 
 
 def make_box(title: str, lines: Iterable[str], style: str = "title") -> Box:
-    """Return a stage whose lines may be drawn; empty ones are left out."""
+    """Return a stage with printable lines; empty lines are left out."""
     return Box(title, _printable_lines(lines), style)
 
 
@@ -240,7 +239,7 @@ def _text_lines(facts: RunFacts) -> tuple[list[str], str]:
         named = (_truncate(text, _MAX_ANSWER_CHARS // 4) for text in expected[:4])
         lines.append(f"expected {' | '.join(named)}")
         if facts.is_correct is not None:
-            lines.append("✓ correct" if facts.is_correct else "✗ not among those expected")
+            lines.append("✓ correct" if facts.is_correct else "✗ not an expected answer")
             style = "good" if facts.is_correct else "bad"
     if branch is not None:
         reason = f", {branch.stop_reason}" if branch.stop_reason else ""
@@ -256,7 +255,7 @@ def _is_recording(branch: BranchRow | None) -> bool:
 
 
 def draw_diagram(stages: Sequence[Box], width: int, theme: Theme) -> list[Strip]:
-    """Return the boxes from left to right, in as many rows as they need, one below the other."""
+    """Draw the boxes from left to right, in as many rows as they need."""
     per_row = max(1, min(len(stages), (width + _BOX_GAP) // (_MIN_BOX_WIDTH + _BOX_GAP)))
     n_rows = -(-len(stages) // per_row)
     per_row = -(-len(stages) // n_rows)  # rows of equal length
@@ -290,7 +289,7 @@ def _draw_box_row(row: Sequence[Box], box: int, width: int, theme: Theme) -> lis
 
 
 def _draw_connector(n_boxes: int, box: int, width: int, theme: Theme) -> Strip:
-    """Return the line that leads from the end of a row of boxes to the start of the next."""
+    """Draw the line from the end of a row of boxes to the start of the next one."""
     first, last = box // 2, (n_boxes - 1) * (box + _BOX_GAP) + box // 2
     text = "▼" if first == last else f"▼{'─' * (last - first - 1)}╯"
     return line([(" " * first + text, theme.style("muted"))], width, theme.style("text"))
@@ -306,7 +305,7 @@ def _wrap_lines(texts: Iterable[str], width: int) -> list[str]:
 
 
 def draw_facts_table(pairs: Iterable[tuple[str, str]], width: int, theme: Theme) -> list[Strip]:
-    """Return names and values, one below the other, long values wrapped under themselves."""
+    """Draw names and values as two columns; long values are wrapped."""
     listed = list(pairs)
     longest = max((cell_len(name) for name, _ in listed), default=0)
     label = min(longest + 2, max(width // 3, 10), max(width - 1, 0))
@@ -340,42 +339,42 @@ _FIRST_KEYS = (
     "job",
     "cost",
 )
-"""Keys of the manifest that come first; all others follow in their order."""
+"""Keys of the manifest that are shown first; all others follow in their order."""
 
 _FORMATTED_KEYS = ("argv", "state", "started_at", "ended_at")
-"""Keys that are shown in words of their own."""
+"""Keys that are formatted separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """`offset` is the number of lines that are scrolled away at the top."""
+    """`offset` is the number of lines above the visible ones."""
 
     offset: int = 0
 
 
 class RunPanel(Panel[RunFacts, RunOptions]):
-    """The pipeline of the current generation, and below it everything the manifest says."""
+    """The stages of the current generation, and below them the manifest."""
 
     name: ClassVar[str] = "run"
     title: ClassVar[str] = "Run"
     help: ClassVar[Help] = Help(
-        "It shows how this generation went from its sample to its answer, with the real numbers "
-        "of each stage, and below that the manifest of the run.",
+        "It shows the stages of this generation from the sample to the answer, with the recorded "
+        "numbers of each stage, and below them the manifest of the run.",
         "Follow the arrows from input to text; scroll to the manifest with shift+down and back "
         "with shift+up.",
-        "Look whether the segments and the mask are those you meant, whether the patch says "
-        "FlexAttention, and whether the answer is the expected one.",
+        "Check that the segments and the mask are the intended ones, that the patch shows "
+        "FlexAttention, and that the answer is the expected one.",
     )
     actions: ClassVar[tuple[str, ...]] = ("cursor.up", "cursor.down")
 
     def options(self) -> RunOptions:
-        """Return the options: not scrolled."""
+        """Return the initial options: not scrolled."""
         return RunOptions()
 
     def load(self, source: Source, request: Request[RunOptions]) -> RunFacts:
-        """Read the manifest and the facts of one generation; nothing that grows with its length."""
+        """Read the manifest and the facts of one generation, independent of its length."""
         reader, place = source.reader, request.place
-        # Of several models, the one of this generation.
+        # A trace may have several models; show the one of this generation.
         run = {**reader.run(), "model": reader.model(place.generation)}
         size = _trace_size(reader.path)
         base = RunFacts(run, reader.state, str(reader.path), size)
@@ -446,24 +445,24 @@ def _load_generation_facts(
     newest = newest_step(reader, generation, place.branch)
     prefill = first[0] if first and first[0].phase == "prefill" else None
     prefill_calls = reader.calls(generation, prefill.step) if prefill else []
-    holds = branch_of_step(reader, generation, place.step, place.branch)
-    calls = reader.calls(generation, place.step, holds) if place.step else []
+    owner = branch_of_step(reader, generation, place.step, place.branch)
+    calls = reader.calls(generation, place.step, owner) if place.step else []
     if not calls and decode:
         calls = reader.calls(generation, decode[0].step, decode[0].branch)
     mask = _first_mask([*prefill_calls, *calls])
     summary = reader.mask_summary(mask) if mask is not None else None
-    about, branch = reader.generation(generation), branches.get(place.branch)
+    row, branch = reader.generation(generation), branches.get(place.branch)
     answer = _load_answer(reader, place, branch, segments)
-    state = about.state if branch is None else branch.state
-    return RunFacts(
-        *(base.run, base.state, base.path, base.size),
-        generation=about,
+    state = row.state if branch is None else branch.state
+    return replace(
+        base,
+        generation=row,
         branch=branch,
         segments=tuple(segments),
         question=_load_question(reader, generation, segments),
         answer=answer,
         is_correct=is_answer_correct(
-            source, (generation, place.branch), state, answer, about.expected
+            source, (generation, place.branch), state, answer, row.expected
         ),
         prefill=prefill,
         n_steps=0 if newest is None else newest + 1,
@@ -485,9 +484,9 @@ def _first_mask(calls: Iterable[CallRecord]) -> str | None:
 
 
 def _load_open_share(source: Source, fingerprint: str) -> float | None:
-    """Return the open part of a mask's cells, None when they are unknown or very many."""
-    about = source.reader.mask_summary(fingerprint)
-    if about is None or about.q_len * about.kv_len * about.heads > _MAX_CELLS:
+    """Return the share of a mask's cells that are open, None if they are unknown or too many."""
+    summary = source.reader.mask_summary(fingerprint)
+    if summary is None or summary.q_len * summary.kv_len * summary.heads > _MAX_CELLS:
         return None
 
     def count() -> float | None:
@@ -500,19 +499,19 @@ def _load_open_share(source: Source, fingerprint: str) -> float | None:
 
 
 def _load_question(reader: TraceReader, generation: int, segments: Iterable[Segment]) -> str:
-    """Return the first paraphrase as its tokens spell it, or the beginning of the prompt."""
-    listed = list(segments)
-    found = [s for s in listed if s.kind is SegmentKind.PARAPHRASE] or listed[:1]
-    if not found:
-        return ""
-    tokens = reader.tokens(generation, 0, found[0].start, found[0].stop, limit=_MAX_TOKENS)
-    return "".join(token.text for token in tokens).strip()
+    """Return the text of the first paraphrase, or without one of the first segment."""
+    candidates = list(segments)
+    paraphrases = [s for s in candidates if s.kind is SegmentKind.PARAPHRASE]
+    for segment in (paraphrases or candidates)[:1]:
+        tokens = reader.tokens(generation, 0, segment.start, segment.stop, limit=_MAX_TOKENS)
+        return "".join(token.text for token in tokens).strip()
+    return ""
 
 
 def _load_answer(
     reader: TraceReader, place: TracePlace, branch: BranchRow | None, segments: Iterable[Segment]
 ) -> str:
-    """Return the answer, or what an unfinished generation has said so far."""
+    """Return the answer, or the generated text so far of an unfinished generation."""
     if branch is not None and branch.answer:
         return branch.answer
     start = next((s.start for s in segments if s.kind is SegmentKind.GENERATED), None)
@@ -574,12 +573,12 @@ def _format_time(value: Any) -> str:
 
 def run_stages(facts: RunFacts) -> list[Box]:
     """Return the stages of a generation, or of a training run, in order, with printable text."""
-    about = facts.generation.declared.get("training") if facts.generation else None
-    if not isinstance(about, Mapping):
+    training = facts.generation.declared.get("training") if facts.generation else None
+    if not isinstance(training, Mapping):
         return generation_stages(facts)
     return [
-        make_box("model", _model_lines(facts, about)),
-        make_box("optimizer", [str(about.get("optimizer") or "none: steps are told")]),
+        make_box("model", _model_lines(facts, training)),
+        make_box("optimizer", [str(training.get("optimizer") or "none: steps are reported")]),
         make_box("training loop ↻", _loop_lines(facts)),
         make_box("outcome", _outcome_lines(facts)),
     ]

@@ -1,4 +1,4 @@
-"""What panels read from: one trace, and what is worth keeping of it between two steps."""
+"""The data source of all panels: a trace reader and a cache of what was computed from it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flexinspect.trace.reader import TraceReader
 T = TypeVar("T")
 
 CACHE_BYTES = 96 << 20
-"""Bytes that are kept in memory at most; the oldest goes first."""
+"""Maximum size of the cache; the least recently used value is dropped first."""
 
 
 class _KeyLock:
-    """A key that is being made, and how many are making it or wait for it."""
+    """The lock of a key that is being computed, and the number of threads that use it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -25,9 +25,9 @@ class _KeyLock:
 
 
 class Source:
-    """A trace and a store of what was made from it. Any thread may use it.
+    """A trace reader with a cache, safe to use from any thread.
 
-    Only what never changes may be kept under a key: a mask by its fingerprint, a finished step.
+    Cache only values that never change: a mask by its fingerprint, a finished step.
     """
 
     def __init__(self, reader: TraceReader) -> None:
@@ -38,9 +38,10 @@ class Source:
         self._key_locks: dict[Hashable, _KeyLock] = {}
 
     def get_or_create(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
-        """Return what is kept under `key`; make it if need be (once, whoever asks meanwhile).
+        """Return the cached value of `key`, or compute it with `make` and cache it.
 
-        `size` tells its bytes; something larger than the whole budget is not kept.
+        Threads that ask for the same key meanwhile wait for the one computation. `size` returns
+        the bytes of a value; one larger than `CACHE_BYTES` is not cached.
         """
         with self._lock:
             if key in self._cache:
@@ -50,32 +51,32 @@ class Source:
             with self._lock:
                 if key in self._cache:
                     return self._cache[key][0]  # type: ignore[no-any-return]
-            made = make()
-            self._store(key, made, size(made))
-            return made
+            value = make()
+            self._store(key, value, size(value))
+            return value
 
     @contextmanager
     def _lock_key(self, key: Hashable) -> Iterator[None]:
-        """Hold the lock of a key, which is forgotten with the last who wants it."""
+        """Hold the lock of a key; the last thread that uses it removes it."""
         with self._lock:
-            turn = self._key_locks.setdefault(key, _KeyLock())
-            turn.n_users += 1
+            key_lock = self._key_locks.setdefault(key, _KeyLock())
+            key_lock.n_users += 1
         try:
-            with turn.lock:
+            with key_lock.lock:
                 yield
         finally:
             with self._lock:
-                turn.n_users -= 1
-                if not turn.n_users:
+                key_lock.n_users -= 1
+                if not key_lock.n_users:
                     del self._key_locks[key]
 
     def _store(self, key: Hashable, value: Any, n_bytes: int) -> None:
         if n_bytes > CACHE_BYTES:
             return
         with self._lock:
-            _, old = self._cache.pop(key, (None, 0))
+            _, old_bytes = self._cache.pop(key, (None, 0))
             self._cache[key] = (value, n_bytes)
-            self._bytes += n_bytes - old
+            self._bytes += n_bytes - old_bytes
             while self._bytes > CACHE_BYTES:
-                _, (_, gone) = self._cache.popitem(last=False)
-                self._bytes -= gone
+                _, (_, dropped_bytes) = self._cache.popitem(last=False)
+                self._bytes -= dropped_bytes

@@ -1,4 +1,8 @@
-"""Which steps a timeline of some width shows, how it is drawn, and what a click on it means."""
+"""Timelines over steps: which steps fit in a width, how they are drawn, and what a click selects.
+
+`StepWindow` is a window of steps around the current one, for generations; `CurveSpan` is a whole
+run in buckets of steps, for training runs.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,21 @@ from flexinspect.trace.queries.range_queries import step_bounds
 from flexinspect.trace.reader import TraceReader
 
 MAX_WINDOW_STEPS = 256
-"""Steps that a window holds at most, whatever the width."""
+"""Maximum number of steps in a window."""
 
-_MAX_STEP_WIDTH = 4
-"""Columns that one step takes at most."""
-
+MAX_STEP_WIDTH = 4
+"""Maximum number of columns of one step."""
 
 MIN_TWO_COLUMN_WIDTH = 84
-"""Columns from which timelines stand beside the rest of a panel, not below it."""
+"""Width from which timelines are drawn beside the rest of a panel instead of below it."""
 
 COLUMN_GAP = 3
-"""Columns between the two."""
+"""Blank columns between the two."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """Steps `start <= step < stop` around `current`, of `first` to `last` that are recorded."""
+    """Steps `start <= step < stop` around `current`; steps `first` to `last` are recorded."""
 
     start: int
     stop: int
@@ -68,7 +71,7 @@ def step_window(step: int, first: int, last: int, n_columns: int) -> StepWindow:
 
 
 def load_step_window(reader: TraceReader, place: TracePlace, n_columns: int) -> StepWindow:
-    """Return the window around a place: two look-ups. Raises `Missing` without any step."""
+    """Return the window around a place, with two queries. Raises `Missing` without any step."""
     bounds = step_bounds(reader, place.generation, place.branch)
     if bounds is None:
         raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
@@ -77,7 +80,7 @@ def load_step_window(reader: TraceReader, place: TracePlace, n_columns: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A part of a picture, in cells."""
+    """A rectangle of a picture, in cells."""
 
     x: int
     y: int
@@ -90,7 +93,7 @@ class Area:
 
 
 def left_width(width: int) -> int:
-    """Return the columns of what the timelines stand beside, or above."""
+    """Return the columns of the part beside or above the timelines."""
     return (width - COLUMN_GAP) // 2 if width >= MIN_TWO_COLUMN_WIDTH else width
 
 
@@ -102,7 +105,7 @@ def timeline_columns(width: int) -> int:
 def draw_two_columns(
     left: Sequence[Strip], timelines: Sequence[Strip], width: int, height: int, theme: Theme
 ) -> list[Strip]:
-    """Return a picture of this size with timelines, `timeline_columns` wide, at its right."""
+    """Draw a picture of this size with timelines, `timeline_columns` wide, at its right."""
     plain = theme.style("text")
     gap = [line([], COLUMN_GAP, plain)] * height
     empty = line([], timeline_columns(width), plain)
@@ -111,7 +114,7 @@ def draw_two_columns(
 
 
 def navigate_to_step(x: int, y: int, areas: Iterable[Area], window: StepWindow) -> Navigate | None:
-    """Return the step of the timeline's column at a cell as a place to go to, None beside all."""
+    """Return the step at a cell of a timeline as a place to go to, None outside of all areas."""
     for area in areas:
         if (x, y) in area:
             step = step_at(x - area.x, window, area.width)
@@ -120,8 +123,8 @@ def navigate_to_step(x: int, y: int, areas: Iterable[Area], window: StepWindow) 
 
 
 def columns_per_step(window: StepWindow, width: int) -> int:
-    """Return how many columns a step takes: more than one where there are few steps."""
-    return max(1, min(width // len(window), _MAX_STEP_WIDTH))
+    """Return the columns of one step: more than one where there are few steps."""
+    return max(1, min(width // len(window), MAX_STEP_WIDTH))
 
 
 def draw_timeline(
@@ -132,7 +135,7 @@ def draw_timeline(
     *,
     style: str = "accent",
 ) -> list[Strip]:
-    """Return the values of the window's steps as columns; the current step's is marked."""
+    """Draw the values of the window's steps, by step; the current step is marked."""
     each = columns_per_step(window, area.width)
     columns = [values.get(step) for step in window.steps for _ in range(each)]
     middle = (window.current - window.start) * each + each // 2
@@ -140,12 +143,12 @@ def draw_timeline(
 
 
 def drop_cut_span(spans: Sequence[Span], width: int) -> Sequence[Span]:
-    """Return the pieces of a title without its last one where it would be cut."""
+    """Return the spans of a title, without the last one if they are wider than `width`."""
     return spans if sum(cell_len(text) for text, _ in spans) <= width else spans[:-1]
 
 
 def step_at(x: int, window: StepWindow, width: int) -> int | None:
-    """Return the step of a column of a timeline of this width, None beside it."""
+    """Return the step at a column of a timeline of this width, None outside of it."""
     each = columns_per_step(window, width)
     drawn = min(len(window) * each, width)
     if not 0 <= x < drawn:
@@ -153,13 +156,12 @@ def step_at(x: int, window: StepWindow, width: int) -> int | None:
     return window.start + x * len(window) // drawn
 
 
-MAX_STEP_WIDTH = 4
-"""Columns that one step takes at most."""
-
-
 @dataclass(frozen=True, slots=True)
 class CurveSpan:
-    """The steps `first` to `last` in `n_points` points, `each` columns wide; `current` is shown."""
+    """Steps `first` to `last` in `n_points` buckets of `columns_per_point` columns each.
+
+    `current` is the step of the place.
+    """
 
     first: int
     last: int
@@ -169,29 +171,29 @@ class CurveSpan:
 
     @property
     def n_steps(self) -> int:
-        """How many steps there are."""
+        """Number of steps."""
         return self.last - self.first + 1
 
     @property
     def current_point(self) -> int:
-        """The point of the current step."""
+        """Index of the bucket of the current step."""
         return (self.current - self.first) * self.n_points // self.n_steps
 
     def step_at(self, column: int) -> int | None:
-        """Return the first step of a column, None beside the curve."""
+        """Return the first step at a column, None outside of the curve."""
         if not 0 <= column < self.n_points * self.columns_per_point:
             return None
         return self.first + -(-(column // self.columns_per_point) * self.n_steps // self.n_points)
 
     def format_steps(self) -> str:
-        """Return "steps 0-499", and how many a column holds where it is more than one."""
+        """Return "steps 0-499", or "steps 0-499, 5 per column"."""
         shown = f"steps {self.first}-{self.last}"
         per = self.n_steps / self.n_points
         return f"{shown}, {per:.0f} per column" if per > 1.5 else shown
 
 
 def load_curve_span(reader: TraceReader, place: TracePlace, columns: int) -> CurveSpan:
-    """Return the whole run in at most so many columns. Raises `Missing` without a step."""
+    """Return all recorded steps in at most `columns` buckets. Raises `Missing` without any."""
     bounds = step_bounds(reader, place.generation, place.branch)
     if bounds is None:
         raise Missing("No training step is recorded yet.", "Wait for the first one.")
@@ -209,7 +211,7 @@ def draw_curve(
     *,
     style: str = "accent",
 ) -> list[Strip]:
-    """Return values by point as columns; the current step's is marked."""
+    """Draw values by bucket; the bucket of the current step is marked."""
     columns = [
         values.get(point) for point in range(span.n_points) for _ in range(span.columns_per_point)
     ]

@@ -1,4 +1,4 @@
-"""The tokens around a place, ready to be drawn: what the strip and the tokens panel share."""
+"""The tokens around a place, ready to draw: shared by the token strip and several panels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import StepRow
 
 CHUNK_TOKENS = 64
-"""Tokens that are read, made into words and kept together."""
+"""Number of tokens that are read, formatted and cached together."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """`CHUNK` neighbouring tokens (fewer at the end), and the steps that chose them.
+    """`CHUNK_TOKENS` neighbouring tokens (fewer at the end), and the steps that chose them.
 
-    `words` holds what they look like, by colour, once somebody asked.
+    `cells` caches their token cells by colour; see `token_cells`.
     """
 
     tokens: tuple[TokenRecord, ...]
@@ -35,9 +35,9 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class TokenWindow:
-    """Tokens of a sequence around a place, with what their steps say.
+    """Tokens of a sequence around a place, with the steps that chose them.
 
-    `current` is the position that the place stands on, None when its step chose none.
+    `current` is the position of the place, None if its step chose no token.
     """
 
     chunks: tuple[TokenChunk, ...]
@@ -57,7 +57,7 @@ class TokenWindow:
 
     @property
     def stop(self) -> int:
-        """Position after the last of the window."""
+        """Position after the last one of the window."""
         return self.chunks[-1].tokens[-1].pos + 1
 
     def token(self, pos: int) -> TokenRecord | None:
@@ -68,15 +68,15 @@ class TokenWindow:
         return None
 
     def step_of(self, token: TokenRecord) -> StepRow | None:
-        """Return the step that chose a token, None for one of the prompt."""
+        """Return the step that chose a token, None for a token of the prompt."""
         if token.step is None:
             return None
-        found = (chunk.by_step.get(token.step) for chunk in self.chunks)
-        return next((step for step in found if step is not None), None)
+        steps = (chunk.by_step.get(token.step) for chunk in self.chunks)
+        return next((step for step in steps if step is not None), None)
 
 
 def current_pos(reader: TraceReader, place: TracePlace) -> int | None:
-    """Return the position that a place stands on."""
+    """Return the position of a place: the selected one, or that of the token its step chose."""
     if place.pos is not None:
         return place.pos
     branch = branch_of_step(reader, place.generation, place.step, place.branch)
@@ -85,7 +85,7 @@ def current_pos(reader: TraceReader, place: TracePlace) -> int | None:
 
 
 def load_token_window(source: Source, place: TracePlace, reach: int) -> TokenWindow:
-    """Return the tokens about `reach` before and after the place, all of a shorter sequence.
+    """Load about `reach` tokens before and after the place; all tokens of a shorter sequence.
 
     Raises `Missing` when the generation has no tokens.
     """
@@ -97,23 +97,23 @@ def load_token_window(source: Source, place: TracePlace, reach: int) -> TokenWin
     middle = last if current is None else min(current, last)
     first = max(0, min(middle - reach, last + 1 - 2 * reach)) // CHUNK_TOKENS
     final = min(max(middle + reach, 2 * reach), last) // CHUNK_TOKENS
-    chunks = (_load_chunk(source, place, number, last) for number in range(first, final + 1))
-    found = tuple(chunk for chunk in chunks if chunk.tokens)
-    if not found:
+    loaded = (_load_chunk(source, place, number, last) for number in range(first, final + 1))
+    chunks = tuple(chunk for chunk in loaded if chunk.tokens)
+    if not chunks:
         raise Missing("The tokens of this place are not recorded.")
-    return TokenWindow(found, tuple(load_segments(reader, place)), current, last + 1)
+    return TokenWindow(chunks, tuple(load_segments(reader, place)), current, last + 1)
 
 
 def load_segments(reader: TraceReader, place: TracePlace) -> list[Segment]:
-    """Return the segments of a place's branch, those of its parent where it has none yet."""
+    """Return the segments of a place's branch, those of its nearest ancestor if it has none."""
     for branch, _, _ in lineage(reader, place.generation, place.branch):
-        if found := reader.segments(place.generation, branch):
-            return found
+        if segments := reader.segments(place.generation, branch):
+            return segments
     return []
 
 
 def _load_chunk(source: Source, place: TracePlace, number: int, last: int) -> TokenChunk:
-    """Read a chunk, or take it from what is kept if it is complete."""
+    """Read a chunk; a complete one, which cannot change any more, is cached."""
     if (number + 1) * CHUNK_TOKENS > last:
         return _read_chunk(source.reader, place, number)
     key = ("tokens", place.generation, place.branch, number)
@@ -123,8 +123,13 @@ def _load_chunk(source: Source, place: TracePlace, number: int, last: int) -> To
 
 
 def _read_chunk(reader: TraceReader, place: TracePlace, number: int) -> TokenChunk:
-    where = (place.generation, place.branch)
-    tokens = read_tokens(reader, *where, number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
+    tokens = read_tokens(
+        reader,
+        place.generation,
+        place.branch,
+        number * CHUNK_TOKENS,
+        (number + 1) * CHUNK_TOKENS,
+    )
     chosen = [token.step for token in tokens if token.step is not None]
     bounds = (min(chosen), max(chosen) + 1) if chosen else (0, 0)
     steps = step_range(reader, place.generation, *bounds, place.branch)
@@ -132,15 +137,15 @@ def _read_chunk(reader: TraceReader, place: TracePlace, number: int) -> TokenChu
 
 
 def token_cells(window: TokenWindow, colour: str) -> list[TokenCell]:
-    """Return the window's tokens as words; `colour` is segment, probability or entropy."""
-    found: list[TokenCell] = []
+    """Return the window's tokens as cells; `colour` is "segment", "probability" or "entropy"."""
+    cells: list[TokenCell] = []
     for chunk in window.chunks:
         if colour not in chunk.cells:
             chunk.cells[colour] = [
                 _token_cell(token, chunk, window.segments, colour) for token in chunk.tokens
             ]
-        found += chunk.cells[colour]
-    return found
+        cells += chunk.cells[colour]
+    return cells
 
 
 def _token_cell(
@@ -150,14 +155,20 @@ def _token_cell(
     step = chunk.by_step.get(token.step) if token.step is not None else None
     heat = None if step is None else uncertainty(step, colour)
     return TokenCell(
-        token.pos, text, segment_color(token.segment, segments), token.special, invisible, heat
+        pos=token.pos,
+        text=text,
+        segment_color=segment_color(token.segment, segments),
+        special=token.special,
+        invisible=invisible,
+        heat=heat,
     )
 
 
 def segment_color(number: int, segments: Sequence[Segment]) -> int:
-    """Return the colour of a segment: counted without separators, which have none (-1).
+    """Return the number of a segment's colour, counted without separators, which have -1.
 
-    So the first eight segments that matter, five paraphrases with what is around them, all differ.
+    So the first eight other segments, enough for five paraphrases and the rest of the prompt, all
+    have different colours.
     """
     if not 0 <= number < len(segments):
         return number
@@ -167,9 +178,9 @@ def segment_color(number: int, segments: Sequence[Segment]) -> int:
 
 
 def uncertainty(step: StepRow, colour: str) -> float | None:
-    """Return how unsure a step was, from 0 to 1: one minus the probability, or the entropy.
+    """Return the uncertainty of a step, 0 to 1: one minus the probability, or the entropy.
 
-    Entropy is in nats; 3 nats (as many as twenty equal choices) and more count as 1.
+    An entropy of 3 nats (that of about twenty equally likely tokens) or more counts as 1.
     """
     if colour == "probability" and step.chosen_logprob is not None:
         return 1 - math.exp(min(step.chosen_logprob, 0.0))
@@ -179,7 +190,7 @@ def uncertainty(step: StepRow, colour: str) -> float | None:
 
 
 def segment_at(segments: Sequence[Segment], pos: int) -> Segment | None:
-    """Return the segment that holds a position."""
+    """Return the segment of a position; positions after the last segment belong to it."""
     for segment in segments:
         if segment.start <= pos < segment.stop:
             return segment
@@ -189,9 +200,9 @@ def segment_at(segments: Sequence[Segment], pos: int) -> Segment | None:
 def is_answer_correct(
     source: Source, branch: tuple[int, int], state: str, answer: str, expected: Sequence[str]
 ) -> bool | None:
-    """Return whether the answer of (generation, branch) is right.
+    """Whether the answer of (generation, branch) is one of the expected ones.
 
-    None while it is not known: nothing was expected, or the branch is still recorded.
+    None if no answer is expected, or the branch is still being recorded.
     """
     if not expected or state == "recording":
         return None

@@ -1,4 +1,4 @@
-"""Panel: the whole sequence as words, coloured by segment or by how sure the model was."""
+"""The tokens panel: the whole sequence, coloured by segment or by the model's uncertainty."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from flexinspect.trace.rows import GenerationRow
 Colour = Literal["probability", "entropy", "segment"]
 COLOURS: tuple[Colour, ...] = ("probability", "entropy", "segment")
 MAX_TEXT_CHARS = 200
-"""Characters of an answer, or of a segment out of sight, that are shown in its line."""
+"""Characters that are shown of an answer, or of a segment outside of the window."""
 PREVIEW_TOKENS = 64
-"""Tokens that are read of a segment out of sight."""
+"""Tokens that are read of a segment outside of the window."""
 MAX_PREVIEWS = 100
-"""Segments out of sight that are read at most."""
+"""Maximum number of segments outside of the window that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokensOptions:
-    """`colour` of the generated tokens."""
+    """`colour` is the measure that colours generated tokens."""
 
     colour: Colour = "probability"
 
 
 @dataclass(frozen=True, slots=True)
 class TokensData:
-    """The window, the generation, its answer so far, and whether that is one of the expected.
+    """The window, the generation, its answer so far, and whether it is one of the expected ones.
 
-    `right` is None while it is not known: nothing was expected, or the generation goes on.
-    `beginnings` are the first tokens of the segments of the prompt that the window leaves out.
+    `is_correct` is None if no answer is expected or the branch is still being recorded.
+    `previews` are the first tokens of the prompt's segments outside of the window, by number.
     """
 
     window: TokenWindow
@@ -62,24 +62,24 @@ class TokensData:
 
 
 class TokensPanel(Panel[TokensData, TokensOptions]):
-    """The sequence that was fed and made, token by token."""
+    """The prompt and the generated text, token by token."""
 
     name = "tokens"
     title = "Tokens"
     needs_tokens = True
     help = Help(
-        "The whole sequence that the model saw and made, a piece per token, a colour per segment.",
-        "Generated tokens are coloured by how unsure the model was (v: probability, entropy, "
+        "It shows the prompt and the generated text token by token, with one colour per segment.",
+        "Generated tokens are coloured by the model's uncertainty (v: probability, entropy, "
         "segment); the white one is the token of this step; special tokens are italic, ◌ is a part "
         "of a character.",
         "Look for a segment that begins one token early or late, a doubled BOS, a missing "
-        "separator, and the first token where the answer turns away from what was expected.",
+        "separator, and the first token at which the answer differs from the expected one.",
     )
     depends_on_size = True
     actions = ("view.measure",)
 
     def options(self) -> TokensOptions:
-        """Return the options at the start."""
+        """Return the initial options: coloured by probability."""
         return TokensOptions()
 
     def load(self, source: Source, request: Request[TokensOptions]) -> TokensData:
@@ -88,45 +88,51 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         # Few tokens are shorter than two cells, so half of this many fill the panel.
         window = load_token_window(source, place, max(request.width * request.height // 4, 64))
         row = source.reader.generation(place.generation)
-        where = (place.generation, place.branch)
-        state, final_answer = _load_outcome(source, where, row)
-        right = is_answer_correct(source, where, state, final_answer, row.expected)
-        answer = final_answer or _partial_answer(source, where, window)
-        return TokensData(window, row, answer, right, place, _load_previews(source, where, window))
+        branch = (place.generation, place.branch)
+        state, final_answer = _load_outcome(source, branch, row)
+        return TokensData(
+            window=window,
+            generation=row,
+            answer=final_answer or _partial_answer(source, branch, window),
+            is_correct=is_answer_correct(source, branch, state, final_answer, row.expected),
+            place=place,
+            previews=_load_previews(source, branch, window),
+        )
 
     def describe(self, data: TokensData) -> list[str]:
-        """Return segments with their texts, then the generated tokens with their numbers.
+        """Return the segments with their texts, then the generated tokens with their numbers.
 
-        Of a sequence that is not loaded whole, "…" stands for what is left out.
+        "…" stands for tokens outside of the window.
         """
         window = data.window
-        about = f"{window.n_tokens} tokens in {len(window.segments)} segments"
+        summary = f"{window.n_tokens} tokens in {len(window.segments)} segments"
         if not _is_whole(window):
-            about += f"; positions {window.start} to {window.stop - 1} are shown"
-        lines = [f"{about}."]
+            summary += f"; positions {window.start} to {window.stop - 1} are shown"
+        lines = [f"{summary}."]
         for number, segment in enumerate(window.segments):
             if segment.kind != SegmentKind.GENERATED:
                 lines.append(_format_segment(number, segment, data))
-        chosen = [token for token in window.tokens if token.step is not None]
-        lines.append("Generated:" if chosen else f"Generated: {_format_no_tokens(window)}.")
-        lines += [_format_generated(token, data) for token in chosen]
+        generated = [token for token in window.tokens if token.step is not None]
+        lines.append("Generated:" if generated else f"Generated: {_format_no_tokens(window)}.")
+        lines += [_format_generated(token, data) for token in generated]
         return [*lines, _format_verdict(data)[0]]
 
     def paint(self, data: TokensData, request: Request[TokensOptions], theme: Theme) -> Picture:
-        """Draw the rows around the current token, then the answer beside the expected one."""
+        """Draw the rows around the current token, then the answer and the expected one."""
         width, height = request.width, request.height
         rows = _layout_rows(data.window, request)
-        foot = [_verdict_line(data, width, theme)] if height > 3 else []
+        footer = [_verdict_line(data, width, theme)] if height > 3 else []
         if height > 6:
-            foot.insert(0, _token_line(data, width, theme))
-        top = _first_row(rows, data.window.current, height - len(foot))
+            footer.insert(0, _token_line(data, width, theme))
+        room = height - len(footer)
+        top = _first_row(rows, data.window.current, room)
         text = theme.style("text")
         strips = [
             line(row.spans(theme, current=data.window.current, marked=frozenset()), width, text)
-            for row in rows[top : top + height - len(foot)]
+            for row in rows[top : top + room]
         ]
-        strips += [line([], width, text)] * (height - len(foot) - len(strips))
-        return Picture([*strips, *foot][:height], _note(data, request))
+        strips += [line([], width, text)] * (room - len(strips))
+        return Picture([*strips, *footer][:height], _note(data, request))
 
     def on_action(
         self, action: str, data: TokensData, request: Request[TokensOptions]
@@ -140,18 +146,16 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
     def on_mouse(
         self, x: int, y: int, data: TokensData, request: Request[TokensOptions], *, click: bool
     ) -> Navigate | None:
-        """Click a token: go to the step that chose it, or look at a token of the prompt."""
+        """Go to the step that chose the clicked token, or select a token of the prompt."""
         if not click:
             return None
         rows = _layout_rows(data.window, request)
-        feet = (request.height > 3) + (request.height > 6)
-        index = _first_row(rows, data.window.current, request.height - feet) + y
-        word = (
-            rows[index].cell_at(x) if 0 <= index < len(rows) and y < request.height - feet else None
-        )
-        if word is None:
+        room = request.height - (request.height > 3) - (request.height > 6)
+        index = _first_row(rows, data.window.current, room) + y
+        cell = rows[index].cell_at(x) if 0 <= index < len(rows) and y < room else None
+        if cell is None:
             return None
-        token = data.window.token(word.pos)
+        token = data.window.token(cell.pos)
         if token is None:
             return None
         if token.step is not None:
@@ -164,53 +168,53 @@ def _layout_rows(window: TokenWindow, request: Request[TokensOptions]) -> list[T
 
 
 def _first_row(rows: list[TokenCellRow], current: int | None, height: int) -> int:
-    """Return the first row to draw, so that the current one is on screen, about its middle."""
-    at = next(
-        (i for i, row in enumerate(rows) if any(word.pos == current for word in row.cells)),
+    """Return the index of the first row to draw, so that the current one is near the middle."""
+    index = next(
+        (i for i, row in enumerate(rows) if any(cell.pos == current for cell in row.cells)),
         len(rows) - 1,
     )
-    return max(0, min(at - height // 2, len(rows) - height))
+    return max(0, min(index - height // 2, len(rows) - height))
 
 
 def _is_whole(window: TokenWindow) -> bool:
     return window.stop - window.start == window.n_tokens
 
 
-def _load_outcome(source: Source, where: tuple[int, int], row: GenerationRow) -> tuple[str, str]:
-    """Return the state and the answer of a branch; a generation's own are those of branch 0."""
-    generation, branch = where
-    forks = source.reader.branches(generation) if branch else []
-    mine = next((fork for fork in forks if fork.branch == branch), None)
-    return (mine.state, mine.answer) if mine else (row.state, row.answer)
+def _load_outcome(source: Source, branch: tuple[int, int], row: GenerationRow) -> tuple[str, str]:
+    """Return the state and the answer of (generation, branch); `row` has those of branch 0."""
+    generation, number = branch
+    forks = source.reader.branches(generation) if number else []
+    fork = next((fork for fork in forks if fork.branch == number), None)
+    return (fork.state, fork.answer) if fork else (row.state, row.answer)
 
 
-def _partial_answer(source: Source, where: tuple[int, int], window: TokenWindow) -> str:
-    """Return the beginning of an answer that is still being made."""
-    segments = (s.start for s in window.segments if s.kind == SegmentKind.GENERATED)
-    start = next(segments, window.start)
-    found = read_tokens(source.reader, *where, start, limit=MAX_TEXT_CHARS)
-    text = "".join(t.text for t in found if t.step is not None and not t.special).strip()
-    cut = bool(found) and found[-1].pos + 1 < window.n_tokens
+def _partial_answer(source: Source, branch: tuple[int, int], window: TokenWindow) -> str:
+    """Return the beginning of an answer that is still being generated."""
+    starts = (s.start for s in window.segments if s.kind == SegmentKind.GENERATED)
+    start = next(starts, window.start)
+    tokens = read_tokens(source.reader, *branch, start, limit=MAX_TEXT_CHARS)
+    text = "".join(t.text for t in tokens if t.step is not None and not t.special).strip()
+    cut = bool(tokens) and tokens[-1].pos + 1 < window.n_tokens
     return f"{text}…" if cut else text
 
 
 def _load_previews(
-    source: Source, where: tuple[int, int], window: TokenWindow
+    source: Source, branch: tuple[int, int], window: TokenWindow
 ) -> dict[int, Sequence[TokenRecord]]:
-    """Return the first tokens of the segments of the prompt that lie outside of the window."""
+    """Return the first tokens of the prompt's segments outside of the window."""
     prompt = [s for s in enumerate(window.segments) if s[1].kind != SegmentKind.GENERATED]
     outside = [s for s in prompt if s[1].stop <= window.start or s[1].start >= window.stop]
-    found: dict[int, Sequence[TokenRecord]] = {}
+    previews: dict[int, Sequence[TokenRecord]] = {}
     for number, segment in outside[:MAX_PREVIEWS]:
         stop = min(segment.stop, segment.start + PREVIEW_TOKENS)
-        read = partial(read_tokens, source.reader, *where, segment.start, stop)
-        key = ("beginning", *where, segment.start, stop)
-        found[number] = source.get_or_create(key, read, lambda tokens: 512 * (1 + len(tokens)))
-    return found
+        read = partial(read_tokens, source.reader, *branch, segment.start, stop)
+        key = ("beginning", *branch, segment.start, stop)
+        previews[number] = source.get_or_create(key, read, lambda tokens: 512 * (1 + len(tokens)))
+    return previews
 
 
 def _format_segment(number: int, segment: Segment, data: TokensData) -> str:
-    """Return a segment with its text: what the window has of it, else how it begins."""
+    """Format a segment with its text in the window, or else its first tokens."""
     window = data.window
     stop = min(segment.stop, window.n_tokens)
     start, end = max(segment.start, window.start), min(stop, window.stop)
@@ -251,12 +255,12 @@ def _format_generated(token: TokenRecord, data: TokensData) -> str:
 
 
 def _format_verdict(data: TokensData) -> tuple[str, str]:
-    """Return the answer beside the expected one, and the style that says if they agree."""
+    """Return the answer with the expected one, and a style that shows whether they agree."""
     row = data.generation
     answer = escape_unprintable(data.answer[:MAX_TEXT_CHARS]) or "(nothing yet)"
     answer += "…" if len(data.answer) > MAX_TEXT_CHARS else ""
     if not row.expected:
-        return f"answer: {answer}; nothing was expected", "text"
+        return f"answer: {answer}; no expected answer", "text"
     expected = " | ".join(escape_unprintable(text) for text in row.expected[:3])
     if data.is_correct is None:
         return f"answer so far: {answer}; expected: {expected}", "muted"
@@ -270,15 +274,15 @@ def _verdict_line(data: TokensData, width: int, theme: Theme) -> Strip:
 
 
 def _token_line(data: TokensData, width: int, theme: Theme) -> Strip:
-    """Return what is known of the current token in one line."""
+    """Draw the properties of the current token in one line."""
     window, text = data.window, theme.style("text")
     token = None if window.current is None else window.token(window.current)
     if token is None:
         return line([("this step chose no token", theme.style("muted"))], width, text)
     segment = segment_at(window.segments, token.pos)
-    word = token_cells(window, "segment")[token.pos - window.start]
+    cell = token_cells(window, "segment")[token.pos - window.start]
     spans: list[Span] = [
-        (word.text, token_style(word, theme)),
+        (cell.text, token_style(cell, theme)),
         (f" {token.pos}", theme.style("strong")),
         (f" id {token.token_id}", text),
         (f" {escape_unprintable(segment.label)}" if segment else "", theme.style("muted")),
@@ -292,5 +296,5 @@ def _token_line(data: TokensData, width: int, theme: Theme) -> Strip:
 
 
 def _note(data: TokensData, request: Request[TokensOptions]) -> str:
-    shown_now = "" if _is_whole(data.window) else ", around this step"
-    return f"{data.window.n_tokens} tokens{shown_now} · colour: {request.options.colour}"
+    extent = "" if _is_whole(data.window) else ", around this step"
+    return f"{data.window.n_tokens} tokens{extent} · colour: {request.options.colour}"

@@ -1,4 +1,4 @@
-"""The training panel: what the step learned, what it took, and the curves of the whole run."""
+"""The training panel: the facts of an optimizer step, and the curves of the whole run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.text_lines import clip_text, line, wrap_paragraph
 from flexinspect.drawing.theme import Theme
@@ -43,15 +43,22 @@ from flexinspect.trace.reader_queries import CurvePoint
 
 LEARNING_RATE = "learning rate"
 CURVE_NAMES = ("loss", LEARNING_RATE, "gradient norm")
+CURVE_STYLES = ("good", "accent", "strong")
+"""Styles of learning rate curves that are drawn below each other, in turn."""
+
+LOG_SCALE_RATIO = 1e3
+"""Ratio of the highest to the lowest value from which a curve is drawn logarithmically."""
+
 _NAME_WIDTH = 15
 _MAX_CURVE_HEIGHT = 8
-LOG_SCALE_RATIO = 1e3
-"""From which ratio of highest to lowest a curve is logarithmic."""
+
+Curve = Mapping[int, float | None]
+"""Values by point."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """One step, the run it belongs to, and the curves of the run by point."""
+    """One step, the declared facts of its run, and the curves of the run by point."""
 
     step: TrainingStepRecord
     run_facts: Mapping[str, Any]
@@ -59,8 +66,8 @@ class TrainingData:
     points: Mapping[int, CurvePoint]
 
     def values(self, name: str) -> dict[int, float | None]:
-        """Return a curve by point; NaN where something was not finite."""
-        return {at: _curve_value(name, point) for at, point in self.points.items()}
+        """Return a curve by point; NaN for a point with a non-finite value."""
+        return {index: _curve_value(name, point) for index, point in self.points.items()}
 
 
 class TrainingPanel(Panel[TrainingData, NoOptions]):
@@ -70,59 +77,63 @@ class TrainingPanel(Panel[TrainingData, NoOptions]):
     title: ClassVar[str] = "Training"
     help: ClassVar[Help] = Help(
         "It shows an optimizer step: loss, learning rate, gradient norm before and after clipping, "
-        "the loss scaler, where its time went, and the run's curves.",
-        "A column of a curve is a step, or the highest of several; '!' is a loss or gradient that "
-        "is not finite; the current step is marked; click a column to go there; learning rates "
-        "that differ by group lie below each other, in the order of the title.",
+        "loss scaler and timings, and the curves of the run.",
+        "A column of a curve is a step, or the highest value of several steps; '!' is a non-finite "
+        "loss or gradient; the current step is marked; click a column to go there; learning rates "
+        "that differ by group are drawn below each other, in the order of the title.",
         "Look for the step before the loss jumps: a gradient norm that rises, a learning rate that "
-        "has just changed, steps that the scaler left out.",
+        "has just changed, steps that the loss scaler skipped.",
     )
     depends_on_size: ClassVar[bool] = True
 
     def options(self) -> NoOptions:
-        """Return the options; there are none."""
+        """Return the initial options; there are none."""
         return NoOptions()
 
     def load(self, source: Source, request: Request[NoOptions]) -> TrainingData:
         """Read the step, and the curves in as many points as there are columns."""
         place, reader = request.place, source.reader
-        about = require_training_facts(source, place)
+        facts = require_training_facts(source, place)
         span = load_curve_span(reader, place, timeline_columns(request.width))
         step = reader.training_step(place.generation, span.current, place.branch)
         if step is None:
-            raise Missing(f"Step {span.current} is no training step.")
-        sizes = (span.first, span.n_steps, span.n_points)
+            raise Missing(f"Step {span.current} is not a training step.")
         points = reader.training_curve(
-            place.generation, *sizes, place.branch, n_rates=len(step.learning_rates)
+            place.generation,
+            span.first,
+            span.n_steps,
+            span.n_points,
+            place.branch,
+            n_rates=len(step.learning_rates),
         )
-        return TrainingData(step, about, span, points)
+        return TrainingData(step, facts, span, points)
 
     def describe(self, data: TrainingData) -> list[str]:
-        """Return the facts of the step, then the ends of each curve."""
-        lines = [f"{name}: {value}" for name, value in step_facts(data)]
-        trouble = _describe_problem(data)
-        words = [text for name in CURVE_NAMES for text in _describe_curve(data, name)]
-        return [*([trouble] if trouble else []), *lines, *words]
+        """Return the problem of the step if there is one, its facts, and the ranges of curves."""
+        problem = _describe_problem(data)
+        facts = [f"{name}: {value}" for name, value in step_facts(data)]
+        curves = [text for name in CURVE_NAMES for text in _describe_curve(data, name)]
+        return [*([problem] if problem else []), *facts, *curves]
 
     def paint(self, data: TrainingData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the facts with the curves beside or below them."""
         width, height = request.width, request.height
         areas = curve_areas(data, width, height)
-        trouble, side = _describe_problem(data), left_width(width)
-        left = wrap_paragraph(trouble, side, theme.style("bad")) if trouble else []
+        problem, column = _describe_problem(data), left_width(width)
+        left = wrap_paragraph(problem, column, theme.style("bad")) if problem else []
         text, muted = theme.style("text"), theme.style("muted")
         for name, value in step_facts(data):
-            left.append(line([(clip_text(name, _NAME_WIDTH), muted), (value, text)], side, text))
-        drawn = [
+            left.append(line([(clip_text(name, _NAME_WIDTH), muted), (value, text)], column, text))
+        curves = [
             strip
             for name, area in areas.items()
             for strip in _draw_titled_curve(data, name, area, theme)
         ]
         if width >= MIN_TWO_COLUMN_WIDTH:
-            strips = draw_two_columns(left[:height], drawn[:height], width, height, theme)
+            strips = draw_two_columns(left[:height], curves[:height], width, height, theme)
         else:
-            strips = [*left[: max(height - len(drawn), 0)], *drawn]
-        return Picture(strips[:height], data.span.format_steps(), alarm=bool(trouble))
+            strips = [*left[: max(height - len(curves), 0)], *curves]
+        return Picture(strips[:height], data.span.format_steps(), alarm=bool(problem))
 
     def on_mouse(
         self, x: int, y: int, data: TrainingData, request: Request[NoOptions], *, click: bool
@@ -152,14 +163,12 @@ def curve_areas(data: TrainingData, width: int, height: int) -> dict[str, Area]:
 
 
 def step_facts(data: TrainingData) -> list[tuple[str, str]]:
-    """Return what there is to say of the step, names with values."""
+    """Return the facts of the step as (name, value)."""
     step = data.step
     rates = " ".join(map(_format_rate, step.learning_rates)) or "-"
+    loss = f"{format_number(step.loss)} ({step.loss_source})" if step.has_loss else "not reported"
     facts = [
-        (
-            "loss",
-            f"{format_number(step.loss)} ({step.loss_source})" if step.has_loss else "not told",
-        ),
+        ("loss", loss),
         ("learning rate", rates),
         ("gradient norm", _format_norm(step)),
         ("parameters", _format_counts(step)),
@@ -170,14 +179,14 @@ def step_facts(data: TrainingData) -> list[tuple[str, str]]:
         worst = max(filter(math.isfinite, step.group_ratios), default=math.nan)
         facts.append(("weights change", f"by {format_number(worst)} at most (group)"))
     if step.scale is not None:
-        left_out = ", step left out" if step.is_skipped else ""
-        facts.append(("loss scale", f"{step.scale:g}{left_out}"))
-    where, weights = f"{step.device} {step.autocast}".strip(), format_placement(data.run_facts)
+        skipped = ", step skipped" if step.is_skipped else ""
+        facts.append(("loss scale", f"{step.scale:g}{skipped}"))
+    device, weights = f"{step.device} {step.autocast}".strip(), format_placement(data.run_facts)
     if weights not in ("", step.device):
-        where = f"{where or '-'}, weights on {weights}"
+        device = f"{device or '-'}, weights on {weights}"
     return [
         *facts,
-        ("device", escape_unprintable(where) or "-"),
+        ("device", escape_unprintable(device) or "-"),
         ("measured", escape_unprintable(step.detail) or "-"),
     ]
 
@@ -189,32 +198,34 @@ def _format_rate(rate: float) -> str:
 def _format_norm(step: TrainingStepRecord) -> str:
     if step.total_norm is None:
         return "not measured in this step"
-    clipped_from = ""
-    if step.norm_before_clip is not None:
-        limit = format_number(step.max_norm)
-        clipped_from = f", clipped from {format_number(step.norm_before_clip)} to {limit}"
-    return format_number(step.total_norm) + clipped_from
+    norm = format_number(step.total_norm)
+    if step.norm_before_clip is None:
+        return norm
+    before, limit = format_number(step.norm_before_clip), format_number(step.max_norm)
+    return f"{norm}, clipped from {before} to {limit}"
 
 
 def _format_counts(step: TrainingStepRecord) -> str:
-    named = (
-        (step.n_exploding, "explode"),
-        (step.n_vanishing, "vanish"),
+    counts = (
+        (step.n_exploding, "exploding"),
+        (step.n_vanishing, "vanishing"),
         (step.n_dead, "dead"),
-        (step.n_sick, "not finite"),
+        (step.n_sick, "non-finite"),
     )
-    return ", ".join([f"{step.n_parameters} with gradient", *(f"{n} {w}" for n, w in named if n)])
+    return ", ".join(
+        [f"{step.n_parameters} with gradient", *(f"{n} {name}" for n, name in counts if n)]
+    )
 
 
 def _format_times(step: TrainingStepRecord) -> str:
-    named = [
+    times = [
         ("forward", step.forward_ms),
         ("backward", step.backward_ms),
         ("optimizer", step.optimizer_ms),
         ("loader", step.data_ms),
         ("other", step.other_ms),
     ]
-    return ", ".join(f"{name} {format_number(ms)}" for name, ms in named if ms is not None) + " ms"
+    return ", ".join(f"{name} {format_number(ms)}" for name, ms in times if ms is not None) + " ms"
 
 
 def _describe_problem(data: TrainingData) -> str:
@@ -223,19 +234,20 @@ def _describe_problem(data: TrainingData) -> str:
 
 
 def describe_producer(producer: AnomalyOrigin) -> str:
-    """Return in a line where trouble began in a step."""
-    name = escape_unprintable(producer.name)
-    words = {
-        "input": "the batch is not finite.",
-        "weights": f"the weights {name} are not finite.",
-        "module": f"the output of {name} is the first that is not finite.",
-        "loss": "the loss makes numbers that are not finite.",
-        "backward": f"the gradient of {name} is the first that is not finite.",
-        "explosion": f"the gradient of {name} explodes ({escape_unprintable(producer.detail)}).",
-        "vanishing": f"the gradient of {name} vanishes ({escape_unprintable(producer.detail)}).",
+    """Return one line on where the anomaly of a step began."""
+    name, detail = escape_unprintable(producer.name), escape_unprintable(producer.detail)
+    texts = {
+        "input": "the batch has NaN or Inf.",
+        "weights": f"the weights {name} have NaN or Inf.",
+        "module": f"the output of {name} is the first with NaN or Inf.",
+        "loss": "the loss produces NaN or Inf.",
+        "backward": f"the gradient of {name} is the first with NaN or Inf.",
+        "explosion": f"the gradient of {name} explodes ({detail}).",
+        "vanishing": f"the gradient of {name} vanishes ({detail}).",
     }
-    carried = f" {producer.n_carriers} others carry it on." if producer.n_carriers else ""
-    return words.get(producer.kind, f"{escape_unprintable(producer.kind)} {name}.") + carried
+    others = plural(producer.n_carriers, "other")
+    inherited = f" {others} only propagate it." if producer.n_carriers else ""
+    return texts.get(producer.kind, f"{escape_unprintable(producer.kind)} {name}.") + inherited
 
 
 def _curve_value(name: str, point: CurvePoint) -> float | None:
@@ -248,23 +260,23 @@ def _curve_value(name: str, point: CurvePoint) -> float | None:
 
 def _describe_curve(data: TrainingData, name: str) -> list[str]:
     """Return sentences about the range of a curve over the run."""
-    shown, curves = data.span.format_steps(), rate_curves(data.points)
+    steps, curves = data.span.format_steps(), rate_curves(data.points)
     if name == LEARNING_RATE and len(curves) > 1:
         return [
-            f"{name} of group {groups} in {shown}: {format_range(curve)}."
+            f"{name} of group {groups} in {steps}: {format_range(curve)}."
             for groups, curve in curves
         ]
     low, high = _curve_range(data, name)
-    return [f"{name} in {shown}: {format_number(low)} to {format_number(high)}."]
+    return [f"{name} in {steps}: {format_number(low)} to {format_number(high)}."]
 
 
 def _curve_range(data: TrainingData, name: str) -> tuple[float | None, float | None]:
-    known = [v for v in data.values(name).values() if v is not None and math.isfinite(v)]
-    return (min(known), max(known)) if known else (None, None)
+    finite = [v for v in data.values(name).values() if v is not None and math.isfinite(v)]
+    return (min(finite), max(finite)) if finite else (None, None)
 
 
 def _log_ratio(value: float | None, low: float) -> float | None:
-    """Return the logarithm of a value over the lowest one."""
+    """Return the logarithm of a value divided by the lowest one."""
     if value is None or not math.isfinite(value):
         return value
     return math.log10(max(value / low, 1.0))
@@ -282,22 +294,16 @@ def _draw_titled_curve(data: TrainingData, name: str, area: Area, theme: Theme) 
     style, values = "good" if name == LEARNING_RATE else "accent", data.values(name)
     if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
         title.append(("  logarithmic", theme.style("muted")))
-        values = {at: _log_ratio(value, low) for at, value in values.items()}
-    drawn = draw_curve(values, data.span, area, theme, style=style)
-    return [line(title, area.width, theme.style("text")), *drawn]
-
-
-Curve = Mapping[int, float | None]
-
-CURVE_STYLES = ("good", "accent", "strong")
-"""Of the first curve, the second and so on, which lie below each other."""
+        values = {index: _log_ratio(value, low) for index, value in values.items()}
+    curve = draw_curve(values, data.span, area, theme, style=style)
+    return [line(title, area.width, theme.style("text")), *curve]
 
 
 def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:
-    """Return each curve by point, with the numbers of the groups that have it: "0-2, 4"."""
+    """Return the distinct learning rate curves, each with the groups that have it: "0-2, 4"."""
     curves: list[tuple[Curve, list[int]]] = []
     for group in range(max((len(point.rates) for point in points.values()), default=0)):
-        values = {at: _group_rate(point, group) for at, point in points.items()}
+        values = {index: _group_rate(point, group) for index, point in points.items()}
         same = next((groups for curve, groups in curves if curve == values), None)
         if same is None:
             curves.append((values, [group]))
@@ -307,7 +313,7 @@ def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:
 
 
 def format_range(curve: Curve) -> str:
-    """Return "0.001 to 0.1", or one number for a rate that stays."""
+    """Return "0.001 to 0.1", or one number for a constant rate."""
     low, high = map(format_number, _bounds(curve))
     return low if low == high else f"{low} to {high}"
 
@@ -320,28 +326,29 @@ def _bounds(curve: Curve) -> tuple[float | None, float | None]:
 def draw_rates(
     curves: list[tuple[str, Curve]], span: CurveSpan, area: Area, theme: Theme
 ) -> list[Strip]:
-    """Draw curves below each other, as many as there are rows, under a title that tells each."""
+    """Draw curves below each other, as many as there are rows, under a title with their ranges."""
     shown = curves[: max(area.height, 0)]
     strips: list[Strip] = []
-    for at, (_, curve) in enumerate(shown):
-        height = area.height * (at + 1) // len(shown) - area.height * at // len(shown)
+    for i, (_, curve) in enumerate(shown):
+        height = area.height * (i + 1) // len(shown) - area.height * i // len(shown)
         rows = Area(area.x, area.y, area.width, height)
-        strips += draw_curve(curve, span, rows, theme, style=CURVE_STYLES[at % len(CURVE_STYLES)])
+        strips += draw_curve(curve, span, rows, theme, style=CURVE_STYLES[i % len(CURVE_STYLES)])
     more = f" and {len(curves) - len(shown)} more" if len(shown) < len(curves) else ""
     return [_draw_title(shown, more, area.width, theme), *strips]
 
 
 def _draw_title(curves: Sequence[tuple[str, Curve]], more: str, width: int, theme: Theme) -> Strip:
-    """Return the range of each curve, or the highest rate of each where there is no room."""
-    head, texts = "learning rate, group", [f" {of}: {format_range(curve)}" for of, curve in curves]
-    if len(head) + sum(map(len, texts)) + len(more) > width:
-        head = "learning rate up to"
-        texts = [f" {of}: {format_number(_bounds(curve)[1])}" for of, curve in curves]
-    parts = [(head, theme.style("title"))]
-    parts += [
-        (text, theme.style(CURVE_STYLES[at % len(CURVE_STYLES)])) for at, text in enumerate(texts)
+    """Draw the range of each curve, or only its highest rate where there is no room."""
+    title = "learning rate, group"
+    texts = [f" {groups}: {format_range(curve)}" for groups, curve in curves]
+    if len(title) + sum(map(len, texts)) + len(more) > width:
+        title = "learning rate up to"
+        texts = [f" {groups}: {format_number(_bounds(curve)[1])}" for groups, curve in curves]
+    spans = [(title, theme.style("title"))]
+    spans += [
+        (text, theme.style(CURVE_STYLES[i % len(CURVE_STYLES)])) for i, text in enumerate(texts)
     ]
-    return line([*parts, (more, theme.style("muted"))], width, theme.style("text"))
+    return line([*spans, (more, theme.style("muted"))], width, theme.style("text"))
 
 
 def _group_rate(point: CurvePoint, group: int) -> float | None:

@@ -172,7 +172,7 @@ def test_json_is_an_object_for_one_panel_and_a_list_for_several(said: Show, trac
         (("--option", "x=1"), "The panels have no option 'x'; known: shout, times."),
         (("--panel", "echo", "--option", "x=1"), "The panel echo has no option 'x'; known: shout,"),
         (("--panel", "empty", "--option", "x=1"), "The panel empty has no option 'x'; known: none"),
-        (("--option", "times=x"), "The option times of the panel echo is a whole number"),
+        (("--option", "times=x"), "The option times of the panel echo must be a whole number"),
         (("--panel", "ecko"), "There is no panel 'ecko'; the panels are echo, empty."),
         (("--picture", "--json"), "--picture and --json exclude each other."),
         (("--export", "a.svg"), "--export saves the picture of one panel."),

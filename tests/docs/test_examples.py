@@ -88,7 +88,7 @@ def test_its_trace_holds_what_was_generated_and_meant(ran: Any, case: str) -> No
 @pytest.mark.parametrize("case", ["patched forward", "registered name", "masks for generate"])
 def test_the_mask_that_ran_is_the_one_that_was_meant(ran: Any, case: str) -> None:
     shown = show(ran(case).path, "mask")
-    assert "Declared is segment-isolation; what was executed is what was declared." in shown
+    assert "The declared mask is segment-isolation; the executed mask is the same." in shown
 
 
 @pytest.mark.parametrize("case", ["patched forward", "registered name"])

@@ -98,7 +98,7 @@ def test_reverse_and_dim_are_colours_and_lines_are_decoration() -> None:
     assert (both.text, both.attrib["text-decoration"]) == ("c ", "underline line-through")
 
 
-def test_a_wide_character_stands_alone_in_two_cells() -> None:
+def test_a_wide_character_is_drawn_alone_in_two_cells() -> None:
     root = drawn(line([("a日本b", Style.parse(RED))], 6))
     found = [
         (text.text, text.attrib["x"], text.attrib["textLength"]) for text in root.iter(f"{SVG}text")
@@ -106,7 +106,7 @@ def test_a_wide_character_stands_alone_in_two_cells() -> None:
     assert found[1:] == [("a", "0", "8"), ("日", "8", "16"), ("本", "24", "16"), ("b", "40", "8")]
 
 
-def test_what_the_trace_says_is_text_and_never_markup() -> None:
+def test_text_of_the_trace_is_escaped() -> None:
     evil = "</text><script>alert(1)</script>&\"'"
     root = drawn(row((evil, "white")), title=evil, note=evil)
     assert texts(root) == [evil, evil, evil]
@@ -114,12 +114,12 @@ def test_what_the_trace_says_is_text_and_never_markup() -> None:
     assert not list(root.iter(f"{SVG}script"))
 
 
-def test_characters_that_no_xml_may_hold_are_replaced() -> None:
+def test_characters_that_xml_forbids_are_replaced() -> None:
     root = drawn(row(("a\x1b\x00\ud800b", "white"), width=5), title="x\x07y")
     assert texts(root) == ["x�y", "a���b"]
 
 
-def test_the_same_strips_give_the_same_bytes_and_nothing_is_fetched() -> None:
+def test_the_same_strips_give_the_same_bytes_without_external_references() -> None:
     levels = np.arange(60, dtype=np.uint8).reshape(6, 10) % 32
     one, two = (
         export.to_svg(heat(levels, CIVIDIS, LOOK), title="t", look=LOOK, note="n") for _ in "ab"
@@ -169,7 +169,7 @@ def test_a_png_shows_its_text() -> None:
     assert len(np.unique(pixels[24:56, 24:88, :3].reshape(-1, 3), axis=0)) > 4
 
 
-def test_without_the_extra_a_png_is_refused_with_the_way_out(
+def test_a_png_without_the_extra_is_an_error_that_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
@@ -180,7 +180,7 @@ def test_without_the_extra_a_png_is_refused_with_the_way_out(
     assert export.save(tmp_path / "a.svg", [], title="t", theme=LOOK).exists()
 
 
-def test_without_a_monospace_font_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_png_without_a_monospace_font_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("resvg_py")
     monkeypatch.setattr(export, "find_monospace", lambda: None)
     with pytest.raises(FlexInspectError, match="monospace font"):
@@ -208,7 +208,7 @@ def test_the_best_known_font_is_found_with_its_styles(
     ]
 
 
-def test_a_picture_takes_the_place_of_the_old_one_whole(tmp_path: Path) -> None:
+def test_save_replaces_an_existing_picture(tmp_path: Path) -> None:
     file = tmp_path / "a.svg"
     file.write_text("old")
     assert export.save(str(file), [row(("new", "red"))], title="t", theme=LOOK) == file
@@ -216,7 +216,7 @@ def test_a_picture_takes_the_place_of_the_old_one_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
 
-def test_a_write_that_fails_leaves_the_old_picture_and_nothing_else(
+def test_a_failed_write_leaves_only_the_old_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "a.svg"
@@ -232,13 +232,13 @@ def test_a_write_that_fails_leaves_the_old_picture_and_nothing_else(
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
 
-def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(FlexInspectError, match="cannot be written to") as caught:
+def test_a_missing_folder_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(FlexInspectError, match="could not be written to") as caught:
         export.save(tmp_path / "none" / "a.svg", [], title="t", theme=LOOK)
     assert caught.value.hint is not None
 
 
-def test_another_ending_is_a_usage_error(tmp_path: Path) -> None:
+def test_another_suffix_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither SVG nor PNG"):
         export.save(tmp_path / "a.gif", [], title="t", theme=LOOK)
 

@@ -96,7 +96,7 @@ def test_values_outside_the_range_are_clipped_and_nan_is_level_zero() -> None:
 
 
 @pytest.mark.parametrize("ends", [(1.0, 1.0), (2.0, 1.0), (NAN, 1.0), (0.0, INF), (-1e308, 1e308)])
-def test_a_range_that_is_none_gives_level_zero_everywhere(ends: tuple[float, float]) -> None:
+def test_an_invalid_range_gives_level_zero_everywhere(ends: tuple[float, float]) -> None:
     assert quantise([[0.5, NAN], [INF, 1.0]], *ends, 32).tolist() == [[0, 0], [0, 0]]
 
 
@@ -113,7 +113,7 @@ def test_levels_are_bytes_of_the_shape_of_the_values() -> None:
     assert got.shape == (3, 0)
 
 
-def test_what_is_not_finite_gets_the_marked_level_and_nothing_else_does() -> None:
+def test_only_nan_and_inf_get_the_marked_level() -> None:
     got = quantise_marked([0.0, 1.0, NAN, INF, -INF], 0, 1, CIVIDIS_MARKED)
     assert got.tolist() == [0, 31, 32, 32, 32]
     assert CIVIDIS_MARKED.ramp[32] == "!"
@@ -166,7 +166,7 @@ def test_below_and_above_the_middle_are_different_characters() -> None:
 
 @pytest.mark.parametrize("count", [0, 257])
 def test_a_palette_needs_one_to_256_levels(count: int) -> None:
-    with pytest.raises(ValueError, match="make no palette"):
+    with pytest.raises(ValueError, match="needs 1 to 256 colours"):
         Palette([(0, 0, 0)] * count, " " * count)
 
 
@@ -183,7 +183,7 @@ def test_a_pair_of_levels_is_a_half_block_and_an_equal_pair_a_blank() -> None:
     assert FOUR.ansi[3 * 4 + 3] == "\x1b[48;2;255;255;255m "
 
 
-def test_the_remembered_runs_of_a_palette_do_not_grow_without_end(
+def test_the_cached_runs_of_a_palette_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("flexinspect.drawing.heatmap._MAX_CACHED_RUNS", 3)
@@ -193,7 +193,7 @@ def test_the_remembered_runs_of_a_palette_do_not_grow_without_end(
     assert len(palette._runs) <= 3
 
 
-def test_the_ink_on_a_colour_can_be_read() -> None:
+def test_the_text_colour_contrasts_with_its_background() -> None:
     assert FOUR.text_color(0).get_truecolor() == (255, 255, 255)
     assert FOUR.text_color(3).get_truecolor() == (0, 0, 0)
 
@@ -269,12 +269,12 @@ def test_without_colours_the_larger_of_two_levels_is_a_character() -> None:
     assert backgrounds(strip) == []
 
 
-def test_without_colours_a_diverging_cell_shows_what_is_farther_from_the_middle() -> None:
+def test_without_colours_a_diverging_cell_shows_the_level_farther_from_the_middle() -> None:
     (strip,) = heat(levels([0, 16, 20], [20, 32, 16]), DIVERGING, PLAIN)
     assert strip.text == "#█░"
 
 
-def test_without_colours_a_marked_cell_is_seen_beside_the_largest_value() -> None:
+def test_without_colours_a_marked_cell_hides_the_largest_value() -> None:
     (strip,) = heat(levels([31, 0], [32, 32]), CIVIDIS_MARKED, PLAIN)
     assert strip.text == "!!"
 
@@ -311,7 +311,7 @@ def test_the_marked_box_keeps_its_colour_and_its_line_its_width() -> None:
 
 
 @pytest.mark.parametrize("marked", [(-1, 0), (1, 0), (0, 2), (5, 5)])
-def test_a_mark_outside_is_not_drawn(marked: tuple[int, int]) -> None:
+def test_a_cursor_outside_of_the_levels_is_not_drawn(marked: tuple[int, int]) -> None:
     assert texts(boxes(levels([0, 3]), FOUR, PLAIN, cell_width=2, marked=marked)) == ["  ██"]
 
 

@@ -64,7 +64,7 @@ def test_a_sparkline_rises_from_zero_to_the_highest_value() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7, 8], 9) == "▁▁▂▃▄▅▆▇█"
 
 
-def test_a_sparkline_shows_gaps_and_what_is_not_finite() -> None:
+def test_a_sparkline_shows_gaps_and_non_finite_values() -> None:
     assert sparkline([4.0, None, NAN, INF, 8.0], 7) == "▄ !!█  "
 
 
@@ -96,7 +96,7 @@ def test_a_timeline_of_negative_values_starts_at_the_lowest() -> None:
     assert texts(timeline([-8.0, 0.0, 8.0], 3, 1, PLAIN)) == ["▁▄█"]
 
 
-def test_a_timeline_marks_what_is_not_finite_at_the_foot() -> None:
+def test_a_timeline_marks_non_finite_values_at_the_foot() -> None:
     strips = timeline([8.0, NAN, None, INF], 4, 2, COLOUR)
     assert texts(strips) == ["█   ", "█! !"]
     styles = {text: style for text, style, _ in strips[1]}
@@ -115,7 +115,7 @@ def test_the_marked_value_of_a_timeline_is_reversed_in_every_line() -> None:
 
 
 @pytest.mark.parametrize("marked", [-1, 3])
-def test_a_marked_value_that_is_not_there_is_not_drawn(marked: int) -> None:
+def test_a_marked_index_out_of_range_is_not_drawn(marked: int) -> None:
     (strip,) = timeline([8.0, 8.0, 8.0], 3, 1, PLAIN, marked=marked)
     assert [style for _, style, _ in strip] == [PLAIN.style("accent")]
 
@@ -178,7 +178,7 @@ def test_a_number_is_short(value: float | None, written: str) -> None:
         (None, 3, "  -"),
     ],
 )
-def test_a_number_loses_digits_but_is_never_cut_to_another_one(
+def test_a_number_loses_digits_but_is_never_cut_to_another_number(
     value: float | None, width: int, written: str
 ) -> None:
     assert format_number(value, width) == written
@@ -230,12 +230,12 @@ def test_a_long_line_ends_in_an_ellipsis_wherever_its_parts_end(
     assert drawn(parts, width) == shown
 
 
-def test_blanks_that_are_cut_off_are_not_mentioned() -> None:
+def test_trailing_blanks_are_cut_without_an_ellipsis() -> None:
     assert drawn(["abcd", "   "], 4) == "abcd"
     assert drawn(["abc", "   "], 4) == "abc "
 
 
-def test_text_behind_blanks_that_are_cut_off_is_mentioned() -> None:
+def test_text_after_blanks_is_cut_with_an_ellipsis() -> None:
     assert drawn(["abcd", "   ", "e"], 4) == "abc…"
 
 
@@ -248,7 +248,7 @@ def test_a_wide_character_that_does_not_fit_leaves_a_blank(width: int, shown: st
     assert clip_text("日本", width) == shown
 
 
-def test_an_accent_in_its_own_part_stays_on_its_letter() -> None:
+def test_a_combining_mark_in_its_own_span_stays_on_its_letter() -> None:
     assert drawn(["e", "\u0301"], 1) == "e\u0301"
 
 
@@ -262,12 +262,12 @@ def test_a_line_has_exactly_its_width(parts: list[str], width: int) -> None:
 
 
 @given(st.text(st.sampled_from("ab 日🎉")), st.integers(-2, 12))
-def test_clipped_and_right_have_exactly_their_width(text: str, width: int) -> None:
+def test_clip_text_and_align_right_have_exactly_their_width(text: str, width: int) -> None:
     assert cell_len(clip_text(text, width)) == max(width, 0)
     assert cell_len(align_right(text, width)) == max(width, 0)
 
 
-def test_right_puts_text_at_the_right() -> None:
+def test_align_right_pads_on_the_left() -> None:
     assert align_right("ab", 4) == "  ab"
     assert align_right("abcdef", 4) == "abc…"
 
@@ -312,7 +312,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_plain_look_has_every_style_and_no_colour(name: str) -> None:
+def test_a_theme_without_colours_has_every_style(name: str) -> None:
     style = PLAIN.style(name)
     assert (style.color, style.bgcolor) == (None, None)
 
@@ -324,7 +324,7 @@ def test_a_coloured_style_has_both_colours(name: str) -> None:
     assert style.bgcolor == COLOUR.color("background")
 
 
-def test_without_colours_what_matters_still_differs_from_text() -> None:
+def test_without_colours_important_styles_still_differ_from_text() -> None:
     text = PLAIN.style("text")
     for name in ("strong", "muted", "title", "warn", "bad", "chosen", "cursor", "special"):
         assert PLAIN.style(name) != text, name
@@ -336,7 +336,7 @@ def test_an_unknown_style_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("look", [COLOUR, PLAIN])
-def test_neighbouring_bands_differ_and_bands_repeat(look: Theme) -> None:
+def test_neighbouring_segment_styles_differ_and_repeat(look: Theme) -> None:
     bands = [look.segment_style(number) for number in range(len(SEGMENT_COLORS) + 1)]
     assert all(one != other for one, other in pairwise(bands))
     assert bands[0] == look.segment_style(len(SEGMENT_COLORS))
@@ -355,14 +355,14 @@ def _luminance(color: str) -> float:
 
 
 @pytest.mark.parametrize("name", sorted(set(DARK_COLORS) - {"background", "surface"}))
-def test_the_dark_colours_can_be_read_on_their_background(name: str) -> None:
+def test_the_dark_colours_are_readable_on_their_background(name: str) -> None:
     assert (
         _contrast(DARK_COLORS[name], DARK_COLORS["background"]) >= 4
     )  # 4.5 would exclude Textual's primary
 
 
 @pytest.mark.parametrize("band", SEGMENT_COLORS)
-def test_white_text_can_be_read_on_every_band(band: str) -> None:
+def test_white_text_is_readable_on_every_segment_colour(band: str) -> None:
     assert _contrast("#ffffff", band) >= 3  # large text in WCAG; a heatmap's labels are short
 
 

@@ -48,8 +48,8 @@ def test_level_basic_says_which_level_records_attention(made: Made) -> None:
     with pytest.raises(Missing) as caught:
         load(source, step=1)
     assert caught.value.lines() == [
-        "Step 1 has no attention mass.",
-        "It is recorded at --level advanced (by segment) and --level extreme (by token).",
+        "Step 1 has no recorded attention.",
+        "Record with --level advanced (by segment) or --level extreme (by token).",
     ]
 
 
@@ -97,7 +97,7 @@ def test_a_mask_without_cells_says_so(made: Made) -> None:
 def test_keys_beyond_the_bound_are_not_read(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     _, source = made()
     monkeypatch.setattr("flexinspect.panels.attention.row_recompute.MAX_READ_BYTES", 100)
-    assert "a picture reads 0 MiB at most" in load(source, step=1).missing_reason
+    assert "more than the limit of 0 MiB" in load(source, step=1).missing_reason
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_a_row_that_sees_nothing_says_so(made: Made) -> None:
 
     _, source = made(change=blind)
     lines, _ = paint(source, 100, 30, step=0, row=4)
-    assert "This row sees no key at all: its output is zero." in " ".join(lines)
-    assert "This row sees no key at all" in words(load(source, step=0, row=4))
+    assert "This row attends to no key: its output is zero." in " ".join(lines)
+    assert "This row attends to no key" in words(load(source, step=0, row=4))
 
 
 def test_layer_and_head_beyond_the_model_are_brought_inside(made: Made) -> None:
@@ -178,7 +178,7 @@ def test_a_wide_picture_has_the_row_beside_the_grid_and_every_token_in_order(mad
     text = "\n".join(lines)
     positions = [int(line[36:].split()[0]) for line in lines[2:13]]
     assert positions == list(range(11))
-    assert "mass by segment" in text
+    assert "attention by segment" in text
     weight = scene.weights(1, 2, N_PROMPT)[7]
     assert f"{weight:.4f}" in lines[9]
     assert "paraphrase 2" in lines[9]

@@ -184,12 +184,12 @@ def test_a_recomputed_sink_goes_down_with_the_row_that_fails_its_gate(tmp_path: 
 # -- gates ----------------------------------------------------------------------------------------
 
 
-def test_a_row_that_is_not_what_ran_is_refused_with_its_number(made: Made) -> None:
+def test_a_row_that_is_not_what_ran_is_not_drawn(made: Made) -> None:
     _, source = made(softcap=1.0)
     data = load(source, step=2, layer=1, head=1)
     assert data.tokens is None
     assert data.mismatch.startswith("This is not what ran: ")
-    assert f"(gate {data.lse_check.value:.2g})" in data.mismatch
+    assert f"(off by {data.lse_check.value:.2g})" in data.mismatch
     assert data.lse_check.is_failed
     lines, picture = paint(source, 100, 30, step=2, layer=1, head=1)
     assert "This is not what ran" in " ".join(lines)
@@ -237,7 +237,7 @@ def test_the_output_gate_counts_as_well_as_the_rows_own(made: Made) -> None:
     _, source = made(gate=0.4, gate_kind="output")
     data = load(source, step=1)
     assert data.lse_check.describe() == "gate 4e-01 (output)"
-    assert data.mismatch.startswith("This is not what ran: the row's output")
+    assert data.mismatch.startswith("This is not what ran: the recomputed output")
     _, source = made(gate=1e-5, gate_kind="output")
     assert load(source, step=1).lse_check.describe() == "gate 1e-05 (output)"
 

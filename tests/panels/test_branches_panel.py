@@ -1,4 +1,4 @@
-"""The panel of branches: the tree, a branch beside its base, and where a click leads."""
+"""The branches panel: the tree, the comparison with the parent branch, and clicks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MASK = {"kind": "mask", "edits": ["drop paraphrase 2"], "rule": "…", "recomput
 
 
 def moved(step: StepRecord, by: float) -> StepRecord:
-    """Return the step with its best candidate's probability lowered by a factor."""
+    """Return the step with the logit of its best candidate lowered."""
     assert step.logits is not None
     best, *others = step.logits.candidates
     lower = replace(best, logit=best.logit - by, logprob=best.logprob - by)
@@ -68,14 +68,14 @@ def loaded(path: Path, place: TracePlace, height: int = 20) -> BranchesData:
     return BranchesPanel().load(Source(TraceReader(path)), request)
 
 
-def test_the_tree_names_each_fork_and_what_it_changed(forked: Path) -> None:
+def test_the_tree_shows_each_fork_and_its_change(forked: Path) -> None:
     lines = BranchesPanel().describe(loaded(forked, TracePlace(branch=1, step=2)))
     assert lines[0].startswith("  branch 0 · finished ·  Jane Austen".replace("·  ", "· "))
     assert "▸ └ branch 1 from step 2: ' Emily' instead of ' Aus'" in lines[1]
     assert "branch 2 from step 3: drop paraphrase 2, all keys computed again" in lines[2]
 
 
-def test_a_branch_stands_beside_the_one_it_left(forked: Path) -> None:
+def test_a_branch_is_compared_with_its_parent(forked: Path) -> None:
     data = loaded(forked, TracePlace(branch=1, step=3))
     assert [pair.step for pair in data.pairs] == [2, 3, 4]
     first, second, third = data.pairs
@@ -89,12 +89,12 @@ def test_a_branch_stands_beside_the_one_it_left(forked: Path) -> None:
     assert (third.base is None, third.own) == (False, None)  # the branch has no such step
     lines = BranchesPanel().describe(data)
     assert "step 3: " in lines[5]
-    assert "a logit moved by 0.5" in lines[5]
-    assert "The texts part at step 2." in lines
+    assert "largest logit change 0.5" in lines[5]
+    assert "The texts diverge at step 2." in lines
     assert "the same in all" in lines[-1]
 
 
-def test_the_step_at_which_texts_part_is_the_first_of_all_and_the_masks_are_said_whole(
+def test_the_divergence_may_be_above_the_window_and_the_mask_sentence_is_wrapped(
     forked: Path,
 ) -> None:
     request = Request(TracePlace(branch=1, step=3), NoOptions(), 38, 16)
@@ -102,15 +102,13 @@ def test_the_step_at_which_texts_part_is_the_first_of_all_and_the_masks_are_said
     data = panel.load(Source(TraceReader(forked)), request)
     narrow = replace(data, pairs=data.pairs[1:])  # step 2 is above the window
     picture = panel.paint(narrow, request, Theme("none"))
-    assert picture.note == "parts at step 2"
+    assert picture.note == "diverges at step 2"
     shown = " ".join(" ".join(strip.text for strip in picture.strips).split())
     assert "Masks: the same in all" in shown
     assert "rows that both computed (layer 0, head 0, up to this step)." in shown
 
 
-def test_another_step_reads_only_the_masks_that_were_not_read_yet(
-    forked: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_step_reads_only_new_masks(forked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     of_trace = TraceReader.mask
     monkeypatch.setattr(
@@ -126,22 +124,22 @@ def test_another_step_reads_only_the_masks_that_were_not_read_yet(
         assert len(read) == n_new
 
 
-def test_the_base_shows_the_last_branch_that_left_it(forked: Path) -> None:
+def test_the_root_is_compared_with_its_last_fork(forked: Path) -> None:
     shown = loaded(forked, TracePlace(branch=0, step=4)).compared
     assert shown is not None
     assert shown.branch == 1
 
 
-def test_a_generation_without_forks_says_how_to_make_one(tmp_path: Path) -> None:
+def test_a_generation_without_forks_shows_how_to_fork(tmp_path: Path) -> None:
     data = loaded(sample_trace(tmp_path / "one.flextrace"), TracePlace())
     assert data.compared is None
-    assert "F goes on" in BranchesPanel().describe(data)[-1]
+    assert "F continues" in BranchesPanel().describe(data)[-1]
     picture = BranchesPanel().paint(data, Request(TracePlace(), NoOptions(), 80, 6), Theme("none"))
-    assert "Nothing was forked" in "\n".join(strip.text for strip in picture.strips)
+    assert "There is no fork" in "\n".join(strip.text for strip in picture.strips)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 8), (20, 4), (200, 3)])
-def test_the_picture_is_as_large_as_it_may_be(forked: Path, width: int, height: int) -> None:
+def test_the_picture_fits_the_requested_size(forked: Path, width: int, height: int) -> None:
     request = Request(TracePlace(branch=1, step=3), NoOptions(), width, height)
     panel = BranchesPanel()
     data = panel.load(Source(TraceReader(forked)), request)
@@ -160,7 +158,7 @@ def test_a_click_goes_to_the_branch_or_the_step(forked: Path) -> None:
     assert point(5, 5, data, request, click=False) is None
 
 
-async def test_the_interface_walks_a_branch_with_its_parents_tokens(forked: Path) -> None:
+async def test_the_interface_steps_from_a_branch_to_the_tokens_of_its_parent(forked: Path) -> None:
     app = InspectorApp(forked, place=TracePlace(branch=1, step=3))
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)

@@ -1,4 +1,4 @@
-"""The findings panel: worst first, each class once, and the way from a finding to its place."""
+"""The findings panel: classes, the selected finding, and navigation to its place."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_narrow_line_keeps_the_count(source: Callable[..., Source]) -> None:
     assert lines[0] == "▸E mask.leak               1 064 times"
 
 
-def test_gaps_are_not_hidden_by_a_span() -> None:
+def test_ranges_show_their_gaps() -> None:
     assert NumberRange(0, 9, 3).describe("layer") == "3 layers of 0-9"
     assert NumberRange(0, 9, 10).describe("layer") == "layers 0-9"
     assert NumberRange(4, 4, 1).describe("layer") == "layer 4"
@@ -208,7 +208,7 @@ def test_an_empty_list_names_the_rules_that_the_manifest_names(
 ) -> None:
     data = load(source([], {"rules": ["numbers", "rows"]}))
     assert PANEL.describe(data) == [
-        "No finding so far: 2 rules looked at every step (numbers, rows)."
+        "No finding so far: 2 rules checked every step (numbers, rows)."
     ]
 
 
@@ -276,7 +276,7 @@ WALKED = [
 IN_ORDER = [(0, 2, 1), (0, 4, None), (0, 4, 2), (1, None, None), (1, 0, 0), (1, 0, 0)]
 
 
-def test_next_finding_meets_every_finding_once_and_begins_again(
+def test_next_finding_visits_every_finding_once_and_starts_again(
     source: Callable[..., Source],
 ) -> None:
     assert walk(source(WALKED, n_generations=2), 1, 7) == [*IN_ORDER, IN_ORDER[0]]

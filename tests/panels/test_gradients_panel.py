@@ -70,7 +70,7 @@ def test_segments_have_bars_with_a_sign_and_separators_share_a_line(source: Make
     lines = drawn(load(source(gradients())))
     assert lines[0] == 'log-probability -0.1 of " Jane", step 0'
     assert lines[1] == (
-        "gate ✓ logits as recorded, off by 2.0e-07 ≤ 1e-03 of the largest; dense refer…"
+        "check ✓ logits as recorded, off by 2.0e-07 ≤ 1e-03 of the largest; dense refe…"
     )
     bars = {line[:14].strip(): line[14:].split() for line in lines[3:8]}
     assert list(bars) == ["bos", "paraphrase 1", "paraphrase 2", "cue", "separators"]
@@ -105,21 +105,21 @@ def test_words_are_coloured_by_what_they_say_of_the_token(source: Make) -> None:
     assert backs[" Jane"] == (255, 255, 255)
 
 
-def test_without_colours_bold_is_for_it_and_underlined_against_it(source: Make) -> None:
+def test_without_colours_bold_is_for_the_token_and_underlined_against_it(source: Make) -> None:
     picture = PANEL.paint(load(source(gradients())), request(), PLAIN)
     styles = {segment.text: segment.style for strip in picture.strips for segment in strip}
     assert styles["Emma"].bold
     assert not styles["Emma"].underline
     assert styles[":"].underline
     said = "\n".join(strip.text for strip in picture.strips)
-    assert "Bold speaks for the token, underlined against it." in said
+    assert "Bold contributes to the token, underlined acts against it." in said
 
 
-def test_what_it_is_not_is_said(source: Make) -> None:
+def test_the_limits_of_the_attribution_are_shown(source: Make) -> None:
     data = load(source(gradients()))
     for text in (" ".join(" ".join(drawn(data)).split()), "\n".join(PANEL.describe(data))):
-        assert "it is not what would happen without a segment" in text
-        assert "and not attention" in text
+        assert "it does not show what would happen without a segment" in text
+        assert "it is not attention" in text
 
 
 def test_the_other_side_has_a_row_per_layer_and_a_column_per_group(source: Make) -> None:
@@ -155,12 +155,12 @@ def test_nothing_is_drawn_behind_a_red_gate(source: Make) -> None:
     for options in (GradientsOptions(), WHERE):
         picture = PANEL.paint(data, request(options=options, step=1), PLAIN)
         text = "\n".join(strip.text for strip in picture.strips)
-        assert "gate ✗ not what ran: logits, off by 3.0e-01 > 1e-03" in text
+        assert "check ✗ not what ran: logits, off by 3.0e-01 > 1e-03" in text
         assert "Nothing is drawn" in text
         assert "paraphrase" not in text
         assert picture.alarm
     said = PANEL.describe(data)
-    assert "Nothing is drawn of it." in said
+    assert "Nothing is shown." in said
     assert any("is not what ran" in line for line in said)
 
 
@@ -168,8 +168,8 @@ def test_a_step_without_gradients_says_which_have_some(source: Make) -> None:
     with pytest.raises(Missing) as nothing:
         load(source(gradients(0), gradients(2)), step=1)
     assert nothing.value.lines() == [
-        "No gradients are recorded of step 1.",
-        "Of steps 0, 2 they are.",
+        "No gradients are recorded for step 1.",
+        "These steps have some: 0, 2.",
     ]
 
 
@@ -177,8 +177,8 @@ def test_a_run_without_gradients_says_how_to_get_them(source: Make) -> None:
     with pytest.raises(Missing) as nothing:
         load(source())
     assert nothing.value.lines() == [
-        "No gradients are recorded of this generation.",
-        "Run with --grads; they are taken when the generation is over.",
+        "No gradients are recorded for this generation.",
+        "Run with --grads; they are computed at the end of the generation.",
     ]
 
 
@@ -262,7 +262,7 @@ async def test_on_the_screen_of_80_by_24(tmp_path: Path) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
         assert "paraphrase 2" in screen_text(app)
-        assert "gate ✓" in screen_text(app)
+        assert "check ✓" in screen_text(app)
         await pilot.press("m")
         await settle(pilot)
         assert "layer 3" in screen_text(app)
@@ -271,15 +271,17 @@ async def test_on_the_screen_of_80_by_24(tmp_path: Path) -> None:
         assert "NaN is in the gradient" in screen_text(app)
         await pilot.press("right")
         await settle(pilot)
-        assert "gate ✗" in screen_text(app)
+        assert "check ✗" in screen_text(app)
         await pilot.press("right")
         await settle(pilot)
-        assert "No gradients are recorded of step 3." in " ".join(screen_text(app).split())
+        assert "No gradients are recorded for step 3." in " ".join(screen_text(app).split())
 
 
 @pytest.mark.skipif(textual.__version__ != MADE_WITH, reason=f"made with Textual {MADE_WITH}")
 @pytest.mark.parametrize("options", [GradientsOptions(), WHERE])
-async def test_the_screen_looks_as_it_did(tmp_path: Path, options: GradientsOptions) -> None:
+async def test_the_screen_matches_its_golden_picture(
+    tmp_path: Path, options: GradientsOptions
+) -> None:
     path = grads_trace(tmp_path / "sample.flextrace", gradients(0), sick(1))
     saved_state.save_state(panels=("gradients", "tokens"))
     app = InspectorApp(path)

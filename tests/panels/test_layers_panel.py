@@ -150,7 +150,7 @@ def test_enter_goes_to_the_first_bad_output(source: Make) -> None:
     assert PANEL.on_action("cursor.enter", data, request()) == Navigate(step=3, layer=1)
 
 
-def test_enter_does_nothing_where_all_is_well(source: Make) -> None:
+def test_enter_does_nothing_without_nan_or_inf(source: Make) -> None:
     data = load(source(healthy()))
     assert PANEL.on_action("cursor.enter", data, request()) is None
     assert PANEL.describe(data)[0] == "No recorded layer output has NaN or Inf in steps 0-3."
@@ -178,7 +178,7 @@ def test_the_first_bad_output_is_found_outside_the_window_and_once(
     assert seen[8:] == [56], "what is finished was searched again"
 
 
-def test_measures_take_turns(source: Make) -> None:
+def test_the_action_cycles_through_the_measures(source: Make) -> None:
     data, asked = load(source(healthy())), request()
     names = []
     for _ in range(5):
@@ -210,7 +210,7 @@ def test_a_range_of_great_size_is_coloured_by_its_logarithm(source: Make) -> Non
     assert any(" log" in line for line in drawn(data))
 
 
-def test_infinite_and_missing_values_have_levels_of_their_own(source: Make) -> None:
+def test_infinite_and_missing_values_have_their_own_levels(source: Make) -> None:
     steps = [step(0, [stat(0, INF), stat(1)]), step(1, [stat(0)])]
     data = load(source(steps))
     assert layer_levels(data).tolist() == [[CIVIDIS.size, 0], [0, -1]]
@@ -219,7 +219,7 @@ def test_infinite_and_missing_values_have_levels_of_their_own(source: Make) -> N
     assert any("· not recorded" in line for line in lines)
 
 
-def test_many_layers_share_lines_and_a_bad_one_shines_through(source: Make) -> None:
+def test_many_layers_share_lines_and_a_bad_one_stays_visible(source: Make) -> None:
     stats = [stat(i, 10.0 + i, **({"n_nan": 1} if i == 21 else {})) for i in range(32)]
     data = load(source([step(0, stats)]), 38, 14, layer=9)
     lines = drawn(data, 38, 14)
@@ -303,7 +303,7 @@ def test_a_fork_has_the_steps_and_the_bad_outputs_of_its_parent(source: Make) ->
     assert data.first_bad.format_place() == "step 3, layer 1"
 
 
-def test_what_a_fork_left_behind_is_not_its_own(source: Make) -> None:
+def test_later_steps_of_the_parent_are_not_those_of_a_fork(source: Make) -> None:
     steps = [*sick(5), step(2, [stat(0, 77.0)], branch=1)]
     data = load(source(steps, fork=2), step=2, branch=1)
     assert data.first_bad is None
@@ -332,7 +332,7 @@ def test_every_size_is_drawn_to_the_cell(
     assert len(drawn(data, *size, look)) >= 1
 
 
-def test_a_picture_of_another_size_than_was_loaded_is_no_trouble(source: Make) -> None:
+def test_a_picture_may_have_another_size_than_the_loaded_one(source: Make) -> None:
     data = load(source(healthy(90)), 120, 40, step=80)
     assert len(drawn(data, 38, 14)) >= 4
     assert len(drawn(data, 3, 3)) == 3

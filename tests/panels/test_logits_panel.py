@@ -1,4 +1,4 @@
-"""The logits panel: who won, what the processors left, and the timelines over the steps."""
+"""The logits panel: the candidates, the logits processors, and the timelines."""
 
 from __future__ import annotations
 
@@ -61,12 +61,20 @@ SAMPLED = (
 
 
 def logits(candidates: tuple[Candidate, ...] = PLAIN_THREE, **changes: Any) -> LogitsRecord:
-    made = LogitsRecord(
-        *(1.5, 0.75, 100, 0, math.log(0.5), 0, 0),
-        *(-8.0, 8.0, (1, 0, 6, 1)),
-        candidates,
+    record = LogitsRecord(
+        entropy=1.5,
+        margin=0.75,
+        chosen_id=100,
+        chosen_rank=0,
+        chosen_logprob=math.log(0.5),
+        n_nan=0,
+        n_inf=0,
+        histogram_min=-8.0,
+        histogram_max=8.0,
+        histogram=(1, 0, 6, 1),
+        candidates=candidates,
     )
-    return replace(made, **changes)
+    return replace(record, **changes)
 
 
 def step(number: int, record: LogitsRecord | None, **changes: Any) -> StepRecord:
@@ -121,11 +129,11 @@ def test_candidates_have_bars_and_the_chosen_one_a_star(source: Make) -> None:
     assert lines[3].count("█") == 2
 
 
-def test_nothing_from_the_model_reaches_the_terminal_as_it_is(source: Make) -> None:
+def test_text_of_the_model_is_escaped(source: Make) -> None:
     data = load(source([step(0, logits())]))
-    said = "\n".join([*drawn(data), *PANEL.describe(data)])
-    assert "\\x1b[31m作\\n" in said
-    assert "\x1b" not in said
+    lines = "\n".join([*drawn(data), *PANEL.describe(data)])
+    assert "\\x1b[31m作\\n" in lines
+    assert "\x1b" not in lines
 
 
 def test_without_sampling_there_is_no_second_column(source: Make) -> None:
@@ -137,15 +145,15 @@ def test_without_sampling_there_is_no_second_column(source: Make) -> None:
     )
 
 
-def test_sampling_shows_both_and_says_what_was_filtered(source: Make) -> None:
+def test_sampling_shows_both_probabilities_and_the_filtered_tokens(source: Make) -> None:
     data = load(source([step(0, logits(SAMPLED))]))
     lines = drawn(data, 38, 14)
     assert lines[1].split() == ["token", "before", "after"]
     assert lines[2].split()[:5] == ["*", "0", "·Paris", "0.5", "0.75"]
     assert lines[4].split() == ["2", "·Nice", "0.125", "filtered"]
-    said = PANEL.describe(data)
-    assert any(line.startswith("The processors filtered 1 of these 3 candidates") for line in said)
-    assert any("filtered" in line and '" Nice"' in line for line in said)
+    lines = PANEL.describe(data)
+    assert any(line.startswith("The processors filtered 1 of these 3 candidates") for line in lines)
+    assert any("filtered" in line and '" Nice"' in line for line in lines)
 
 
 def test_a_wide_picture_shows_logits_beside_scores(source: Make) -> None:
@@ -153,7 +161,7 @@ def test_a_wide_picture_shows_logits_beside_scores(source: Make) -> None:
     assert lines[1].split()[:5] == ["token", "logit", "before", "score", "after"]
 
 
-def test_a_chosen_token_beyond_the_candidates_has_a_line_of_its_own(source: Make) -> None:
+def test_a_chosen_token_outside_of_the_candidates_has_its_own_line(source: Make) -> None:
     record = logits(chosen_id=900, chosen_rank=47, chosen_logprob=math.log(0.01))
     data = load(source([step(0, record)]))
     lines = drawn(data, 38, 14)
@@ -187,18 +195,18 @@ def test_the_rank_has_a_timeline_only_where_it_is_not_always_the_best(source: Ma
     assert load(source(steps)).series_names == ["entropy", "margin"]
 
 
-def test_a_rank_above_zero_brings_its_timeline(source: Make) -> None:
+def test_a_rank_above_zero_adds_its_timeline(source: Make) -> None:
     steps = [*walk(), step(6, logits(chosen_id=101, chosen_rank=1))]
     data = load(source(steps), step=6)
     assert data.series_names == ["entropy", "margin", "rank"]
-    assert any(line.startswith("Rank of the chosen token in steps 0-6: 0 (step 0) to 1 (step 6)")
-               for line in PANEL.describe(data))  # fmt: skip
+    expected = "Rank of the chosen token in steps 0-6: 0 (step 0) to 1 (step 6)"
+    assert any(line.startswith(expected) for line in PANEL.describe(data))
 
 
-def test_the_timelines_are_said_in_numbers(source: Make) -> None:
-    said = PANEL.describe(load(source(walk()), step=2))
-    assert "Entropy in steps 0-5: 0 (step 0) to 5 (step 5), median 2.5." in said
-    assert "Margin in steps 0-5: 1 (step 5) to 6 (step 0), median 3.5." in said
+def test_describe_summarizes_the_timelines(source: Make) -> None:
+    lines = PANEL.describe(load(source(walk()), step=2))
+    assert "Entropy in steps 0-5: 0 (step 0) to 5 (step 5), median 2.5." in lines
+    assert "Margin in steps 0-5: 1 (step 5) to 6 (step 0), median 3.5." in lines
 
 
 def test_only_the_window_is_read_of_many_steps(source: Make) -> None:
@@ -225,10 +233,10 @@ def test_nan_logits_alarm(source: Make) -> None:
     assert drawn(data)[2].split()[:5] == ["*", "0", "x", "nan", "nan"]
 
 
-def test_a_vocabulary_closed_by_the_model_is_no_alarm(source: Make) -> None:
+def test_a_vocabulary_masked_by_the_model_raises_no_alarm(source: Make) -> None:
     data = load(source([step(0, logits(n_inf=12))]))
     assert not PANEL.paint(data, request(), PLAIN).alarm
-    assert "12 logits are -Inf: the model closed these tokens itself." in PANEL.describe(data)
+    assert "12 logits are -Inf: the model masked these tokens itself." in PANEL.describe(data)
 
 
 def test_a_step_without_logits_is_missing(source: Make) -> None:
@@ -275,14 +283,14 @@ def test_every_size_is_drawn_to_the_cell(source: Make, size: tuple[int, int], lo
     assert len(drawn(data, *size, look)) >= 1
 
 
-def test_a_picture_of_another_size_than_was_loaded_is_no_trouble(source: Make) -> None:
+def test_a_picture_may_have_another_size_than_the_loaded_one(source: Make) -> None:
     data = load(source(walk(300)), 120, 40, step=150)
     assert len(drawn(data, 20, 14)) == 13
     area = logits_layout(data, 20, 14).timelines["entropy"]
     assert PANEL.on_mouse(19, area.y, data, request(20, 14), click=True) is not None
 
 
-def test_probabilities_and_scores_that_make_no_sense_are_nan() -> None:
+def test_an_invalid_log_probability_gives_nan() -> None:
     assert probability(0.0) == 1.0
     assert math.isnan(probability(5.0))
     assert math.isnan(probability(math.nan))
@@ -300,7 +308,7 @@ def test_a_window_is_centred_and_stays_inside() -> None:
     assert len(step_window(0, 0, 10**6, 10**6)) == 256
 
 
-def test_a_column_stands_for_its_step() -> None:
+def test_a_column_maps_to_its_step() -> None:
     window = step_window(1, 0, 2, 40)
     assert [step_at(x, window, 40) for x in (0, 3, 4, 11, 12, -1)] == [0, 0, 1, 2, None, None]
     assert step_at(9, step_window(50, 0, 99, 100), 10) == 90
@@ -309,18 +317,20 @@ def test_a_column_stands_for_its_step() -> None:
 UNSEEN = tuple(replace(one, score=math.nan, score_logprob=math.nan) for one in PLAIN_THREE)
 
 
-def test_a_choice_that_nobody_saw_is_not_made_up(source: Make) -> None:
+def test_an_unknown_choice_is_reported_as_unknown(source: Make) -> None:
     record = logits(
         UNSEEN, chosen_id=UNKNOWN, chosen_rank=UNKNOWN, chosen_logprob=math.nan, margin=0.25
     )
     data = load(source([step(0, logits(UNSEEN)), step(1, record, tokens=())]), step=1)
-    said = PANEL.describe(data)
-    assert said[0] == "What step 1 chose was not seen: it was never fed."
-    assert "Whether processors changed these logits before the choice was not seen." in said
+    lines = PANEL.describe(data)
+    assert lines[0] == "The token chosen at step 1 is unknown: the model never received it."
+    assert (
+        "It is unknown whether logits processors changed these logits before the choice." in lines
+    )
     assert data.series("rank") == {0: 0.0, 1: None}
     lines = drawn(data, 38, 14)
     assert lines[0].endswith("rank ?")
-    assert "  ? what was chosen was not seen" in lines
+    assert "  ? the chosen token is unknown" in lines
     assert not any(line.startswith("*") for line in lines)
     for width, height in SIZES:
         drawn(data, width, height)

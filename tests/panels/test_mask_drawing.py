@@ -63,8 +63,8 @@ def test_the_whole_mask_with_its_words_and_segments(shown: Shown) -> None:
         "           w15 ████████████████████████████████····                             ",
         "           w16 ██████████████████████████████████··                             ",
         "           w17▶████████████████████████████████████                             ",
-        'row 9 "this" (paraphrase 2) may not look at 2 "city" (paraphrase 1)             ',
-        "another paraphrase, kept apart by segment-isolation  · closed  █ open           ",
+        'row 9 "this" (paraphrase 2) does not attend to 2 "city" (paraphrase 1)          ',
+        "another paraphrase, separated by segment-isolation  · closed  █ open            ",
     ]
 
 

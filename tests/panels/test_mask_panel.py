@@ -96,7 +96,7 @@ def test_keys_that_a_cache_dropped_are_not_lost(shown: Shown) -> None:
             shown.load(scene.SLIDING, 3, view="difference", zoom=zoom).mask_view.count("lost") == 0
         )
     assert sentence(shown, scene.SLIDING, 17, 3).endswith(
-        'may not look at 3 "is" (paraphrase 1): its key is no longer in the cache'
+        'does not attend to 3 "is" (paraphrase 1): its key is no longer in the cache'
     )
 
 
@@ -123,18 +123,18 @@ def test_blocks_are_a_layer_with_a_label(shown: Shown) -> None:
 # -- missing --------------------------------------------------------------------------------------
 
 
-def test_without_cells_what_was_received_is_shown_and_said(shown: Shown) -> None:
+def test_without_cells_the_received_mask_is_shown(shown: Shown) -> None:
     data = shown.load(scene.TABLES, 3)
     assert data.view_mode == "received"
-    assert data.fallback_reason == "The executed cells were not recorded; this is what was received"
+    assert data.fallback_reason == "The executed cells were not recorded; this is the received mask"
     assert "No executed cells of these rows were recorded." in shown.words(scene.TABLES, 3)
     assert shown.text(scene.TABLES, 3)[-3].startswith(data.fallback_reason)
 
 
-def test_without_any_mask_what_was_declared_is_shown_and_said(shown: Shown) -> None:
+def test_without_any_mask_the_declared_mask_is_shown(shown: Shown) -> None:
     data = shown.load(scene.BARE, 3)
     assert data.view_mode == "declared"
-    assert data.fallback_reason == "The executed cells were not recorded; this is what was declared"
+    assert data.fallback_reason == "The executed cells were not recorded; this is the declared mask"
     assert (shown.load(scene.BARE, 3, view="received").states == UNKNOWN).all()
 
 
@@ -146,12 +146,12 @@ def test_a_mask_that_is_neither_recorded_nor_declared_is_missing(tmp_path: Path)
     assert "--level advanced" in missing.value.hint
 
 
-def test_an_own_mask_has_nothing_declared(tmp_path: Path) -> None:
+def test_a_custom_mask_has_no_declared_one(tmp_path: Path) -> None:
     own = Shown(scene.write(tmp_path / "t.flextrace", about={"rule": "mine:rule"}))
     data = own.load(scene.WRONG, 1, view="difference")
     assert data.view_mode == "executed"
-    assert data.fallback_reason.startswith("No mask was declared as a rule")
-    assert "The mask mine:rule was not declared as a rule" in own.words(scene.WRONG, 1)
+    assert data.fallback_reason.startswith("No mask was declared")
+    assert "The mask mine:rule was not declared" in own.words(scene.WRONG, 1)
     views = ["executed"]
     for _ in range(2):
         request = own.request(scene.WRONG, 1, view=views[-1])

@@ -106,7 +106,7 @@ def test_of_a_long_generation_a_window_of_steps_is_shown_and_said(tmp_path: Path
     assert data.mask_view.positions[[14, 15, -1]].tolist() == [14, 1038, 2061]
     assert data.current == range(15 + 1500 - 1024, 15 + 1500 - 1024 + 1)
     assert long.paint(0, 1500).note.endswith("rows of steps 1024-2047 of 2600")
-    assert "Shown are step 0 and steps 1024-2047 of 2600." in long.words(0, 1500)
+    assert "Step 0 and steps 1024-2047 of 2600 are shown." in long.words(0, 1500)
     assert data.mask_view.count("open") == 15 * 16 // 2 + sum(range(1039, 2063))
     assert data.mask_view.count("lost") == data.mask_view.count("leaked") == 0
     first, last = long.load(0, 0), long.load(0, 2599)

@@ -31,66 +31,66 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
         (
             *(scene.RIGHT, 9, 2, "executed"),
             (
-                'row 9 "this" (paraphrase 2) may not look at 2 "city" (paraphrase 1): '
-                "another paraphrase, kept apart by segment-isolation"
+                'row 9 "this" (paraphrase 2) does not attend to 2 "city" (paraphrase 1): '
+                "another paraphrase, separated by segment-isolation"
             ),
         ),
         (
             *(scene.RIGHT, 9, 6, "executed"),
             (
-                'row 9 "this" (paraphrase 2) may not look at 6 "↵" (separator 1): '
-                "another paraphrase, kept apart by segment-isolation"
+                'row 9 "this" (paraphrase 2) does not attend to 6 "↵" (separator 1): '
+                "another paraphrase, separated by segment-isolation"
             ),
         ),
         (
             *(scene.RIGHT, 2, 9, "executed"),
             (
-                'row 2 "city" (paraphrase 1) may not look at 9 "this" (paraphrase 2): '
+                'row 2 "city" (paraphrase 1) does not attend to 9 "this" (paraphrase 2): '
                 "it comes later (causal)"
             ),
         ),
         (
             *(scene.RIGHT, 9, 8, "executed"),
-            'row 9 "this" (paraphrase 2) may look at 8 "is" (paraphrase 2)',
+            'row 9 "this" (paraphrase 2) attends to 8 "is" (paraphrase 2)',
         ),
         (
             *(scene.WRONG, 10, 8, "executed"),
             (
-                'row 10 "place" (paraphrase 2) may not look at 8 "is" (paraphrase 2): '
+                'row 10 "place" (paraphrase 2) does not attend to 8 "is" (paraphrase 2): '
                 "lost, segment-isolation opens it, but it was not executed"
             ),
         ),
         (
             *(scene.WRONG, 9, 2, "executed"),
             (
-                'row 9 "this" (paraphrase 2) may look at 2 "city" (paraphrase 1): '
+                'row 9 "this" (paraphrase 2) attends to 2 "city" (paraphrase 1): '
                 "leaked, segment-isolation closes it"
             ),
         ),
         (
             *(scene.WRONG, 9, 2, "declared"),
             (
-                'row 9 "this" (paraphrase 2) should not look at 2 "city" (paraphrase 1): '
-                "another paraphrase, kept apart by segment-isolation"
+                'row 9 "this" (paraphrase 2) should not attend to 2 "city" (paraphrase 1): '
+                "another paraphrase, separated by segment-isolation"
             ),
         ),
         (
             *(scene.WRONG, 9, 2, "received"),
             (
                 'row 9 "this" (paraphrase 2) and 2 "city" (paraphrase 1): '
-                "their block of 128 x 128 is partial, the rule decides"
+                "their block of 128 x 128 is partial, the mask_mod decides"
             ),
         ),
         (
             *(scene.BARE, 9, 2, "received"),
             (
                 'row 9 "this" (paraphrase 2) and 2 "city" (paraphrase 1): '
-                "what was executed here was not recorded"
+                "the executed mask was not recorded here"
             ),
         ),
     ],
 )
-def test_the_cursor_says_who_may_look_at_whom_and_why_not(
+def test_the_cursor_explains_whether_a_row_attends_to_a_key(
     shown: Shown, layer: int, q: int, kv: int, view: str, said: str
 ) -> None:
     assert sentence(shown, layer, q, kv, view=view) == said
@@ -101,13 +101,15 @@ def test_rows_that_see_nothing_are_said_and_counted(tmp_path: Path) -> None:
     about = scene.declared(rule, "isolated")
     empty = Shown(scene.write(tmp_path / "t.flextrace", rule=rule, about=about))
     assert sentence(empty, 0, 6, 2).endswith(
-        "the row sees nothing at all, as --separators isolated asks"
+        "the row attends to no key, as set by --separators isolated"
     )
-    assert '2 rows see nothing: 6 "↵" (separator 1), 12 "↵" (separator 2).' in empty.words(0, 2)
+    assert '2 rows attend to no key: 6 "↵" (separator 1), 12 "↵" (separator 2).' in empty.words(
+        0, 2
+    )
     assert sentence(empty, 0, 6, 2, view="declared").endswith(
-        "rows of separators see nothing (--separators isolated)"
+        "rows of separators attend to no key (--separators isolated)"
     )
-    assert format_counts(empty.load(0, 2, q=6, kv=2)).startswith("row 6 sees nothing · column 2")
+    assert format_counts(empty.load(0, 2, q=6, kv=2)).startswith("row 6: no open key · key 2")
 
 
 def test_a_compiled_call_names_the_block_that_loses_or_leaks(tmp_path: Path) -> None:
@@ -128,19 +130,22 @@ def test_a_compiled_call_names_the_block_that_loses_or_leaks(tmp_path: Path) -> 
         closed = {"partial": np.zeros((1, 1, 1), np.bool_), "cells": np.zeros((1, 1, 16), np.bool_)}
         writer.write_step(replace(step, masks=(replace(step.masks[0], **closed),)))
     blocks = Shown(tmp_path / "u.flextrace")
-    assert "its block is full, so the rule is not asked" in sentence(blocks, scene.WRONG, 9, 2, 1)
+    assert "its block is full, so the mask_mod is not called" in sentence(
+        blocks, scene.WRONG, 9, 2, 1
+    )
     assert "its block is not visited" in sentence(blocks, scene.WRONG, 15, 2, 1)
     assert "its block" not in sentence(Shown(path), scene.WRONG, 9, 2)
 
 
 def test_rows_and_columns_are_counted(shown: Shown) -> None:
-    said = format_counts(shown.load(scene.RIGHT, 3, q=9, kv=7))
+    counts = format_counts(shown.load(scene.RIGHT, 3, q=9, kv=7))
     dense = scene.sheet_of(scene.RIGHT)
+    n_open, n_rows = dense[9].sum(), dense[:, 7].sum()
+    assert counts == f"row 9: {n_open} of 10 keys open · key 7: open to {n_rows} of 18 rows"
     assert (
-        said == f"row 9 sees {dense[9].sum()} of 10 · column 7 is seen by {dense[:, 7].sum()} of 18"
+        format_counts(shown.load(scene.RIGHT, 3)) == 'row 17 "w17" (generated): 18 of 18 keys open'
     )
-    assert format_counts(shown.load(scene.RIGHT, 3)) == 'row 17 "w17" (generated) sees 18 of 18'
-    assert format_counts(shown.load(scene.RIGHT, 0)) == 'row 14 ":" (cue) sees 15 of 15'
+    assert format_counts(shown.load(scene.RIGHT, 0)) == 'row 14 ":" (cue): 15 of 15 keys open'
 
 
 def test_the_whole_mask_is_described(shown: Shown) -> None:
@@ -151,12 +156,12 @@ def test_the_whole_mask_is_described(shown: Shown) -> None:
         "executed (gate 3e-06 (lse))."
     )
     assert lines[1] == (
-        "The step received a block mask, 1 x 18 in blocks of 128 x 128, rule user.rule, "
+        "The step received a block mask, 1 x 18 in blocks of 128 x 128, mask_mod user.rule, "
         "fingerprint L1s3g0b0."
     )
     assert lines[2] == f"{dense.sum()} of 324 cells are open ({100 * dense.sum() / 324:.1f} %)."
     assert lines[3] == (
-        "Declared is segment-isolation, and what was executed differs: lost 2 · leaked 1."
+        "The declared mask is segment-isolation; the executed mask differs: lost 2 · leaked 1."
     )
     assert lines[4] == (
         "First leaked pair (executed, declared closed): "
@@ -166,7 +171,7 @@ def test_the_whole_mask_is_described(shown: Shown) -> None:
         "First lost pair (declared open, not executed): "
         'row 10 "place" (paraphrase 2), key 8 "is" (paraphrase 2).'
     )
-    assert "Every recorded row sees something." in lines
+    assert "Every recorded row attends to a key." in lines
 
 
 def test_segments_are_set_against_each_other(shown: Shown) -> None:

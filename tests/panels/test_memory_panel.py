@@ -1,4 +1,4 @@
-"""The memory panel: figures, growth, the cache by segment, and what grows beside it."""
+"""The memory panel: figures, growth, the cache by segment, and leaks."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def drawn(data: MemoryData, width: int = 120, height: int = 40, look: Theme = PL
     return [strip.text.rstrip() for strip in picture.strips]
 
 
-def test_figures_have_their_growth_and_the_usual_one(source: Make) -> None:
+def test_figures_have_their_growth_and_its_median(source: Make) -> None:
     lines = drawn(load(source(growing(6, 4000)), 38, 14, step=3), 38, 14)
-    assert lines[0].split() == ["step", "3", "now", "growth", "usual"]
+    assert lines[0].split() == ["step", "3", "now", "growth", "median"]
     assert lines[1].split() == ["RSS", "400", "MB", "+4", "kB", "+4", "kB"]
     assert lines[2].split() == ["KV", "cache", "11", "kB", "+1", "kB", "+1", "kB"]
     assert lines[3].split() == ["model", "9", "MB", "0", "B", "0", "B"]
@@ -106,7 +106,7 @@ def test_growth_at_the_left_end_of_a_window_is_known_too(source: Make) -> None:
     assert len(data.records) == 39
 
 
-def test_the_cache_is_shared_out_by_length(source: Make) -> None:
+def test_the_cache_is_divided_by_the_length_of_segments(source: Make) -> None:
     data = load(source(growing(4, 0)), step=2)
     assert [(part.label, part.n_tokens, part.n_bytes) for part in data.parts] == [
         ("bos", 1, 1000),
@@ -115,7 +115,7 @@ def test_the_cache_is_shared_out_by_length(source: Make) -> None:
         ("generated", 2, 2000),
     ]
     said = PANEL.describe(data)
-    assert "KV cache by segment, by length: 10 keys of 1 kB each." in said
+    assert "KV cache by segment: 10 keys of 1 kB each." in said
     row = next(line for line in said if line.strip().startswith("generated"))
     assert row.split() == ["generated", "2", "tokens", "2", "kB"]
 
@@ -192,22 +192,22 @@ def test_memory_that_grows_much_faster_than_the_cache_alarms(source: Make) -> No
         lambda n: 10**7 - n * 50_000,  # shrinks
     ],
 )
-def test_other_growth_is_no_alarm(source: Make, rss: Callable[[int], int]) -> None:
+def test_other_growth_raises_no_alarm(source: Make, rss: Callable[[int], int]) -> None:
     data = load(source([step(n, memory(n, rss(n))) for n in range(40)]), step=20)
     assert not PANEL.paint(data, request(step=20), PLAIN).alarm
 
 
-def test_growth_no_faster_than_the_cache_is_no_alarm(source: Make) -> None:
+def test_growth_no_faster_than_the_cache_raises_no_alarm(source: Make) -> None:
     steps = [step(n, memory(n, n * 10**6, kv_cache=10**6 * (8 + n))) for n in range(40)]
     assert not PANEL.paint(load(source(steps), step=20), request(), PLAIN).alarm
 
 
-def test_few_steps_say_nothing_of_a_trend(source: Make) -> None:
+def test_few_steps_have_no_trend(source: Make) -> None:
     data = load(source(growing(10, 10**7)), step=5)
     assert not PANEL.paint(data, request(), PLAIN).alarm
 
 
-def test_a_step_without_memory_among_others_is_said(source: Make) -> None:
+def test_a_step_without_memory_is_reported(source: Make) -> None:
     steps = growing(4, 4000)
     steps[2] = step(2, None)
     data = load(source(steps), step=2)
@@ -244,6 +244,6 @@ def test_every_size_is_drawn_to_the_cell(source: Make, size: tuple[int, int], lo
     assert len(drawn(data, *size, look)) >= 1
 
 
-def test_a_picture_of_another_size_than_was_loaded_is_no_trouble(source: Make) -> None:
+def test_a_picture_may_have_another_size_than_the_loaded_one(source: Make) -> None:
     data = load(source(growing(300, 4000)), 120, 40, step=150)
     assert len(drawn(data, 20, 14)) == 14

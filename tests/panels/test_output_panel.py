@@ -1,4 +1,4 @@
-"""The output panel: what was printed, up to the step that is shown, harmless to the terminal."""
+"""The output panel: printed lines up to the current step, escaped for the terminal."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def drawn(data: OutputData, request: Request[OutputOptions]) -> list[str]:
     return [strip.text.rstrip() for strip in picture.strips]
 
 
-def test_lines_stand_in_order_with_those_of_the_step_marked(tmp_path: Path) -> None:
+def test_lines_are_in_order_with_those_of_the_step_marked(tmp_path: Path) -> None:
     source, request = made(tmp_path), at(1)
     lines = drawn(PANEL.load(source, request), request)
     assert lines == [
@@ -61,7 +61,7 @@ def test_lines_stand_in_order_with_those_of_the_step_marked(tmp_path: Path) -> N
     ]
 
 
-def test_the_last_line_of_the_step_stands_at_the_bottom(tmp_path: Path) -> None:
+def test_the_last_line_of_the_step_is_at_the_bottom(tmp_path: Path) -> None:
     printed = [OutputRecord("stdout", f"line {n}\n", float(n), 0, n // 10) for n in range(50)]
     source = made(tmp_path, printed, n_steps=6)
     request = at(2, height=5)
@@ -71,7 +71,7 @@ def test_the_last_line_of_the_step_stands_at_the_bottom(tmp_path: Path) -> None:
     assert drawn(PANEL.load(source, at(5)), at(5, height=2)) == ["  line 48", "  line 49"]
 
 
-def test_scrolling_goes_up_and_down_and_ends_at_the_ends(tmp_path: Path) -> None:
+def test_scrolling_stops_at_both_ends(tmp_path: Path) -> None:
     printed = [OutputRecord("stdout", f"line {n}\n", float(n), 0, 1) for n in range(9)]
     source, request = made(tmp_path, printed), at(1, height=3)
     data = PANEL.load(source, request)
@@ -90,7 +90,7 @@ def test_long_and_wide_lines_are_wrapped(tmp_path: Path) -> None:
     assert [line.strip("▸ ") for line in lines] == ["作" * 9, "作" * 9, "作" * 2]
 
 
-def test_one_stream_can_be_chosen_and_words_say_where_lines_came(tmp_path: Path) -> None:
+def test_one_stream_can_be_selected_and_describe_shows_the_origin_of_lines(tmp_path: Path) -> None:
     source = made(tmp_path)
     data = PANEL.load(source, at(2, stream="stderr"))
     assert [one.text for one in data.lines] == ["100%", "Traceback"]
@@ -99,12 +99,12 @@ def test_one_stream_can_be_chosen_and_words_say_where_lines_came(tmp_path: Path)
         "stderr, generation 0 step 0: 100%",
         "stderr, generation 0 step 2: Traceback",
     ]
-    told = PANEL.describe(PANEL.load(source, at(0)))
-    assert told[1] == "stdout, before the first step: loading"
-    assert told[-1] == "And 2 more after this step."
+    lines = PANEL.describe(PANEL.load(source, at(0)))
+    assert lines[1] == "stdout, before the first step: loading"
+    assert lines[-1] == "And 2 more after this step."
 
 
-def test_a_trace_without_output_says_how_there_would_be_some(tmp_path: Path) -> None:
+def test_a_trace_without_output_says_how_to_record_it(tmp_path: Path) -> None:
     source = Source(open_trace(sample_trace(tmp_path / "sample.flextrace")))
     with pytest.raises(Missing) as caught:
         PANEL.load(source, at(0))

@@ -1,4 +1,4 @@
-"""Panels come through entry points; options are read by the annotations of their fields."""
+"""Loading panels from entry points, and parsing options by the annotations of their fields."""
 
 from __future__ import annotations
 
@@ -85,26 +85,26 @@ def test_the_built_in_panels_come_first_in_their_order_then_the_others_sorted() 
     assert names[-1] == "zebra"
 
 
-def test_the_package_registers_the_panels_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_registers_the_listed_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     built_in = tuple(plugins.BUILT_IN[PANELS])
     assert panel_registry.panel_names()[: len(built_in)] == built_in
 
 
-def test_a_panel_is_made_once() -> None:
+def test_a_panel_is_created_once() -> None:
     panel = panel_registry.load_panel("mine")
     assert isinstance(panel, Mine)
     assert panel_registry.load_panel("mine") is panel
 
 
-def test_an_unknown_name_is_a_sentence_with_the_nearest_one() -> None:
+def test_an_unknown_name_is_an_error_with_the_closest_name() -> None:
     with pytest.raises(UsageError) as caught:
         panel_registry.load_panel("tokns")
     assert caught.value.message.startswith("There is no panel 'tokns'; the panels are tokens, mask")
     assert caught.value.hint == "Did you mean tokens?"
 
 
-def test_a_name_like_no_other_is_told_how_to_add_a_panel() -> None:
+def test_an_unknown_name_without_a_close_match_has_a_hint_on_adding_panels() -> None:
     with pytest.raises(UsageError) as caught:
         panel_registry.load_panel("qqq")
     assert PANELS in (caught.value.hint or "")
@@ -114,13 +114,13 @@ def test_a_name_like_no_other_is_told_how_to_add_a_panel() -> None:
     ("name", "why"),
     [
         ("gone", "did not load: ModuleNotFoundError"),
-        ("broken", "making one failed with OSError: no such device"),
-        ("number", "it is str, not a class of panels"),
-        ("options", "it makes Options, not a Panel"),
+        ("broken", "the constructor raised OSError: no such device"),
+        ("number", "it is a str, not a Panel class"),
+        ("options", "it creates an object of type Options, not Panel"),
         ("untitled", "it has no title"),
     ],
 )
-def test_what_is_no_panel_is_a_sentence(name: str, why: str) -> None:
+def test_an_invalid_plugin_is_an_error_with_the_reason(name: str, why: str) -> None:
     with pytest.raises(FlexInspectError) as caught:
         panel_registry.load_panel(name)
     assert why in caught.value.message
@@ -143,33 +143,33 @@ def test_what_is_no_panel_is_a_sentence(name: str, why: str) -> None:
         ("rows", "", ()),
     ],
 )
-def test_an_option_is_read_by_its_annotation(key: str, text: str, value: Any) -> None:
+def test_an_option_is_parsed_by_its_annotation(key: str, text: str, value: Any) -> None:
     options = panel_registry.with_options(Mine(), {key: text})
     assert getattr(options, key) == value
     assert type(getattr(options, key)) is type(value)
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "said"),
+    ("key", "text", "expected"),
     [
-        ("zoom", "1.5", "is a whole number; '1.5' is none (now: 1)"),
-        ("share", "half", "is a number;"),
-        ("blocks", "maybe", "is yes or no;"),
-        ("view", "drawn", "is one of declared, executed;"),
-        ("colour", "green", "is one of red, blue;"),
-        ("layer", "top", "is a whole number or none;"),
-        ("rows", "1,x", "is a whole number;"),
-        ("table", "x", "is not one that can be given as text"),
+        ("zoom", "1.5", "must be a whole number, not '1.5' (default: 1)"),
+        ("share", "half", "must be a number,"),
+        ("blocks", "maybe", "must be yes or no,"),
+        ("view", "drawn", "must be one of declared, executed,"),
+        ("colour", "green", "must be one of red, blue,"),
+        ("layer", "top", "must be a whole number or none,"),
+        ("rows", "1,x", "must be a whole number,"),
+        ("table", "x", "must be of a type that can be given as text"),
     ],
 )
-def test_a_value_that_does_not_fit_is_a_sentence(key: str, text: str, said: str) -> None:
+def test_an_invalid_value_is_a_usage_error(key: str, text: str, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         panel_registry.with_options(Mine(), {key: text})
     assert caught.value.message.startswith(f"The option {key} of the panel mine ")
-    assert said in caught.value.message
+    assert expected in caught.value.message
 
 
-def test_options_of_other_panels_are_passed_by() -> None:
+def test_options_of_other_panels_are_ignored() -> None:
     assert panel_registry.option_names(Bare()) == ()
     assert panel_registry.with_options(Bare(), {"zoom": "x"}) == NoOptions()
     assert panel_registry.with_options(Mine(), {"other": "x", "zoom": "2"}) == Options(zoom=2)

@@ -1,4 +1,4 @@
-"""What panels keep of a trace: made once, counted once."""
+"""The cache of panels: values are computed once and their bytes counted once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_key_that_is_stored_again_counts_its_bytes_once(source: Source) -> Non
     assert source.get_or_create("key", lambda: "other", len) == "new"
 
 
-def test_what_is_older_goes_when_the_budget_is_spent(
+def test_the_oldest_values_are_dropped_when_the_cache_is_full(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CACHE_BYTES", 10)
@@ -35,7 +35,9 @@ def test_what_is_older_goes_when_the_budget_is_spent(
     assert "huge" not in source._cache
 
 
-def test_after_one_maker_failed_those_who_waited_make_it_once(source: Source) -> None:
+def test_after_a_failed_computation_the_waiting_threads_compute_the_value_once(
+    source: Source,
+) -> None:
     made: list[str] = []
     first_is_in, go_on, second_is_in = (threading.Event() for _ in range(3))
 

@@ -1,4 +1,4 @@
-"""The path panel: which kernel ran where, who fell back, which mask each layer got."""
+"""The path panel: the kernel of each layer, layers that fell back, and the masks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_every_layer_and_step_has_the_letter_of_its_path(source: Callable[..., S
 
 def test_a_layer_that_fell_back_alarms_and_is_named_first(source: Callable[..., Source]) -> None:
     data = load(source(fallback()), step=4, layer=1)
-    sentence = "Layer 2 ran sdpa at step 4; most layers ran flex compiled there."
+    sentence = "Layer 2 ran sdpa at step 4; most layers ran flex compiled."
     assert PANEL.describe(data)[0] == sentence
     picture = PANEL.paint(data, request(step=4), PLAIN)
     assert picture.alarm
@@ -138,16 +138,16 @@ def test_a_declared_mask_without_flexattention_alarms(source: Callable[..., Sour
     steps = [step(0, [call(0, "sdpa"), call(1, "sdpa")])]
     said = PANEL.describe(load(source(steps, {"preset": "isolation"})))
     assert said[0] == (
-        "Step 0 ran sdpa, not FlexAttention, though the mask isolation was asked for."
+        "Step 0 ran sdpa, not FlexAttention, although the mask isolation was declared."
     )
 
 
-def test_sdpa_alone_is_fine_where_no_mask_was_asked_for(source: Callable[..., Source]) -> None:
+def test_sdpa_raises_no_alarm_without_a_declared_mask(source: Callable[..., Source]) -> None:
     data = load(source([step(0, [call(0, "sdpa")])]))
     assert not PANEL.paint(data, request(), PLAIN).alarm
 
 
-def test_of_several_calls_of_a_layer_the_odd_one_counts() -> None:
+def test_of_several_calls_of_a_layer_the_unusual_one_is_shown() -> None:
     found = [
         StepPath(0, "flex compiled", "m", (0, 1, 2)),
         StepPath(0, "sdpa", None, (1,)),
@@ -157,7 +157,7 @@ def test_of_several_calls_of_a_layer_the_odd_one_counts() -> None:
     assert letters == {(0, 0): "C", (0, 1): "S", (0, 2): "C"}
 
 
-def test_a_path_nobody_knows_counts_as_other() -> None:
+def test_an_unknown_path_counts_as_other() -> None:
     assert path_map([StepPath(0, "triton", None, (0,))])[0] == {(0, 0): "?"}
 
 
@@ -180,7 +180,7 @@ def test_the_window_lies_around_the_step_and_stays_inside(
 def test_masks_are_given_by_groups_of_layers(source: Callable[..., Source]) -> None:
     said = PANEL.describe(load(source(fallback()), step=4))
     assert (
-        "Layers 0-1, 3: flex compiled, mask m0, 1 x 9 cells, block 128x128, rule masks.isolate."
+        "Layers 0-1, 3: flex compiled, mask m0, 1 x 9 cells, block 128x128, mask_mod masks.isolate."
         in said
     )
     assert "Layer 2: sdpa, no mask." in said
@@ -197,22 +197,22 @@ def test_masks_that_are_new_at_a_step_are_counted(source: Callable[..., Source])
     [
         (
             "user.masks.isolate.<locals>.mask_mod",
-            "The fingerprint changed since step 0 in layers 0-1, by the same rule.",
+            "The fingerprint changed since step 0 in layers 0-1, with the same mask_mod.",
         ),
         (
             "user.masks.causal",
             (
-                "The fingerprint changed since step 0 in layers 0-1; the rule, too: "
+                "The fingerprint changed since step 0 in layers 0-1; so did the mask_mod: "
                 "masks.isolate → masks.causal."
             ),
         ),
         (
             None,
-            "The fingerprint changed since step 0 in layers 0-1; their rules are not known.",
+            "The fingerprint changed since step 0 in layers 0-1; the mask_mods are unknown.",
         ),
     ],
 )
-def test_a_change_of_the_mask_says_whether_the_rule_changed(
+def test_a_change_of_the_mask_says_whether_the_mask_mod_changed(
     source: Callable[..., Source], rule: str | None, sentence: str
 ) -> None:
     steps = [step(0, [call(0), call(1)], masks=(mask("m0"),))]
@@ -220,9 +220,9 @@ def test_a_change_of_the_mask_says_whether_the_rule_changed(
     assert sentence in PANEL.describe(load(source(steps), step=1))
 
 
-def test_the_same_mask_again_is_said_to_be_the_same(source: Callable[..., Source]) -> None:
+def test_an_unchanged_mask_is_reported_as_the_same(source: Callable[..., Source]) -> None:
     said = PANEL.describe(load(source(fallback()), step=1))
-    assert "Every layer got the mask it had at step 0." in said
+    assert "Every layer received the same mask as at step 0." in said
 
 
 def test_recompiles_are_not_claimed_where_nothing_records_them(
@@ -231,7 +231,7 @@ def test_recompiles_are_not_claimed_where_nothing_records_them(
     assert "Recompiles: not recorded." in PANEL.describe(load(source(fallback())))
 
 
-def test_compiling_during_a_step_is_told_from_both_kinds_of_events(
+def test_compiles_during_a_step_come_from_both_kinds_of_events(
     source: Callable[..., Source],
 ) -> None:
     steps = fallback()
@@ -254,23 +254,25 @@ def test_a_first_compilation_is_not_taken_for_a_recompile(source: Callable[..., 
     assert "Recompiles: not recorded." in said
 
 
-def test_the_worst_gate_of_the_step_is_named_with_its_layer(source: Callable[..., Source]) -> None:
+def test_the_largest_lse_error_of_the_step_is_named_with_its_layer(
+    source: Callable[..., Source],
+) -> None:
     calls = [call(0, gate=2e-6, gate_kind="lse"), call(1, gate=0.5, gate_kind="lse")]
     data = load(source([step(0, calls)]))
-    assert "Gate: at most 5.0e-01 off 1, in layer 1 (lse)." in PANEL.describe(data)
+    assert "LSE check: off by at most 5.0e-01, in layer 1 (lse)." in PANEL.describe(data)
     assert drawn(data)[2].endswith("5e-01")
 
 
-def test_a_gate_that_is_no_number_is_said_to_be_none(source: Callable[..., Source]) -> None:
+def test_an_lse_error_of_nan_is_named_with_its_layer(source: Callable[..., Source]) -> None:
     calls = [call(0, gate=1e-6), call(1, gate=float("nan")), call(1, gate=1e-6)]
     data = load(source([step(0, calls)]))
     assert data.details.lse_errors[0] == 1e-6
-    assert "Gate: not a number in layer 1." in PANEL.describe(data)
+    assert "LSE check: NaN in layer 1." in PANEL.describe(data)
 
 
-def test_missing_gates_name_the_level_that_records_them(source: Callable[..., Source]) -> None:
+def test_missing_lse_checks_name_the_level_that_records_them(source: Callable[..., Source]) -> None:
     said = PANEL.describe(load(source(fallback())))
-    assert any(text.startswith("Gate: not computed; level advanced") for text in said)
+    assert any(text.startswith("LSE check: not computed; level advanced") for text in said)
 
 
 def test_a_narrow_panel_merges_layers_that_ran_alike(source: Callable[..., Source]) -> None:
@@ -372,12 +374,14 @@ def test_numbers_are_written_as_spans() -> None:
     assert format_ranges([]) == ""
 
 
-def test_the_end_of_a_rules_name_tells_it() -> None:
+def test_a_mask_mod_is_shortened_to_module_and_function() -> None:
     assert short_mask_mod("user.masks.isolate.<locals>.mask_mod") == "masks.isolate"
     assert short_mask_mod("rule") == "rule"
 
 
-def test_what_was_swallowed_handed_and_built_is_told(source: Callable[..., Source]) -> None:
+def test_suppressed_exceptions_replaced_masks_and_builds_are_described(
+    source: Callable[..., Source],
+) -> None:
     calls = [
         call(0, path="flex uncompiled"),
         call(1, path="sdpa", swallowed="RuntimeError: \x1bno", handed="none"),
@@ -385,9 +389,9 @@ def test_what_was_swallowed_handed_and_built_is_told(source: Callable[..., Sourc
     build = BuildRecord(1, None, None, 9, 9, "own.rule", 1.5, 3 << 20)
     data = load(source([step(0, calls, builds=(build, build))]))
     assert describe_warnings(data)[0] == (
-        "Layer 1 ran sdpa because of an exception that the program swallowed: RuntimeError: \\x1bno"
+        "Layer 1 ran sdpa because the program suppressed an exception: RuntimeError: \\x1bno"
     )
     words = describe_step(data)
-    assert "Layer 1 got the mask 'none', and another one reached the kernel." in words
+    assert "Layer 1 received the mask 'none', but its kernel received another one." in words
     built = "2 block masks were built for this step (9 x 9) in 3.0 ms"
-    assert f"{built}; the peak of memory grew by 6 MiB." in words
+    assert f"{built}; peak memory grew by 6 MiB." in words

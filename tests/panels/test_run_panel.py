@@ -196,7 +196,7 @@ def test_a_wrong_answer_is_said_to_be_wrong(tmp_path: Path) -> None:
     box = generation_stages(
         load(write(tmp_path / "a.flextrace", {}, answer="No", expected=("yes",)))
     )[-1]
-    assert "✗ not among those expected" in box.lines
+    assert "✗ not an expected answer" in box.lines
     assert box.style == "bad"
 
 
@@ -355,7 +355,7 @@ def test_a_huge_answer_is_cut_before_it_is_wrapped_and_keeps_its_verdict(
     monkeypatch.setattr(textwrap, "wrap", counting)
     huge = replace(data, answer="word " * 200_000, is_correct=False)
     for width in (30, 120):
-        assert "✗ not among" in "\n".join(drawn(huge, width, 400))
+        assert "✗ not an expected" in "\n".join(drawn(huge, width, 400))
     assert max(wrapped) < 5000
     assert said(huge, "text")[0].endswith("…”")
     assert len("\n".join(PANEL.describe(huge))) < 5000

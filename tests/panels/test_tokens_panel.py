@@ -1,4 +1,4 @@
-"""The tokens panel: what it says of a sequence that is longer than what it loads."""
+"""The tokens panel with a sequence that is longer than its window, and the text of tokens."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return Source(open_trace(write(tmp_path_factory.mktemp("tokens") / "a.flextrace", LONG)))
 
 
-def test_the_positions_that_are_shown_are_said(source: Source) -> None:
+def test_describe_names_the_positions_of_the_window(source: Source) -> None:
     data = load(source, 399)
     lines = PANEL.describe(data)
     where = f"positions {data.window.start} to {data.window.stop - 1} are shown"
@@ -82,7 +82,7 @@ def test_the_positions_that_are_shown_are_said(source: Source) -> None:
     assert generated[-1].startswith("  step 399:  w1300 at position 1300")
 
 
-def test_segments_out_of_sight_are_said_by_how_they_begin(source: Source) -> None:
+def test_segments_outside_of_the_window_show_their_first_tokens(source: Source) -> None:
     lines = PANEL.describe(load(source, 399))
     assert lines[1].startswith("bos [0, 1): ")
     assert not lines[1].endswith("…")
@@ -91,7 +91,7 @@ def test_segments_out_of_sight_are_said_by_how_they_begin(source: Source) -> Non
     assert all(line.endswith("…") and 100 < len(line) < 260 for line in lines[2:5])
 
 
-def test_of_a_segment_at_the_edge_the_part_in_sight_is_said(source: Source) -> None:
+def test_a_segment_at_the_edge_shows_its_part_in_the_window(source: Source) -> None:
     data = load(source, 0)
     lines = PANEL.describe(data)
     start = data.window.start
@@ -106,23 +106,21 @@ def test_of_a_segment_at_the_edge_the_part_in_sight_is_said(source: Source) -> N
     assert f"Generated: no token of positions {first} to {last}." in lines
 
 
-def test_a_sequence_in_sight_is_said_whole(source: Source) -> None:
+def test_a_sequence_within_the_window_is_described_completely(source: Source) -> None:
     lines = PANEL.describe(load(source, 0, 200, 200))
     assert lines[0] == "1301 tokens in 5 segments."
     assert lines[2].endswith(" w300")
     assert not any("…" in line for line in lines[:-1])
 
 
-def test_an_answer_that_never_ended_is_said_from_its_start(source: Source) -> None:
+def test_an_unfinished_answer_is_described_from_its_start(source: Source) -> None:
     for step in (3, 399):
         last = PANEL.describe(load(source, step))[-1]
         assert last.startswith("answer: w901 w902 w903")
         assert "…; expected: w901" in last
 
 
-def test_stepping_reads_the_beginnings_once(
-    source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stepping_reads_the_previews_once(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     load(source, 390)
     asked: list[int] = []
     original = type(source.reader).tokens
@@ -150,12 +148,15 @@ def test_the_answer_of_a_branch_is_its_own(tmp_path: Path) -> None:
         end = GenerationEnd(0, "finished", "right", SEGMENTS, "eos", 2.0, branch=1)
         writer.end_generation(end)
     source = Source(open_trace(path))
-    said = []
+    expected_text = []
     for branch in (0, 1):
         place = TracePlace(branch=branch, step=branch)
         data = PANEL.load(source, Request(place, TokensOptions(), 80, 20))
-        said.append(PANEL.describe(data)[-1])
-    assert said == ["answer: left; expected: left (right)", "answer: right; expected: left (wrong)"]
+        expected_text.append(PANEL.describe(data)[-1])
+    assert expected_text == [
+        "answer: left; expected: left (right)",
+        "answer: right; expected: left (wrong)",
+    ]
 
 
 @pytest.mark.parametrize("size", [(120, 40), (38, 14), (1, 1)])
@@ -172,7 +173,7 @@ def test_every_size_is_drawn_to_the_cell(
 
 
 @pytest.mark.parametrize(
-    ("token", "text", "said"),
+    ("token", "text", "expected_text"),
     [
         ("ĠParis", " Paris", (" Paris", False)),
         ("<eos>", "", ("<eos>", True)),
@@ -188,15 +189,15 @@ def test_every_size_is_drawn_to_the_cell(
         ("\\x1b", "\\x1b", ("\\\\x1b", False)),
     ],
 )
-def test_a_token_is_shown_as_what_it_adds_to_the_text(
-    token: str, text: str, said: tuple[str, bool]
+def test_a_token_is_shown_as_the_text_that_it_adds(
+    token: str, text: str, expected_text: tuple[str, bool]
 ) -> None:
-    assert display_text(token, text, special=False) == said
+    assert display_text(token, text, special=False) == expected_text
 
 
-@pytest.mark.parametrize(("rank", "said"), [(0, ""), (3, ", rank 3"), (-1, "")])
-def test_a_rank_counts_from_0_and_one_that_nobody_saw_is_none(
-    tmp_path: Path, rank: int, said: str
+@pytest.mark.parametrize(("rank", "expected_text"), [(0, ""), (3, ", rank 3"), (-1, "")])
+def test_a_rank_of_0_and_an_unknown_rank_are_not_shown(
+    tmp_path: Path, rank: int, expected_text: str
 ) -> None:
     path = tmp_path / "a.flextrace"
     with TraceWriter.create(path, {}) as writer:
@@ -205,4 +206,4 @@ def test_a_rank_counts_from_0_and_one_that_nobody_saw_is_none(
         logits = LogitsRecord(0.0, 1.0, 7, rank, -0.5, 0, 0, 0.0, 1.0, (1,), ())
         writer.write_step(replace(choosing(record, token(901, 0)), logits=logits))
     (line,) = [t for t in PANEL.describe(load(Source(open_trace(path)), 0)) if "step 0:" in t]
-    assert line.partition(", entropy 0.000")[2] == said
+    assert line.partition(", entropy 0.000")[2] == expected_text

@@ -1,4 +1,4 @@
-"""Training runs on the screen: curves, gradient strip, and panels of tokens that step aside."""
+"""Training runs: curves, the gradient strip, and panels that do not apply."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.tui import screen_text, settle
 
+from flexinspect.drawing.heatmap import CIVIDIS_MISSING
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
     Missing,
@@ -19,7 +20,7 @@ from flexinspect.panels.base import (
     TracePlace,
     check_panel_applies,
 )
-from flexinspect.panels.gradient_strip_panel import NORMS_PALETTE, GradientStripPanel, norm_levels
+from flexinspect.panels.gradient_strip_panel import GradientStripPanel, norm_levels
 from flexinspect.panels.panel_registry import load_panel, panel_names
 from flexinspect.panels.source import Source
 from flexinspect.panels.timeline import load_curve_span
@@ -92,7 +93,7 @@ def request(step: int, width: int = 100, height: int = 30) -> Request[NoOptions]
     return Request(TracePlace(step=step), NoOptions(), width, height)
 
 
-def test_a_healthy_step_is_told_in_words(source: Source) -> None:
+def test_a_normal_step_is_described(source: Source) -> None:
     lines = PANEL.describe(PANEL.load(source, request(4)))
     assert "loss: 3.6 (told)" in lines
     assert "learning rate: 0.02" in lines
@@ -101,14 +102,14 @@ def test_a_healthy_step_is_told_in_words(source: Source) -> None:
     assert "loss in steps 0-39: 1.1 to 4." in lines
 
 
-def test_a_sick_step_names_its_producer_first(source: Source) -> None:
+def test_a_non_finite_step_names_its_origin_first(source: Source) -> None:
     data = PANEL.load(source, request(SICK))
     first = PANEL.describe(data)[0]
     assert first.startswith("Step 30: the output of body.0")
-    assert first.endswith("is the first that is not finite. 2 others carry it on.")
+    assert first.endswith("is the first with NaN or Inf. 2 others only propagate it.")
     assert "\x1b" not in "".join(PANEL.describe(data))
     assert PANEL.paint(data, request(SICK), Theme()).alarm
-    assert "loss scale: 1024, step left out" in PANEL.describe(data)
+    assert "loss scale: 1024, step skipped" in PANEL.describe(data)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -130,7 +131,7 @@ def test_a_click_on_a_curve_goes_to_its_step(source: Source) -> None:
     assert PANEL.on_mouse(area.x - 1, area.y, data, asked, click=True) is None
 
 
-def test_learning_rates_that_differ_by_group_are_curves_told_apart(source: Source) -> None:
+def test_learning_rates_that_differ_by_group_are_separate_curves(source: Source) -> None:
     points = {
         at: CurvePoint(at, 1.0, 1.0, False, False, (0.1 / (at + 1), 0.01, 0.01, 0.1 / (at + 1)))
         for at in range(N_STEPS)
@@ -182,7 +183,7 @@ def test_a_strip_without_room_for_all_keeps_the_highest_and_the_lowest_groups(
         assert "".join(strip.text[0] for strip in picture.strips[1:]) == shown
 
 
-def test_the_loss_of_a_step_that_the_scaler_left_out_is_drawn(source: Source) -> None:
+def test_the_loss_of_a_step_that_the_scaler_skipped_is_drawn(source: Source) -> None:
     point = CurvePoint(
         0, 0.5, None, has_nonfinite_loss=False, has_nonfinite_gradient=True, rates=(0.1,)
     )
@@ -192,7 +193,7 @@ def test_the_loss_of_a_step_that_the_scaler_left_out_is_drawn(source: Source) ->
     assert "loss in steps 0-39: 0.5 to 0.5." in PANEL.describe(data)
 
 
-def test_a_run_is_shown_as_the_way_of_a_training(source: Source) -> None:
+def test_the_run_panel_shows_the_stages_of_a_training_run(source: Source) -> None:
     run = load_panel("run")
     data = run.load(source, Request(TracePlace(step=3), run.options(), 80, 30))
     about = {
@@ -226,18 +227,18 @@ def test_a_column_leads_to_a_step_that_it_shows(source: Source) -> None:
         assert span.step_at(span.n_points * span.columns_per_point) is None
 
 
-def test_the_strip_tells_vanishing_from_exploding_from_sick() -> None:
+def test_the_strip_distinguishes_vanishing_exploding_and_non_finite_norms() -> None:
     norms = np.array([[1e-9, 1e-6, 1e-3, 10.0, 1e9, np.nan, np.inf, -1.0]])
     levels = norm_levels(norms)[0].tolist()
     assert levels[0] == levels[1] == 0
-    assert 0 < levels[2] < levels[3] == levels[4] == NORMS_PALETTE.size - 3
-    assert levels[5] == levels[6] == NORMS_PALETTE.size - 2
-    assert levels[7] == NORMS_PALETTE.size - 1
+    assert 0 < levels[2] < levels[3] == levels[4] == CIVIDIS_MISSING.size - 3
+    assert levels[5] == levels[6] == CIVIDIS_MISSING.size - 2
+    assert levels[7] == CIVIDIS_MISSING.size - 1
 
 
-def test_the_strip_is_told_in_words(source: Source) -> None:
+def test_the_strip_is_described(source: Source) -> None:
     lines = STRIP.describe(STRIP.load(source, request(2)))
-    assert lines[1] == "body.0   1.0e-07  1.0e-07 to 100  not finite in 10 of 40"
+    assert lines[1] == "body.0   1.0e-07  1.0e-07 to 100  non-finite in 10 of 40"
     assert lines[2] == "head         0.5  0.5 to 0.5"
 
 
@@ -267,12 +268,12 @@ def test_groups_that_came_after_the_start_have_rows_too(tmp_path: Path) -> None:
     ]
 
 
-def test_panels_of_tokens_say_in_one_sentence_that_they_do_not_apply(source: Source) -> None:
+def test_panels_of_tokens_do_not_apply_to_a_training_run(source: Source) -> None:
     named = [load_panel(name) for name in panel_names()]
     apart = [panel for panel in named if panel.needs_tokens]
     assert {panel.name for panel in apart} >= {"tokens", "mask", "attention", "logits", "path"}
     for panel in apart:
-        with pytest.raises(Missing, match="and this is a training run"):
+        with pytest.raises(Missing, match="a training run has none"):
             check_panel_applies(panel, source, TracePlace())
     for panel in named:
         if not panel.needs_tokens:
@@ -282,7 +283,7 @@ def test_panels_of_tokens_say_in_one_sentence_that_they_do_not_apply(source: Sou
 def test_a_generation_of_tokens_has_no_training(trace: Path) -> None:
     source = Source(open_trace(trace))
     for panel in (PANEL, STRIP):
-        with pytest.raises(Missing, match="no training run"):
+        with pytest.raises(Missing, match="not a training run"):
             panel.load(source, request(0))
 
 

@@ -1,7 +1,7 @@
-"""What the attention panel shows, fetched: the grid of a measure, and the row of one head.
+"""The data of the attention panel: the grid of a measure, and the row of one head.
 
-The grid and the mass by segment were reduced during capture and are read as they are. The weights
-of single tokens are recomputed from the stored queries and keys (see `attentionrows`).
+The grid and the segment attention were reduced during capture. The weights of single tokens are
+recomputed from the stored queries and keys (see `row_recompute`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from flexinspect.trace.rows import ArrayInfo
 
 ENTROPY, SINK = "entropy", "sink"
 MAX_LISTED_KEYS = 512
-"""Rows of up to this many keys come with all their words, longer ones with those of `HEAVIEST`."""
+"""Maximum keys of a row that has all its tokens; a longer one has those of the heaviest keys."""
 
 N_HEAVIEST = 64
 _GROUPED_KINDS = {
@@ -55,10 +55,10 @@ _KIND_ORDER = (SegmentKind.PARAPHRASE, *_GROUPED_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What the user chose.
+    """Options of the attention panel.
 
-    `measure` is one of `Grid.measures` ("" or one that is not there: the first). `row` is the q_idx
-    of a row of the step whose queries are stored, None for the newest.
+    `measure` is one of `AttentionGrid.measures`, any other value selects the first one. `row` is
+    the q_idx of a row of the step whose queries are stored, None for the newest row.
     """
 
     measure: str = ""
@@ -67,9 +67,9 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGrid:
-    """A measure of the newest row: `values` float64 (layers, heads), one gate per layer.
+    """A measure of the newest row: `values` float64 (layers, heads), one LSE check per layer.
 
-    `layers` names the layer of each row of it. `unit` is "nats" for the entropy, else "share".
+    `layers` are the layers of the grid's rows. `unit` is "nats" for the entropy, else "share".
     """
 
     measure: str
@@ -80,14 +80,14 @@ class AttentionGrid:
     unit: str = "share"
 
     def drawable_values(self) -> Floats:
-        """Return the values that may be drawn: NaN in the layers whose gate is bad."""
+        """Return the values with NaN for layers whose check failed."""
         values = self.values.copy()
         values[[check.is_failed for check in self.lse_checks]] = np.nan
         return values
 
 
 def format_share(value: float) -> str:
-    """Return a share of 1 with four decimals; what is smaller is not worth its exponent."""
+    """Return a share of 1 with four decimals, "<0.0001" for a smaller one."""
     return "<0.0001" if 0 < value < 1e-4 else f"{value:.4f}" if value else "0"
 
 
@@ -100,8 +100,8 @@ def format_value(value: float, unit: str) -> str:
 class TokenRow:
     """The weights of a row over its keys, float64 (keys,), 0 where `open_keys` is False.
 
-    Key 0 stands at `first_pos`. `heaviest` lists keys by weight, largest first, at most `HEAVIEST`
-    of them; `words`, by position, holds at least theirs.
+    Key 0 is at position `first_pos`. `heaviest` are the keys with the largest weights, at most
+    `N_HEAVIEST`, in descending order; `tokens` has at least their cells, by position.
     """
 
     first_pos: int
@@ -114,12 +114,12 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class AttentionData:
-    """One step's grid, and in it the row `q_idx` of one head of the layer in `grid_row`.
+    """The grid of a step, and the row `q_idx` of one head of the layer in `grid_row`.
 
-    `rows` are the q_idx that can be chosen. `mass` is float64 (segments,) of the row, None where
-    there is none to show. `tokens` is None where single weights cannot be shown: `why` says what
-    is missing, `refused` that they are not what ran. `newest_gate` is that of the newest row of the
-    same head, which is all the evidence there is for an older row.
+    `rows` are the q_idx that can be selected. `segment_attention` is float64 (segments,) of the
+    row, None if there is none to show. `tokens` is None if the weights of tokens cannot be shown:
+    then `missing_reason` says what is missing, or `mismatch` that they are not what ran.
+    `newest_lse_check` is that of the newest row of the same head, the only check for older rows.
     """
 
     place: TracePlace
@@ -141,12 +141,12 @@ class AttentionData:
 
     @property
     def layer(self) -> int:
-        """The layer that is shown."""
+        """The layer of the row."""
         return self.grid.layers[self.grid_row]
 
 
 def load_attention(source: Source, request: Request[AttentionOptions]) -> AttentionData:
-    """Return what is known of the attention of a step. Raises `Missing`."""
+    """Read the attention of a step. Raises `Missing`."""
     view = load_step_view(source, request.place)
     segment_attention = view.load_array("attention.mass")
     if (
@@ -156,8 +156,8 @@ def load_attention(source: Source, request: Request[AttentionOptions]) -> Attent
         or len(segment_attention) != len(view.calls)
     ):
         raise Missing(
-            f"Step {view.step_row.step} has no attention mass.",
-            "It is recorded at --level advanced (by segment) and --level extreme (by token).",
+            f"Step {view.step_row.step} has no recorded attention.",
+            "Record with --level advanced (by segment) or --level extreme (by token).",
         )
     infos = source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
     segments = _load_segments(view, segment_attention.shape[2])
@@ -189,11 +189,11 @@ def load_attention(source: Source, request: Request[AttentionOptions]) -> Attent
 
 
 def _load_segments(view: StepView, n_segments: int) -> tuple[Segment, ...]:
-    """Return the segments of the mass: those of the branch, or of its parent while it is open."""
+    """Return the segments of the branch, or of an ancestor, that match the recorded attention."""
     for branch in dict.fromkeys((view.branch, *(branch for branch, _, _ in view.lineage), 0)):
-        found = view.source.reader.segments(view.place.generation, branch)
-        if len(found) == n_segments:
-            return tuple(replace(one, label=escape_unprintable(one.label)) for one in found)
+        segments = view.source.reader.segments(view.place.generation, branch)
+        if len(segments) == n_segments:
+            return tuple(replace(s, label=escape_unprintable(s.label)) for s in segments)
     kind = SegmentKind.PARAPHRASE
     return tuple(Segment(0, 0, f"segment {i + 1}", kind, i) for i in range(n_segments))
 
@@ -231,7 +231,7 @@ def _load_grid(
         values = view.load_array("attention.entropy")
     elif measure == SINK and not one_token:
         values = first_token_weights(view)
-        # The capture's gates are of sums that were not made with these weights.
+        # The capture's checks are of sums that were not computed with these weights.
         gates = tuple(LseCheck() for _ in gates)
     else:
         values = segment_attention[:, :, one_token if measure == SINK else groups[measure]].sum(
@@ -245,9 +245,9 @@ def _load_grid(
 
 
 def measure_groups(segments: Sequence[Segment]) -> dict[str, list[int]]:
-    """Return the measures that are masses, each with the numbers of its segments, in order.
+    """Return the measures of segment attention, each with the numbers of its segments, in order.
 
-    Every paraphrase is one of its own; other kinds are taken together.
+    Every paraphrase is a measure of its own; segments of other kinds are grouped by kind.
     """
     groups: dict[str, list[int]] = {}
     for kind in _KIND_ORDER:
@@ -258,9 +258,9 @@ def measure_groups(segments: Sequence[Segment]) -> dict[str, list[int]]:
 
 
 def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, float]]:
-    """Return (label, band, mass) of all segments, else by kind, else of the largest kinds.
+    """Return (label, segment number, attention) of all segments, or by kind if they are too many.
 
-    At most `most` of them; the band is -1 for separators.
+    At most `most`: of more kinds, those with the most attention. The number is -1 for separators.
     """
     segment_attention = [] if data.segment_attention is None else data.segment_attention.tolist()
     every = [
@@ -285,16 +285,16 @@ def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, flo
 
 
 def _load_token_row(view: StepView, data: AttentionData) -> AttentionData:
-    """Return the data with the row's weights, or with why there are none."""
+    """Return the data with the row's weights, or with the reason why there are none."""
     try:
         newest = recompute_row(view, data.grid_row, data.head, view.step_row.kv_after - 1)
-        found = newest
+        row = newest
         if not data.is_newest:
-            found = recompute_row(view, data.grid_row, data.head, data.q_idx)
+            row = recompute_row(view, data.grid_row, data.head, data.q_idx)
     except RowNotRecordedError as reason:
         return replace(data, missing_reason=str(reason))
-    data = replace(data, newest_lse_check=newest.lse_check, lse_check=found.lse_check)
-    if not (np.isfinite(newest.row.total) and np.isfinite(found.row.total)):
+    data = replace(data, newest_lse_check=newest.lse_check, lse_check=row.lse_check)
+    if not (np.isfinite(newest.row.total) and np.isfinite(row.row.total)):
         return replace(
             data, missing_reason="The scores of this row are not finite, so it has no weights."
         )
@@ -304,46 +304,45 @@ def _load_token_row(view: StepView, data: AttentionData) -> AttentionData:
             mismatch=describe_mismatch(newest),
             grid=_with_row_check(data.grid, newest.lse_check),
         )
-    data = replace(data, tokens=_make_token_row(view, found, data.segments))
+    data = replace(data, tokens=_make_token_row(view, row, data.segments))
     if data.segment_attention is None and any(map(len, data.segments)):
-        segment_attention = attention_by_segment(found.row.weights, data.segments, found.first_pos)
-        return replace(data, segment_attention=segment_attention, segment_check=found.lse_check)
+        segment_attention = attention_by_segment(row.row.weights, data.segments, row.first_pos)
+        return replace(data, segment_attention=segment_attention, segment_check=row.lse_check)
     return data
 
 
 def _with_row_check(grid: AttentionGrid, check: LseCheck) -> AttentionGrid:
-    """Return the grid with the gate of the row where its values were made in the same way."""
-    if any(one.is_checked for one in grid.lse_checks):
+    """Use the check of the row for a grid without checks: its values were computed the same way."""
+    if any(own.is_checked for own in grid.lse_checks):
         return grid
     return replace(grid, lse_checks=(check,) * len(grid.lse_checks))
 
 
 def describe_mismatch(newest: RecomputedRow) -> str:
-    """Return the sentence for a row whose gate is bad."""
+    """Return the sentence for a newest row whose check failed."""
     value = newest.lse_check.value
     if newest.lse_check.kind == "output":
         return (
-            f"This is not what ran: the row's output or its mass, recomputed, is off by "
-            f"{value:.2g} where at most {newest.lse_check.tolerance:g} is rounding."
+            f"This is not what ran: the recomputed output or attention of the row is off by "
+            f"{value:.2g}; up to {newest.lse_check.tolerance:g} is rounding."
         )
     return (
         f"This is not what ran: recomputed from the stored queries and keys under the recorded "
-        f"mask, the weights of the newest row sum to {newest.row.total:.4g} where 1 is right "
-        f"(gate {value:.2g}). A cap on the scores or a score_mod, which a trace does not hold, "
-        f"does this too."
+        f"mask, the weights of the newest row sum to {newest.row.total:.4g} instead of 1 "
+        f"(off by {value:.2g}). A softcap or a score_mod, which a trace does not record, can also "
+        f"cause this."
     )
 
 
-def _make_token_row(view: StepView, found: RecomputedRow, segments: Sequence[Segment]) -> TokenRow:
-    weights = found.row.weights
-    heaviest = _heaviest_keys(weights, found.open_keys)
-    whole = len(weights) <= MAX_LISTED_KEYS
-    chosen = range(len(weights)) if whole else heaviest.tolist()
-    positions = [found.first_pos + key for key in chosen]
+def _make_token_row(view: StepView, row: RecomputedRow, segments: Sequence[Segment]) -> TokenRow:
+    weights = row.row.weights
+    heaviest = _heaviest_keys(weights, row.open_keys)
+    keys = range(len(weights)) if len(weights) <= MAX_LISTED_KEYS else heaviest.tolist()
+    positions = [row.first_pos + key for key in keys]
     return TokenRow(
-        first_pos=found.first_pos,
+        first_pos=row.first_pos,
         weights=weights,
-        open_keys=found.open_keys,
+        open_keys=row.open_keys,
         entropy=entropy(weights),
         heaviest=heaviest,
         tokens=_load_token_cells(view, positions, segments),
@@ -361,7 +360,7 @@ def _heaviest_keys(weights: Floats, open_keys: Bools) -> npt.NDArray[np.intp]:
 def _load_token_cells(
     view: StepView, positions: Sequence[int], segments: Sequence[Segment]
 ) -> dict[int, TokenCell]:
-    """Return the words at some positions: one query for neighbours, one each for the others."""
+    """Return the token cells at some positions: one query if they are close, otherwise one each."""
     if not positions:
         return {}
     first, last = min(positions), max(positions)
@@ -376,7 +375,7 @@ def _load_token_cells(
 
 
 def _load_tokens(view: StepView, start: int, stop: int) -> Iterable[TokenRecord]:
-    """Yield the tokens of a span, those of the branch itself before those of its parents."""
+    """Yield the tokens of a span, those of the branch itself before those of its ancestors."""
     for branch, _, stop_step in view.lineage:
         for token in view.source.reader.tokens(view.place.generation, branch, start, stop):
             if token.step is None or stop_step is None or token.step < stop_step:

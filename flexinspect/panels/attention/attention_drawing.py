@@ -1,4 +1,4 @@
-"""The attention panel drawn: the grid of layers and heads, mass by segment, weights by token."""
+"""Drawing of the attention panel: the grid of layers and heads, and the row of one head."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from flexinspect.panels.attention.attention_data import (
 from flexinspect.panels.token_window import segment_color
 
 MIN_TWO_COLUMN_WIDTH = 72
-"""Columns from which the row stands beside the grid, not below it."""
+"""Width from which the row is drawn beside the grid instead of below it."""
 
 _NUMBER_WIDTH = 8
 _TIGHT_HEIGHT = 6
-"""Lines below which bars leave no room for words around them."""
+"""Height below which bars leave no room for text around them."""
 
 _COLUMN_GAP = 2
 _SCALE_LEVELS = np.linspace(0, CIVIDIS_MARKED.size - 2, 8).astype(np.uint8)[None]
@@ -46,10 +46,10 @@ _SCALE_LEVELS = np.linspace(0, CIVIDIS_MARKED.size - 2, 8).astype(np.uint8)[None
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """Where the grid lies: its cells begin at (`left`, `top`), `cell` columns each.
+    """The layout of the grid: its cells begin at (`left`, `top`), each `cell_width` columns wide.
 
-    `rows` and `heads` are those shown; `width` and `height` are of the whole block with its title,
-    header and legend.
+    `rows` and `heads` are the visible ones; `width` and `height` are those of the whole block with
+    title, header and legend. `is_two_column` is True if the row is drawn beside it.
     """
 
     width: int
@@ -77,7 +77,7 @@ class AttentionLayout:
 
 
 def attention_layout(data: AttentionData, width: int, height: int) -> AttentionLayout:
-    """Return where the grid goes in a picture of this size; the chosen cell is always inside."""
+    """Lay out the grid in a picture of this size; the selected cell is always visible."""
     n_layers, n_heads = data.grid.values.shape
     left = len(str(max(data.grid.layers))) + 1
     wide = width >= MIN_TWO_COLUMN_WIDTH and height >= 6
@@ -105,7 +105,7 @@ def _range_around(middle: int, count: int, total: int) -> range:
 
 
 def draw_attention(data: AttentionData, width: int, height: int, theme: Theme) -> list[Strip]:
-    """Return the whole picture: `height` strips of `width` cells at most."""
+    """Draw the whole picture: at most `height` strips of `width` cells."""
     layout = attention_layout(data, width, height)
     grid = draw_grid(data, layout, theme)
     if not layout.is_two_column:
@@ -120,7 +120,7 @@ def draw_attention(data: AttentionData, width: int, height: int, theme: Theme) -
     grid += [_blank_strip(layout.width, theme)] * (height - len(grid))
     gap = [_blank_strip(_COLUMN_GAP, theme)] * height
     rest = width - layout.width - _COLUMN_GAP
-    row = draw_row(data, rest, height, theme, with_mass=not below)
+    row = draw_row(data, rest, height, theme, with_segments=not below)
     row += [_blank_strip(rest, theme)] * (height - len(row))
     left = join_blocks(grid[:height], gap, theme.style("text"))
     return join_blocks(left, row[:height], theme.style("text"))
@@ -134,9 +134,9 @@ def _blank_strip(width: int, theme: Theme) -> Strip:
 
 
 def draw_grid(data: AttentionData, layout: AttentionLayout, theme: Theme) -> list[Strip]:
-    """Return the grid with its title, the numbers of the heads, and the legend as far as it fits.
+    """Draw the grid, with its title, the numbers of the heads and the legend if there is room.
 
-    Layers whose gate is bad are not drawn: "!" stands in their cells.
+    Cells of layers whose check failed are "!".
     """
     grid = data.grid
     strips: list[Strip] = []
@@ -190,7 +190,7 @@ def _grid_title(data: AttentionData, layout: AttentionLayout, theme: Theme) -> S
 
 
 def _head_numbers(layout: AttentionLayout, theme: Theme) -> Strip:
-    """Number the heads, as many as have room."""
+    """Draw the numbers of the heads, as many as there is room for."""
     need = len(str(layout.heads.stop)) + 1
     every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 1000) if n * layout.cell_width >= need)
     cells = [
@@ -201,7 +201,7 @@ def _head_numbers(layout: AttentionLayout, theme: Theme) -> Strip:
     first = next((head for head in layout.heads if head % every == 0), layout.heads.start)
     lead = " " * (layout.left + (first - layout.heads.start) * layout.cell_width)
     text = (lead + "".join(cells)).rstrip()
-    if len(text) > layout.width:  # half a number would be another number
+    if len(text) > layout.width:  # a number that is cut would be another number
         text = text.rpartition(" ")[0]
     return line([(text, theme.style("muted"))], layout.width, theme.style("text"))
 
@@ -230,7 +230,7 @@ def _format_layers(numbers: Sequence[int]) -> str:
 
 
 def check_style(check: LseCheck, theme: Theme) -> Style:
-    """Return the style of a gate's words: good, bad, or muted where there is no number."""
+    """Return the style of a check's text: good, bad, or muted without a value."""
     return theme.style("bad" if check.is_failed else "good" if check.is_checked else "muted")
 
 
@@ -238,9 +238,9 @@ def check_style(check: LseCheck, theme: Theme) -> Style:
 
 
 def draw_row(
-    data: AttentionData, width: int, height: int, theme: Theme, *, with_mass: bool = True
+    data: AttentionData, width: int, height: int, theme: Theme, *, with_segments: bool = True
 ) -> list[Strip]:
-    """Return the row of the chosen head: heading, weights by token where there are any, mass."""
+    """Draw the row of the selected head: title, weights by token if known, segment attention."""
     if height <= 0:
         return []
     strips = [_row_title(data, width, theme), *([_row_summary(data, width, theme)] * (height > 2))]
@@ -250,21 +250,17 @@ def draw_row(
         strips += draw_segment_attention(data, width, height - len(strips), theme)
         return strips[:height]
     if data.tokens is None:
-        words = wrap_paragraph(data.missing_reason, width, theme.style("muted"))
-        if left - len(words) < _TIGHT_HEIGHT:  # then the note below the picture says it
-            words = []
-        return [*strips, *draw_segment_attention(data, width, left - len(words), theme), *words][
-            :height
-        ]
+        reason = wrap_paragraph(data.missing_reason, width, theme.style("muted"))
+        if left - len(reason) < _TIGHT_HEIGHT:  # the note below the picture has a short form
+            reason = []
+        strips += draw_segment_attention(data, width, left - len(reason), theme)
+        return [*strips, *reason][:height]
     n_open = int(data.tokens.open_keys.sum())
-    n_mass = min(len(data.segments) + 2, left - min(n_open + 1, 8))
-    if with_mass and n_mass >= _TIGHT_HEIGHT:
-        strips += draw_tokens(data, data.tokens, width, left - n_mass, theme)
-        strips += [
-            _blank_strip(width, theme),
-            *draw_segment_attention(data, width, n_mass - 1, theme),
-        ]
-        return strips
+    n_segments = min(len(data.segments) + 2, left - min(n_open + 1, 8))
+    if with_segments and n_segments >= _TIGHT_HEIGHT:
+        strips += draw_tokens(data, data.tokens, width, left - n_segments, theme)
+        strips.append(_blank_strip(width, theme))
+        return [*strips, *draw_segment_attention(data, width, n_segments - 1, theme)]
     return [*strips, *draw_tokens(data, data.tokens, width, left, theme)]
 
 
@@ -280,7 +276,7 @@ def _row_title(data: AttentionData, width: int, theme: Theme) -> Strip:
 
 
 def row_lse_check(data: AttentionData) -> LseCheck:
-    """Return the gate of what is drawn of the row: its tokens, else its mass."""
+    """Return the check of what is drawn of the row: its tokens, or else its segment attention."""
     return data.lse_check if data.tokens is not None or data.mismatch else data.segment_check
 
 
@@ -300,12 +296,12 @@ def _row_summary(data: AttentionData, width: int, theme: Theme) -> Strip:
 def draw_segment_attention(
     data: AttentionData, width: int, height: int, theme: Theme
 ) -> list[Strip]:
-    """Return the mass by segment as bars: all segments, else kinds, else the largest of them."""
+    """Draw the attention by segment as bars; see `attention_shares`."""
     if height <= 0 or data.segment_attention is None:
         return []
     headed = height > _TIGHT_HEIGHT
     parts = attention_shares(data, height - headed)
-    title = line([("mass by segment", theme.style("muted"))], width, theme.style("text"))
+    title = line([("attention by segment", theme.style("muted"))], width, theme.style("text"))
     strips = [title] * headed
     name = min(max((len(label) for label, _, _ in parts), default=1), max(width // 2, 1))
     high = max((mass for _, _, mass in parts if np.isfinite(mass)), default=0.0)
@@ -320,9 +316,9 @@ def draw_segment_attention(
 def _bar_line(
     spans: Sequence[Span], used: int, value: float, high: float, width: int, theme: Theme
 ) -> Strip:
-    """Return a line that ends in a bar and a number."""
+    """Draw a line that ends in a bar and a number."""
     room = max(width - used - 1 - _NUMBER_WIDTH, 0)
-    # No bar for what is written as next to nothing, or every line had one.
+    # No bar for a value that is written as "<0.0001", otherwise every line would have one.
     length = bar(value / high if high > 0 and not value < 1e-4 else 0.0, room)
     tail: list[Span] = [
         (" ", theme.style("text")),
@@ -335,12 +331,12 @@ def _bar_line(
 def draw_tokens(
     data: AttentionData, row: TokenRow, width: int, height: int, theme: Theme
 ) -> list[Strip]:
-    """Return the row's tokens: all in order where they fit, else a strip and the heaviest."""
+    """Draw all tokens of the row in order if they fit, otherwise an overview and the heaviest."""
     n_keys = len(row.weights)
     if height <= 0:
         return []
     if not row.open_keys.any():
-        text = "This row sees no key at all: its output is zero."
+        text = "This row attends to no key: its output is zero."
         return wrap_paragraph(text, width, theme.style("warn"))[:height]
     if n_keys <= min(height, len(row.tokens)):
         return [_token_line(data, row, key, width, theme) for key in range(n_keys)]
@@ -378,7 +374,7 @@ def _token_line(data: AttentionData, row: TokenRow, key: int, width: int, theme:
 
 
 def _pad_text(text: str, width: int, style: Style, theme: Theme) -> list[Span]:
-    """Return a word in `width` cells, only its own cells in its style."""
+    """Pad a text to `width` cells; only its own cells have its style."""
     room = width - cell_len(text)
     if room <= 0:
         return [(clip_text(text, width), style)]
@@ -390,9 +386,9 @@ def _segment_label(data: AttentionData, pos: int) -> str:
 
 
 def draw_overview(data: AttentionData, row: TokenRow, width: int, theme: Theme) -> Strip:
-    """Return all keys in one line: the largest weight of each column on its segment's colour.
+    """Draw all keys in one line: the largest weight of each column on its segment's colour.
 
-    A column whose keys are all closed is blank.
+    A column without an open key is blank.
     """
     n_keys = len(row.weights)
     columns = min(n_keys, width)

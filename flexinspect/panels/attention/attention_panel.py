@@ -1,4 +1,4 @@
-"""The attention panel: where every head of every layer looked, and what one of them saw."""
+"""The attention panel: the attention of every head by segment, and of one head by token."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks.attention_row import worst_check
 from flexinspect.panels.attention.attention_data import (
+    SINK,
     AttentionData,
     AttentionGrid,
     AttentionOptions,
@@ -28,7 +29,7 @@ from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request
 from flexinspect.panels.source import Source
 
 MAX_TABLE_LAYERS, MAX_TABLE_HEADS = 12, 16
-"""The largest grid that is written out whole in words."""
+"""The largest grid that `describe` writes as a table."""
 
 N_LISTED_TOKENS = 10
 
@@ -41,12 +42,12 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
     needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
         "It shows how much of the newest row's attention each head of each layer gave to a part "
-        "of the sequence, and what one head looked at.",
-        "Layers go down, heads across, brighter is more; the bars are the weights of the chosen "
-        "head, the gate says how far the picture is from what ran (0 is exact), v shows another "
+        "of the sequence, and the tokens that one head attended to.",
+        "Layers go down, heads across, brighter is more; the bars are the weights of the selected "
+        "head, the check shows how far the picture is from what ran (0 is exact), v shows another "
         "measure, and shift+left another row of a prefill at level extreme.",
-        "Look for heads that ignore a paraphrase, put everything on BOS, or look where the mask "
-        "should be closed; a gate above 0.01 means that this is not what ran.",
+        "Look for heads that ignore a paraphrase, put all attention on BOS, or attend where the "
+        "mask should be closed; a check above 0.01 means that this is not what ran.",
     )
     actions: ClassVar[tuple[str, ...]] = (
         "view.measure",
@@ -57,15 +58,15 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
     )
 
     def options(self) -> AttentionOptions:
-        """Return the options at the start: the first measure, the newest row."""
+        """Return the initial options: the first measure, the newest row."""
         return AttentionOptions()
 
     def load(self, source: Source, request: Request[AttentionOptions]) -> AttentionData:
-        """Return the step's grid and the row of the place's layer and head."""
+        """Read the step's grid and the row of the place's layer and head."""
         return load_attention(source, request)
 
     def describe(self, data: AttentionData) -> list[str]:
-        """Return the grid, the chosen head's mass and its heaviest tokens in words."""
+        """Return the grid, the selected head's attention by segment, and its heaviest tokens."""
         return [*_describe_grid(data), *_describe_row(data)]
 
     def paint(
@@ -73,11 +74,11 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
     ) -> Picture:
         """Draw the grid with the row beside or below it."""
         strips = draw_attention(data, request.width, request.height, theme)
-        grid_gate, check = worst_check(data.grid.lse_checks), row_lse_check(data)
-        alarm = grid_gate.is_failed or check.is_failed
+        grid_check, check = worst_check(data.grid.lse_checks), row_lse_check(data)
+        alarm = grid_check.is_failed or check.is_failed
         note = check.describe() + (": not what ran" if check.is_failed else "")
-        if grid_gate.is_failed and not check.is_failed:
-            note += f" · grid {grid_gate.describe()}"
+        if grid_check.is_failed and not check.is_failed:
+            note += f" · grid {grid_check.describe()}"
         if data.missing_reason == EXTREME_ONLY:
             note += " · by token: --level extreme"
         return Picture(
@@ -87,7 +88,7 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
     def on_action(
         self, action: str, data: AttentionData, request: Request[AttentionOptions]
     ) -> AttentionOptions | Navigate | None:
-        """Go to the next measure, another layer, another head; in a prefill, another row."""
+        """Change the measure, or go to another layer or head (in a prefill, another row)."""
         if action == "view.measure":
             names = data.grid.measures
             following = names[(names.index(data.grid.measure) + 1) % len(names)]
@@ -110,10 +111,9 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         click: bool,
     ) -> Navigate | None:
         """Go to the layer and head that were clicked."""
-        found = (
-            attention_layout(data, request.width, request.height).cell_at(x, y) if click else None
-        )
-        return Navigate(layer=data.grid.layers[found[0]], head=found[1]) if found else None
+        layout = attention_layout(data, request.width, request.height)
+        cell = layout.cell_at(x, y) if click else None
+        return Navigate(layer=data.grid.layers[cell[0]], head=cell[1]) if cell else None
 
 
 def _move_sideways(
@@ -129,7 +129,7 @@ def _move_sideways(
 
 
 def _format_visible_range(data: AttentionData, request: Request[AttentionOptions]) -> str:
-    """Say which layers and heads are shown where not all are."""
+    """Return the visible layers and heads if not all are visible."""
     layout = attention_layout(data, request.width, request.height)
     n_layers, n_heads = data.grid.values.shape
     text = ""
@@ -141,16 +141,18 @@ def _format_visible_range(data: AttentionData, request: Request[AttentionOptions
     return text
 
 
-# -- words ----------------------------------------------------------------------------------------
+# -- text -----------------------------------------------------------------------------------------
 
 
 def _describe_grid(data: AttentionData) -> list[str]:
     grid = data.grid
-    what = "entropy in nats" if grid.unit == "nats" else f"share of its attention on {grid.measure}"
-    if grid.measure == "sink":
-        what = "share of its attention on the first token"
+    title = f"share of its attention on {grid.measure}"
+    if grid.unit == "nats":
+        title = "entropy in nats"
+    elif grid.measure == SINK:
+        title = "share of its attention on the first token"
     check = worst_check(grid.lse_checks).describe()
-    lines = [f"Step {data.place.step}, newest row, {what}, by layer and head ({check})."]
+    lines = [f"Step {data.place.step}, newest row, {title}, by layer and head ({check})."]
     values = grid.drawable_values()
     if values.shape[0] <= MAX_TABLE_LAYERS and values.shape[1] <= MAX_TABLE_HEADS:
         heads = " ".join(f"{head:>7}" for head in range(values.shape[1]))
@@ -197,7 +199,7 @@ def _describe_row(data: AttentionData) -> list[str]:
             f"{segment.label} {format_share(segment_attention)}"
             for segment, segment_attention in shares
         )
-        lines.append(f"Mass by segment ({data.segment_check.describe()}): {parts}.")
+        lines.append(f"Attention by segment ({data.segment_check.describe()}): {parts}.")
     if data.mismatch or data.tokens is None:
         lines.append(data.mismatch or data.missing_reason)
         return lines
@@ -209,13 +211,14 @@ def _describe_tokens(data: AttentionData) -> list[str]:
     assert row is not None
     check = data.lse_check.describe()
     if not data.lse_check.is_checked:
-        check = f"recomputed, not checked against the kernel; newest row: {data.newest_lse_check.describe()}"
+        newest = data.newest_lse_check.describe()
+        check = f"recomputed, not checked against the kernel; newest row: {newest}"
     n_open, n_keys = int(row.open_keys.sum()), len(row.weights)
     lines = [
         f"{n_open} of {n_keys} keys are open, entropy {format_number(row.entropy)} nats ({check})."
     ]
     if not n_open:
-        return [*lines, "This row sees no key at all: its output is zero."]
+        return [*lines, "This row attends to no key: its output is zero."]
     lines.append(f"Heaviest tokens, the first {min(N_LISTED_TOKENS, len(row.heaviest))}:")
     for key in row.heaviest[:N_LISTED_TOKENS].tolist():
         pos = row.first_pos + key

@@ -1,7 +1,7 @@
-"""Attention rows recomputed from a trace: its queries, keys and masks, read no more than needed.
+"""Recomputes attention rows from the queries, keys and masks of a trace.
 
-Keys of a layer lie in pieces, one per step. Those of the prefill and of every 64 steps after it are
-kept together, so that going on by one step reads what is new and little else.
+The keys of a layer are stored per step. Those of the prefill and of every 64 steps after it are
+cached together, so that going to the next step reads little more than the new keys.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import StepRow
 
 KEY_CHUNK_STEPS = 64
-"""Decode steps whose keys are kept together."""
+"""Number of decode steps whose keys are cached together."""
 
 MAX_READ_BYTES = 256 << 20
-"""Keys (or queries) that are read for one picture at most, as they lie in memory."""
-
+"""Maximum bytes of keys (or queries) that are read for one picture, as float32."""
 
 MAX_CACHED_MASK_CELLS = 1 << 22
-"""Cells of a head up to which a mask is kept whole; of larger ones, the row that is shown."""
-
+"""Cells of a head up to which a mask is cached as a whole; of a larger one, the row that is shown.
+"""
 
 EXTREME_ONLY = "Weights of single tokens are recorded at --level extreme."
 
 
 class RowNotRecordedError(Exception):
-    """A row cannot be recomputed; the sentence says why."""
+    """A row cannot be recomputed; the message is a sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """One recorded step: `owners` are its branch and that branch's parents, newest first, each with
-    its first step and the step after its last; `branch` is the one that holds this step."""
+    """One recorded step.
+
+    `lineage` has the place's branch and its ancestors, newest first, each with its first step and
+    the step after its last one; `branch` is the one that owns this step.
+    """
 
     source: Source
     place: TracePlace
@@ -66,13 +68,18 @@ class StepView:
 def load_step_view(source: Source, place: TracePlace) -> StepView:
     """Return the step of a place. Raises `Missing` when it is not recorded."""
     reader = source.reader
-    owners = tuple(lineage(reader, place.generation, place.branch))
     branch = branch_of_step(reader, place.generation, place.step, place.branch)
-    about = reader.step(place.generation, place.step, branch)
-    if about is None:
+    step_row = reader.step(place.generation, place.step, branch)
+    if step_row is None:
         raise Missing(f"Step {place.step} of generation {place.generation} is not recorded.")
-    calls = tuple(reader.calls(place.generation, place.step, branch))
-    return StepView(source, place, owners, branch, about, calls)
+    return StepView(
+        source=source,
+        place=place,
+        lineage=tuple(lineage(reader, place.generation, place.branch)),
+        branch=branch,
+        step_row=step_row,
+        calls=tuple(reader.calls(place.generation, place.step, branch)),
+    )
 
 
 def _load_array(view: StepView, step: int, stream: str, layer: int | None) -> Array | None:
@@ -86,16 +93,19 @@ def _array_bytes(array: Array | None) -> int:
 
 
 def load_queries(view: StepView, layer: int) -> Array:
-    """Return the queries of a layer in this step, (heads, rows, width)."""
+    """Return the queries of a layer in this step, (heads, rows, head dim).
+
+    Raises `RowNotRecordedError`, as all functions below that read stored arrays.
+    """
     key = ("attention.q", view.place.generation, view.branch, view.step_row.step, layer)
-    found = view.source.get_or_create(key, lambda: view.load_array("q", layer), _array_bytes)
-    if found is None:
+    queries = view.source.get_or_create(key, lambda: view.load_array("q", layer), _array_bytes)
+    if queries is None:
         raise RowNotRecordedError(_describe_not_stored(view, layer))
-    if found.ndim != 3:
+    if queries.ndim != 3:
         raise RowNotRecordedError(
-            f"The stored queries of layer {layer} have the shape {found.shape}."
+            f"The stored queries of layer {layer} have the unexpected shape {queries.shape}."
         )
-    return found
+    return queries
 
 
 def _describe_not_stored(view: StepView, layer: int) -> str:
@@ -108,12 +118,12 @@ def _describe_not_stored(view: StepView, layer: int) -> str:
 
 
 def load_keys(view: StepView, call: CallRecord) -> list[Array]:
-    """Return the keys of the call's layer up to this step: pieces (key heads, rows, width)."""
+    """Return the keys of the call's layer up to this step: pieces (kv heads, rows, head dim)."""
     size = view.step_row.kv_after * call.kv_heads * call.head_dim * 4
     if size > MAX_READ_BYTES:
         raise RowNotRecordedError(
             f"The keys of this row take {size >> 20} MiB, "
-            f"and a picture reads {MAX_READ_BYTES >> 20} MiB at most."
+            f"more than the limit of {MAX_READ_BYTES >> 20} MiB."
         )
     last = view.step_row.step
     pieces = [_load_key_chunk(view, call.layer, 0, 1)]
@@ -124,7 +134,7 @@ def load_keys(view: StepView, call: CallRecord) -> list[Array]:
     n_keys = sum(piece.shape[1] for piece in pieces)
     if n_keys != view.step_row.kv_after:
         raise RowNotRecordedError(
-            f"The stored keys are {n_keys}, but this row had {view.step_row.kv_after}."
+            f"The trace has {n_keys} stored keys, but this row had {view.step_row.kv_after}."
         )
     return pieces
 
@@ -135,7 +145,7 @@ def _load_key_chunk(view: StepView, layer: int, start: int, stop: int) -> Array:
 
     if start > 0 and stop - start < KEY_CHUNK_STEPS:
         return read()
-    # A branch of its own has keys of its own, so the branch that was asked for is in the name.
+    # A branch has keys of its own, so the requested branch is part of the cache key.
     key = ("attention.k", view.place.generation, view.place.branch, layer, start)
     return view.source.get_or_create(key, read, _array_bytes)
 
@@ -156,7 +166,7 @@ def _join_keys(view: StepView, layer: int, start: int, stop: int) -> Array:
 
 
 def load_mask_row(view: StepView, call: CallRecord, row: int) -> Bools:
-    """Return a row (from 0 in this step) of the executed mask, bool (mask heads, keys)."""
+    """Return a row (counted from 0 in this step) of the executed mask, bool (mask heads, keys)."""
     small = call.q_len * call.kv_len <= MAX_CACHED_MASK_CELLS
 
     def read() -> Bools | None:
@@ -169,12 +179,12 @@ def load_mask_row(view: StepView, call: CallRecord, row: int) -> Bools:
 
     key = ("attention.mask", call.mask, None if small else row)
     cells = view.source.get_or_create(key, read, _array_bytes)
-    # One row of a mask for many stands for all of them.
-    at = row if small and cells is not None and cells.shape[1] != 1 else 0
-    if cells is None or not 0 <= at < cells.shape[1]:
+    # A mask with one row is broadcast to all rows.
+    index = row if small and cells is not None and cells.shape[1] != 1 else 0
+    if cells is None or not 0 <= index < cells.shape[1]:
         raise RowNotRecordedError(f"The executed mask of layer {call.layer} was not recorded.")
-    found: Bools = cells[:, at]
-    return found
+    mask_row: Bools = cells[:, index]
+    return mask_row
 
 
 def _read_mask_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | None:
@@ -195,7 +205,7 @@ def _read_mask_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | N
 
 
 def _is_row_averaged(view: StepView, call: CallRecord, head: int, row: int) -> bool:
-    """Say whether nothing of a row's scores is left under its mask (`MaskRecord.averaged`)."""
+    """Whether the mask leaves nothing of a row's scores (see `MaskRecord.averaged`)."""
 
     def read() -> Bools | None:
         found = dict(read_mask_arrays(view.source.reader, [str(call.mask)], "mask.averaged"))
@@ -210,9 +220,9 @@ def _is_row_averaged(view: StepView, call: CallRecord, head: int, row: int) -> b
 
 @dataclass(frozen=True, slots=True)
 class RecomputedRow:
-    """A row over the keys from position `first_pos` on; `visible` says which were open.
+    """A row over the keys from position `first_pos` on; `open_keys` says which are open.
 
-    `gate` is the row's own, unchecked for all rows but the newest.
+    `lse_check` is the row's own; only the newest row can be checked.
     """
 
     row: AttentionRow
@@ -222,28 +232,28 @@ class RecomputedRow:
 
 
 def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> RecomputedRow:
-    """Return a row of call `index` of a step. Raises `Unrecorded`.
+    """Recompute row `q_idx` of a head in call `index` of a step. Raises `RowNotRecordedError`.
 
-    The newest row is normalised with the stored log-sum-exp. Where the kernel gave none, that is
-    capture's own (under the same mask), which capture checked by the layer's output: then both
-    must hold.
+    The newest row is normalised with the stored log-sum-exp. If the kernel returned none, that was
+    computed during capture under the same mask and checked against the layer's output; then both
+    checks must pass.
     """
-    call, about = view.calls[index], view.step_row
+    call, step_row = view.calls[index], view.step_row
     query = load_queries(view, call.layer)
-    row_in_step = q_idx - about.kv_before
+    row_in_step = q_idx - step_row.kv_before
     if not (0 <= head < query.shape[0] and 0 <= row_in_step < query.shape[1]):
         raise RowNotRecordedError(f"The query of row {q_idx}, head {head} is not stored.")
     scores = _recompute_scores(view, call, query[head, row_in_step], head, query.shape[0])
     # Not the mask record's own offset: a mask is stored once, with the step that had it first.
-    first_pos = max(about.kv_after - call.kv_len, 0)
-    visible = _select_head(load_mask_row(view, call, row_in_step), head, query.shape[0])
-    visible = _fit_to_cache(visible, len(scores) - first_pos)
+    first_pos = max(step_row.kv_after - call.kv_len, 0)
+    open_keys = _select_head(load_mask_row(view, call, row_in_step), head, query.shape[0])
+    open_keys = _fit_to_cache(open_keys, len(scores) - first_pos)
     if _is_row_averaged(view, call, head, row_in_step):
         scores = np.zeros_like(scores)
-    newest = q_idx == about.kv_after - 1
+    newest = q_idx == step_row.kv_after - 1
     lse = _stored_lse(view, index, head) if newest else None
-    row = row_weights(scores[first_pos:], visible, lse)
-    return RecomputedRow(row, visible, first_pos, _make_lse_check(row.lse_error, call))
+    row = row_weights(scores[first_pos:], open_keys, lse)
+    return RecomputedRow(row, open_keys, first_pos, _make_lse_check(row.lse_error, call))
 
 
 def _recompute_scores(
@@ -252,25 +262,27 @@ def _recompute_scores(
     pieces = load_keys(view, call)
     group = kv_head_of(head, q_heads, pieces[0].shape[0])
     if any(piece.shape[2] != query.shape[0] or group >= piece.shape[0] for piece in pieces):
-        raise RowNotRecordedError(f"The stored queries and keys of layer {call.layer} do not fit.")
+        raise RowNotRecordedError(
+            f"The shapes of the stored queries and keys of layer {call.layer} do not match."
+        )
     return np.concatenate(
         [row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces]
     )
 
 
 def _select_head(cells: Bools, head: int, q_heads: int) -> Bools:
-    # A mask made for another number of heads is read at its first, as capture reads it.
-    found: Bools = cells[head if cells.shape[0] == q_heads else 0]
-    return found
+    # For a mask with another number of heads the first one is read, as capture does.
+    mask_row: Bools = cells[head if cells.shape[0] == q_heads else 0]
+    return mask_row
 
 
-def _fit_to_cache(visible: Bools, n_keys: int) -> Bools:
-    """Return the row over the keys that there are: a static cache has room for more."""
-    if len(visible) < n_keys or visible[n_keys:].any():
+def _fit_to_cache(open_keys: Bools, n_keys: int) -> Bools:
+    """Cut a mask row to the existing keys: a static cache has room for more."""
+    if len(open_keys) < n_keys or open_keys[n_keys:].any():
         raise RowNotRecordedError(
-            f"The mask has {len(visible)} keys in this row, the cache {n_keys}."
+            f"The mask has {len(open_keys)} keys in this row, but the cache has {n_keys}."
         )
-    return visible[:n_keys]
+    return open_keys[:n_keys]
 
 
 def _stored_lse(view: StepView, index: int, head: int) -> float | None:
@@ -291,10 +303,11 @@ def _make_lse_check(own: float | None, call: CallRecord) -> LseCheck:
 
 
 def first_token_weights(view: StepView) -> Floats | None:
-    """Return the newest row's weight on the first token, float64 (layers, heads), recomputed.
+    """Recompute the newest row's weight on the first token, float64 (layers, heads).
 
-    Needs no other key, as the stored log-sum-exp normalises; NaN for layers that are not stored.
-    None where the queries of all layers would be too much to read, or none is stored.
+    It needs no other key, because the stored log-sum-exp normalises it. NaN for layers that are
+    not stored; None for a prefill, without the log-sum-exp or any stored layer, or if there is too
+    much to read.
     """
     if view.step_row.q_len > 1:
         return None

@@ -1,10 +1,11 @@
-"""What the mask panel shows, fetched: the sheet, the window of it that is seen, its words."""
+"""The data of the mask panel: the mask view, the pixels of the visible window, and its tokens."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -27,28 +28,28 @@ from flexinspect.panels.mask.mask_grid import (
 )
 from flexinspect.panels.mask.mask_layout import MaskLayout, MaskOptions, MaskViewMode, mask_layout
 from flexinspect.panels.source import Source
-from flexinspect.panels.token_window import segment_color
+from flexinspect.panels.token_window import load_segments, segment_color
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import CallRecord, MaskRecord
 from flexinspect.trace.queries.branch_queries import generation_in_branch
-from flexinspect.trace.queries.range_queries import branch_of_step, lineage
+from flexinspect.trace.queries.range_queries import branch_of_step
 from flexinspect.trace.queries.search_queries import last_pos, n_generations, read_tokens
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import GenerationRow
 
 MAX_LISTED_ROWS = 8
-"""Empty rows that are named with their words."""
+"""Maximum number of empty rows that are listed with their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskData:
-    """A window of a sheet, ready to be drawn and to be put in words.
+    """A window of a mask view, ready to be drawn and described.
 
-    `states` are the pixels of the frame's grid (see `masksheets.windows`), `tables` what the block
-    tables say of them (the same states), None where they are not asked for. `current` are the rows
-    of the place's step, `cursor` is (row, key). `words` holds the tokens that are named, by
-    position. `mask` describes the mask of the cursor's row, or of the current step. `why` says why
-    another view is shown than was asked for, "" where it is not.
+    `states` are the pixels of the layout's grid (see `flexinspect.masks.viewport`), `tables` the
+    same for the block tables, None if they are not shown. `current` are the rows of the place's
+    step, `cursor` is (row, key). `tokens` has the tokens that are named, by position. `mask` is the
+    mask of the cursor's row, or of the current step. `fallback_reason` says why another view than
+    the requested one is shown, "" if it is the requested one.
     """
 
     place: TracePlace
@@ -70,7 +71,7 @@ class MaskData:
 
     @property
     def lse_check(self) -> LseCheck:
-        """How far this step's newest row is from what ran."""
+        """The LSE check of the step's newest row."""
         return (
             LseCheck(self.call.gate, self.call.gate_kind, self.call.dtype)
             if self.call
@@ -89,24 +90,28 @@ class MaskData:
 
 
 def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
-    """Return what is to be drawn at a place. Raises `Missing`, `TraceError`."""
+    """Read the mask at a place. Raises `Missing` if it has none, and `TraceError`."""
     place, reader = request.place, source.reader
     if place.generation >= n_generations(reader):
         raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
-    about = generation_in_branch(reader, reader.generation(place.generation), place.branch)
-    segments = _load_segments(reader, place)
+    row = generation_in_branch(reader, reader.generation(place.generation), place.branch)
+    segments = tuple(sorted(load_segments(reader, place), key=lambda segment: segment.start))
     call = _find_call(reader, place)
     if call is not None:
         place = replace(place, layer=call.layer)
     view_request = MaskViewRequest(
-        *(place.generation, place.branch, place.step, place.layer, place.head),
-        declared_spec(about.declared),
-        PositionGroups(tuple(s.start for s in segments) or (0,)),
+        generation=place.generation,
+        branch=place.branch,
+        step=place.step,
+        layer=place.layer,
+        head=place.head,
+        spec=declared_spec(row.declared),
+        groups=PositionGroups(tuple(s.start for s in segments) or (0,)),
     )
     mask_view = load_mask_view(source, view_request)
     if mask_view is None or not mask_view.n_keys:
-        raise Missing("No step of this generation has fed a row yet.")
-    data = _make_mask_data(request, place, about, mask_view, segments)
+        raise Missing("No step of this generation has processed a token yet.")
+    data = _make_mask_data(request, place, row, mask_view, segments)
     return _with_tokens(source, replace(data, call=call))
 
 
@@ -117,26 +122,18 @@ def _find_call(reader: TraceReader, place: TracePlace) -> CallRecord | None:
     return next((call for call in calls if call.layer == place.layer), calls[0] if calls else None)
 
 
-def _load_segments(reader: TraceReader, place: TracePlace) -> tuple[Segment, ...]:
-    for branch, _, _ in lineage(reader, place.generation, place.branch):
-        found = reader.segments(place.generation, branch)
-        if found:
-            return tuple(sorted(found, key=lambda segment: segment.start))
-    return ()
-
-
 def _make_mask_data(
     request: Request[MaskOptions],
     place: TracePlace,
-    about: GenerationRow,
+    row: GenerationRow,
     mask_view: MaskView,
     segments: tuple[Segment, ...],
 ) -> MaskData:
-    """Return the data without words, call and mask."""
+    """Return the data without tokens, call and mask."""
     source, options = mask_view.source, request.options
     current = mask_view.rows_of_step(place.step)
     cursor = _find_cursor(mask_view, options, place)
-    view, why = _choose_view_mode(source, mask_view, options.view, current)
+    view, fallback_reason = _choose_view_mode(source, mask_view, options.view, current)
     focus = cursor or _default_focus(mask_view, current)
     shape = (mask_view.n_rows, mask_view.n_keys)
     layout = mask_layout(request.width, request.height, shape, options.zoom, focus, options)
@@ -149,7 +146,7 @@ def _make_mask_data(
     states = tables if view == "received" and tables is not None else None
     return MaskData(
         place=place,
-        generation_row=about,
+        generation_row=row,
         mask_view=mask_view,
         segments=segments,
         layout=layout,
@@ -163,7 +160,7 @@ def _make_mask_data(
         call=None,
         mask=None,
         empty_rows=_find_empty_rows(mask_view),
-        fallback_reason=why,
+        fallback_reason=fallback_reason,
     )
 
 
@@ -191,38 +188,40 @@ def _default_focus(mask_view: MaskView, current: range | None) -> tuple[int, int
     return row, min(int(mask_view.positions[row]), mask_view.n_keys - 1)
 
 
-RECORD_CELLS_HINT = "Cells are recorded from --level advanced on, up to 67 million of a mask."
+RECORD_CELLS_HINT = (
+    "Record with --level advanced or higher; masks of up to 67 million cells are kept."
+)
 
 
 def _choose_view_mode(
-    source: Source, mask_view: MaskView, asked: MaskViewMode, current: range | None
+    source: Source, mask_view: MaskView, requested: MaskViewMode, current: range | None
 ) -> tuple[MaskViewMode, str]:
-    """Return the view that can be shown, and why it is another one. Raises `Missing`."""
-    if asked in ("declared", "difference") and mask_view.spec is None:
+    """Return the view to show, and the reason if it is not the requested one. Raises `Missing`."""
+    if requested in ("declared", "difference") and mask_view.spec is None:
         return _choose_view_mode(source, mask_view, "executed", current)[0], (
-            "No mask was declared as a rule, so there is nothing to compare with"
+            "No mask was declared, so there is nothing to compare with"
         )
-    if asked not in ("executed", "difference") or mask_view.n_known():
-        return asked, ""
+    if requested not in ("executed", "difference") or mask_view.n_known():
+        return requested, ""
     if any(load_blocks(source, part, mask_view.head).blocks for part in mask_view.parts):
-        return "received", "The executed cells were not recorded; this is what was received"
+        return "received", "The executed cells were not recorded; this is the received mask"
     if mask_view.spec is not None:
-        return "declared", "The executed cells were not recorded; this is what was declared"
+        return "declared", "The executed cells were not recorded; this is the declared mask"
     raise Missing("The mask of this layer was not recorded.", RECORD_CELLS_HINT)
 
 
 def _find_empty_rows(mask_view: MaskView) -> npt.NDArray[np.intp]:
-    """Return the rows that see nothing, of those that were recorded."""
-    found: list[npt.NDArray[np.intp]] = []
+    """Return the recorded rows without an open key."""
+    empty: list[npt.NDArray[np.intp]] = []
     for part in mask_view.parts:
         rows = np.flatnonzero(part.counts.open.row_counts == 0)
         if len(rows) and part.known is not True:
             rows = rows[[part.is_known(part.row + row) for row in rows.tolist()]]
-        found.append(rows + part.row)
-    return np.concatenate(found)
+        empty.append(rows + part.row)
+    return np.concatenate(empty)
 
 
-# -- words ----------------------------------------------------------------------------------------
+# -- tokens ---------------------------------------------------------------------------------------
 
 
 def _with_tokens(source: Source, data: MaskData) -> MaskData:
@@ -251,7 +250,7 @@ def _with_tokens(source: Source, data: MaskData) -> MaskData:
 
 
 def _named_positions(data: MaskData, row: int) -> set[int]:
-    """Return the positions that the words speak of."""
+    """Return the positions whose tokens are named in the text."""
     mask_view = data.mask_view
     rows = [row, *data.empty_rows[:MAX_LISTED_ROWS].tolist()]
     keys = [data.cursor[1]] if data.cursor else []
@@ -263,13 +262,13 @@ def _named_positions(data: MaskData, row: int) -> set[int]:
 
 
 _CHUNK_TOKENS = 256
-"""Tokens that are kept together."""
+"""Number of tokens that are cached together."""
 
 
 def load_token_cells(
     source: Source, place: TracePlace, segments: tuple[Segment, ...], positions: Iterable[int]
 ) -> dict[int, TokenCell]:
-    """Return the tokens at some positions, as far as there are any. Raises `TraceError`."""
+    """Return the token cells at some positions, where there are tokens. Raises `TraceError`."""
     last = last_pos(source.reader, place.generation, place.branch) or 0
     starts = tuple(segment.start for segment in segments)
     found: dict[int, TokenCell] = {}
@@ -277,33 +276,25 @@ def load_token_cells(
     for start in sorted({position // _CHUNK_TOKENS * _CHUNK_TOKENS for position in needed}):
         stop = min(start + _CHUNK_TOKENS, last + 1)
         key = ("mask.words", place.generation, place.branch, start, stop, starts)
-        words = source.get_or_create(
-            key, _TokenReader(source, place, segments, (start, stop)).read, lambda w: 200 * len(w)
-        )
-        found |= {p: words[p] for p in needed if start <= p < stop and p in words}
+        read = partial(_read_token_cells, source.reader, place, segments, start, stop)
+        cells = source.get_or_create(key, read, lambda cells: 200 * len(cells))
+        found |= {p: cells[p] for p in needed if start <= p < stop and p in cells}
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenReader:
-    source: Source
-    place: TracePlace
-    segments: tuple[Segment, ...]
-    span: tuple[int, int]
-
-    def read(self) -> dict[int, TokenCell]:
-        """Return the words of the span; a branch has its own ones, and its parent's before."""
-        words: dict[int, TokenCell] = {}
-        reader, place = self.source.reader, self.place
-        for token in read_tokens(reader, place.generation, place.branch, *self.span):
-            text, invisible = display_text(token.token, token.text, special=token.special)
-            band = segment_color_at(self.segments, token.pos)
-            words[token.pos] = TokenCell(token.pos, text, band, token.special, invisible)
-        return words
+def _read_token_cells(
+    reader: TraceReader, place: TracePlace, segments: tuple[Segment, ...], start: int, stop: int
+) -> dict[int, TokenCell]:
+    cells: dict[int, TokenCell] = {}
+    for token in read_tokens(reader, place.generation, place.branch, start, stop):
+        text, invisible = display_text(token.token, token.text, special=token.special)
+        color = segment_color_at(segments, token.pos)
+        cells[token.pos] = TokenCell(token.pos, text, color, token.special, invisible)
+    return cells
 
 
 def segment_color_at(segments: Sequence[Segment], position: int) -> int:
-    """Return the colour of a position's segment, -1 for separators."""
+    """Return the number of the colour of a position's segment, -1 for separators."""
     return segment_color(segment_number(segments, position), segments)
 
 
@@ -316,7 +307,7 @@ def segment_number(segments: Sequence[Segment], position: int) -> int:
 
 
 def load_states(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> States:
-    """Return a window of a view as states; kept, as it is the same at most steps."""
+    """Return a window of a view as states, cached because it is the same at most steps."""
     serials = tuple(part.serial for part in mask_view.parts)
     key = ("mask.window", serials, mask_view.head, grid, view)
     states: States = mask_view.source.get_or_create(
@@ -328,7 +319,7 @@ def load_states(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> Sta
 
 
 def make_window(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> PixelCounts:
-    """Return a window of what was executed, of what was declared, or of how they differ."""
+    """Count the pixels of a window of the executed mask, the declared mask, or their difference."""
     known = [(0, mask_view.n_rows)]
     if view != "declared":
         known = [span for part in mask_view.parts for span in part.known_spans()]
@@ -365,16 +356,16 @@ def _add_part(mask_view: MaskView, part: MaskPart, grid: PixelGrid, window: Pixe
     packed = part.rows(mask_view.source, mask_view.head, start - part.row, stop - part.row)
     viewport.fold_rows(packed, start, grid, window.open)
     if window.lost is not None and window.leaked is not None:
-        meant = mask_view.declared(start, stop, part.n_keys)
-        close_dropped_keys(meant, part.steps, start - part.row)
+        declared = mask_view.declared(start, stop, part.n_keys)
+        close_dropped_keys(declared, part.steps, start - part.row)
         known = np.array([part.is_known(row) for row in range(start, stop)])
-        meant[~known] = 0
-        viewport.fold_rows(meant & ~packed, start, grid, window.lost)
-        viewport.fold_rows(packed & ~meant, start, grid, window.leaked)
+        declared[~known] = 0
+        viewport.fold_rows(declared & ~packed, start, grid, window.lost)
+        viewport.fold_rows(packed & ~declared, start, grid, window.leaked)
 
 
 def load_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: PixelGrid) -> States:
-    """Return what the block tables say of a window; dense masks are received as they are run."""
+    """Return a window of the block tables as states; a dense mask is received as executed."""
     serials = tuple(part.serial for part in mask_view.parts)
     key = ("mask.tables", serials, mask_view.head, grid)
     states: States = mask_view.source.get_or_create(
@@ -385,15 +376,15 @@ def load_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: Pi
 
 def _make_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: PixelGrid) -> States:
     spans: list[tuple[int, int]] = []
-    partial, full = grid.empty(), PixelCounts(grid.empty(), grid.empty())
+    partial_counts, full = grid.empty(), PixelCounts(grid.empty(), grid.empty())
     for part, tables in zip(mask_view.parts, blocks, strict=True):
         if part.row >= grid.row_stop or part.stop <= grid.row:
             continue
         spans += tables.spans
-        for one in tables.blocks:
-            viewport.fold_blocks(one, grid, partial, full.open)
+        for layout in tables.blocks:
+            viewport.fold_blocks(layout, grid, partial_counts, full.open)
         if tables.is_dense:
             spans += part.known_spans()
             _add_part(mask_view, part, grid, full)
     size = viewport.pixel_sizes(grid, spans, mask_view.n_keys)
-    return viewport.block_states(partial, full.open, size)
+    return viewport.block_states(partial_counts, full.open, size)

@@ -1,4 +1,4 @@
-"""The mask panel drawn: the cells, words and segments along the axes, the cursor in words below."""
+"""Drawing of the mask panel: cells, tokens and segments along the axes, and the cursor's text."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from flexinspect.panels.mask.mask_text import (
 from flexinspect.records.prompt import SegmentKind
 
 NARROW_WIDTH = 72
-"""Columns below which the note says layer, head and scale briefly."""
+"""Width below which the note shows layer, head and scale in a short form."""
 
 
 def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
-    """Return at most `height` strips of exactly `width` cells, as the data's frame says."""
+    """Draw at most `height` strips of exactly `width` cells; both are those of the layout."""
     layout = data.layout
     strips = [_draw_segment_header(data, theme)] * layout.header + _draw_token_header(data, theme)
     strips += _draw_grid_lines(data, theme)
@@ -56,7 +56,7 @@ def _draw_grid_lines(data: MaskData, theme: Theme) -> list[Strip]:
 
 
 def _draw_row_margin(data: MaskData, number: int, theme: Theme) -> list[RichSegment]:
-    """Return the left margin of a line: words or segments, and the mark of the current rows."""
+    """Draw the left margin of a line: tokens or a segment, and the mark of the current rows."""
     layout, mask_view = data.layout, data.mask_view
     if not layout.left:
         return []
@@ -76,7 +76,7 @@ def _draw_row_margin(data: MaskData, number: int, theme: Theme) -> list[RichSegm
 
 
 def _rows_of_line(data: MaskData, number: int) -> range:
-    """Return the rows of the sheet that a line of the grid shows."""
+    """Return the rows of the mask view that a line of the grid shows."""
     grid, enlarged = data.layout.grid, data.layout.cell_width
     start = grid.row + 2 * number // enlarged * grid.row_scale
     stop = grid.row + (-(-2 * (number + 1) // enlarged)) * grid.row_scale
@@ -104,7 +104,7 @@ def _blank_cell(data: MaskData, position: int) -> TokenCell:
 
 
 def _draw_tokens_at(data: MaskData, positions: list[int], width: int, theme: Theme) -> list[Span]:
-    """Return the words of one or two rows at the right of the margin, in their segments' bands."""
+    """Draw the tokens of one or two rows in the margin, in the colours of their segments."""
     words = [data.tokens.get(p, _blank_cell(data, p)) for p in positions]
     if len(words) == 1:
         room = [width]
@@ -119,14 +119,14 @@ def _draw_tokens_at(data: MaskData, positions: list[int], width: int, theme: The
 
 
 def _draw_segment_at(data: MaskData, number: int, width: int, theme: Theme) -> Span:
-    """Return the label of a segment at the line where it begins, else its band."""
+    """Draw the label of a segment at the line where it begins, on other lines its colour."""
     position = _middle_position(data, number)
     style = token_style(_blank_cell(data, position), theme)
-    about = data.segment(position)
-    if about is None:
+    segment = data.segment(position)
+    if segment is None:
         return align_right(str(position), width), style
-    if number == 0 or data.segment(_middle_position(data, number - 1)) is not about:
-        return clip_text(_shorten_label(escape_unprintable(about.label), width), width), style
+    if number == 0 or data.segment(_middle_position(data, number - 1)) is not segment:
+        return clip_text(_shorten_label(escape_unprintable(segment.label), width), width), style
     text = str(position) if number % 8 == 4 and width >= 5 else ""
     return align_right(text, width), style
 
@@ -135,13 +135,13 @@ def _middle_position(data: MaskData, number: int) -> int:
     """Return the position of the row in the middle of a line."""
     rows = _rows_of_line(data, number)
     middle = int(data.mask_view.positions[rows[(len(rows) - 1) // 2]])
-    if segment_color_at(data.segments, middle) < 0:  # a separator is not worth a label
+    if segment_color_at(data.segments, middle) < 0:  # prefer its neighbour to a separator
         middle = int(data.mask_view.positions[rows[len(rows) // 2]])
     return middle
 
 
 def _shorten_label(label: str, width: int) -> str:
-    """Return a label that fits: "paraphrase 12" as "para 12", "p12" where there is no room."""
+    """Shorten a label to a width: "paraphrase 12" to "para 12" or "p12"."""
     if len(label) <= width:
         return label
     name, _, number = label.rpartition(" ")
@@ -171,8 +171,8 @@ def _draw_segment_header(data: MaskData, theme: Theme) -> Strip:
 
 
 def _segment_index(data: MaskData, key: int) -> int:
-    about = data.segment(key)
-    return -1 if about is None else data.segments.index(about)
+    segment = data.segment(key)
+    return -1 if segment is None else data.segments.index(segment)
 
 
 def _corner_label(data: MaskData) -> str:
@@ -180,7 +180,7 @@ def _corner_label(data: MaskData) -> str:
 
 
 def _draw_token_header(data: MaskData, theme: Theme) -> list[Strip]:
-    """Return the words of the keys: from top to bottom, or across where a cell is wide enough."""
+    """Draw the tokens of the keys, vertically unless a cell is wide enough."""
     layout, mask_view = data.layout, data.mask_view
     if not layout.token_lines:
         return []
@@ -197,7 +197,7 @@ def _draw_token_header(data: MaskData, theme: Theme) -> list[Strip]:
 
 
 def _vertical_text(text: str, width: int, lines: int) -> list[str]:
-    """Return a word in `lines` lines of `width` cells."""
+    """Return a token's text in `lines` lines of `width` cells."""
     if lines == 1 and width > 1:
         return [clip_text(text.strip(), width)]
     letters = [char for char in text.strip() or text if cell_len(char) > 0]
@@ -214,20 +214,20 @@ def _merge_spans(spans: list[Span]) -> list[Span]:
     ]
 
 
-# -- the foot -------------------------------------------------------------------------------------
+# -- the footer -----------------------------------------------------------------------------------
 
 
 def _draw_footer(data: MaskData, theme: Theme) -> list[Strip]:
     layout = data.layout
-    words, counts = describe_cell(data), format_counts(data)
+    cell, counts = describe_cell(data), format_counts(data)
     text = theme.style("text")
-    if words is None:
+    if cell is None:
         first, rest = _footer_without_cursor(data, theme)
-    elif cell_len(words.sentence()) <= layout.width:
-        first, rest = [(words.sentence(), theme.style(words.style))], [(counts, text)]
+    elif cell_len(cell.sentence()) <= layout.width:
+        first, rest = [(cell.sentence(), theme.style(cell.style))], [(counts, text)]
     else:
-        first = [(_shorten_description(data, words), theme.style(words.style))]
-        rest = [(words.reason or counts, theme.style(words.style) if words.reason else text)]
+        first = [(_shorten_description(data, cell), theme.style(cell.style))]
+        rest = [(cell.reason or counts, theme.style(cell.style) if cell.reason else text)]
     gap: list[Span] = [("  ", text)] if rest else []
     second = [*rest, *gap, *mask_legend(data, theme)]
     if layout.footer > 2 and layout.width < 2 * NARROW_WIDTH:
@@ -245,19 +245,18 @@ def _footer_without_cursor(data: MaskData, theme: Theme) -> tuple[list[Span], li
     return ([(pairs[0], theme.style("bad"))], counts) if pairs else (counts, [])
 
 
-def _shorten_description(data: MaskData, words: CellDescription) -> str:
-    """Return who may look at whom, without the row's segment where it is too long with it."""
-    whole = f"row {words.row} {words.relation} {words.key}"
-    if cell_len(whole) <= data.layout.width or data.cursor is None:
-        return whole
-    may = words.relation.replace("may look at", "sees").replace("may not look at", "does not see")
+def _shorten_description(data: MaskData, cell: CellDescription) -> str:
+    """Return the description without its reason, and without the row's segment if too long."""
+    text = f"row {cell.row} {cell.relation} {cell.key}"
+    if cell_len(text) <= data.layout.width or data.cursor is None:
+        return text
     position = int(data.mask_view.positions[data.cursor[0]])
-    return f"{format_token(data, position, segment=False)} {may} {words.key}"
+    return f"{format_token(data, position, segment=False)} {cell.relation} {cell.key}"
 
 
 EVEN, ODD, GENERATED, CROSS, CURSOR, UNVISITED, PARTIAL, FULL = range(8)
 """Tints of a cell: neighbouring segments, generated text, the cursor's row and column, the cursor,
-and what the block tables say."""
+and the states of the block tables."""
 
 _CLOSED_RGB: tuple[RGB, ...] = (
     *((22, 26, 38), (33, 39, 56), (20, 42, 46), (62, 66, 84), (120, 70, 160)),
@@ -285,7 +284,7 @@ _STATE_NAMES = {
     UNKNOWN: "not recorded",
 }
 _STATE_CHARS = {LOST: "-", LEAKED: "+", BOTH: "±", UNKNOWN: "?", APPLIED: "▒"}
-"""Characters of states without colours; open and closed cells are half blocks."""
+"""Characters of states on terminals without colours; open and closed cells are half blocks."""
 
 _CLOSED_CELL = "·"
 _SHADE_CHARS = "·░░▒▓▓█"
@@ -293,10 +292,11 @@ _SHADE_CHARS = "·░░▒▓▓█"
 
 @cache
 def mask_palette() -> Palette:
-    """Return the colours of all states in all tints: level `tint * N_STATES + state`."""
+    """Return the palette of all states in all tints: level `tint * N_STATES + state`."""
     rgb: list[RGB] = []
     for closed, open_ in zip(_CLOSED_RGB, _OPEN_RGB, strict=True):
-        # Halves, so that what is partly open is told from both ends however little it is.
+        # Not starting at the ends, so that a partly open pixel differs from both however small
+        # its part is.
         between = blend(
             (_mix_colors(closed, open_, 0.28), _mix_colors(closed, open_, 0.72)), OPEN - 1
         )
@@ -314,7 +314,7 @@ def _mix_colors(low: RGB, high: RGB, share: float) -> RGB:
 
 
 def grid_strips(data: MaskData, theme: Theme) -> list[Strip]:
-    """Return the lines of the grid, each as wide as the grid."""
+    """Draw the lines of the grid, each as wide as the grid."""
     times = data.layout.cell_width
     if theme.no_color:
         return _colorless_strips(_enlarge(data.states, times), _enlarge(_tints(data), times), theme)
@@ -333,7 +333,7 @@ def _palette_levels(data: MaskData) -> Levels:
 
 
 def _tints(data: MaskData) -> Levels:
-    """Return a tint per pixel: of the segments (or blocks), and of the cursor."""
+    """Return the tint of each pixel, from the segments (or block tables) and the cursor."""
     tables = data.tables
     tints = _segment_tints(data) if tables is None else _block_tints(tables)
     if data.cursor is not None:
@@ -365,7 +365,8 @@ def _segment_tints(data: MaskData) -> Levels:
 def _tint_groups(
     data: MaskData,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return starts of segments, a number per owner (separators go with theirs), generated ones."""
+    """Return the segments' starts, a number per owner (of a separator too), and which are
+    generated."""
     starts, numbers, generated = [0], [0], [False]
     owner = -1
     for index, segment in enumerate(data.segments):
@@ -391,7 +392,7 @@ def _add_cursor_cross(tints: Levels, data: MaskData) -> None:
 
 
 def _colorless_strips(states: Levels, tints: Levels, theme: Theme) -> list[Strip]:
-    """Return half blocks and shades of one colour; generated text and the cursor in styles."""
+    """Draw states as half blocks and shades, with styles for the cursor."""
     if len(states) % 2:
         states, tints = (np.vstack([part, part[-1:]]) for part in (states, tints))
     strips = []
@@ -416,7 +417,7 @@ _TINT_STYLES = {CURSOR: "cursor", CROSS: "strong"}
 
 
 _CLOSED_CELL_CHARS = {UNVISITED: " ", FULL: ":"}
-"""A closed cell, by what the block tables say of it."""
+"""Characters of a closed cell by the state of its block."""
 
 
 def _closed_cell_char(character: str, tint: int) -> str:
@@ -441,15 +442,15 @@ def _cell_char(upper: int, lower: int) -> str:
     return _SHADE_CHARS[min(max((upper + lower) // 2, 1), OPEN - 1)]
 
 
-# -- what they mean -------------------------------------------------------------------------------
+# -- the legend -----------------------------------------------------------------------------------
 
 
 def mask_legend(data: MaskData, theme: Theme) -> list[Span]:
-    """Return what the colours on screen mean, and the label of the block layer."""
-    seen = {3 if CLOSED < n < OPEN else n for n in np.unique(data.states).tolist()}
+    """Draw the meaning of the colours on screen, and the counts of the block tables if shown."""
+    visible = {3 if CLOSED < n < OPEN else n for n in np.unique(data.states).tolist()}
     text = theme.style("text")
     spans: list[Span] = []
-    for state in (n for n in _STATE_NAMES if n in seen):
+    for state in (n for n in _STATE_NAMES if n in visible):
         spans.append(_swatch(state, EVEN, theme))
         name = (
             "full block" if data.view_mode == "received" and state == OPEN else _STATE_NAMES[state]

@@ -1,7 +1,7 @@
-"""The mask of a sequence as parts: what a step or some decode steps fed into one layer and head.
+"""The mask of a sequence for one layer and head, in parts of one prefill or some decode steps.
 
-Parts are made once and kept; a sheet of them is put together at every step. A mask stands where its
-step stood (one that comes again is stored once, with the place that it had first).
+Parts are computed once and cached; every step joins them to a `MaskView`. The rows of a part are at
+the positions of its steps, because a mask that occurs again is stored once, with its first place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flexinspect.trace.mask_cells import (
 from flexinspect.trace.queries.branch_queries import visible_lineage
 
 MAX_PACKED_BYTES = 16 << 20
-"""Bytes of packed cells up to which a mask is kept whole; of larger ones, bands of rows are."""
+"""Bytes of packed cells up to which a mask is cached as a whole; of a larger one, bands of rows."""
 
 BAND_ROWS = 1024
 _serials = count()
@@ -46,7 +46,7 @@ _serials = count()
 
 @dataclass(frozen=True, slots=True)
 class StepMaskRows:
-    """The rows that a step fed into a layer, and the mask that they were given there.
+    """The input rows of a step in a layer, and the mask that the layer received for them.
 
     `pos` is the position of the first row, `kv_offset` that of the first key, `kv_len` the number
     of keys of the call.
@@ -61,23 +61,24 @@ class StepMaskRows:
 
 
 def close_dropped_keys(rows: PackedMask, steps: Sequence[StepMaskRows], start: int) -> None:
-    """Close the keys that a sliding cache had dropped when the rows were fed: nobody lost them.
+    """Close the keys that a sliding cache had dropped before the rows, so that none counts as lost.
 
-    `rows` are packed, from row `start` of a part on; `fed` is the part's.
+    `rows` are packed, from row `start` of a part on; `steps` are those of the part.
     """
-    for number, one in enumerate(steps[start : start + len(rows)] if len(steps) > 1 else steps):
-        whole, rest = divmod(one.kv_offset, 8)
-        some = rows if len(steps) == 1 else rows[number : number + 1]
-        some[:, :whole] = 0
-        if rest and whole < some.shape[1]:
-            some[:, whole] &= 0xFF >> rest
+    shown = steps[start : start + len(rows)] if len(steps) > 1 else steps
+    for number, step in enumerate(shown):
+        n_bytes, n_bits = divmod(step.kv_offset, 8)
+        own = rows if len(steps) == 1 else rows[number : number + 1]
+        own[:, :n_bytes] = 0
+        if n_bits and n_bytes < own.shape[1]:
+            own[:, n_bytes] &= 0xFF >> n_bits
 
 
 @dataclass(frozen=True)
 class MaskPart:
-    """Rows of a sheet from `row` on. `known` says of which rows the cells were recorded.
+    """Rows of a mask view from `row` on. `known` says which rows have recorded cells.
 
-    `packed` is None for a mask that is too large to be held; `source` reads it then.
+    `packed` is None for a mask that is too large to cache; `cells` is then read in bands.
     """
 
     row: int
@@ -93,24 +94,24 @@ class MaskPart:
 
     @property
     def n_rows(self) -> int:
-        """Rows of it."""
+        """Number of rows."""
         return len(self.positions)
 
     @property
     def stop(self) -> int:
-        """The row of the sheet after its last one."""
+        """The row of the view after the last one of the part."""
         return self.row + self.n_rows
 
     def step_at(self, row: int) -> StepMaskRows:
-        """Return what a row (of the sheet) was fed with."""
+        """Return the step of a row of the view."""
         return self.steps[0] if len(self.steps) == 1 else self.steps[row - self.row]
 
     def is_known(self, row: int) -> bool:
-        """Tell whether the cells of a row (of the sheet) were recorded."""
+        """Whether the cells of a row of the view were recorded."""
         return self.known if isinstance(self.known, bool) else self.known[row - self.row]
 
     def known_spans(self) -> Iterator[tuple[int, int]]:
-        """Yield (row, row after) of the sheet's rows that are known."""
+        """Yield (start, stop) of the recorded rows of the view."""
         if isinstance(self.known, bool):
             if self.known:
                 yield self.row, self.stop
@@ -120,7 +121,7 @@ class MaskPart:
                 yield self.row + number, self.row + number + 1
 
     def rows(self, source: Source, head: int, start: int, stop: int) -> PackedMask:
-        """Return its packed rows `start <= row < stop`, counted from its own first one."""
+        """Return packed rows `start <= row < stop`, counted from the first row of the part."""
         if self.packed is not None:
             return self.packed[start:stop]
         if self.cells is None:
@@ -152,7 +153,7 @@ class MaskPart:
 class MaskView:
     """The mask of a layer and head: `parts` one below the other, row 0 first.
 
-    `first_step` to `last_step` are the steps among them (step 0 always is), of `n_steps` in all.
+    It holds step 0 and the steps `first_step` to `last_step`, of `n_steps` in all.
     """
 
     source: Source
@@ -167,12 +168,12 @@ class MaskView:
 
     @cached_property
     def n_rows(self) -> int:
-        """Rows in all."""
+        """Number of rows."""
         return self.parts[-1].stop if self.parts else 0
 
     @cached_property
     def n_keys(self) -> int:
-        """Keys in all: the columns."""
+        """Number of keys, the columns."""
         return max((part.n_keys for part in self.parts), default=0)
 
     @cached_property
@@ -190,12 +191,12 @@ class MaskView:
         return next(part for part in self.parts if row < part.stop)
 
     def row_of(self, position: int) -> int | None:
-        """Return the row of a position, the last one if it was fed again, None without any."""
-        found = np.flatnonzero(self.positions == position)
-        return int(found[-1]) if len(found) else None
+        """Return the row of a position, the last one if there are several, None without any."""
+        rows = np.flatnonzero(self.positions == position)
+        return int(rows[-1]) if len(rows) else None
 
     def rows_of_step(self, step: int) -> range | None:
-        """Return the rows that a step fed, None when they are not on the sheet."""
+        """Return the rows of a step, None when they are not in the view."""
         for part in self.parts:
             if len(part.steps) == 1 and part.steps[0].step == step:
                 return range(part.row, part.stop)
@@ -205,12 +206,12 @@ class MaskView:
         return None
 
     def declared(self, row: int, stop: int, n_keys: int) -> PackedMask:
-        """Return the declared rows from one to another, packed; there must be a rule."""
+        """Return the declared rows `row` to `stop`, packed; `spec` must not be None."""
         assert self.spec is not None
         return pack_spec(self.spec, self.positions[row:stop], n_keys)
 
     def cell(self, row: int, key: int) -> bool | None:
-        """Return whether a cell is open in what was executed, None where that is not known."""
+        """Whether a cell of the executed mask is open, None if it was not recorded."""
         part = self.part_of(row)
         if not part.is_known(row):
             return None
@@ -221,16 +222,16 @@ class MaskView:
         return bool(packed[0, key // 8] >> (7 - key % 8) & 1)
 
     def row_count(self, row: int) -> int:
-        """Return how many keys a row sees."""
+        """Return the number of keys that a row attends to."""
         part = self.part_of(row)
         return int(part.counts.open.row_counts[row - part.row])
 
     def column_count(self, key: int) -> int:
-        """Return how many rows see a key."""
+        """Return the number of rows that attend to a key."""
         return sum(int(p.counts.key_counts[key]) for p in self.parts if key < p.n_keys)
 
     def count(self, kind: str) -> int:
-        """Return how many cells are "open", "lost" or "leaked"."""
+        """Return the number of cells that are "open", "lost" or "leaked"."""
         planes = [getattr(part.counts, kind) for part in self.parts]
         return sum(plane.n for plane in planes if plane is not None)
 
@@ -243,23 +244,23 @@ class MaskView:
         return None
 
     def n_known(self) -> int:
-        """Return how many rows were recorded."""
+        """Return the number of recorded rows."""
         return sum(stop - start for part in self.parts for start, stop in part.known_spans())
 
 
 PART_STEPS = 64
-"""Decode steps of one part."""
+"""Number of decode steps of one part."""
 
 WINDOW_STEPS = 256
-"""A long generation is shown from one to two times this many steps before the current one on ..."""
+"""The window of a long generation begins one to two times as many steps before the current one."""
 
 MAX_STEPS = 1024
-"""... and this many steps in all."""
+"""Maximum number of steps in the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskViewRequest:
-    """Which sheet: of which layer and head, compared with which rule, counted by which groups."""
+    """Identifies a mask view: a layer and head, the declared mask, the groups of the counts."""
 
     generation: int
     branch: int
@@ -271,7 +272,7 @@ class MaskViewRequest:
 
 
 def load_mask_view(source: Source, request: MaskViewRequest) -> MaskView | None:
-    """Return the mask around a step, None when no step fed a row. Raises `TraceError`."""
+    """Return the mask around a step, None when no step has rows. Raises `TraceError`."""
     reader = source.reader
     owners = visible_lineage(reader, request.generation, request.branch, request.step)
     ends = [(reader.last_step(request.generation, owner), stop) for owner, _, stop in owners]
@@ -290,18 +291,24 @@ def load_mask_view(source: Source, request: MaskViewRequest) -> MaskView | None:
         return None
     heads = max(part.heads for part in parts)
     head = min(max(request.head, 0), heads - 1)
-    rule, groups = request.spec, request.groups
-    shown = min(first + MAX_STEPS - 1, last)
-    return MaskView(source, tuple(parts), head, heads, rule, groups, first, shown, last + 1)
+    return MaskView(
+        source=source,
+        parts=tuple(parts),
+        head=head,
+        heads=heads,
+        spec=request.spec,
+        groups=request.groups,
+        first_step=first,
+        last_step=min(first + MAX_STEPS - 1, last),
+        n_steps=last + 1,
+    )
 
 
 def _first_step(last: int, step: int) -> int:
     if last < MAX_STEPS:
         return 0
-    low, high = (
-        step // WINDOW_STEPS * WINDOW_STEPS - WINDOW_STEPS,
-        last // WINDOW_STEPS * WINDOW_STEPS + WINDOW_STEPS - MAX_STEPS,
-    )
+    low = step // WINDOW_STEPS * WINDOW_STEPS - WINDOW_STEPS
+    high = last // WINDOW_STEPS * WINDOW_STEPS + WINDOW_STEPS - MAX_STEPS
     return max(0, min(low, high))
 
 
@@ -312,7 +319,7 @@ def _load_step_rows(
     first: int,
     stop: int,
 ) -> Iterator[tuple[StepMaskRows, ...]]:
-    """Yield what the first step fed, then what the steps of the window did, in parts."""
+    """Yield the rows of step 0, then those of the window's steps, grouped in parts."""
     ranges = [(0, 1)] if first > 0 else []
     stop = min(stop, first + MAX_STEPS)
     ranges += [(low, min(low + PART_STEPS, stop)) for low in range(first, stop, PART_STEPS)]
@@ -328,7 +335,7 @@ def _load_step_rows(
 def _load_calls(
     source: Source, generation: int, branch: int, start: int, stop: int
 ) -> list[StepCalls]:
-    # All steps below `stop` are written, so that what is kept will never be different.
+    # All steps below `stop` are written, so the cached value cannot change.
     return source.get_or_create(
         ("mask.calls", generation, branch, start, stop),
         lambda: read_step_calls(source.reader, generation, branch, start, stop),
@@ -357,13 +364,13 @@ def _split_parts(calls: list[StepCalls], layer: int) -> Iterator[tuple[StepMaskR
 def _load_part(
     source: Source, steps: tuple[StepMaskRows, ...], row: int, request: MaskViewRequest
 ) -> MaskPart:
-    names = [one.mask for one in steps if one.mask is not None]
+    names = [step.mask for step in steps if step.mask is not None]
     heads = source.get_or_create(
         ("mask.heads", *names),
         lambda: max_mask_heads(source.reader, names),
         lambda _: 100 * len(names),
     )
-    # A mask that all heads share is one part for all of them.
+    # All heads share the part of a mask that is the same for all of them.
     request = replace(request, head=min(max(request.head, 0), heads - 1))
     key: Hashable = ("mask.part", steps, row, request.head, request.spec, request.groups)
     return source.get_or_create(key, lambda: _make_part(source, steps, row, request), _part_bytes)
@@ -379,26 +386,26 @@ def _make_part(
 ) -> MaskPart:
     if len(steps) == 1 and steps[0].n_rows > 1:
         return _make_prefill_part(source, steps[0], row, request)
-    found: dict[str, tuple[int, PackedMask]] = {}
+    masks: dict[str, tuple[int, PackedMask]] = {}
     heads = 1
-    for name, cells in read_mask_arrays(
-        source.reader, [f.mask for f in steps if f.mask], "mask.cells"
-    ):
+    names = [step.mask for step in steps if step.mask]
+    for name, cells in read_mask_arrays(source.reader, names, "mask.cells"):
         if cells.ndim == 3 and cells.shape[0] > 0 and cells.shape[1] == 1:
             heads = max(heads, cells.shape[0])
-            own = min(request.head, cells.shape[0] - 1)
-            found[name] = cells.shape[2], np.packbits(cells[own], axis=1)
-    width = [found[f.mask][0] if f.mask in found else f.kv_len for f in steps]
-    n_keys = max(f.kv_offset + keys for f, keys in zip(steps, width, strict=True))
+            head = min(request.head, cells.shape[0] - 1)
+            masks[name] = cells.shape[2], np.packbits(cells[head], axis=1)
+    widths = [masks[step.mask][0] if step.mask in masks else step.kv_len for step in steps]
+    n_keys = max(step.kv_offset + width for step, width in zip(steps, widths, strict=True))
     packed = np.zeros((len(steps), -(-n_keys // 8)), np.uint8)
-    for number, one in enumerate(steps):
-        if one.mask in found:
-            line = shift_keys(found[one.mask][1], found[one.mask][0], one.kv_offset)
-            packed[number, : line.shape[1]] = line[0]
-    positions = np.array([one.pos for one in steps], np.int32)
-    known = tuple(one.mask in found for one in steps)
-    counted = _count_cells([(0, packed)], positions, n_keys, row, request, known, steps)
-    return MaskPart(row, steps, positions, n_keys, heads, known, counted, packed)
+    for number, step in enumerate(steps):
+        if step.mask in masks:
+            width, mask_row = masks[step.mask]
+            mask_row = shift_keys(mask_row, width, step.kv_offset)
+            packed[number, : mask_row.shape[1]] = mask_row[0]
+    positions = np.array([step.pos for step in steps], np.int32)
+    known = tuple(step.mask in masks for step in steps)
+    counts = _count_cells([(0, packed)], positions, n_keys, row, request, known, steps)
+    return MaskPart(row, steps, positions, n_keys, heads, known, counts, packed)
 
 
 def _make_prefill_part(
@@ -428,7 +435,7 @@ def _make_prefill_part(
 def _row_chunks(
     source: Source, cells: StoredCells, step_rows: StepMaskRows, head: int, whole: PackedMask | None
 ) -> Iterator[tuple[int, PackedMask]]:
-    """Yield the rows of a mask on the sheet's keys; fill `whole` with them where it is given."""
+    """Yield the rows of a mask over the view's keys; also copies them to `whole` if it is given."""
     if cells.n_rows == 1 < step_rows.n_rows:  # one row that is broadcast
         row = next(read_packed_rows(source.reader, cells, head, 0, 1))[1]
         starts = range(0, step_rows.n_rows, CHUNK_ROWS)
@@ -455,14 +462,14 @@ def _count_cells(
     known: bool | tuple[bool, ...],
     steps: tuple[StepMaskRows, ...],
 ) -> MaskCounts:
-    rule = request.spec
+    spec = request.spec
 
     def declared(start: int, stop: int) -> PackedMask:
-        assert rule is not None
-        rows = pack_spec(rule, positions[start:stop], n_keys)
+        assert spec is not None
+        rows = pack_spec(spec, positions[start:stop], n_keys)
         close_dropped_keys(rows, steps, start)
         if not isinstance(known, bool):
-            rows[~np.array(known[start:stop])] = 0  # nothing is lost where nothing is known
+            rows[~np.array(known[start:stop])] = 0  # cells that were not recorded are not lost
         return rows
 
     return count_cells(
@@ -471,15 +478,15 @@ def _count_cells(
         n_keys,
         first_row=row,
         groups=request.groups,
-        declared=declared if rule is not None else None,
+        declared=declared if spec is not None else None,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """The block tables of a part's rows; `spans` are the rows of the sheet that have any.
+    """The block tables of a part's rows; `spans` are the rows of the view that have any.
 
-    `dense` says that the rows were given no block mask at all. `size` is (rows, keys) of a block.
+    `is_dense` is True if the rows received dense masks. `size` is (rows, keys) of a block.
     """
 
     blocks: tuple[BlockLayout, ...] = ()
@@ -488,23 +495,23 @@ class BlockPart:
     size: tuple[int, int] | None = None
 
     def at(self, row: int, key: int) -> str:
-        """Return what the tables say of a cell: "partial", "full", "not visited", "" if nothing."""
-        for one in self.blocks:
-            if one.rows[0] <= row < one.rows[-1]:
-                line = int(np.searchsorted(one.rows, row, side="right")) - 1
-                column = int(np.searchsorted(one.keys, key, side="right")) - 1
-                if not 0 <= column < one.full.shape[1]:
+        """Return the state of a cell's block: "partial", "full", "not visited", "" if unknown."""
+        for layout in self.blocks:
+            if layout.rows[0] <= row < layout.rows[-1]:
+                line = int(np.searchsorted(layout.rows, row, side="right")) - 1
+                column = int(np.searchsorted(layout.keys, key, side="right")) - 1
+                if not 0 <= column < layout.full.shape[1]:
                     return "not visited"
-                if one.full[line, column]:
+                if layout.full[line, column]:
                     return "full"
-                return "partial" if one.partial[line, column] else "not visited"
+                return "partial" if layout.partial[line, column] else "not visited"
         return ""
 
     def counts(self) -> tuple[int, int, int]:
-        """Return how many blocks are partial, full and not visited."""
-        partial = sum(int(one.partial.sum()) for one in self.blocks)
-        full = sum(int(one.full.sum()) for one in self.blocks)
-        return partial, full, sum(one.full.size for one in self.blocks) - partial - full
+        """Return the numbers of blocks that are partial, full and not visited."""
+        partial = sum(int(layout.partial.sum()) for layout in self.blocks)
+        full = sum(int(layout.full.sum()) for layout in self.blocks)
+        return partial, full, sum(layout.full.size for layout in self.blocks) - partial - full
 
 
 def load_blocks(source: Source, part: MaskPart, head: int) -> BlockPart:
@@ -516,16 +523,16 @@ def load_blocks(source: Source, part: MaskPart, head: int) -> BlockPart:
     )
 
 
-def _block_part_bytes(found: BlockPart) -> int:
+def _block_part_bytes(part: BlockPart) -> int:
     return 512 + sum(
-        2 * one.full.size + 8 * (len(one.rows) + len(one.keys)) for one in found.blocks
+        2 * layout.full.size + 8 * (len(layout.rows) + len(layout.keys)) for layout in part.blocks
     )
 
 
 def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
-    names = list(dict.fromkeys(fed.mask for fed in part.steps if fed.mask is not None))
-    about = {name: source.reader.mask_summary(name) for name in names}
-    kinds = {mask.kind for mask in about.values() if mask is not None}
+    names = list(dict.fromkeys(step.mask for step in part.steps if step.mask is not None))
+    masks = {name: source.reader.mask_summary(name) for name in names}
+    kinds = {mask.kind for mask in masks.values() if mask is not None}
     if "block" not in kinds:
         return BlockPart(is_dense=bool(kinds))
     tables = {
@@ -535,30 +542,32 @@ def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
     blocks: list[BlockLayout] = []
     spans: list[tuple[int, int]] = []
     row = part.row
-    known = {name: mask for name, mask in about.items() if name in tables["mask.partial"]}
-    for (mask, offset), group in groupby(part.steps, key=lambda fed: _block_size(fed, known)):
+    known = {name: mask for name, mask in masks.items() if name in tables["mask.partial"]}
+    for (size, offset), group in groupby(part.steps, key=lambda step: _block_size(step, known)):
         steps = list(group)
-        start, row = row, row + sum(one.n_rows for one in steps)
-        if mask is None:
+        start, row = row, row + sum(step.n_rows for step in steps)
+        if size is None:
             continue
-        rows = _row_edges(start, row, 1 if len(steps) > 1 else mask[0])
+        rows = _row_edges(start, row, 1 if len(steps) > 1 else size[0])
         partial, full = (
             _stack_tables(steps, tables[name], tables["mask.partial"], head) for name in tables
         )
-        keys = _key_edges(offset, mask[1], partial.shape[1], part.n_keys)
+        keys = _key_edges(offset, size[1], partial.shape[1], part.n_keys)
         blocks.append(BlockLayout(rows[: len(partial) + 1], keys, partial, full))
         spans.append((start, row))
-    size = next(
-        (m for m, _ in (_block_size(fed, about) for fed in part.steps) if m is not None), None
+    sizes = (_block_size(step, masks)[0] for step in part.steps)
+    return BlockPart(
+        blocks=tuple(blocks),
+        spans=tuple(spans),
+        size=next((size for size in sizes if size is not None), None),
     )
-    return BlockPart(tuple(blocks), tuple(spans), False, size)
 
 
 def _block_size(
-    step_rows: StepMaskRows, about: Mapping[str, MaskRecord | None]
+    step_rows: StepMaskRows, masks: Mapping[str, MaskRecord | None]
 ) -> tuple[tuple[int, int] | None, int]:
-    """Return the size of a block and the offset of its keys."""
-    mask = about.get(step_rows.mask) if step_rows.mask is not None else None
+    """Return the size of a block, None without block tables, and the offset of its keys."""
+    mask = masks.get(step_rows.mask) if step_rows.mask is not None else None
     if mask is None or mask.kind != "block" or not mask.block_q or not mask.block_kv:
         return None, step_rows.kv_offset
     return (mask.block_q, mask.block_kv), step_rows.kv_offset
@@ -576,12 +585,12 @@ def _key_edges(offset: int, size: int, n_blocks: int, n_keys: int) -> IntArray:
 def _stack_tables(
     steps: list[StepMaskRows], tables: dict[str, Array], shapes: dict[str, Array], head: int
 ) -> Array:
-    """Return the tables of some steps one below the other, bool (row blocks, key blocks)."""
-    found = list(_head_tables(steps, tables, shapes, head))
-    width = max(table.shape[1] for table in found)
-    stacked = np.zeros((sum(map(len, found)), width), np.bool_)
+    """Stack the tables of some steps, bool (row blocks, key blocks)."""
+    own_tables = list(_head_tables(steps, tables, shapes, head))
+    width = max(table.shape[1] for table in own_tables)
+    stacked = np.zeros((sum(map(len, own_tables)), width), np.bool_)
     row = 0
-    for table in found:
+    for table in own_tables:
         stacked[row : row + len(table), : table.shape[1]] = table
         row += len(table)
     return stacked
@@ -590,8 +599,8 @@ def _stack_tables(
 def _head_tables(
     steps: list[StepMaskRows], tables: dict[str, Array], shapes: dict[str, Array], head: int
 ) -> Iterator[Array]:
-    for one in steps:
-        assert one.mask is not None
-        table = tables.get(one.mask, np.zeros_like(shapes[one.mask]))
+    for step in steps:
+        assert step.mask is not None
+        table = tables.get(step.mask, np.zeros_like(shapes[step.mask]))
         own = table[min(head, len(table) - 1)]
         yield own[:1] if len(steps) > 1 else own

@@ -1,4 +1,4 @@
-"""Where everything lies in a picture of a mask: margins, the window that is seen, its scale."""
+"""The layout of the mask panel: margins, visible window and scale."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from flexinspect.masks.viewport import SCALES, PixelGrid
 MaskViewMode = Literal["executed", "received", "declared", "difference"]
 
 CELL_WIDTHS = (8, 6, 4, 2)
-"""Columns per cell of small masks, most first; half as many lines, so that a cell is square."""
+"""Columns per cell of small masks, largest first; half as many lines, so that cells are square."""
 
 FLAT_RATIO = 4
-"""Keys per row of a sheet from which both sides are scaled each by itself."""
+"""Ratio of the scale of keys to that of rows from which the two scales are independent."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskOptions:
-    """What the user chose.
+    """Options of the mask panel.
 
-    `zoom` counts steps from the whole mask (0) to single cells. The cursor stands on the positions
-    `q` and `kv`, None for no cursor. `row` and `key` are the first ones shown, None for those
+    `zoom` counts levels from the whole mask (0) to single cells. The cursor is at the positions `q`
+    and `kv`, None without a cursor. `row` and `key` are the first visible ones, None for a window
     around the cursor or the current step.
     """
 
@@ -39,9 +39,9 @@ class MaskOptions:
 class MaskLayout:
     """The layout of a picture of `width` and `height` cells.
 
-    From the top: `header` lines for segments, `words` lines for the words of the keys, `lines` of
-    the grid, `footer` lines. At the left `label` columns and one for marks (`left` together). The
-    grid's pixels are `enlarged` columns wide and as many half lines high.
+    From the top: `header` lines for segments, `token_lines` for the tokens of the keys, `lines` of
+    the grid, `footer` lines. The margin is `left` columns wide, the last one for marks. The grid's
+    pixels are `cell_width` columns wide and as many half lines high.
     """
 
     width: int
@@ -58,7 +58,7 @@ class MaskLayout:
 
     @property
     def top(self) -> int:
-        """The first line of the grid."""
+        """First line of the grid."""
         return self.header + self.token_lines
 
     @property
@@ -84,26 +84,33 @@ def mask_layout(
     focus: tuple[int, int],
     options: MaskOptions,
 ) -> MaskLayout:
-    """Return the frame of a sheet of `shape` (rows, keys), around (row, key) `focus`."""
+    """Lay out a mask of `shape` (rows, keys) around the cell `focus` (row, key)."""
     left, header, footer = _margin_width(width), int(height >= 5), _footer_height(height)
     lines, columns = max(height - header - footer, 1), max(width - left, 1)
     steps = zoom_steps(shape, lines, columns)
     zoom = min(max(zoom, 0), len(steps) - 1)
-    row_scale, key_scale, enlarged = steps[zoom]
-    needed = -(-(-(-shape[0] // row_scale) * enlarged) // 2)
-    words = 0
+    row_scale, key_scale, cell = steps[zoom]
+    needed = -(-(-(-shape[0] // row_scale) * cell) // 2)
+    token_lines = 0
     if (row_scale, key_scale) == (1, 1) and height >= 12:
-        words = _token_header_lines(enlarged, lines - needed, whole=needed <= lines and zoom == 0)
-    lines = min(lines - words, needed)
-    rows = max(2 * lines // enlarged, 1)
+        whole = needed <= lines and zoom == 0
+        token_lines = _token_header_lines(cell, lines - needed, whole=whole)
+    lines = min(lines - token_lines, needed)
+    rows = max(2 * lines // cell, 1)
     row, rows = _visible_span(shape[0], row_scale, rows, focus[0], options.row)
-    key, keys = _visible_span(
-        shape[1], key_scale, max(columns // enlarged, 1), focus[1], options.key
-    )
-    grid = PixelGrid(row, key, rows, keys, row_scale, key_scale)
-    lines = -(-rows * enlarged // 2)
+    key, keys = _visible_span(shape[1], key_scale, max(columns // cell, 1), focus[1], options.key)
     return MaskLayout(
-        width, height, left, header, words, lines, footer, grid, enlarged, zoom, len(steps) - 1
+        width=width,
+        height=height,
+        left=left,
+        header=header,
+        token_lines=token_lines,
+        lines=-(-rows * cell // 2),
+        footer=footer,
+        grid=PixelGrid(row, key, rows, keys, row_scale, key_scale),
+        cell_width=cell,
+        zoom=zoom,
+        last_zoom=len(steps) - 1,
     )
 
 
@@ -118,18 +125,18 @@ def _footer_height(height: int) -> int:
     return (height >= 3) + (height >= 10) + (height >= 26)
 
 
-def _token_header_lines(enlarged: int, spare: int, *, whole: bool) -> int:
-    most = 1 if enlarged >= 6 else 6
-    words = min(spare, most) if whole else most
-    return words if most == 1 or words >= 3 else 0
+def _token_header_lines(cell_width: int, spare: int, *, whole: bool) -> int:
+    most = 1 if cell_width >= 6 else 6
+    lines = min(spare, most) if whole else most
+    return lines if most == 1 or lines >= 3 else 0
 
 
 def zoom_steps(shape: tuple[int, int], lines: int, columns: int) -> list[tuple[int, int, int]]:
-    """Return (row scale, key scale, enlarged) from the whole sheet to single large cells."""
-    for enlarged in CELL_WIDTHS:
-        if shape[0] * enlarged <= 2 * lines and shape[1] * enlarged <= columns:
-            return [(1, 1, enlarged)] + [
-                (1, 1, more) for more in (4, 8) if enlarged < more <= min(columns, 2 * lines)
+    """Return (row scale, key scale, cell width) from the whole mask to single large cells."""
+    for width in CELL_WIDTHS:
+        if shape[0] * width <= 2 * lines and shape[1] * width <= columns:
+            return [(1, 1, width)] + [
+                (1, 1, larger) for larger in (4, 8) if width < larger <= min(columns, 2 * lines)
             ]
     rows, keys = _fit_scale(shape[0], 2 * lines), _fit_scale(shape[1], columns)
     if keys <= FLAT_RATIO * rows:
@@ -153,10 +160,10 @@ def _finer_scale(scale: int) -> int:
 def _visible_span(
     total: int, scale: int, room: int, focus: int, start: int | None
 ) -> tuple[int, int]:
-    """Return (first cell, pixels) of what is seen of an axis of `total` cells.
+    """Return (first cell, number of pixels) of the visible part of an axis of `total` cells.
 
-    Without a `start` the focus lies in the second half of the room, and the window moves by whole
-    halves: so that it stands still at most steps.
+    Without a `start` the focus is in the second half of the room, and the window moves by halves
+    of the room, so that it does not move at most steps.
     """
     pixels = -(-total // scale)
     if pixels <= room:
@@ -171,9 +178,10 @@ def _visible_span(
 
 
 def scroll_window(layout: MaskLayout, row: int, key: int) -> tuple[int | None, int | None]:
-    """Return the first row and key of a window that holds a cell: as it is, or moved by a half.
+    """Return the first row and key of a window that contains a cell.
 
-    None where the cell is seen already.
+    The window does not move along an axis on which the cell is visible; otherwise the cell comes
+    to its middle.
     """
     grid = layout.grid
     first_row, first_key = grid.row, grid.key
@@ -185,7 +193,7 @@ def scroll_window(layout: MaskLayout, row: int, key: int) -> tuple[int | None, i
 
 
 def format_scale(layout: MaskLayout) -> str:
-    """Return the scale: "1:4", "2:1", "1:8 x 1:512" (rows, then keys)."""
+    """Return the scale as "1:4", "2:1" or "1:8 x 1:512" (rows, then keys)."""
     grid = layout.grid
     if layout.cell_width > 1:
         return f"{layout.cell_width}:1"

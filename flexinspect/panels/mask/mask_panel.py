@@ -1,4 +1,4 @@
-"""The mask panel: who may look at whom, as it ran, and where that is not what was meant."""
+"""The mask panel: which tokens attend to which, as executed, and how that differs from declared."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ _CURSOR_MOVES = {
 
 
 class MaskPanel(Panel[MaskData, MaskOptions]):
-    """The mask of the whole sequence: a row per token that was fed, a column per key."""
+    """The mask of the whole sequence: a row per input token, a column per key."""
 
     name: ClassVar[str] = "mask"
     title: ClassVar[str] = "Mask"
     needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
-        "It shows for one layer and head which tokens (across) each token (down) may look at: as "
-        "it was executed, received or declared, or where what was executed is not what was meant.",
-        "Bright cells are open, dark ones closed, in between where a pixel holds both; words and "
-        "bands along the axes are the tokens and their segments, and the cursor says who may look "
-        "at whom and why not.",
-        "Look for lost cells (meant to be open, but not executed), leaked ones (executed, but "
-        "meant to be closed), rows that see nothing, and paraphrases that see each other.",
+        "It shows for one layer and head which tokens (across) each token (down) attends to: the "
+        "executed, received or declared mask, or where the executed mask differs from the declared "
+        "one.",
+        "Bright cells are open, dark ones closed, in between where a pixel holds both; the axes "
+        "show the tokens and their segments, and the text below explains the cell under the "
+        "cursor.",
+        "Look for lost cells (declared open, but not executed), leaked cells (executed, but "
+        "declared closed), rows that attend to no key, and paraphrases that attend to each other.",
     )
     depends_on_size: ClassVar[bool] = True
     actions: ClassVar[tuple[str, ...]] = (
@@ -58,19 +59,19 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
     )
 
     def options(self) -> MaskOptions:
-        """Return the options at the start: the whole mask as it was executed."""
+        """Return the initial options: the whole executed mask."""
         return MaskOptions()
 
     def load(self, source: Source, request: Request[MaskOptions]) -> MaskData:
-        """Return the window that is seen; parts of the mask are kept for the next step."""
+        """Read the visible window; parts of the mask are cached for the next step."""
         return load_mask(source, request)
 
     def describe(self, data: MaskData) -> list[str]:
-        """Return the mask in words: what it is, who sees whom, what is not as declared."""
+        """Describe the mask, its differences from the declared one, and the cursor's cell."""
         return describe_mask(data)
 
     def paint(self, data: MaskData, request: Request[MaskOptions], theme: Theme) -> Picture:
-        """Draw the window."""
+        """Draw the visible window."""
         strips = draw_mask(data, theme)[: request.height]
         if data.layout.width != request.width:  # the panel was resized since it was loaded
             strips = [strip.adjust_cell_length(request.width) for strip in strips]
@@ -83,12 +84,13 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         options, layout = request.options, data.layout
         if action in ("zoom.in", "zoom.out"):
             zoom = layout.zoom + (1 if action == "zoom.in" else -1)
-            inside = 0 <= zoom <= layout.last_zoom
-            return replace(options, zoom=zoom, row=None, key=None) if inside else None
+            if not 0 <= zoom <= layout.last_zoom:
+                return None
+            return replace(options, zoom=zoom, row=None, key=None)
         if action == "view.flip":
-            views = [v for v in VIEW_MODES if data.mask_view.spec or v in ("executed", "received")]
-            shown = options.view if options.view in views else views[0]
-            return replace(options, view=views[(views.index(shown) + 1) % len(views)])
+            modes = [m for m in VIEW_MODES if data.mask_view.spec or m in ("executed", "received")]
+            mode = options.view if options.view in modes else modes[0]
+            return replace(options, view=modes[(modes.index(mode) + 1) % len(modes)])
         if action == "view.blocks":
             return replace(options, blocks=not options.blocks)
         if action == "cursor.enter":
@@ -98,7 +100,7 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
     def on_mouse(
         self, x: int, y: int, data: MaskData, request: Request[MaskOptions], *, click: bool
     ) -> MaskOptions | Navigate | None:
-        """Put the cursor where the mouse is; the window stays where it is."""
+        """Move the cursor to the mouse without scrolling the window."""
         cell = data.layout.cell_at(x, y)
         if cell is None or cell[0] >= data.mask_view.n_rows or cell[1] >= data.mask_view.n_keys:
             return None
@@ -109,20 +111,18 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
 
 
 def format_note(data: MaskData) -> str:
-    """Return the line in the border: what is wrong first, as a narrow panel cuts its end."""
+    """Return the note in the border: problems first, because a narrow panel cuts its end."""
     mask_view, layer = data.mask_view, data.place.layer
-    one = mask_view.heads == 1  # every head got the same
-    where = f"layer {layer} · " + (
-        "all heads" if one else f"head {mask_view.head} of {mask_view.heads}"
-    )
-    scale = f"zoom {format_scale(data.layout)}"
+    shared = mask_view.heads == 1  # all heads have the same mask
+    head = "all heads" if shared else f"head {mask_view.head} of {mask_view.heads}"
+    where, scale = f"layer {layer} · {head}", f"zoom {format_scale(data.layout)}"
     if data.layout.width < NARROW_WIDTH:
-        where = f"L{layer} " + ("all" if one else f"H{mask_view.head}/{mask_view.heads}")
+        where = f"L{layer} " + ("all" if shared else f"H{mask_view.head}/{mask_view.heads}")
         scale = format_scale(data.layout)
-    differs_now = has_difference(data) or data.view_mode == "difference"
+    show_difference = has_difference(data) or data.view_mode == "difference"
     parts = [
         data.view_mode,
-        format_difference(data) if differs_now else "",
+        format_difference(data) if show_difference else "",
         data.lse_check.describe() + (": not what ran" if data.lse_check.is_failed else ""),
         where,
         scale,

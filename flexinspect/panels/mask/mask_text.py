@@ -1,8 +1,9 @@
-"""A whole mask in lines of text: what it is, who sees whom, what is not as declared."""
+"""A mask described as text: source, open cells, differences from the declared mask, one cell."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +12,14 @@ from flexinspect.core.text import escape_unprintable
 from flexinspect.masks.counting import Counts
 from flexinspect.panels.mask.mask_data import MAX_LISTED_ROWS, MaskData
 from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import MaskRecord
 
 MAX_TABLE_SEGMENTS = 16
-"""Segments up to which they are set against each other in a table."""
+"""Maximum number of segments for which a table of all pairs is written."""
 
 
 def describe_mask(data: MaskData) -> list[str]:
-    """Return everything in lines of text."""
+    """Describe the whole mask in lines of text."""
     return [
         *_describe_source(data),
         *_describe_open_cells(data),
@@ -44,31 +46,36 @@ def _describe_source(data: MaskData) -> list[str]:
         lines.append(f"{data.fallback_reason}.")
     if data.lse_check.is_failed:
         lines.append(
-            f"The gate is above {data.lse_check.tolerance:g}: the newest row is not what ran."
+            f"The check exceeds its tolerance of {data.lse_check.tolerance:g}: the newest row is "
+            "not what ran."
         )
     if mask_view.is_truncated:
-        lines.append(f"Shown are step 0 and {format_steps(data)}.")
-    mask = data.mask
-    if mask is not None:
-        blocks = f" in blocks of {mask.block_q} x {mask.block_kv}" if mask.block_q else ""
-        rule = f", rule {escape_unprintable(mask.rule)}" if mask.rule else ""
-        source = f" ({escape_unprintable(mask.rule_source)})" if mask.rule_source else ""
-        compiled = ", compiled" if mask.compiled else ""
-        which = "cursor's row" if data.cursor else "step"
-        lines.append(
-            f"The {which} received {_format_kind(mask.kind)}, {mask.q_len} x {mask.kv_len}{blocks}{rule}"
-            f"{source}{compiled}, fingerprint {escape_unprintable(mask.fingerprint)}."
-        )
+        lines.append(f"Step 0 and {format_steps(data)} are shown.")
+    if data.mask is not None:
+        lines.append(_describe_received_mask(data.mask, "cursor's row" if data.cursor else "step"))
     return lines
+
+
+def _describe_received_mask(mask: MaskRecord, receiver: str) -> str:
+    parts = [f"{_format_kind(mask.kind)}, {mask.q_len} x {mask.kv_len}"]
+    if mask.block_q:
+        parts[0] += f" in blocks of {mask.block_q} x {mask.block_kv}"
+    if mask.rule:
+        source = f" ({escape_unprintable(mask.rule_source)})" if mask.rule_source else ""
+        parts.append(f"mask_mod {escape_unprintable(mask.rule)}{source}")
+    if mask.compiled:
+        parts.append("compiled")
+    parts.append(f"fingerprint {escape_unprintable(mask.fingerprint)}")
+    return f"The {receiver} received {', '.join(parts)}."
 
 
 def _format_kind(kind: str) -> str:
     names = {
         "block": "a block mask",
         "none": "no mask (every key is open)",
-        "none, causal": "no mask, on a path that is causal by itself",
-        "bool": "a dense mask of bools",
-        "float": "a dense mask of floats",
+        "none, causal": "no mask, on a path that applies a causal mask itself",
+        "bool": "a dense bool mask",
+        "float": "a dense float mask",
     }
     return names.get(kind, escape_unprintable(kind))
 
@@ -89,27 +96,30 @@ def _describe_open_cells(data: MaskData) -> list[str]:
 def _describe_difference(data: MaskData) -> list[str]:
     mask_view = data.mask_view
     if mask_view.spec is None:
-        rule = data.generation_row.declared.get("rule")
-        own = f" {escape_unprintable(str(rule))}" if rule else ""
-        return [f"The mask{own} was not declared as a rule, so there is nothing to compare with."]
+        mask_mod = data.generation_row.declared.get("rule")
+        name = f" {escape_unprintable(str(mask_mod))}" if mask_mod else ""
+        return [f"The mask{name} was not declared, so there is nothing to compare it with."]
+    declared = f"The declared mask is {spec_name(data)}"
     if not mask_view.n_known():
-        return [f"Declared is {spec_name(data)}."]
+        return [f"{declared}."]
     if not has_difference(data):
-        return [f"Declared is {spec_name(data)}; what was executed is what was declared."]
+        return [f"{declared}; the executed mask is the same."]
     return [
-        f"Declared is {spec_name(data)}, and what was executed differs: {format_difference(data)}.",
+        f"{declared}; the executed mask differs: {format_difference(data)}.",
         *(f"{text[0].upper()}{text[1:]}." for text in describe_first_pairs(data)),
     ]
 
 
 def _describe_empty_rows(data: MaskData) -> list[str]:
-    if not len(data.empty_rows):
-        return ["Every recorded row sees something."] if data.mask_view.n_known() else []
+    n_empty = len(data.empty_rows)
+    if not n_empty:
+        return ["Every recorded row attends to a key."] if data.mask_view.n_known() else []
     rows = data.mask_view.positions[data.empty_rows[:MAX_LISTED_ROWS]].tolist()
-    more = ", ..." if len(data.empty_rows) > len(rows) else ""
+    more = ", ..." if n_empty > len(rows) else ""
     names = ", ".join(format_token(data, row) for row in rows)
-    one = len(data.empty_rows) == 1
-    return [f"{len(data.empty_rows)} {'row sees' if one else 'rows see'} nothing: {names}{more}."]
+    return [
+        f"{n_empty} {'rows attend' if n_empty > 1 else 'row attends'} to no key: {names}{more}."
+    ]
 
 
 def _describe_blocks(data: MaskData) -> list[str]:
@@ -117,7 +127,7 @@ def _describe_blocks(data: MaskData) -> list[str]:
     return [f"Block tables of the step: {label}."] if label else []
 
 
-# -- segments against segments --------------------------------------------------------------------
+# -- pairs of segments ----------------------------------------------------------------------------
 
 
 def _describe_segments(data: MaskData) -> list[str]:
@@ -132,7 +142,7 @@ def _describe_segments(data: MaskData) -> list[str]:
 
 
 def _causal_counts(data: MaskData) -> Counts:
-    """Return by segments of row and key how many cells a causal mask would open."""
+    """Return the number of cells that a causal mask opens, int64 (row segments, key segments)."""
     groups, mask_view = data.mask_view.groups, data.mask_view
     starts = np.array(groups.starts)
     past = np.zeros((len(starts), len(starts)), np.int64)
@@ -166,7 +176,7 @@ def _segment_table(data: MaskData, rows: list[int], n_open: Counts, n_past: Coun
     width = max(map(len, names)) + 4
     columns = range(len(data.segments))
     lines = [
-        "Who may look at whom, of the keys that are not later (- none; ahead: later ones, too):",
+        "Which segment (row) attends to which (column), as share of past keys (ahead: later ones):",
         " " * width + "".join(f"{number:>7}" for number in columns),
     ]
     for row in rows:
@@ -192,8 +202,8 @@ def _describe_segment_row(data: MaskData, row: int, n_open: Counts, n_past: Coun
 
 
 def _describe_cursor(data: MaskData) -> list[str]:
-    words = describe_cell(data)
-    lines = [] if words is None else [words.sentence()]
+    cell = describe_cell(data)
+    lines = [] if cell is None else [cell.sentence()]
     return [f"{text[0].upper()}{text[1:]}." for text in (*lines, format_counts(data))]
 
 
@@ -202,7 +212,10 @@ def _describe_cursor(data: MaskData) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class CellDescription:
-    """A cell in words: `row` may look at `key` or not, `why` (may be empty); `style` of it all."""
+    """A cell as text: the row, its relation to the key ("attends to"), the reason (may be empty).
+
+    `style` is the name of the style of the whole text.
+    """
 
     row: str
     key: str
@@ -211,148 +224,142 @@ class CellDescription:
     style: str = "text"
 
     def sentence(self) -> str:
-        """Return the whole sentence."""
-        return f"row {self.row} {self.relation} {self.key}" + (
-            f": {self.reason}" if self.reason else ""
-        )
+        """Return the description as one sentence, without a full stop."""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"row {self.row} {self.relation} {self.key}{reason}"
 
 
 def format_token(data: MaskData, position: int, *, segment: bool = True) -> str:
-    """Return a position as `45 "capital" (paraphrase 3)`, as far as it is known."""
-    word = data.tokens.get(position)
-    text = f'{position} "{word.text.strip() or word.text}"' if word else f"{position}"
-    about = data.segment(position) if segment else None
-    return f"{text} ({escape_unprintable(about.label)})" if about else text
+    """Return a position as `45 "capital" (paraphrase 3)`, without the parts that are unknown."""
+    cell = data.tokens.get(position)
+    text = f'{position} "{cell.text.strip() or cell.text}"' if cell else f"{position}"
+    owner = data.segment(position) if segment else None
+    return f"{text} ({escape_unprintable(owner.label)})" if owner else text
+
+
+_OPEN, _CLOSED = "attends to", "does not attend to"
 
 
 def describe_cell(data: MaskData) -> CellDescription | None:
-    """Return the cell under the cursor in words, None without a cursor."""
+    """Describe the cell under the cursor, None without a cursor."""
     if data.cursor is None:
         return None
     row, key = data.cursor
     position = int(data.mask_view.positions[row])
-    who, whom = format_token(data, position), format_token(data, key)
-    is_open, meant = data.mask_view.cell(row, key), is_declared_open(data, position, key)
-    if data.view_mode == "declared" and meant is not None:
-        why = "" if meant else _closed_reason(data, row, key, meant=False)
-        return CellDescription(who, whom, "should look at" if meant else "should not look at", why)
+    describe = partial(CellDescription, format_token(data, position), format_token(data, key))
+    is_open, declared = data.mask_view.cell(row, key), is_declared_open(data, position, key)
+    if data.view_mode == "declared" and declared is not None:
+        if declared:
+            return describe("should attend to", "")
+        return describe("should not attend to", _closed_reason(data, row, key, declared=False))
     if data.view_mode == "received" or is_open is None:
         return _describe_received_cell(data, row, key, is_open)
     if is_open:
-        leaked = meant is False
-        why = (
-            f"leaked, {spec_name(data)} closes it{_format_block_reason(data, row, key)}"
-            if leaked
-            else ""
-        )
-        return CellDescription(who, whom, "may look at", why, "bad" if leaked else "text")
-    if meant and key < data.mask_view.part_of(row).step_at(row).kv_offset:
-        return CellDescription(who, whom, "may not look at", "its key is no longer in the cache")
-    if meant:
-        gone = f"it was not executed{_format_block_reason(data, row, key)}"
-        why = f"lost, {spec_name(data)} opens it, but {gone}"
-        return CellDescription(who, whom, "may not look at", why, "bad")
+        if declared is not False:
+            return describe(_OPEN, "")
+        block = _format_block_reason(data, row, key)
+        return describe(_OPEN, f"leaked, {spec_name(data)} closes it{block}", "bad")
+    if declared and key < data.mask_view.part_of(row).step_at(row).kv_offset:
+        return describe(_CLOSED, "its key is no longer in the cache")
+    if declared:
+        block = _format_block_reason(data, row, key)
+        reason = f"lost, {spec_name(data)} opens it, but it was not executed{block}"
+        return describe(_CLOSED, reason, "bad")
     if data.mask_view.row_count(row) == 0:
-        why = "the row sees nothing at all" + _empty_reason(data, position)
-        return CellDescription(who, whom, "may not look at", why, "warn")
-    return CellDescription(
-        who, whom, "may not look at", _closed_reason(data, row, key, meant=meant)
-    )
+        reason = "the row attends to no key" + _empty_reason(data, position)
+        return describe(_CLOSED, reason, "warn")
+    return describe(_CLOSED, _closed_reason(data, row, key, declared=declared))
 
 
 def is_declared_open(data: MaskData, position: int, key: int) -> bool | None:
-    """Return whether a cell is declared open, None where no rule was declared."""
-    rule = data.mask_view.spec
-    if rule is None:
+    """Whether a cell is declared open, None if no mask was declared."""
+    spec = data.mask_view.spec
+    if spec is None:
         return None
-    region = rule.region(position)
-    return key <= position and (key < rule.prefix_stops[region] or key >= rule.local_starts[region])
+    region = spec.region(position)
+    return key <= position and (key < spec.prefix_stops[region] or key >= spec.local_starts[region])
 
 
 def spec_name(data: MaskData) -> str:
-    """Return the name of the declared rule, printable."""
-    return (
-        escape_unprintable(data.mask_view.spec.name) if data.mask_view.spec else "the declared mask"
-    )
+    """Return the printable name of the declared mask."""
+    spec = data.mask_view.spec
+    return escape_unprintable(spec.name) if spec else "the declared mask"
 
 
 def _describe_received_cell(
     data: MaskData, row: int, key: int, is_open: bool | None
 ) -> CellDescription:
-    who = format_token(data, int(data.mask_view.positions[row]))
-    whom = format_token(data, key)
+    position = int(data.mask_view.positions[row])
+    describe = partial(CellDescription, format_token(data, position), format_token(data, key))
     part = data.block_part(row)
     block = part.at(row, key) if part else ""
     size = f" of {part.size[0]} x {part.size[1]}" if part and part.size else ""
     if block == "partial":
-        return CellDescription(who, whom, "and", f"their block{size} is partial, the rule decides")
+        return describe("and", f"their block{size} is partial, the mask_mod decides")
     if block == "full":
-        return CellDescription(
-            who, whom, "may look at", f"their block{size} is full, no rule is asked"
-        )
+        return describe(_OPEN, f"their block{size} is full, no mask_mod is called")
     if block:
-        return CellDescription(who, whom, "may not look at", f"their block{size} is not visited")
+        return describe(_CLOSED, f"their block{size} is not visited")
     if is_open is None:
-        return CellDescription(who, whom, "and", "what was executed here was not recorded", "muted")
-    return CellDescription(who, whom, "may look at" if is_open else "may not look at", "")
+        return describe("and", "the executed mask was not recorded here", "muted")
+    return describe(_OPEN if is_open else _CLOSED, "")
 
 
 def _format_block_reason(data: MaskData, row: int, key: int) -> str:
-    """Say what the block tables of a compiled call have to do with a difference."""
+    """Explain a difference by the block tables of a compiled call, "" if they do not explain it."""
     part = data.block_part(row)
     block = part.at(row, key) if part and data.mask and data.mask.compiled else ""
     return {
-        "full": " (its block is full, so the rule is not asked)",
+        "full": " (its block is full, so the mask_mod is not called)",
         "not visited": " (its block is not visited)",
     }.get(block, "")
 
 
 def _empty_reason(data: MaskData, position: int) -> str:
-    about = data.segment(position)
+    segment = data.segment(position)
     isolated = data.generation_row.declared.get("separators") == "isolated"
-    if isolated and about is not None and about.kind is SegmentKind.SEPARATOR:
-        return ", as --separators isolated asks"
+    if isolated and segment is not None and segment.kind is SegmentKind.SEPARATOR:
+        return ", as set by --separators isolated"
     return ""
 
 
-def _closed_reason(data: MaskData, row: int, key: int, *, meant: bool | None) -> str:
+def _closed_reason(data: MaskData, row: int, key: int, *, declared: bool | None) -> str:
     position = int(data.mask_view.positions[row])
-    if key > position and meant is not None:  # every rule that is declared is causal
+    if key > position and declared is not None:  # every declared mask is causal
         return "it comes later (causal)"
     step_rows = data.mask_view.part_of(row).step_at(row)
     if key < step_rows.kv_offset and data.view_mode != "declared":
         return "its key is no longer in the cache"
-    if meant is None:
-        rule = data.mask.rule if data.mask else None
-        return (
-            f"closed by {escape_unprintable(rule)}"
-            if rule
-            else "closed by the mask that the layer got"
-        )
+    if declared is None:
+        mask_mod = data.mask.rule if data.mask else None
+        name = escape_unprintable(mask_mod) if mask_mod else "the mask that the layer received"
+        return f"closed by {name}"
     return _separation_reason(data, data.segment(position), data.segment(key), position)
 
 
 def _separation_reason(
-    data: MaskData, mine: Segment | None, other: Segment | None, position: int
+    data: MaskData, own: Segment | None, other: Segment | None, position: int
 ) -> str:
-    by = f"kept apart by {spec_name(data)}"
+    by = f"separated by {spec_name(data)}"
     if _empty_reason(data, position):
-        return "rows of separators see nothing (--separators isolated)"
-    if mine is None or other is None:
+        return "rows of separators attend to no key (--separators isolated)"
+    if own is None or other is None:
         return by
-    owners = [data.segments[s.owner] for s in (mine, other) if 0 <= s.owner < len(data.segments)]
+    owners = [data.segments[s.owner] for s in (own, other) if 0 <= s.owner < len(data.segments)]
     if len({o.start for o in owners}) == 2 and all(
         o.kind is SegmentKind.PARAPHRASE for o in owners
     ):
         return f"another paraphrase, {by}"
-    return f"{escape_unprintable(other.label)} is closed to {escape_unprintable(mine.label)} by {spec_name(data)}"
+    names = (escape_unprintable(segment.label) for segment in (other, own))
+    return f"{' is closed to '.join(names)} by {spec_name(data)}"
 
 
 # -- counts ---------------------------------------------------------------------------------------
 
 
 def format_counts(data: MaskData, *, short: bool = False) -> str:
-    """Return how many keys the cursor's row sees (else the newest row's), and who sees its key."""
+    """Return how many keys are open to the cursor's row, or the newest one, and how many rows
+    attend to the cursor's key."""
     mask_view = data.mask_view
     row = data.cursor[0] if data.cursor else data.current[-1] if data.current else None
     if row is None:
@@ -365,47 +372,49 @@ def format_counts(data: MaskData, *, short: bool = False) -> str:
     else:
         n_open = mask_view.row_count(row)
         of = position + 1 if n_open <= position + 1 else part.n_keys
-        text = f"row {name} sees {n_open} of {of}" if n_open else f"row {name} sees nothing"
+        text = f"row {name}: {n_open} of {of} keys open" if n_open else f"row {name}: no open key"
     if data.cursor is None:
         return text
     key = data.cursor[1]
-    seen = f"column {key} is seen by {mask_view.column_count(key)} of {mask_view.n_known()}"
-    return f"{text} · {seen}"
+    return (
+        f"{text} · key {key}: open to {mask_view.column_count(key)} of {mask_view.n_known()} rows"
+    )
 
 
 def format_difference(data: MaskData) -> str:
-    """Return "lost 3 · leaked 0", "" where nothing was declared or recorded."""
+    """Return "lost 3 · leaked 0", "" if no mask was declared or none recorded."""
     if data.mask_view.spec is None or not data.mask_view.n_known():
         return ""
     return f"lost {data.mask_view.count('lost')} · leaked {data.mask_view.count('leaked')}"
 
 
 def has_difference(data: MaskData) -> bool:
-    """Tell whether anything was executed that was not declared, or the other way round."""
+    """Whether the executed mask differs from the declared one."""
     return data.mask_view.count("lost") + data.mask_view.count("leaked") > 0
 
 
 def describe_first_pairs(data: MaskData) -> list[str]:
-    """Return where the first lost and the first leaked cell are; leaked ones come first."""
+    """Describe the first leaked and the first lost cell."""
     lines = []
     meanings = (("leaked", "executed, declared closed"), ("lost", "declared open, not executed"))
     for kind, meaning in meanings:
-        found = data.mask_view.first_cell(kind)
-        if found is not None:
-            row = format_token(data, int(data.mask_view.positions[found[0]]))
-            key = format_token(data, found[1])
+        cell = data.mask_view.first_cell(kind)
+        if cell is not None:
+            row = format_token(data, int(data.mask_view.positions[cell[0]]))
+            key = format_token(data, cell[1])
             lines.append(f"first {kind} pair ({meaning}): row {row}, key {key}")
     return lines
 
 
 def format_steps(data: MaskData) -> str:
-    """Return which steps are on the sheet: "steps 900-1923 of 100000"."""
+    """Return the steps of the mask view: "steps 900-1923 of 100000"."""
     mask_view = data.mask_view
     return f"steps {mask_view.first_step}-{mask_view.last_step} of {mask_view.n_steps}"
 
 
 def format_block_counts(data: MaskData) -> str:
-    """Return "blocks of 128 x 128: 3 partial, 1 full, 2 not visited" of the part in question."""
+    """Return "blocks of 128 x 128: 3 partial, 1 full, 2 not visited" for the part of the cursor's
+    row, or of the newest one."""
     row = data.cursor[0] if data.cursor else data.current[-1] if data.current else 0
     part = data.block_part(row)
     if part is None:

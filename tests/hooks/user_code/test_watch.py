@@ -701,6 +701,6 @@ def test_what_was_not_seen_is_not_shown_as_chosen(llama: Any, out: Path) -> None
     with flexinspect.watch(llama, out=out):
         llama(prompt_of())
     shown = show(out, "logits")
-    assert "What step 0 chose was not seen: it was never fed." in shown
-    assert "Whether processors changed these logits before the choice was not seen." in shown
+    assert "The token chosen at step 0 is unknown: the model never received it." in shown
+    assert "It is unknown whether logits processors changed these logits before the choice." in shown
     assert "*" not in shown
