@@ -41,7 +41,7 @@ def orphan_separators(setup: BrokenRunSetup, *, repaired: bool) -> None:
 
 
 def leak_through_separators(setup: BrokenRunSetup, *, repaired: bool) -> None:
-    """Wordings are isolated, but line breaks attend to them all, and all rows attend to line breaks."""
+    """Wordings are isolated, but line breaks attend to all of them, and are open to every row."""
     inner = [(start, stop - 1, label) for start, stop, label in setup.spans]
     if repaired:
         predicate = isolation(setup.spans)

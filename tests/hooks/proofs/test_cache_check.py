@@ -193,7 +193,7 @@ def test_a_run_without_steps_or_without_a_cache_is_refused() -> None:
 
     with pytest.raises(UsageError, match="no step after the prompt"):
         cache(model, run=lambda fed: model(fed))
-    with pytest.raises(UsageError, match="it uses no cache"):
+    with pytest.raises(UsageError, match="does not use a cache"):
         cache(model, run=without_cache)
     with pytest.raises(UsageError, match="every= must be 1 or more"):
         cache(model, every=0)

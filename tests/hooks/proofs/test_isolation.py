@@ -47,7 +47,7 @@ def test_a_family_under_an_isolating_mask_moves_nothing_at_all(
     model = model_of(family, backend).to(dtype)
     proof = proved(model, isolated(), mask="segment-isolation")
     assert serious(proof) == []
-    assert "bit by bit as it was in all 3 layers" in only(proof, ISOLATED).sentence
+    assert "bit-equal in all 3 layers" in only(proof, ISOLATED).sentence
     assert all(change["largest"] == 0.0 for change in proof.facts["changed"])
     first = proof.facts["changed"][0]
     assert (first["label"], first["rows_kept"], first["rows_moved"]) == ("paraphrase 1", 9, 0)
@@ -89,7 +89,7 @@ def test_a_sliding_window_is_no_leak_and_what_it_cuts_off_is_a_note() -> None:
     assert serious(proof) == []
     unread = only(proof, "proof.unread")
     assert unread.evidence["unread"] == ["paraphrase 1"]
-    assert "does not read paraphrase 1, which it may see" in unread.sentence
+    assert "does not read paraphrase 1, which it may attend to" in unread.sentence
 
 
 def test_steps_of_a_cache_are_rows_like_any_other() -> None:
@@ -147,7 +147,7 @@ def test_a_leak_through_separators_names_them_and_the_layer_after() -> None:
     assert "in layer 1 by " in leak.sentence
     assert ", through position 7 " in leak.sentence
     assert ", position 8 " in leak.sentence
-    assert "with these set back to what they were, it stays" in leak.sentence
+    assert "with these rows restored, it does not move" in leak.sentence
 
 
 def test_a_separator_that_only_carries_is_no_second_finding() -> None:
@@ -182,7 +182,7 @@ def test_a_leak_in_one_head_names_the_head(backend: str, head: int) -> None:
     cells[head, 12, 2] = True
     leak = only(proved(model_of("qwen3", backend), cells), LEAK)
     assert (leak.layer, leak.head, leak.positions) == (0, head, (12,))
-    assert f"in head {head} alone of 4" in leak.sentence
+    assert f"only in head {head} of 4" in leak.sentence
 
 
 def test_spans_counted_without_the_bos_leak_at_the_last_row() -> None:
@@ -261,7 +261,7 @@ def test_a_decode_step_that_sees_too_much_is_found_in_its_row() -> None:
     # What rows 9 to 17 read of paraphrase 1 reaches row 18 through them, from layer 1 on.
     reached = only(proved(model, run=lambda fed: run(fed, offset=1), mask=rule), LEAK)
     assert (reached.layer, reached.positions) == (1, (18, 19))
-    assert "the declared mask itself leads that way" in reached.sentence
+    assert "the declared mask itself allows that path" in reached.sentence
     leaky = proved(model, run=lambda fed: run(fed, offset=0), mask=rule)
     assert (only(leaky, LEAK).layer, only(leaky, LEAK).positions) == (0, (18, 19))
 
@@ -339,14 +339,14 @@ def test_nan_in_both_runs_is_no_leak() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"segments": None}, "Nothing says what is isolated from what."),
-        ({"segments": [(1, 7, "a")]}, "Nothing says what is isolated from what."),
+        ({"segments": None}, "Nothing declares which segments are isolated."),
+        ({"segments": [(1, 7, "a")]}, "Nothing declares which segments are isolated."),
         ({"segments": [(1, 7, "a"), (9, 40, "b")]}, "declared up to position 40"),
         ({"segments": ["What is it?", (9, 12, "b")]}, "is not in the prompt fed"),
         ({"mask": "isolation"}, "The mask 'isolation' is unknown"),
         ({"mask": 3}, "mask must be the name of a preset"),
         ({"seed": 0, "masks": 1}, "takes no option masks="),
-        ({"run": lambda fed: None}, "The run showed 0 rows of what feeds the layers, and 20 ids"),
+        ({"run": lambda fed: None}, "The run had 0 rows in the input of the layers, but 20 ids"),
     ],
 )
 def test_what_cannot_be_proved_is_refused_in_a_sentence(options: dict[str, Any], said: str) -> None:
@@ -357,7 +357,7 @@ def test_what_cannot_be_proved_is_refused_in_a_sentence(options: dict[str, Any],
 
 def test_a_run_that_does_not_feed_what_it_is_given_is_refused() -> None:
     model, fed = model_of(), prompt()
-    with pytest.raises(UsageError, match="what feeds the layers did not change"):
+    with pytest.raises(UsageError, match="the input of the layers did not change"):
         proved(model, run=lambda changed: model(fed))
     with pytest.raises(UsageError, match="The run showed 12 rows"):
         proved(model, run=lambda changed: model(changed[:, :12]))

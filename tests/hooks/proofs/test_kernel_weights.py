@@ -281,7 +281,7 @@ def test_under_a_score_mod_only_closed_cells_are_compared(own_name: Any) -> None
     model.set_attn_implementation(own_name(flex_with(cells, score_mod=steep)))
     proof = kernel(model)
     assert serious(proof) == []
-    assert "only closed cells compared, as scores are changed by a score_mod" in str(proof)
+    assert "only closed cells compared, because a score_mod changes the scores" in str(proof)
     drawn = cells.copy()
     drawn[12, 10] = False
     assert only(kernel(model, drawn=drawn), DIFFERS).positions == (12, 10)

@@ -44,5 +44,5 @@ def test_under_positions_that_begin_again_it_does_not() -> None:
 
 
 def test_segments_of_unlike_length_cannot_change_places_in_ids() -> None:
-    with pytest.raises(UsageError, match="No two segments have as many tokens"):
+    with pytest.raises(UsageError, match="No two segments have the same number of tokens"):
         order(segments=[(1, 5, "a"), (6, 11, "b")])

@@ -1,4 +1,4 @@
-"""Edited masks in a live generation: a branch equals a run of its own under its mask."""
+"""Edited masks in a running generation: a branch equals a separate run with its mask."""
 
 from __future__ import annotations
 
@@ -68,38 +68,38 @@ def test_an_edit_equals_a_fresh_run_under_its_mask(
     trip: Trip, small: Any, text: str, recomputes: bool
 ) -> None:
     step, before = 4, list(trip.decoder.token_ids[:4])
-    line = trip.journey.edit_mask(0, step, [edits.parse_edit(text)])
-    assert line.recomputed is recomputes
+    branch = trip.journey.edit_mask(0, step, [edits.parse_edit(text)])
+    assert branch.recomputed is recomputes
     tokens = trip.go()
-    fresh, logits = fresh_run(small, prompt_of(10), line.source, dict(enumerate(before)))
+    fresh, logits = fresh_run(small, prompt_of(10), branch.source, dict(enumerate(before)))
     assert tokens == fresh
     for number in range(step, 10):
-        mine = trip.notes.logits[line.number, number]
+        mine = trip.notes.logits[branch.number, number]
         assert agree(mine, logits[number]) if recomputes else torch.equal(mine, logits[number])
     assert not torch.equal(logits[5 if "35" not in text else 6], trip.notes.logits[0, 6])
 
 
-def test_what_an_edit_differs_by_is_the_rounding_of_a_row_that_is_fed_alone() -> None:
-    """A matrix times one row adds up in another order than times many; in float64 it is nothing."""
+def test_an_edit_differs_only_by_the_rounding_of_a_single_row() -> None:
+    """A matrix product of one row sums in another order than of many; negligible in float64."""
     model, prompt = make_model("llama").double(), prompt_of(8)
     with travelling(model, prompt) as trip:
         before = trip.go()[:4]
-        line = trip.journey.edit_mask(0, 4, [edits.parse_edit("preset causal")])
+        branch = trip.journey.edit_mask(0, 4, [edits.parse_edit("preset causal")])
         tokens = trip.go()
-        fresh, logits = fresh_run(model, prompt, line.source, dict(enumerate(before)))
+        fresh, logits = fresh_run(model, prompt, branch.source, dict(enumerate(before)))
         assert tokens == fresh
         assert all(agree(trip.notes.logits[1, n], logits[n], 1e-14) for n in range(4, 8))
 
 
 @pytest.mark.parametrize("text", ["drop paraphrase 1", "cell 33 3 close"])
-def test_an_edit_of_an_own_rule_equals_a_fresh_run(small: Any, text: str) -> None:
+def test_an_edit_of_a_user_mask_mod_equals_a_fresh_run(small: Any, text: str) -> None:
     prompt = prompt_of(6)
     with travelling(small, prompt, own_source()) as trip:
         before = trip.go()[:3]
-        line = trip.journey.edit_mask(0, 3, [edits.parse_edit(text)])
-        assert line.recomputed is text.startswith("drop")
+        branch = trip.journey.edit_mask(0, 3, [edits.parse_edit(text)])
+        assert branch.recomputed is text.startswith("drop")
         tokens = trip.go()
-        fresh, logits = fresh_run(small, prompt, line.source, dict(enumerate(before)))
+        fresh, logits = fresh_run(small, prompt, branch.source, dict(enumerate(before)))
         assert tokens == fresh
         mine = trip.notes.logits[1, 5]
         assert agree(mine, logits[5])
@@ -110,11 +110,11 @@ def test_edits_of_a_sliding_model_equal_a_fresh_run(family_model: Callable[[str]
     with travelling(model, prompt) as trip:
         before = trip.go()[:3]
         for text in ("preset causal", "cell 32 31 close"):
-            line = trip.journey.edit_mask(0, 3, [edits.parse_edit(text)])
+            branch = trip.journey.edit_mask(0, 3, [edits.parse_edit(text)])
             tokens = trip.go()
-            fresh, logits = fresh_run(model, prompt, line.source, dict(enumerate(before)))
+            fresh, logits = fresh_run(model, prompt, branch.source, dict(enumerate(before)))
             assert tokens == fresh
-            mine = trip.notes.logits[line.number, 5]
+            mine = trip.notes.logits[branch.number, 5]
             assert agree(mine, logits[5])
 
 
@@ -126,7 +126,7 @@ def test_a_recomputed_branch_is_restored_and_forked_with_equal_bits(trip: Trip) 
     trip.journey.restore(1, 6)
     assert trip.go() == tokens
     fork = trip.journey.fork(1, 4, [other_token(trip, 4)])
-    assert fork.change["recomputed"] is True  # a review shows rules what was given then
+    assert fork.change["recomputed"] is True  # offline rules need to know what was prompt then
     forked = trip.go()
     assert forked[:4] == tokens[:4]
     for branch in (0, 2):
@@ -143,19 +143,19 @@ def test_an_edit_of_later_rows_at_a_recomputed_step_equals_a_fresh_run(
     trip.journey.edit_mask(0, 4, [edits.parse_edit("preset causal")])
     trip.go()
     again = [edits.parse_edit("cell 33 3 close")]
-    price, changed = trip.journey.edit_cost(1, 4, again)
-    assert (price.n_rows, price.n_forwards, changed) == (34, 1, 0)
-    line = trip.journey.edit_mask(1, 4, again)
-    assert (line.recomputed, line.change["recomputed"]) == (True, True)
-    assert "no row computed before is touched, but all keys" in describe_branch(line)
+    cost, n_changed = trip.journey.edit_cost(1, 4, again)
+    assert (cost.n_rows, cost.n_forwards, n_changed) == (34, 1, 0)
+    branch = trip.journey.edit_mask(1, 4, again)
+    assert (branch.recomputed, branch.change["recomputed"]) == (True, True)
+    assert "no computed row changes, but all keys" in describe_branch(branch)
     tokens = trip.go()
-    fresh, logits = fresh_run(small, prompt_of(10), line.source, dict(enumerate(before)))
+    fresh, logits = fresh_run(small, prompt_of(10), branch.source, dict(enumerate(before)))
     assert tokens == fresh
     for number in range(4, 10):
         assert agree(trip.notes.logits[2, number], logits[number])
 
 
-def test_a_recomputed_step_that_comes_out_differently_is_computed_whole_again() -> None:
+def test_a_recomputed_step_that_differs_is_recomputed_as_a_whole() -> None:
     model, forced = make_model("llama", initializer_range=0.3), [7, 8, 9]
     with travelling(model, prompt_of(10)) as trip:
         trip.go()
@@ -167,9 +167,9 @@ def test_a_recomputed_step_that_comes_out_differently_is_computed_whole_again() 
         with torch.no_grad():
             model.lm_head.weight.mul_(1.01)
         tokens = trip.go()
-        line = trip.journey.current_branch
-        assert (line.number, line.fork_step, line.recomputed) == (3, 4, True)
-        assert line.change["recomputed"] is True
+        branch = trip.journey.current_branch
+        assert (branch.number, branch.fork_step, branch.recomputed) == (3, 4, True)
+        assert branch.change["recomputed"] is True
         assert tokens[4:7] == forced
         first = trip.seen[4]
         trip.journey.restore(3, 3)
@@ -179,14 +179,14 @@ def test_a_recomputed_step_that_comes_out_differently_is_computed_whole_again() 
 
 
 def test_an_edit_at_the_prompt_runs_it_under_the_edited_mask(trip: Trip, small: Any) -> None:
-    line = trip.journey.edit_mask(0, 0, [edits.parse_edit("preset document")])
+    branch = trip.journey.edit_mask(0, 0, [edits.parse_edit("preset document")])
     tokens = trip.go()
     fresh, logits = fresh_run(small, prompt_of(10), rule_source(prompt_of(10), "document"), {})
     assert tokens == fresh
-    assert torch.equal(trip.notes.logits[line.number, 0], logits[0])
+    assert torch.equal(trip.notes.logits[branch.number, 0], logits[0])
 
 
-def test_an_edit_that_cannot_be_leaves_everything_as_it_was(trip: Trip) -> None:
+def test_an_invalid_edit_changes_nothing(trip: Trip) -> None:
     with pytest.raises(MaskError, match="changes nothing"):
         trip.journey.edit_mask(0, 4, [edits.parse_edit("preset segment-isolation")])
     assert len(trip.journey.branches) == 1

@@ -1,4 +1,4 @@
-"""Going back in a live generation: equal bits, other tokens, bounded memory."""
+"""Rewinding a running generation: equal bits, other tokens, bounded memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_family_is_restored_with_equal_bits(
         tokens = trip.go()
         done = trip.journey.restore(0, 1)
         slides = "sliding_window" in FAMILIES[family]
-        # What a sliding window has forgotten is computed again, as it was computed then.
+        # Keys that a sliding window has dropped are computed again, in the same way.
         assert (done.cost.n_forwards, done.cost.n_rows) == ((2, N_PROMPT + 1) if slides else (0, 0))
         assert done.reasons == ()
         trip.seen.clear()
@@ -108,7 +108,7 @@ def test_layers_that_write_in_place_are_computed_again() -> None:
         assert len(trip.journey.branches) == 2
 
 
-def test_a_sliding_window_that_has_forgotten_nothing_is_cropped() -> None:
+def test_a_sliding_window_that_has_dropped_nothing_is_cropped() -> None:
     model = make_model("mistral", sliding_window=64)
     with travelling(model, prompt_of(4)) as trip:
         tokens = trip.go()
@@ -148,10 +148,10 @@ def test_a_restored_generation_ends_once_in_the_trace(trip: Trip) -> None:
     ("spoil", "why"),
     [
         (lambda model: model.lm_head.weight.mul_(1.01), "The weights of the model have changed."),
-        (lambda model: model.train(), "The model is in training mode now."),
+        (lambda model: model.train(), "The model is now in training mode."),
     ],
 )
-def test_what_comes_out_differently_is_a_branch_that_says_why(
+def test_a_replayed_step_that_differs_begins_a_branch_with_the_reason(
     spoil: Callable[[Any], object], why: str
 ) -> None:
     model = make_model("llama", attention_dropout=0.0)
@@ -159,25 +159,25 @@ def test_what_comes_out_differently_is_a_branch_that_says_why(
         trip.go()
         trip.journey.restore(0, 1)
         spoil(model)
-        if why.startswith("The model is in"):
+        if why.startswith("The model is now"):
             with torch.no_grad():
                 model.lm_head.weight.data = model.lm_head.weight.data * 1.01
-        kept = trip.journey._cache_store.items()[0][1]
+        stored = trip.journey._cache_store.items()[0][1]
         while len(trip.journey.branches) == 1:
             trip.journey.advance()
-        assert [cache for _, cache in trip.journey._cache_store.items()] == [kept]  # as recorded
+        assert [cache for _, cache in trip.journey._cache_store.items()] == [stored]  # as recorded
         trip.go()
-        assert [line.fork_step for line in trip.journey.branches] == [0, 2]
+        assert [branch_state.fork_step for branch_state in trip.journey.branches] == [0, 2]
         (change,) = trip.notes.begun
         assert change["kind"] == "replay"
         assert why in change["why"]
         ((_, text),) = [told for told in trip.notes.told if told[0] == "replay-differs"]
-        assert "Step 2 did not come out as it was recorded." in text
+        assert "Step 2 differs from its recording." in text
         assert (1, "finished", "length") in trip.notes.ends
         assert {step for branch, step in trip.notes.logits if branch == 1} == {2, 3, 4}
 
 
-def test_a_replayed_prefix_says_that_the_threads_are_others() -> None:
+def test_a_replayed_prefix_reports_a_changed_number_of_threads() -> None:
     model = make_model("mistral")
     torch.set_num_threads(2)
     with travelling(model, prompt_of(4)) as trip:
@@ -186,23 +186,21 @@ def test_a_replayed_prefix_says_that_the_threads_are_others() -> None:
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)
         why = trip.journey.restore(0, 2).reasons
-        assert why[0] == "Step 0 did not come out as it was recorded."
-        assert "torch ran on 2 threads, and now runs on 1." in why
+        assert why[0] == "Step 0 differs from its recording."
+        assert "torch ran on 2 threads and now runs on 1." in why
         assert "The weights of the model have changed." in why
 
 
 @pytest.mark.parametrize(
-    ("branch", "step", "sentence"),
+    ("branch", "step", "message"),
     [
         (0, 10, "Branch 0 has no step 10; its steps go from 0 to 9."),
         (0, -1, "Branch 0 has no step -1; its steps go from 0 to 9."),
         (1, 0, "There is no branch 1; there are 1, numbered from 0."),
     ],
 )
-def test_a_step_that_there_is_not_is_refused(
-    trip: Trip, branch: int, step: int, sentence: str
-) -> None:
-    with pytest.raises(UsageError, match=re.escape(sentence)):
+def test_an_unknown_step_is_refused(trip: Trip, branch: int, step: int, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
         trip.journey.restore(branch, step)
 
 
@@ -212,13 +210,13 @@ def test_a_step_that_there_is_not_is_refused(
 @pytest.mark.parametrize("step", [0, 1, 6])
 def test_a_fork_equals_a_fresh_run_made_with_its_token(trip: Trip, small: Any, step: int) -> None:
     token = other_token(trip, step)
-    line = trip.journey.fork(0, step, [token])
+    branch_state = trip.journey.fork(0, step, [token])
     tokens = trip.go()
     fresh, logits = fresh_run(small, prompt_of(10), rule_source(prompt_of(10)), {step: token})
     assert tokens == fresh
     assert tokens[step] == token
     for number in range(step, 10):
-        assert torch.equal(trip.notes.logits[line.number, number], logits[number])
+        assert torch.equal(trip.notes.logits[branch_state.number, number], logits[number])
 
 
 def test_a_fork_may_take_several_tokens(trip: Trip, small: Any) -> None:
@@ -240,17 +238,17 @@ def test_branches_of_branches_are_restored_with_equal_bits(trip: Trip) -> None:
         trip.journey.restore(branch, 1)
         trip.seen.clear()
         assert tokens is None or trip.go() == tokens
-        line = trip.journey.branches[branch]
+        branch_state = trip.journey.branches[branch]
         for step, row in trip.seen.items():
-            assert torch.equal(row, trip.notes.logits[line.owner(step).number, step])
+            assert torch.equal(row, trip.notes.logits[branch_state.owner(step).number, step])
     assert len(trip.journey.branches) == 3
 
 
 def test_a_fork_before_the_fork_belongs_to_the_parent(trip: Trip) -> None:
     trip.journey.fork(0, 5, [other_token(trip, 5)])
     trip.go()
-    line = trip.journey.fork(1, 2, [other_token(trip, 2)])
-    assert line.parent is trip.journey.branches[0]
+    branch_state = trip.journey.fork(1, 2, [other_token(trip, 2)])
+    assert branch_state.parent is trip.journey.branches[0]
 
 
 def test_the_tokens_of_a_branch_are_its_parents_before_the_fork(trip: Trip) -> None:
@@ -266,28 +264,26 @@ def test_the_tokens_of_a_branch_are_its_parents_before_the_fork(trip: Trip) -> N
         two.token_ids(11)
 
 
-def test_the_token_that_was_chosen_is_no_fork(trip: Trip) -> None:
+def test_a_fork_to_the_chosen_token_is_refused(trip: Trip) -> None:
     chosen = trip.journey.branches[0].checkpoint(2).token_id
     with pytest.raises(UsageError, match="Step 2 chose that token already"):
         trip.journey.fork(0, 2, [chosen])
 
 
 @pytest.mark.parametrize("token_id", [-1, "first outside", 10**20])
-def test_a_token_that_the_model_has_not_is_refused_before_anything_is_done(
-    trip: Trip, token_id: Any
-) -> None:
+def test_an_unknown_token_is_refused_before_anything_changes(trip: Trip, token_id: Any) -> None:
     model: Any = trip.journey._model
     n_tokens = model.get_input_embeddings().num_embeddings
     token_id = n_tokens if token_id == "first outside" else token_id
-    stood = trip.journey.step
-    said = f"Token {token_id} does not exist; this model has tokens 0 to {n_tokens - 1}."
-    with pytest.raises(UsageError, match=re.escape(said)):
+    step = trip.journey.step
+    message = f"Token {token_id} does not exist; this model has tokens 0 to {n_tokens - 1}."
+    with pytest.raises(UsageError, match=re.escape(message)):
         trip.journey.fork(0, 2, [5, token_id])
-    assert (len(trip.journey.branches), trip.journey.step) == (1, stood)
+    assert (len(trip.journey.branches), trip.journey.step) == (1, step)
     assert trip.notes.begun == []
 
 
-def test_a_branch_that_is_left_is_interrupted_at_the_end_and_can_be_gone_on_with(
+def test_an_unfinished_branch_can_be_continued_and_ends_as_interrupted(
     trip: Trip, small: Any
 ) -> None:
     token = other_token(trip, 4)
@@ -312,15 +308,15 @@ def test_memory_stays_bounded_over_50_forks(small: Any) -> None:
             trip.go(2)
             assert trip.journey.cache_bytes() <= (MAX_STORED_CACHES + 1) * one
         assert len(trip.journey.branches) == 51
-        assert trip.journey.restore_cost(0, 5).n_rows == 0  # the base's is never let go of
+        assert trip.journey.restore_cost(0, 5).n_rows == 0  # the cache of branch 0 is never dropped
 
 
-def test_the_price_of_a_step_is_known_before(family_model: Callable[[str], Any]) -> None:
+def test_the_cost_of_a_step_is_known_before(family_model: Callable[[str], Any]) -> None:
     with travelling(family_model("mistral"), prompt_of(5)) as trip:
         trip.go()
-        price = trip.journey.restore_cost(0, 3)
-        assert (price.n_forwards, price.n_rows) == (4, N_PROMPT + 3)
+        cost = trip.journey.restore_cost(0, 3)
+        assert (cost.n_forwards, cost.n_rows) == (4, N_PROMPT + 3)
         marks = trip.journey.branches[0].checkpoints[:4]
-        assert price.ms == pytest.approx(sum(mark.wall_ms for mark in marks))
-        assert price.n_bytes > 0
+        assert cost.ms == pytest.approx(sum(mark.wall_ms for mark in marks))
+        assert cost.n_bytes > 0
         assert trip.journey.step == 4  # asking costs nothing
