@@ -21,9 +21,19 @@ SILENCE_S = 0.06
 
 
 class Terminal:
-    """`flexinspect` in a pseudo-terminal of so many cells; nobody draws what it writes."""
+    """A Python program in a pseudo-terminal of so many cells; nobody draws what it writes.
 
-    def __init__(self, words: Sequence[str], *, width: int = 120, height: int = 40) -> None:
+    `program` are the arguments of Python, by default those that run `flexinspect`.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        width: int = 120,
+        height: int = 40,
+        program: Sequence[str] = ("-P", "-m", "flexinspect"),
+    ) -> None:
         self.started = time.perf_counter()
         self.output = b""
         self.pid, self._fd = pty.fork()
@@ -31,7 +41,7 @@ class Terminal:
             fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
             os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")
             os.environ.pop("NO_COLOR", None)
-            os.execv(sys.executable, [sys.executable, "-P", "-m", "flexinspect", *words])
+            os.execv(sys.executable, [sys.executable, *program, *words])
 
     def __enter__(self) -> Self:
         return self

@@ -7,13 +7,30 @@ one of 100 000 steps and on one with a mask of 32 768 tokens, in turns within on
 from __future__ import annotations
 
 import os
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import repaint, synthetic
 from benchmarks.terminal import Terminal
+
+HELLO = """
+from textual.app import App, ComposeResult
+from textual.widgets import Static
+
+class Hello(App):
+    BINDINGS = [("q", "quit", "")]
+
+    def compose(self) -> ComposeResult:
+        yield Static("step ")
+
+Hello().run()
+"""
+"""The smallest Textual application, which shows what the viewer's first screen begins with."""
 
 RIGHT = b"\x1b[C"
 N_STARTS, N_KEYS, N_ROUNDS = 7, 40, 3
@@ -28,6 +45,7 @@ def measure(folder: Path | None = None, *, steps: int = 100_000, tokens: int = 3
     traces = make_traces(folder or Path(tempfile.gettempdir()) / "flexinspect-bench", steps, tokens)
     return {
         "repaint": repaint.measure(),
+        "start_up": start_up(traces["short"]),
         "first_screen_s": {name: first_screen(path) for name, path in traces.items()},
         "key_to_frame_ms": key_to_frame(traces),
         "idle_cpu_percent": idle_cpu(traces["short"]),
@@ -45,6 +63,50 @@ def make_traces(folder: Path, steps: int, tokens: int) -> dict[str, Path]:
     if not wide.exists():
         synthetic.wide_trace(wide, tokens=tokens)
     return {"short": short, "long": long, "wide": wide}
+
+
+def start_up(path: Path) -> dict[str, float]:
+    """Return the CPU seconds until the first screen, of `open` and of `HELLO` in turns (medians).
+
+    Beside them the CPU seconds of `flexinspect --version`, `--help`, and of importing argparse.
+    """
+    viewer, hello = [], []
+    for _ in range(N_STARTS):
+        viewer.append(_cpu_until_screen(["open", str(path)]))
+        hello.append(_cpu_until_screen(["-c", HELLO], program=()))
+    module = ["-P", "-m", "flexinspect"]
+    version, help_, argparse = [], [], []
+    for _ in range(N_STARTS):
+        version.append(_cpu_of([*module, "--version"]))
+        help_.append(_cpu_of([*module, "--help"]))
+        argparse.append(_cpu_of(["-c", "import argparse"]))
+    found = {
+        "open_cpu_s": _median(viewer),
+        "hello_world_cpu_s": _median(hello),
+        "ratio": round(statistics.median(viewer) / statistics.median(hello), 2),
+        "version_cpu_s": _median(version),
+        "help_cpu_s": _median(help_),
+        "argparse_cpu_s": _median(argparse),
+    }
+    print(
+        f"first screen: {found['open_cpu_s']} s of CPU, a hello-world Textual app "
+        f"{found['hello_world_cpu_s']} s: {found['ratio']} times",
+        flush=True,
+    )
+    return found
+
+
+def _cpu_until_screen(words: list[str], **options: Any) -> float:
+    with Terminal(words, **options) as terminal:
+        terminal.until(b"step ")
+        return terminal.cpu_s()
+
+
+def _cpu_of(words: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def first_screen(path: Path) -> dict[str, float]:

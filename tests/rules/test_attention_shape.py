@@ -60,7 +60,7 @@ def test_scores_that_are_far_too_large_collapse_every_head(
 def test_a_scale_that_was_left_out_in_wide_heads_collapses_too(tmp_path: Path) -> None:
     model = scaled(make_model("qwen2"), "q_proj", 50.0)
     for layer in model.model.layers:
-        layer.self_attn.before_scaler_step = 50.0
+        layer.self_attn.scaling = 50.0
     assert of(run(tmp_path, model), "attention.collapsed") != []
 
 
@@ -97,7 +97,7 @@ def test_a_scale_of_zero_makes_attention_uniform_in_bfloat16_as_well(tmp_path: P
     model = make_model("qwen3").to(torch.bfloat16)
     model.set_attn_implementation("eager")  # SDPA makes NaN of it: 0 times -Inf
     for layer in model.model.layers:
-        layer.self_attn.before_scaler_step = 0.0
+        layer.self_attn.scaling = 0.0
     finding = one(run(tmp_path, model), "attention.uniform")
     assert finding.layers == (0, 1, 2)
     assert "Every head of all 3 layers" in finding.sentence

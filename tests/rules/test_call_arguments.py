@@ -34,7 +34,7 @@ def test_one_layer_with_a_scale_of_its_own_is_named(
     family: str, layer: int, tmp_path: Path
 ) -> None:
     model = make_model(family)
-    model.model.layers[layer].self_attn.before_scaler_step *= 2
+    model.model.layers[layer].self_attn.scaling *= 2
     (finding,) = run(tmp_path, model)
     assert (finding.id, finding.severity) == ("attention.scale", Severity.WARNING)
     assert (finding.layer, finding.step, finding.times) == (layer, 0, 1)
@@ -104,7 +104,7 @@ def test_a_model_as_it_is_has_no_odd_layer(family: str, tmp_path: Path) -> None:
 def test_a_model_whose_scale_is_its_own_in_every_layer_is_not_judged(tmp_path: Path) -> None:
     model = make_model("llama")
     for number, layer in enumerate(model.model.layers):
-        layer.self_attn.before_scaler_step /= number + 1
+        layer.self_attn.scaling /= number + 1
     assert run(tmp_path, model) == []
 
 

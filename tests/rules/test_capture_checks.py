@@ -41,7 +41,7 @@ def eager(
 ) -> Any:
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-    scores = query @ key.mT * module.before_scaler_step / warm + bias
+    scores = query @ key.mT * module.scaling / warm + bias
     if mask is not None:
         scores = scores + mask[..., : key.shape[2]]
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None

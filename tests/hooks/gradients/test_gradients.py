@@ -28,7 +28,7 @@ from flexinspect_hooks.observers.attention.mask_capture import open_cells
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(_two_threads: None) -> None:
+def _one_thread(two_threads: None) -> None:
     """Threads that wait for each other take longer than matrices of this size."""
     torch.set_num_threads(1)
 

@@ -244,7 +244,7 @@ def test_a_kernel_that_changes_its_queries_differs_in_weights_and_in_no_cell(own
         return (weights @ v.repeat_interleave(2, 1)).transpose(1, 2).contiguous(), None
 
     model = model_of()
-    sharpness = model.model.layers[0].self_attn.before_scaler_step
+    sharpness = model.model.layers[0].self_attn.scaling
     model.set_attn_implementation(own_name(attend))
     differs = only(kernel(model), DIFFERS)
     assert differs.evidence["cells_open_in_one"] == 0
