@@ -60,7 +60,8 @@ def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
     if blocks:
         return {layer: module for layer, (_, module) in blocks.items()}
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return dict(enumerate(max(lists, key=lambda modules: len(modules), default=nn.ModuleList())))
+    longest: nn.ModuleList = max(lists, key=lambda one: len(one), default=nn.ModuleList())
+    return dict(enumerate(longest))
 
 
 @contextmanager
