@@ -1,4 +1,4 @@
-"""What each switch says: one line of the log per batch, its figures beside it as `record.facts`."""
+"""The log lines of each switch: one per batch, with its figures as `record.facts`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ GradientLimits = tuple[float, float]
 
 
 class SwitchLog:
-    """Says what the switches that are on ask for; what is off costs one attribute.
+    """Logs for the switches that are on; a switch that is off costs one attribute access.
 
-    The loop, or `monitor_training_step`, calls it; a switch that fails turns itself off.
+    The training loop, or `monitor_training_step`, calls it; a switch that fails is turned off.
     """
 
     def __init__(self, board: SwitchBoard) -> None:
@@ -43,7 +43,7 @@ class SwitchLog:
     # -- at the start ----------------------------------------------------------------------------
 
     def log_setup(self, model: nn.Module) -> None:
-        """Say at the start: the anomaly mode, the devices, the memory."""
+        """Log at the start: anomaly mode, devices, memory."""
         if self.board.now.enable_autograd_anomaly:
             _log_line("Debugging tools: autograd anomaly detection is on", {"anomaly_mode": True})
         self._log_if_active(
@@ -56,7 +56,7 @@ class SwitchLog:
     # -- a batch ---------------------------------------------------------------------------------
 
     def log_forward(self, batch: int, inputs: Any, output: Any, loss: float | None) -> None:
-        """Say what went into a forward pass and what came out."""
+        """Log the inputs and the output of a forward pass."""
         self._log_if_active(
             "debug_forward_pass", batch, lambda: _describe_forward(batch, inputs, output, loss)
         )
@@ -68,7 +68,7 @@ class SwitchLog:
         found: Sequence[ParameterGradient],
         limits: GradientLimits,
     ) -> None:
-        """Say what the backward pass left, before the optimizer used it."""
+        """Log the gradients after the backward pass, before the optimizer's step."""
         self._log_if_active(
             "debug_gradient_norms", batch, lambda: _describe_norms(batch, found, limits)
         )
@@ -83,7 +83,7 @@ class SwitchLog:
         scaler: Any = None,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Say what surrounds a batch: memory, devices where they changed, precision."""
+        """Log memory, devices if they changed, and precision."""
         self._log_if_active(
             "debug_memory_usage",
             batch,
@@ -100,34 +100,34 @@ class SwitchLog:
             )
 
     def log_data_loading(self, batch: int, inputs: Any, waited_ms: float) -> None:
-        """Say what a loader gave, and how long it was waited for."""
+        """Log the batch of a loader, and how long the training waited for it."""
         self._log_if_active(
             "debug_data_loading", batch, lambda: _describe_loading(batch, inputs, waited_ms)
         )
 
     def log_dataset(self, name: str, sizes: Mapping[str, int], about: Mapping[str, Any]) -> None:
-        """Say what a dataset consists of."""
+        """Log the parts of a dataset."""
         self._log_if_active("debug_data_loading", 0, lambda: _describe_dataset(name, sizes, about))
 
     # -- between batches -------------------------------------------------------------------------
 
     def log_validation(self, facts: Mapping[str, Any], model: nn.Module) -> None:
-        """Say what a validation saw."""
+        """Log the result of a validation."""
 
-        def words() -> tuple[str, dict[str, Any]]:
-            held = memory_of(model)
+        def describe() -> tuple[str, dict[str, Any]]:
+            memory = memory_of(model)
             text = (
                 f"Validation debugging: {facts['samples']} samples in {facts['batches']} batches, "
-                f"loss {facts['loss']:.6g}, memory {_format_memory(held)}"
+                f"loss {facts['loss']:.6g}, memory {_format_memory(memory)}"
             )
-            return text, {**facts, "memory": held}
+            return text, {**facts, "memory": memory}
 
-        self._log_if_active("debug_validation", 0, words)
+        self._log_if_active("debug_validation", 0, describe)
 
     def log_early_stopping(self, value: float, stops: bool, stopping: Any) -> None:
-        """Say what early stopping looked at and decided."""
+        """Log the values and the decision of early stopping."""
 
-        def words() -> tuple[str, dict[str, Any]]:
+        def describe() -> tuple[str, dict[str, Any]]:
             facts = {
                 "value": value,
                 "best": getattr(stopping, "best", None),
@@ -144,14 +144,14 @@ class SwitchLog:
             text = f"Early stopping debugging: {shown}: {decided}"
             return text, facts
 
-        self._log_if_active("debug_early_stopping", 0, words)
+        self._log_if_active("debug_early_stopping", 0, describe)
 
     def log_learning_rate(
         self, batch: int, scheduler: Any, when: str, before: tuple[float, ...]
     ) -> None:
-        """Say the learning rates when the scheduler has made its step, and what they were."""
+        """Log the learning rates before and after the scheduler's step."""
 
-        def words() -> tuple[str, dict[str, Any]]:
+        def describe() -> tuple[str, dict[str, Any]]:
             rates = learning_rates(scheduler.optimizer)
             kind = type(scheduler).__name__
             change = "unchanged" if before == rates else f"was {_format_rates(before)}"
@@ -160,9 +160,9 @@ class SwitchLog:
             )
             return text, {"scheduler": kind, "rates": rates, "before": before, "each": when}
 
-        self._log_if_active("debug_lr_scheduling", batch, words)
+        self._log_if_active("debug_lr_scheduling", batch, describe)
 
-    # -- in words --------------------------------------------------------------------------------
+    # -- descriptions ----------------------------------------------------------------------------
 
     def _describe_backward(
         self, batch: int, model: nn.Module, found: Sequence[ParameterGradient]
@@ -233,7 +233,7 @@ _INPUT_NAMES = {"input_ids": "input", "inputs": "input", "attention_mask": "atte
 
 
 def named_inputs(inputs: Any) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors of a batch with what they are called: input, attention-mask, labels."""
+    """Yield the tensors of a batch with their names: input, attention-mask, labels."""
     if isinstance(inputs, Mapping):
         for name, one in inputs.items():
             if isinstance(one, Tensor):
@@ -244,8 +244,8 @@ def named_inputs(inputs: Any) -> Iterable[tuple[str, Tensor]]:
 
 
 def _describe_memory(title: str, model: nn.Module) -> tuple[str, dict[str, Any]]:
-    held = memory_of(model)
-    return f"{title}: {_format_memory(held)}", dict(held)
+    memory = memory_of(model)
+    return f"{title}: {_format_memory(memory)}", memory
 
 
 def _format_memory(memory: Mapping[str, int]) -> str:
@@ -266,8 +266,8 @@ def _describe_precision(
     dtype = None if autocast is None else str(autocast).removeprefix("torch.")
     scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
     facts = {"scaler": type(scaler).__name__ if scaler is not None else None, "scale": scale}
-    said = "no scaler" if scaler is None else f"{facts['scaler']} at {scale}"
-    text = f"Mixed precision - Batch {batch}: {said}, autocast {dtype or 'off'}"
+    scaling = "no scaler" if scaler is None else f"{facts['scaler']} at {scale}"
+    text = f"Mixed precision - Batch {batch}: {scaling}, autocast {dtype or 'off'}"
     return text, {**facts, "autocast": dtype}
 
 
@@ -294,7 +294,7 @@ def _describe_gpu(number: int) -> str:
 
 
 def batch_size(inputs: Any) -> int:
-    """Return how many samples a batch has: the first dimension of its first tensor."""
+    """The number of samples in a batch: the first dimension of its first tensor."""
     first = next((one for _, one in named_inputs(inputs)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
 

@@ -98,7 +98,7 @@ def test_a_left_padded_batch_is_recomputed_with_its_padding() -> None:
     assert serious(flexinspect.prove("cache", model, fed, run=run)) == []
 
 
-def test_position_ids_that_begin_again_are_fed_again_as_they_were() -> None:
+def test_restarting_position_ids_are_recomputed_unchanged() -> None:
     positions = [0, *range(1, 7), *range(1, 9), *range(9, 14)]
     assert serious(cache(model_of(), position_ids=positions)) == []
 
@@ -126,7 +126,7 @@ def test_a_layer_whose_decode_row_sees_only_the_first_key_is_named(
     assert serious(cache(model)) == []
 
 
-def test_a_layer_that_is_handed_no_cache_is_named() -> None:
+def test_a_layer_that_receives_no_cache_is_named() -> None:
     model = model_of()
     with given(model.model.layers[1].self_attn, lambda kwargs: {"past_key_values": None}):
         differs = only(cache(model), DIFFERS)
@@ -135,7 +135,7 @@ def test_a_layer_that_is_handed_no_cache_is_named() -> None:
 
 @pytest.mark.parametrize("step", [1, 3, 6])
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_cache_that_is_spoilt_at_a_step_differs_from_that_step_on(step: int, every: int) -> None:
+def test_a_cache_corrupted_at_a_step_differs_from_that_step_on(step: int, every: int) -> None:
     model = model_of()
 
     def spoil(held: DynamicCache) -> None:
@@ -172,7 +172,7 @@ def test_position_ids_that_are_one_off_in_steps_are_found() -> None:
     assert (differs.step, differs.layer) == (1, 1)
 
 
-def test_rows_of_a_prompt_that_see_the_future_are_told_of_first() -> None:
+def test_prompt_rows_that_attend_to_the_future_are_reported_first() -> None:
     model = model_of()
     with hooked(model.model.layers[1], lambda out: out + out.mean(1, keepdim=True)):
         differs = only(cache(model), DIFFERS)
@@ -199,7 +199,7 @@ def test_a_run_without_steps_or_without_a_cache_is_refused() -> None:
         cache(model, every=0)
 
 
-def test_the_recompute_can_be_ones_own() -> None:
+def test_the_user_can_pass_recompute() -> None:
     model = model_of()
     fed: list[int] = []
 

@@ -60,7 +60,7 @@ def test_a_plain_causal_model_never_moves_what_comes_before() -> None:
     assert [one["rows_kept"] for one in proof.facts["changed"]] == [1, 7, 9, 17]
 
 
-def test_segments_alone_leave_separators_open_to_all() -> None:
+def test_without_a_mask_separators_are_open_to_all_rows() -> None:
     cells = isolated()
     cells[9:, 7:9] = True  # paraphrase 2 reads the separator, which reads only itself
     assert serious(proved(model_of(), cells)) == []
@@ -83,7 +83,7 @@ def test_a_left_padded_batch_is_compared_over_real_rows() -> None:
         assert first["rows_kept"] == 12
 
 
-def test_a_sliding_window_is_no_leak_and_what_it_cuts_off_is_a_note() -> None:
+def test_a_sliding_window_is_not_a_leak_and_unread_segments_are_a_note() -> None:
     model = model_of("mistral", num_hidden_layers=1)
     proof = proved(model, mask="causal")
     assert serious(proof) == []
@@ -92,7 +92,7 @@ def test_a_sliding_window_is_no_leak_and_what_it_cuts_off_is_a_note() -> None:
     assert "does not read paraphrase 1, which it may attend to" in unread.sentence
 
 
-def test_steps_of_a_cache_are_rows_like_any_other() -> None:
+def test_decode_steps_are_rows_like_any_other() -> None:
     model = model_of()
 
     def run(fed: Tensor) -> None:
@@ -150,12 +150,12 @@ def test_a_leak_through_separators_names_them_and_the_layer_after() -> None:
     assert "with these rows restored, it does not move" in leak.sentence
 
 
-def test_a_separator_that_only_carries_is_no_second_finding() -> None:
+def test_a_carrier_separator_gets_no_second_finding() -> None:
     leak = only(proved(model_of(), through_separators(), mask="segment-isolation"), LEAK)
     assert leak.evidence["changed"] == ["paraphrase 1"]
 
 
-def test_separators_that_were_cut_leak_no_more() -> None:
+def test_isolated_separators_do_not_leak() -> None:
     cells = through_separators()
     cells[7:9, 1:7] = False
     assert serious(proved(model_of(), cells)) == []
@@ -222,7 +222,7 @@ def test_another_sequence_of_the_batch_that_moves_is_a_leak() -> None:
     assert serious(clean) == []
 
 
-def test_rows_that_something_beside_attention_mixes_are_said_to_be() -> None:
+def test_rows_mixed_outside_attention_are_reported() -> None:
     model = model_of()
     with hooked(model.model.layers[2].mlp, lambda out: out + out.mean(1, keepdim=True)):
         leak = only(proved(model, isolated(), mask="segment-isolation"), LEAK)
@@ -230,7 +230,7 @@ def test_rows_that_something_beside_attention_mixes_are_said_to_be() -> None:
     assert "not by the layer's attention" in leak.sentence
 
 
-def test_rows_that_are_mixed_before_the_layers_are_said_to_be() -> None:
+def test_rows_mixed_before_the_layers_are_reported() -> None:
     model = model_of()
     with hooked(model.model.embed_tokens, lambda out: out - out.mean(1, keepdim=True)):
         leak = only(proved(model, isolated(), mask="segment-isolation"), LEAK)
@@ -238,13 +238,13 @@ def test_rows_that_are_mixed_before_the_layers_are_said_to_be() -> None:
     assert "before the first layer" in leak.sentence
 
 
-def test_a_mask_that_sees_the_future_moves_what_comes_before() -> None:
+def test_a_mask_open_to_the_future_moves_earlier_rows() -> None:
     everything = np.ones((ROWS, ROWS), np.bool_)
     leak = only(proved(model_of(), everything, mask="causal"), LEAK)
     assert (leak.layer, leak.positions[0]) == (0, 0)
 
 
-def test_a_decode_step_that_sees_too_much_is_found_in_its_row() -> None:
+def test_a_decode_step_with_too_many_keys_is_found_in_its_row() -> None:
     model = model_of()
     rule = MaskSpec("own", (0, 18), (0, 0), (0, 9))  # rows from 18 on begin at position 9
     cells = rule.dense(ROWS)
@@ -269,7 +269,7 @@ def test_a_decode_step_that_sees_too_much_is_found_in_its_row() -> None:
 # -- chance ----------------------------------------------------------------------------------------
 
 
-def test_a_run_that_differs_from_itself_is_judged_above_its_noise() -> None:
+def test_a_nondeterministic_run_is_judged_above_its_noise() -> None:
     model = model_of()
     noise = lambda out: out + 1e-6 * torch.randn_like(out)  # noqa: E731
     with hooked(model.model.layers[0], noise):
@@ -302,14 +302,14 @@ def rounded_by_company(out: Tensor) -> Tensor:
     return out * (1 + company * torch.finfo(out.dtype).eps)
 
 
-def test_experts_that_round_otherwise_with_other_company_are_no_leak() -> None:
+def test_rounding_in_expert_layers_is_not_a_leak() -> None:
     model = experts()
     with hooked(model.model.layers[0].mlp, rounded_by_company):
         proof = proved(model, isolated(), mask="segment-isolation")
         assert serious(proof) == []
         noise = only(proof, "proof.unstable")
         assert noise.evidence["rounding"]
-        assert "Rounding moves rows that read nothing of what was changed" in noise.sentence
+        assert "Rounding moves rows that do not read the changed segment" in noise.sentence
         causal = mask_for(model, np.tri(ROWS, dtype=np.bool_))
         with other_mask(model.model.layers[1], causal):
             leak = only(proved(model, isolated(), mask="segment-isolation"), LEAK)
@@ -323,7 +323,7 @@ def test_dropout_is_a_warning_that_names_the_training_mode() -> None:
     assert unstable.sentence.endswith("The model is in training mode.")
 
 
-def test_nan_in_both_runs_is_no_leak() -> None:
+def test_nan_in_both_runs_is_not_a_leak() -> None:
     model = model_of()
 
     def nan_in_row_3(out: Tensor) -> Tensor:
@@ -349,17 +349,17 @@ def test_nan_in_both_runs_is_no_leak() -> None:
         ({"run": lambda fed: None}, "The run had 0 rows in the input of the layers, but 20 ids"),
     ],
 )
-def test_what_cannot_be_proved_is_refused_in_a_sentence(options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as error:
         proved(model_of(), **options)
     assert said in error.value.sentence()
 
 
-def test_a_run_that_does_not_feed_what_it_is_given_is_refused() -> None:
+def test_a_run_that_ignores_its_ids_is_refused() -> None:
     model, fed = model_of(), prompt()
     with pytest.raises(UsageError, match="the input of the layers did not change"):
         proved(model, run=lambda changed: model(fed))
-    with pytest.raises(UsageError, match="The run showed 12 rows"):
+    with pytest.raises(UsageError, match="The run had 12 rows"):
         proved(model, run=lambda changed: model(changed[:, :12]))
 
 
@@ -371,7 +371,7 @@ def test_an_unknown_proof_names_the_known_ones() -> None:
 # -- words -----------------------------------------------------------------------------------------
 
 
-def test_texts_are_found_and_rows_named_by_their_words() -> None:
+def test_segments_as_texts_are_located_and_rows_have_token_texts() -> None:
     folder = DEMO
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = model_of(vocab_size=len(tokenizer))

@@ -99,7 +99,7 @@ def test_the_weights_recovered_are_those_of_the_softmax_to_the_last_cell() -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_drawn_as_it_ran_at_the_prompt_and_in_steps(
+def test_drawn_weights_of_every_family_equal_the_kernel_in_prefill_and_decode(
     family: str, backend: str, dtype: torch.dtype
 ) -> None:
     model = model_of(family, backend).to(dtype)
@@ -112,7 +112,7 @@ def test_every_family_is_drawn_as_it_ran_at_the_prompt_and_in_steps(
     assert worst < (1e-4 if dtype is torch.float32 else 0.1)
 
 
-def test_a_mask_of_ones_own_is_drawn_as_it_ran_on_every_path(own_name: Any) -> None:
+def test_drawn_weights_of_a_user_mask_equal_the_kernel_on_every_path(own_name: Any) -> None:
     cells = isolated()
     for backend in ("eager", "sdpa"):
         model = model_of("llama", backend)
@@ -126,7 +126,7 @@ def test_a_mask_of_ones_own_is_drawn_as_it_ran_on_every_path(own_name: Any) -> N
         assert {call["path"] for call in proof.facts["calls"]} == {"flex uncompiled"}
 
 
-def test_a_left_padded_batch_is_drawn_as_it_ran_but_for_rows_without_a_key() -> None:
+def test_a_left_padded_batch_is_compared_except_rows_without_keys() -> None:
     fed = torch.tensor([[0] * 4 + list(ids(5, 1)), list(ids(9, 2))])
     real = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
     for backend in ("eager", "sdpa"):
@@ -138,7 +138,7 @@ def test_a_left_padded_batch_is_drawn_as_it_ran_but_for_rows_without_a_key() -> 
         assert only(proof, SAME).evidence["largest_difference"] < 1e-4
 
 
-def test_a_bool_mask_that_is_added_is_drawn_as_open_to_all() -> None:
+def test_an_added_bool_mask_is_open_everywhere() -> None:
     model = model_of("llama", "eager")
     causal = torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool).tril()
     assert serious(kernel(model, attention_mask=causal)) == []
@@ -149,7 +149,7 @@ def test_a_bool_mask_that_is_added_is_drawn_as_open_to_all() -> None:
     assert "and a closed cell is drawn" in differs.sentence
 
 
-def test_a_bias_that_is_no_mask_is_part_of_the_scores() -> None:
+def test_an_attention_bias_is_part_of_the_scores() -> None:
     model = model_of("llama", "eager")
     distance = torch.arange(ROWS)[None] - torch.arange(ROWS)[:, None]
     bias = torch.where(distance <= 0, 0.3 * distance, torch.finfo(torch.float32).min)
@@ -251,7 +251,7 @@ def test_a_kernel_that_changes_its_queries_differs_in_weights_and_in_no_cell(own
     assert "weights of that layer differ by more than rounding" in differs.sentence
 
 
-def test_a_decode_row_without_its_offset_differs_from_the_mask_that_is_meant(own_name: Any) -> None:
+def test_a_decode_row_without_offset_differs_from_the_declared_mask(own_name: Any) -> None:
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **given: Any) -> Any:
         mask = create_block_mask(
             lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, None, None, q.shape[2], k.shape[2], "cpu"
@@ -287,13 +287,15 @@ def test_under_a_score_mod_only_closed_cells_are_compared(own_name: Any) -> None
     assert only(kernel(model, drawn=drawn), DIFFERS).positions == (12, 10)
 
 
-def test_dropout_and_layers_that_call_no_kernel_are_said_not_to_be_compared() -> None:
+def test_dropout_and_layers_without_a_kernel_call_are_reported_as_not_compared() -> None:
     model = model_of("llama", "eager")
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     proof = kernel(model)
-    assert only(proof, UNSEEN).sentence == "Not compared: all 3 layers, as the call has dropout."
+    assert (
+        only(proof, UNSEEN).sentence == "Not compared: all 3 layers, because the call has dropout."
+    )
     model = model_of()
     model.model.layers[1].self_attn.forward = lambda hidden_states, **given: (hidden_states, None)
     proof = kernel(model)
@@ -305,11 +307,11 @@ def test_dropout_and_layers_that_call_no_kernel_are_said_not_to_be_compared() ->
     ("options", "said"),
     [
         ({"drawn": np.ones((3, 3))}, "drawn= must be bool"),
-        ({"drawn": np.tri(9, dtype=np.bool_)}, "drawn= is (1, 9, 9), and the call has 4 heads"),
+        ({"drawn": np.tri(9, dtype=np.bool_)}, "drawn= is (1, 9, 9), but the call has 4 heads"),
         ({"run": lambda fed: None}, "No attention call was seen in this run."),
     ],
 )
-def test_what_cannot_be_compared_is_refused(options: dict[str, Any], said: str) -> None:
+def test_an_unsuitable_drawn_mask_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as error:
         kernel(model_of(), **options)
     assert said in error.value.message

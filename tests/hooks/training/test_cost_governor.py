@@ -23,7 +23,7 @@ def test_within_the_band_nothing_changes() -> None:
     assert fed(governor, 0.019, 300) == []
 
 
-def test_above_the_band_detail_goes_step_by_step_and_says_what_was_dropped() -> None:
+def test_above_the_band_detail_is_reduced_step_by_step_and_reported() -> None:
     governor = Governor("extreme", 1.02)
     changes = fed(governor, 0.05, WINDOW)
     assert [change.kind for change in changes] == ["thinned"]
@@ -40,13 +40,13 @@ def test_above_the_band_detail_goes_step_by_step_and_says_what_was_dropped() -> 
     assert governor.detail.gradients_every == 16
 
 
-def test_one_dear_step_among_long_ones_changes_nothing() -> None:
+def test_one_expensive_step_among_long_ones_changes_nothing() -> None:
     governor = Governor("advanced", 1.02)
     assert governor.on_step(0.001, 0.002) is None
     assert fed(governor, 0.01, 100) == []
 
 
-def test_the_summary_says_how_often_and_what_was_dropped() -> None:
+def test_the_summary_reports_how_often_and_what_was_dropped() -> None:
     governor = Governor("extreme", 1.02)
     assert governor.summary() == ""
     fed(governor, 0.05, 2 * WINDOW)
@@ -61,7 +61,7 @@ def test_the_summary_says_how_often_and_what_was_dropped() -> None:
     )
 
 
-def test_detail_comes_back_after_calm_steps_and_less_often_where_it_was_too_dear() -> None:
+def test_detail_is_restored_after_cheap_steps_and_less_often_if_it_was_too_expensive() -> None:
     governor = Governor("advanced", 1.02)
     fed(governor, 0.05, WINDOW)
     assert governor.detail.name == "basic"
@@ -79,7 +79,7 @@ def test_it_never_goes_above_the_level() -> None:
 
 
 @pytest.mark.parametrize(("level", "name"), [("basic", "basic"), ("extreme", "extreme")])
-def test_a_level_begins_anew(level: str, name: str) -> None:
+def test_setting_a_level_starts_again(level: str, name: str) -> None:
     governor = Governor("advanced", 1.02)
     fed(governor, 0.5, 3 * WINDOW)
     governor.set_level(level)

@@ -60,7 +60,7 @@ def step_of(number: int, training: TrainingStepRecord) -> StepRecord:
     return StepRecord(0, number, "train", 0, 0, 0, 0.0, 100.0, 0.0, training=training)
 
 
-def test_a_learning_rate_that_the_optimizer_does_not_tell_is_unknown(path: Path) -> None:
+def test_a_learning_rate_that_is_not_a_number_is_unknown(path: Path) -> None:
     model = Net()
     optimizer = Adafactor(model.parameters(), lr=None, relative_step=True)
     with watch_training(model, optimizer, out=path, quiet=True) as trace:
@@ -121,7 +121,7 @@ def test_a_parameter_that_gets_another_memory_is_compared_with_itself(path: Path
         (AnomalyOrigin("backward", "head.bias"), "; the gradient of head.bias is not finite."),
     ],
 )
-def test_steps_left_out_by_the_scaler_are_laid_to_what_is_not_finite(
+def test_steps_skipped_by_the_scaler_have_the_nonfinite_gradient_as_origin(
     producer: AnomalyOrigin, words: str
 ) -> None:
     rule = TrainingRule()
@@ -208,18 +208,14 @@ def test_a_model_that_returns_its_parameter_is_left_without_hooks(path: Path) ->
 
 
 @pytest.mark.parametrize(("device", "is_found"), [("cpu", True), ("cuda:0", False)])
-def test_time_outside_of_the_passes_is_a_wait_for_data_only_where_nothing_else_works_in_it(
-    device: str, is_found: bool
-) -> None:
+def test_other_time_is_a_wait_for_data_only_without_other_work(device: str, is_found: bool) -> None:
     rule = TrainingRule()
     training = TrainingStepRecord(1.0, "told", (), other_ms=90.0, device=device)
     said = [finding for n in range(40) for finding in rule.on_step(step_of(n, training))]
     assert bool(said) is is_found
 
 
-def test_the_wait_for_a_gpu_is_no_time_outside_of_the_passes(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_a_gpu_is_not_other_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(0.2))
@@ -231,7 +227,7 @@ def test_the_wait_for_a_gpu_is_no_time_outside_of_the_passes(
     assert step.other_ms < 200
 
 
-def test_nothing_of_a_step_waits_for_a_gpu_but_where_gradients_are_measured(
+def test_a_step_waits_for_a_gpu_only_if_gradients_are_measured(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_waits, read = 0, list[tuple[int, int]]()

@@ -26,7 +26,7 @@ def _no_board_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: object) 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Catch what the debuggers log; `lines.messages` has the texts."""
-    caplog.set_level(logging.DEBUG, logger="flexinspect.records.debug_switches")
+    caplog.set_level(logging.DEBUG, logger="flexinspect.debugging")
     return caplog
 
 
