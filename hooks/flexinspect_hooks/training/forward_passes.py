@@ -385,13 +385,13 @@ class PendingStats:
     keys: tuple[OutputKey, ...]
 
     def records(self) -> list[LayerStatRecord]:
-        """Return the records after one synchronisation; a second one tells how much is sick.
+        """The records, after one synchronisation, and a second one if an output is non-finite.
 
-        Least, greatest, mean and deviation of an output that is not finite are unknown (NaN).
+        Minimum, maximum, mean and deviation of a non-finite output are unknown (NaN).
         """
         rows: list[list[float]] = self.numbers.tolist()
-        is_sick = not all(math.isfinite(row[0]) for row in rows)
-        counts = self.counts.tolist() if is_sick else [(0, 0)] * len(rows)
+        has_nonfinite = not all(math.isfinite(row[0]) for row in rows)
+        counts = self.counts.tolist() if has_nonfinite else [(0, 0)] * len(rows)
         return [_stat_record(*one) for one in zip(self.keys, rows, counts, strict=True)]
 
 

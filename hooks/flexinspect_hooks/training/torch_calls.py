@@ -94,9 +94,9 @@ class NormSource:
 def measure_clipping(
     grads: Sequence[Tensor], norm_type: float, foreach: bool | None
 ) -> ClippingNorms | None:
-    """Return what torch's clipping computes of gradients, bit by bit.
+    """The norms of gradients, bit-equal to those that torch's clipping computes.
 
-    None for those that it takes in parts, one by one, or in another precision than we do.
+    None for gradients that torch does not measure in one call, or not in sufficient precision.
     """
     grads = [*grads]
     if not grads or norm_type != 2.0 or foreach is False or not all(map(_is_plain_tensor, grads)):
@@ -117,18 +117,18 @@ def _is_plain_tensor(grad: Tensor) -> bool:
 
 
 class TrainingObserver(Protocol):
-    """Who wants to know; each call comes from the thread that trains."""
+    """An observer of clipping and loss scaling; each call comes from the thread that trains."""
 
     def on_clipped(
         self,
         parameters: Sequence[Tensor],
         before: Tensor,
         max_norm: float,
-        how: ClippedGradients | None,
+        clipped: ClippedGradients | None,
     ) -> None:
         """Gradients of `parameters` were clipped: their total norm before, and the limit.
 
-        `how` tells more, where torch measured them all alike.
+        `clipped` has the norm of each gradient, None if torch did not measure them in one call.
         """
 
     def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:

@@ -192,7 +192,7 @@ def _profile_summary(
 
 
 def operator_costs(profiler: Any) -> list[OperatorCost]:
-    """Return what a profiler that has ended says of each operator, the dearest first."""
+    """The cost of each operator from a finished profiler, the most expensive first."""
     events = [event for event in profiler.key_averages() if not _is_profiler_event(event.key)]
     cpu = sum(event.self_cpu_time_total for event in events) / 1e3
     cuda = sum(event.self_device_time_total for event in events) / 1e3
@@ -202,7 +202,7 @@ def operator_costs(profiler: Any) -> list[OperatorCost]:
 
 
 def _is_profiler_event(name: str) -> bool:
-    """Say whether an event is the profiler's own, or a Python frame that `with_stack` records."""
+    """Whether an event is the profiler's own, or a Python frame that `with_stack` records."""
     return "ProfilerStep" in name or name.startswith("<") or ".py(" in name
 
 

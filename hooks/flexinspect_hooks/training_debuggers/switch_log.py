@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -65,15 +66,15 @@ class SwitchLog:
         self,
         batch: int,
         model: nn.Module,
-        found: Sequence[ParameterGradient],
+        gradients: Sequence[ParameterGradient],
         limits: GradientLimits,
     ) -> None:
         """Log the gradients after the backward pass, before the optimizer's step."""
         self._log_if_active(
-            "debug_gradient_norms", batch, lambda: _describe_norms(batch, found, limits)
+            "debug_gradient_norms", batch, lambda: _describe_norms(batch, gradients, limits)
         )
         self._log_if_active(
-            "debug_backward_pass", batch, lambda: self._describe_backward(batch, model, found)
+            "debug_backward_pass", batch, lambda: self._describe_backward(batch, model, gradients)
         )
 
     def log_environment(
@@ -105,9 +106,9 @@ class SwitchLog:
             "debug_data_loading", batch, lambda: _describe_loading(batch, inputs, waited_ms)
         )
 
-    def log_dataset(self, name: str, sizes: Mapping[str, int], about: Mapping[str, Any]) -> None:
+    def log_dataset(self, name: str, sizes: Mapping[str, int], facts: Mapping[str, Any]) -> None:
         """Log the parts of a dataset."""
-        self._log_if_active("debug_data_loading", 0, lambda: _describe_dataset(name, sizes, about))
+        self._log_if_active("debug_data_loading", 0, lambda: _describe_dataset(name, sizes, facts))
 
     # -- between batches -------------------------------------------------------------------------
 
@@ -165,19 +166,19 @@ class SwitchLog:
     # -- descriptions ----------------------------------------------------------------------------
 
     def _describe_backward(
-        self, batch: int, model: nn.Module, found: Sequence[ParameterGradient]
+        self, batch: int, model: nn.Module, gradients: Sequence[ParameterGradient]
     ) -> tuple[str, dict[str, Any]]:
-        wanted = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        versions = {name: one._version for name, one in wanted.items()}
+        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        versions = {name: one._version for name, one in trained.items()}
         moved = [name for name in versions if versions[name] != self._parameter_versions.get(name)]
         is_first, self._parameter_versions = not self._parameter_versions, versions
-        given = {facts.name for facts in found}
-        without = [name for name in wanted if name not in given]
-        bad = [facts.name for facts in found if facts.has_nonfinite]
-        updated = "" if is_first else f", {len(moved)} of {len(wanted)} updated since the last"
+        with_gradient = {facts.name for facts in gradients}
+        without = [name for name in trained if name not in with_gradient]
+        bad = [facts.name for facts in gradients if facts.has_nonfinite]
+        updated = "" if is_first else f", {len(moved)} of {len(trained)} updated since the last"
         text = (
-            f"Backward pass debugging - Batch {batch}: {len(found)} of {len(wanted)} parameters "
-            f"have gradients{updated}, {len(bad)} with NaN or Inf"
+            f"Backward pass debugging - Batch {batch}: {len(gradients)} of {len(trained)} "
+            f"parameters have gradients{updated}, {len(bad)} with NaN or Inf"
         )
         return text, {"without_gradient": without, "updated": moved, "not_finite": bad}
 
@@ -193,21 +194,21 @@ def _log_line(text: str, facts: dict[str, Any]) -> None:
 
 
 def _describe_norms(
-    batch: int, found: Sequence[ParameterGradient], limits: GradientLimits
+    batch: int, gradients: Sequence[ParameterGradient], limits: GradientLimits
 ) -> tuple[str, dict[str, Any]]:
-    troubles = [
-        (facts, sentence) for facts in found for _, sentence in gradient_problems(facts, *limits)
+    problems = [
+        (facts, sentence)
+        for facts in gradients
+        for _, sentence in gradient_problems(facts, *limits)
     ]
-    for facts, sentence in troubles[:MAX_LOGGED_ANOMALIES]:
+    for facts, sentence in problems[:MAX_LOGGED_ANOMALIES]:
         log.warning("%s", sentence, extra={"facts": facts})
-    norms = {facts.name: facts.norm for facts in found}
-    total = total_norm(found)
+    norms = {facts.name: facts.norm for facts in gradients}
+    total = total_norm(gradients)
     if not norms:
         return f"Gradient norms - Batch {batch}: no parameter has a gradient", {}
-    low, high = (
-        min(norms, key=lambda name: norms[name]),
-        max(norms, key=lambda name: norms[name]),
-    )
+    low = min(norms, key=lambda name: norms[name])
+    high = max(norms, key=lambda name: norms[name])
     text = (
         f"Gradient norms - Batch {batch}: total {total:.4g}, largest {high} "
         f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
@@ -274,23 +275,19 @@ def _describe_precision(
 def _describe_devices(
     title: str, model: nn.Module, batch: int | None
 ) -> tuple[str, dict[str, Any]]:
-    on: dict[str, int] = {}
-    for one in model.parameters():
-        on[str(one.device)] = on.get(str(one.device), 0) + 1
-    cards = [
-        _describe_gpu(number) for number in range(min(torch.cuda.device_count(), MAX_SHOWN_DEVICES))
-    ]
-    placed = ", ".join(f"{count} parameters on {device}" for device, count in on.items())
-    cuda = "; ".join(cards) if cards else "CUDA is not available"
-    return f"{title}: {placed or 'no parameters'}; {cuda}", {"parameters_on": on, "cuda": cards}
+    counts = dict(Counter(str(one.device) for one in model.parameters()))
+    n_gpus = min(torch.cuda.device_count(), MAX_SHOWN_DEVICES)
+    gpus = [_describe_gpu(number) for number in range(n_gpus)]
+    placed = ", ".join(f"{count} parameters on {device}" for device, count in counts.items())
+    cuda = "; ".join(gpus) if gpus else "CUDA is not available"
+    text = f"{title}: {placed or 'no parameters'}; {cuda}"
+    return text, {"parameters_on": counts, "cuda": gpus}
 
 
 def _describe_gpu(number: int) -> str:
-    about = torch.cuda.get_device_properties(number)
-    used = torch.cuda.memory_allocated(number)
-    return (
-        f"cuda:{number} {about.name}, {used / MB:.0f} of {about.total_memory / MB:.0f} MB allocated"
-    )
+    device = torch.cuda.get_device_properties(number)
+    used, total = torch.cuda.memory_allocated(number) / MB, device.total_memory / MB
+    return f"cuda:{number} {device.name}, {used:.0f} of {total:.0f} MB allocated"
 
 
 def batch_size(inputs: Any) -> int:
@@ -308,13 +305,13 @@ def _describe_loading(batch: int, inputs: Any, waited_ms: float) -> tuple[str, d
 
 
 def _describe_dataset(
-    name: str, sizes: Mapping[str, int], about: Mapping[str, Any]
+    name: str, sizes: Mapping[str, int], facts: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     whole = sum(sizes.values())
     parts = ", ".join(f"{part} {size} ({size / whole:.0%})" for part, size in sizes.items())
-    more = "".join(f", {key} {value}" for key, value in about.items())
+    more = "".join(f", {key} {value}" for key, value in facts.items())
     text = f"Data loading - dataset {name}: {whole} samples, {parts}{more}"
-    return text, {"name": name, "sizes": dict(sizes), **about}
+    return text, {"name": name, "sizes": dict(sizes), **facts}
 
 
 def _format_rates(rates: Iterable[float]) -> str:

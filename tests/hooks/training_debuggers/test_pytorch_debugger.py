@@ -72,7 +72,7 @@ def test_extreme_reports_the_first_bad_value_and_the_stack() -> None:
         (anomaly,) = [one for one in debugger.history if "kind" in one]
         is_extreme = level is DebugLevel.EXTREME
         assert info.first_bad == ((1, 0) if is_extreme else None)
-        assert ("test_extreme_says_where" in anomaly.stack) == is_extreme
+        assert ("test_extreme_reports" in anomaly.stack) == is_extreme
 
 
 @pytest.mark.parametrize("level", list(DebugLevel))
