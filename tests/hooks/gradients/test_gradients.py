@@ -1,4 +1,4 @@
-"""Gradients of generated tokens: equal to autograd's own, of what ran, and nothing is touched."""
+"""Gradients of generated tokens: equal to autograd's own, and the model is not changed."""
 
 from __future__ import annotations
 
@@ -207,10 +207,10 @@ def test_no_parameters_gradient_stays_in_memory(run: Run) -> None:
         out = run.model(
             input_ids=torch.tensor([before.ids]), position_ids=torch.tensor([before.positions])
         )
-        held = torch.autograd.grad(out.logits[0, -1].sum(), observer.parameters)
+        grads = torch.autograd.grad(out.logits[0, -1].sum(), observer.parameters)
         seen = observer.reduced
-    assert len(seen.stats) == len(held)
-    assert {gradient.untyped_storage().nbytes() for gradient in held} == {8}
+    assert len(seen.stats) == len(grads)
+    assert {gradient.untyped_storage().nbytes() for gradient in grads} == {8}
     assert all(stat.norm > 0 for stat in seen.stats.values())
 
 

@@ -1,4 +1,4 @@
-"""Isolation: planted leaks are found where they enter, and clean runs stay exactly as they were."""
+"""Isolation: planted leaks are found where they enter, and clean runs stay bit-equal."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def test_without_a_mask_separators_are_open_to_all_rows() -> None:
 
 def test_a_left_padded_batch_is_compared_over_real_rows() -> None:
     short, long = ids(8, 1), ids(12, 2)
-    fed = torch.tensor([[0] * 4 + list(short), list(long)])
+    input_ids = torch.tensor([[0] * 4 + list(short), list(long)])
     real = torch.tensor([[0] * 4 + [1] * 8, [1] * 12])
     for backend in BACKENDS:
         proof = flexinspect.prove(
-            *("isolation", model_of("llama", backend), fed),
+            *("isolation", model_of("llama", backend), input_ids),
             segments=[(4, 7, "a"), (7, 10, "b")],
             mask="causal",
             attention_mask=real,
@@ -95,10 +95,10 @@ def test_a_sliding_window_is_not_a_leak_and_unread_segments_are_a_note() -> None
 def test_decode_steps_are_rows_like_any_other() -> None:
     model = model_of()
 
-    def run(fed: Tensor) -> None:
-        cache = model(fed[:, :16], use_cache=True).past_key_values
+    def run(input_ids: Tensor) -> None:
+        cache = model(input_ids[:, :16], use_cache=True).past_key_values
         for pos in range(16, ROWS):
-            cache = model(fed[:, pos : pos + 1], past_key_values=cache).past_key_values
+            cache = model(input_ids[:, pos : pos + 1], past_key_values=cache).past_key_values
 
     proof = proved(model, run=run, mask="causal")
     assert serious(proof) == []
@@ -108,8 +108,10 @@ def test_decode_steps_are_rows_like_any_other() -> None:
 def test_a_whole_call_of_generate_can_be_the_run() -> None:
     model = model_of()
 
-    def run(fed: Tensor) -> None:
-        model.generate(fed, attention_mask=torch.ones_like(fed), max_new_tokens=3, do_sample=False)
+    def run(input_ids: Tensor) -> None:
+        model.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=3, do_sample=False
+        )
 
     assert serious(proved(model, run=run, mask="causal")) == []
     leak = only(proved(model, run=run), LEAK)
@@ -194,12 +196,12 @@ def test_spans_counted_without_the_bos_leak_at_the_last_row() -> None:
 
 
 def test_padding_that_is_read_is_a_leak_from_the_padding() -> None:
-    fed = torch.tensor([[0] * 4 + list(ids(8, 1))])
+    input_ids = torch.tensor([[0] * 4 + list(ids(8, 1))])
     real = torch.tensor([[0] * 4 + [1] * 8])
     model = model_of()
     options: dict[str, Any] = {"segments": [(4, 7, "a"), (7, 10, "b")], "mask": "causal"}
     proof = flexinspect.prove(
-        *("isolation", model, fed),
+        *("isolation", model, input_ids),
         attention_mask=real,
         run=lambda changed: model(changed),  # the padding mask never reaches the model
         **options,
@@ -211,14 +213,16 @@ def test_padding_that_is_read_is_a_leak_from_the_padding() -> None:
 
 def test_another_sequence_of_the_batch_that_moves_is_a_leak() -> None:
     model = model_of()
-    fed = torch.cat((prompt(1), prompt(2)))
+    input_ids = torch.cat((prompt(1), prompt(2)))
     mix = lambda out: out + 0.1 * out.mean(0, keepdim=True)  # noqa: E731
     with hooked(model.model.layers[1], mix):
-        leak = only(flexinspect.prove("isolation", model, fed, segments=SPANS, mask="causal"), LEAK)
+        leak = only(
+            flexinspect.prove("isolation", model, input_ids, segments=SPANS, mask="causal"), LEAK
+        )
     assert leak.layer == 1
     assert leak.evidence["batch_row"] == 1
     assert "of sequence 1 of the batch in layer 1" in leak.sentence
-    clean = flexinspect.prove("isolation", model, fed, segments=SPANS, mask="causal")
+    clean = flexinspect.prove("isolation", model, input_ids, segments=SPANS, mask="causal")
     assert serious(clean) == []
 
 
@@ -249,20 +253,20 @@ def test_a_decode_step_with_too_many_keys_is_found_in_its_row() -> None:
     rule = MaskSpec("own", (0, 18), (0, 0), (0, 9))  # rows from 18 on begin at position 9
     cells = rule.dense(ROWS)
 
-    def run(fed: Tensor, *, offset: int) -> None:
+    def run(input_ids: Tensor, *, offset: int) -> None:
         whole = mask_for(model, cells)
-        cache = model(fed[:, :18], attention_mask=whole[:, :, :18, :18]).past_key_values
+        cache = model(input_ids[:, :18], attention_mask=whole[:, :, :18, :18]).past_key_values
         for pos in (18, 19):
             row = whole[:, :, pos : pos + 1, : pos + 1] if offset else None
             cache = model(
-                fed[:, pos : pos + 1], attention_mask=row, past_key_values=cache
+                input_ids[:, pos : pos + 1], attention_mask=row, past_key_values=cache
             ).past_key_values
 
     # What rows 9 to 17 read of paraphrase 1 reaches row 18 through them, from layer 1 on.
-    reached = only(proved(model, run=lambda fed: run(fed, offset=1), mask=rule), LEAK)
+    reached = only(proved(model, run=lambda input_ids: run(input_ids, offset=1), mask=rule), LEAK)
     assert (reached.layer, reached.positions) == (1, (18, 19))
     assert "the declared mask itself allows that path" in reached.sentence
-    leaky = proved(model, run=lambda fed: run(fed, offset=0), mask=rule)
+    leaky = proved(model, run=lambda input_ids: run(input_ids, offset=0), mask=rule)
     assert (only(leaky, LEAK).layer, only(leaky, LEAK).positions) == (0, (18, 19))
 
 
@@ -337,7 +341,7 @@ def test_nan_in_both_runs_is_not_a_leak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"segments": None}, "Nothing declares which segments are isolated."),
         ({"segments": [(1, 7, "a")]}, "Nothing declares which segments are isolated."),
@@ -346,19 +350,22 @@ def test_nan_in_both_runs_is_not_a_leak() -> None:
         ({"mask": "isolation"}, "The mask 'isolation' is unknown"),
         ({"mask": 3}, "mask must be the name of a preset"),
         ({"seed": 0, "masks": 1}, "takes no option masks="),
-        ({"run": lambda fed: None}, "The run had 0 rows in the input of the layers, but 20 ids"),
+        (
+            {"run": lambda input_ids: None},
+            "The run had 0 rows in the input of the layers, but 20 ids",
+        ),
     ],
 )
-def test_invalid_arguments_are_refused(options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
         proved(model_of(), **options)
-    assert said in error.value.sentence()
+    assert message in error.value.sentence()
 
 
 def test_a_run_that_ignores_its_ids_is_refused() -> None:
-    model, fed = model_of(), prompt()
+    model, input_ids = model_of(), prompt()
     with pytest.raises(UsageError, match="the input of the layers did not change"):
-        proved(model, run=lambda changed: model(fed))
+        proved(model, run=lambda changed: model(input_ids))
     with pytest.raises(UsageError, match="The run had 12 rows"):
         proved(model, run=lambda changed: model(changed[:, :12]))
 

@@ -1,4 +1,4 @@
-"""Order: how far the next token's logits move when two segments change places."""
+"""Order: how far the next token's logits move when two segments are swapped."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RESET = [0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7]
 def order(**options: Any) -> Proof:
     model = model_of()
     cells = isolated(SPANS, len(FED))
-    given = {"attention_mask": mask_for(model, cells), "segments": SPANS, **options}
-    proof: Proof = flexinspect.prove("order", model, FED, **given)
+    arguments = {"attention_mask": mask_for(model, cells), "segments": SPANS, **options}
+    proof: Proof = flexinspect.prove("order", model, FED, **arguments)
     return proof
 
 

@@ -1,4 +1,4 @@
-"""All that a proof may find has its words, its page, and a query that a trace answers."""
+"""Every finding of a proof has its texts, its page, and a query that a trace answers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_token_texts_cannot_move_the_cursor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "text"),
     [
         (0.0, "0"),
         (3e-7, "3e-07"),
@@ -94,8 +94,8 @@ def test_token_texts_cannot_move_the_cursor() -> None:
         (3e5, "3e+05"),
     ],
 )
-def test_sizes_are_short(value: float, said: str) -> None:
-    assert format_amount(value) == said
+def test_sizes_are_short(value: float, text: str) -> None:
+    assert format_amount(value) == text
 
 
 def test_there_is_a_prover_for_every_kind() -> None:

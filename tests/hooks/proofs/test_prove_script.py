@@ -1,4 +1,4 @@
-"""`flexinspect prove KIND SCRIPT`: a program of one's own is proved where it calls its model."""
+"""`flexinspect prove KIND SCRIPT`: the user's program is proved where it calls its model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TWO = segments((1, 7), (9, 15))
 def prove(tmp_path: Path, kind: str, script: Path, *flags: str, declare: str = TWO) -> Ran:
     file = tmp_path / "prompt.toml"
     file.write_text(declare)
-    given = ("--declare", str(file)) if declare else ()
-    return run_alone(["-m", "flexinspect", "prove", kind, *given, *flags, str(script)])
+    declare_flags = ("--declare", str(file)) if declare else ()
+    return run_alone(["-m", "flexinspect", "prove", kind, *declare_flags, *flags, str(script)])
 
 
 def test_a_leak_is_named_with_layer_and_row_and_stored_in_the_trace(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ class ScriptedBarrier:
         return QueuedRewind(1, self._commands.pop(0)) if self._commands else None
 
     def report_result(
-        self, order: QueuedRewind, result: StepRef | FlexInspectError, said: str = ""
+        self, order: QueuedRewind, result: StepRef | FlexInspectError, message: str = ""
     ) -> None:
-        self.results.append((order.kind, result, said))
+        self.results.append((order.kind, result, message))
 
 
 class Run:
@@ -205,7 +205,7 @@ def test_commands_are_events_of_the_trace(new_run: Callable[..., Run]) -> None:
     assert events["forked"].step == 1
     assert "paraphrase 3 see paraphrase 1" in events["mask-edited"].text
     assert events["restored"].text == "Step 6 of branch 0 was restored, its cache cropped."
-    assert [said for _, _, said in barrier.results] == [
+    assert [message for _, _, message in barrier.results] == [
         events[kind].text for kind in ("forked", "mask-edited", "restored")
     ]
     assert barrier.results[-1][1] == at(6)

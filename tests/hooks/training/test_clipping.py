@@ -1,4 +1,4 @@
-"""Norms that clipping tells: taken instead of reading gradients, and only while they are true."""
+"""Norms from clipping: used instead of reading gradients, and only while they are correct."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def replaced(model: nn.Module, step: int) -> None:
         one.grad = torch.ones_like(one)
 
 
-def sick(model: nn.Module, step: int) -> None:
+def set_nonfinite(model: nn.Module, step: int) -> None:
     if step == 5:
         gradients(model)[2][0, 0] = math.nan
 
@@ -144,7 +144,7 @@ def test_what_a_scaler_divides_after_clipping_is_recorded_as_divided(tmp_path: P
 
 
 def test_a_nan_put_in_after_clipping_is_found_in_its_step(tmp_path: Path) -> None:
-    steps, _ = trained(tmp_path / "a.flextrace", sick)
+    steps, _ = trained(tmp_path / "a.flextrace", set_nonfinite)
     assert min(at for at in steps if steps[at].n_sick) == 5
     producer = steps[5].producer
     assert producer is not None

@@ -1,4 +1,4 @@
-"""What made numbers that are not finite: the batch, weights, a module or the loss."""
+"""The origin of NaN and Inf: the batch, weights, a module or the loss."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_on_an_accelerator_the_producer_is_found_when_the_step_is_measured(
         *(0, "module"),
         "2",
     )
-    sick = mlp(8, 16, 16, 1)
+    nonfinite = mlp(8, 16, 16, 1)
     with torch.no_grad():
-        sick[2].weight[3, 4] = math.nan
-    found, _ = trained(path.with_name("b.flextrace"), sick, steps=2, level=level)
+        nonfinite[2].weight[3, 4] = math.nan
+    found, _ = trained(path.with_name("b.flextrace"), nonfinite, steps=2, level=level)
     assert the(found, "training.loss-nan").evidence["name"] == "2.weight"
 
 
@@ -162,8 +162,14 @@ def test_a_float_mask_is_not_an_anomaly_of_the_batch(path: Path, value: float, k
 
 
 def test_statistics_that_wait_for_a_device_are_those_read_at_once() -> None:
-    sick = torch.tensor([1.0, math.nan, -math.inf, math.inf]).half()
-    outs = [torch.randn(5, 7), sick, torch.zeros(0), torch.randn(9).double(), torch.ones(3).long()]
+    nonfinite = torch.tensor([1.0, math.nan, -math.inf, math.inf]).half()
+    outs = [
+        torch.randn(5, 7),
+        nonfinite,
+        torch.zeros(0),
+        torch.randn(9).double(),
+        torch.ones(3).long(),
+    ]
     kept = [(str(number), nn.Identity(), (out,)) for number, out in enumerate(outs)]
     pending = forward_passes.pending_stats(kept, torch.device("cpu"))
     assert pending is not None

@@ -1,4 +1,4 @@
-"""Statistics of gradients and tensors, and the figures of a training summary."""
+"""Statistics of gradients and tensors, and the counts of a training summary."""
 
 from __future__ import annotations
 
@@ -195,9 +195,11 @@ def test_whole_numbers_and_bools_have_facts_too() -> None:
 def test_a_model_holds_parameters_gradients_and_buffers() -> None:
     model = nn.BatchNorm1d(4)
     model.weight.grad = torch.zeros(4)
-    held = model_bytes(model)
-    assert (held.parameters, held.gradients) == (32, 16)
-    assert held.total == held.parameters + held.gradients + held.buffers == held.by_device["cpu"]
+    sizes = model_bytes(model)
+    assert (sizes.parameters, sizes.gradients) == (32, 16)
+    assert (
+        sizes.total == sizes.parameters + sizes.gradients + sizes.buffers == sizes.by_device["cpu"]
+    )
     assert set(parameter_facts(model)) == {"weight", "bias"}
 
 

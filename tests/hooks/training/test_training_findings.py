@@ -1,4 +1,4 @@
-"""Small networks driven into trouble: found at the first bad step, parameter and producer named."""
+"""Small networks with training problems: the first bad step, parameter and origin are found."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_a_bad_learning_rate_explodes_first_and_then_is_nan(path: Path, level: s
     first = next(n for n, step in steps.items() if step.n_exploding)
     explosion = the(found, "training.explosion")
     assert (explosion.step, explosion.evidence["name"]) == (first, "2.bias")
-    sick = next(n for n, step in steps.items() if not math.isfinite(step.loss))
+    first_nonfinite = next(n for n, step in steps.items() if not math.isfinite(step.loss))
     loss = the(found, "training.loss-nan")
-    assert loss.step == sick > first
-    assert loss.times == len(steps) - sick
+    assert loss.step == first_nonfinite > first
+    assert loss.times == len(steps) - first_nonfinite
     assert f"gradients explode from step {first} on, first 2.bias" in loss.sentence
     assert the(found, "training.learning-rate").severity is Severity.NOTE
 

@@ -1,4 +1,4 @@
-"""A watched training loop: which steps are found, what is known of them, and what is left alone."""
+"""A watched training loop: the steps, their values, and that training is not changed."""
 
 from __future__ import annotations
 
@@ -315,17 +315,17 @@ def test_above_its_band_capture_reduces_detail_and_reports_it(
         loop(model, optimizer, 60, lambda: None)
     steps = steps_of(trace)
     with trace.reader() as reader:
-        told = [row.event for row in reader.events() if row.event.kind == "thinned"]
-    assert [event.data["detail"] for event in told] == ["advanced", "basic", "sparse", "sparse"]
-    assert [event.step for event in told] == [11, 21, 31, 41]
-    assert "instead of everything" in told[0].text
+        events = [row.event for row in reader.events() if row.event.kind == "thinned"]
+    assert [event.data["detail"] for event in events] == ["advanced", "basic", "sparse", "sparse"]
+    assert [event.step for event in events] == [11, 21, 31, 41]
+    assert "instead of everything" in events[0].text
     assert all(math.isfinite(step.loss) for step in steps.values())
     measured = [number for number, step in steps.items() if step.total_norm is not None]
     assert measured[-2:] == [40, 48]
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
         "Above the band of 50.0% detail was dropped 4 times, down to gradients of every 16th step "
-        "from then on." in said
+        "from then on." in printed
     )
 
 
@@ -392,9 +392,9 @@ def test_the_run_reports_its_cost(path: Path, capsys: pytest.CaptureFixture[str]
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path):
         loop(model, optimizer, 2, lambda: None)
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert re.search(
-        r"2 training steps, 0 of them wrong; capture took .+ \(\d+\.\d\d ms a step\)", said
+        r"2 training steps, 0 of them wrong; capture took .+ \(\d+\.\d\d ms a step\)", printed
     )
 
 

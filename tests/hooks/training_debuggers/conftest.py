@@ -1,4 +1,4 @@
-"""What the tests of the debuggers share: switches that are off again, and the lines of the log."""
+"""Shared fixtures of the debugger tests: switches that are reset, and the lines of the log."""
 
 from __future__ import annotations
 

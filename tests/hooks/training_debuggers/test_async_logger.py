@@ -1,4 +1,4 @@
-"""`AsyncTrainingLogger`: the loop of the mission, and an event loop that goes on meanwhile."""
+"""`AsyncTrainingLogger`: the loop of the mission, and an event loop that is not blocked."""
 
 from __future__ import annotations
 

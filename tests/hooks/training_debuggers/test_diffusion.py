@@ -1,4 +1,4 @@
-"""`DiffusionModelDebugger`, on a small pipeline that is made here and really denoises."""
+"""`DiffusionModelDebugger`, on a small pipeline that really denoises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TrainingLoop`: it trains, validates, stops, and takes the batches that people have."""
+"""`TrainingLoop`: it trains, validates, stops, and accepts the usual kinds of batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`profile_model_performance`: the batches asked for are profiled, exported, and summed up."""
+"""`profile_model_performance`: the requested batches are profiled, exported and summarised."""
 
 from __future__ import annotations
 
@@ -97,12 +97,14 @@ def test_fewer_batches_than_asked_are_all_profiled(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "asked", "words"),
+    ("n", "num_batches", "message"),
     [(2, 10, "has 2 batches, but profiling needs at least 3"), (9, 0, "1 or more")],
 )
-def test_invalid_arguments_are_refused(model: nn.Module, n: int, asked: int, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        profile_model_performance(batches(n), asked, step=model, folder=None)
+def test_invalid_arguments_are_refused(
+    model: nn.Module, n: int, num_batches: int, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        profile_model_performance(batches(n), num_batches, step=model, folder=None)
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(model: nn.Module, tmp_path: Path) -> None:

@@ -103,8 +103,8 @@ def test_an_unexpected_shape_or_dtype_is_an_anomaly() -> None:
     assert debugger.get_debug_summary().total_anomalies == 0
     debugger.analyze_tensor(tensor, "x", shape=(3, None), dtype=torch.float16)
     assert debugger.get_debug_summary().anomalies_by_kind == {"shape": 1, "dtype": 1}
-    said = [one.sentence for one in debugger.history if "kind" in one]
-    assert said == [
+    sentences = [one.sentence for one in debugger.history if "kind" in one]
+    assert sentences == [
         "x has shape (2, 3), but (3, None) is expected.",
         "x is float32, but float16 is expected.",
     ]
@@ -285,10 +285,10 @@ def test_a_level_can_be_changed_while_running() -> None:
 
 
 def test_an_anomaly_has_advice_and_calls_on_anomaly() -> None:
-    told: list[Any] = []
-    debugger = PyTorchDebugger(on_anomaly=told.append)
+    anomalies: list[Any] = []
+    debugger = PyTorchDebugger(on_anomaly=anomalies.append)
     debugger.analyze_tensor(torch.tensor([math.nan]), "loss")
-    (anomaly,) = told
+    (anomaly,) = anomalies
     assert (anomaly.kind, anomaly.where) == ("nan", "loss")
     assert anomaly.sentence == "NaN in loss (1 values, 1)."
     assert any("learning rate" in one for one in anomaly.advice)

@@ -1,4 +1,4 @@
-"""The control server's training routes get their figures from the debuggers that live."""
+"""The control server's training routes get their counts from the live debuggers."""
 
 from __future__ import annotations
 

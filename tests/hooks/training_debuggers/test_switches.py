@@ -1,4 +1,4 @@
-"""Each of the thirteen switches changes what is said, alone, while a training runs."""
+"""Each of the thirteen switches changes only its own log lines, while a training runs."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def test_a_switch_takes_effect_while_the_training_runs_and_ends_with_it(
     assert lines.messages == []
     loop.enable_debugging([name])
     train(loop)
-    said = list(lines.messages)
-    assert any(line.startswith(tuple(SAID[name])) for line in said)
+    messages = list(lines.messages)
+    assert any(line.startswith(tuple(SAID[name])) for line in messages)
     loop.disable_debugging()
     lines.clear()
     train(loop)
@@ -247,8 +247,8 @@ def test_a_switch_that_fails_is_turned_off_and_the_training_goes_on(
     assert [epoch.batches for epoch in epochs] == [2, 2]
     status = loop.get_debugging_status()
     assert (status["debug_memory_usage"], status["debug_gradient_norms"]) == (False, True)
-    said = "The switch memory_usage failed and is off: OSError: no counters here"
-    assert lines.messages.count(said) == 1
+    message = "The switch memory_usage failed and is off: OSError: no counters here"
+    assert lines.messages.count(message) == 1
 
 
 def test_training_is_bit_equal_with_all_switches(tmp_path: Path) -> None:
@@ -263,7 +263,9 @@ def test_training_is_bit_equal_with_all_switches(tmp_path: Path) -> None:
 # -- what the lines say ---------------------------------------------------------------------------
 
 
-def said(name: str, lines: pytest.LogCaptureFixture, **options: Any) -> list[logging.LogRecord]:
+def log_records(
+    name: str, lines: pytest.LogCaptureFixture, **options: Any
+) -> list[logging.LogRecord]:
     loop = made(SwitchBoard(), **options)
     loop.enable_debugging([name])
     train(loop)
@@ -272,7 +274,7 @@ def said(name: str, lines: pytest.LogCaptureFixture, **options: Any) -> list[log
 
 
 def test_the_forward_pass_logs_shapes_loss_and_device(lines: pytest.LogCaptureFixture) -> None:
-    first = said("forward_pass", lines)[0]
+    first = log_records("forward_pass", lines)[0]
     assert first.getMessage().startswith(
         "Forward pass debugging - Batch 0: input shape (8, 12), attention-mask shape (8, 12), "
         "labels shape (8,), output shape (8, 2), device cpu, loss 0.8"
@@ -282,7 +284,7 @@ def test_the_forward_pass_logs_shapes_loss_and_device(lines: pytest.LogCaptureFi
 
 
 def test_memory_logs_allocated_and_reserved(lines: pytest.LogCaptureFixture) -> None:
-    record = said("memory_usage", lines)[0]
+    record = log_records("memory_usage", lines)[0]
     assert record.getMessage().startswith("Memory usage - Batch 0: Allocated 0.0 MB, Reserved ")
     assert record.facts["process"] > 50 * 2**20  # type: ignore[attr-defined]
     assert record.facts["parameters"] == (40 * 6 + 14) * 4  # type: ignore[attr-defined]
@@ -305,7 +307,7 @@ def test_a_nonfinite_gradient_is_a_warning_that_names_the_parameter(
 
 
 def test_the_backward_pass_logs_gradients_and_updates(lines: pytest.LogCaptureFixture) -> None:
-    texts = [record.getMessage() for record in said("backward_pass", lines)]
+    texts = [record.getMessage() for record in log_records("backward_pass", lines)]
     assert texts[:2] == [
         "Backward pass debugging - Batch 0: 3 of 3 parameters have gradients, 0 with NaN or Inf",
         (
@@ -329,18 +331,18 @@ def test_devices_are_logged_at_the_start_and_when_they_change(
 
 def test_mixed_precision_logs_scaler_and_autocast(lines: pytest.LogCaptureFixture) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    records = said("mixed_precision", lines, scaler=scaler, autocast=torch.bfloat16)
+    records = log_records("mixed_precision", lines, scaler=scaler, autocast=torch.bfloat16)
     assert records[0].getMessage() == (
         "Mixed precision - Batch 0: GradScaler at 1024.0, autocast bfloat16"
     )
     lines.clear()
-    assert said("mixed_precision", lines)[0].getMessage() == (
+    assert log_records("mixed_precision", lines)[0].getMessage() == (
         "Mixed precision - Batch 0: no scaler, autocast off"
     )
 
 
 def test_data_loading_logs_the_splits_and_each_wait(lines: pytest.LogCaptureFixture) -> None:
-    texts = [record.getMessage() for record in said("data_loading", lines)]
+    texts = [record.getMessage() for record in log_records("data_loading", lines)]
     assert texts[0] == (
         "Data loading - dataset reviews: 20 samples, train 16 (80%), validation 2 (10%), "
         "test 2 (10%), classes 2, tokens 12"
@@ -350,7 +352,7 @@ def test_data_loading_logs_the_splits_and_each_wait(lines: pytest.LogCaptureFixt
 
 
 def test_validation_logs_samples_batches_loss_and_memory(lines: pytest.LogCaptureFixture) -> None:
-    text = said("validation", lines)[0].getMessage()
+    text = log_records("validation", lines)[0].getMessage()
     assert text.startswith("Validation debugging: 2 samples in 1 batches, loss 0.")
     assert "memory Allocated " in text
 
@@ -370,7 +372,7 @@ def test_early_stopping_logs_value_patience_and_decision(lines: pytest.LogCaptur
 
 
 def test_lr_scheduling_logs_type_change_and_condition(lines: pytest.LogCaptureFixture) -> None:
-    assert [record.getMessage() for record in said("lr_scheduling", lines)] == [
+    assert [record.getMessage() for record in log_records("lr_scheduling", lines)] == [
         "LR scheduling debugging: StepLR, each epoch, 0.05 (was 0.1)",
         "LR scheduling debugging: StepLR, each epoch, 0.025 (was 0.05)",
     ]
@@ -379,11 +381,11 @@ def test_lr_scheduling_logs_type_change_and_condition(lines: pytest.LogCaptureFi
 def test_the_profiler_switch_names_operators_and_the_other_exports(
     lines: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    (record, *_) = said("autograd_profiler", lines, profile_folder=tmp_path)
+    (record, *_) = log_records("autograd_profiler", lines, profile_folder=tmp_path)
     assert any(cost.name.startswith("aten::") for cost in record.facts["operators"])  # type: ignore[attr-defined]
     assert list(tmp_path.iterdir()) == []
     lines.clear()
-    (record, *_) = said("tensorboard_profiler", lines, profile_folder=tmp_path)
+    (record, *_) = log_records("tensorboard_profiler", lines, profile_folder=tmp_path)
     assert record.getMessage().endswith(f"exported to {tmp_path}")
     assert [path.name.endswith(".pt.trace.json") for path in tmp_path.iterdir()] == [True]
 
@@ -397,12 +399,12 @@ def test_profiling_pauses_for_five_times_the_time_to_read_a_window(
     board = SwitchBoard()
     board.enable_debugging(["autograd_profiler"])
     windows = ProfilerWindows(board, steps=3, clock=lambda: next(seconds))
-    said = []
+    counts = []
     for step in range(12):
         windows.on_step(step)
-        said.append(len(lines.messages))
+        counts.append(len(lines.messages))
     # Ended at second 2, after a second; step 7 is looked at in second 7, and begins the next.
-    assert said == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
+    assert counts == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
 
 
 def test_a_window_ends_with_its_switch(lines: pytest.LogCaptureFixture) -> None:

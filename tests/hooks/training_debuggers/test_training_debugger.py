@@ -1,4 +1,4 @@
-"""`TrainingDebugger`: a call per step, and the figures of the run."""
+"""`TrainingDebugger`: a call per step, and the counts of the run."""
 
 from __future__ import annotations
 
@@ -239,17 +239,17 @@ def test_a_later_run_is_compared_with_a_baseline(tmp_path: Path) -> None:
         healthy.monitor_training_step(training.model, training.loss(), step)
     healthy.save_baseline(tmp_path / "good.json")
     assert healthy.compare_with_baseline(tmp_path / "good.json") == []
-    sick = TrainingDebugger()
+    anomalous = TrainingDebugger()
     for step in range(10):
         scale = math.nan if step == 4 else 1.0
-        sick.monitor_training_step(training.model, training.loss(scale), step)
-    assert sick.compare_with_baseline(tmp_path / "good.json") == [
+        anomalous.monitor_training_step(training.model, training.loss(scale), step)
+    assert anomalous.compare_with_baseline(tmp_path / "good.json") == [
         "The anomaly rate is 0.1, but was 0.",
         "The loss anomaly rate is 0.1, but was 0.",
     ]
     (tmp_path / "bad.json").write_text("[]")
     with pytest.raises(UsageError, match="is not a baseline"):
-        sick.compare_with_baseline(tmp_path / "bad.json")
+        anomalous.compare_with_baseline(tmp_path / "bad.json")
 
 
 def test_a_step_without_gradients_is_a_step() -> None:

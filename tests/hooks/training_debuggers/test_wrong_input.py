@@ -1,4 +1,4 @@
-"""What cannot be is refused in one sentence: what, where, and what is wanted instead."""
+"""Wrong input is refused in one sentence: what, where, and what is expected instead."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def progress(loss: Any) -> Any:
     return asyncio.run(logger().update_progress_async(epoch=0, step=0, loss=loss))
 
 
-def step(**given: Any) -> Any:
+def step(**arguments: Any) -> Any:
     usual = {"model": MODEL, "loss": 1.0, "step": 0}
-    return TrainingDebugger().monitor_training_step(**{**usual, **given})
+    return TrainingDebugger().monitor_training_step(**{**usual, **arguments})
 
 
 WRONG: dict[str, Callable[[Any], Any]] = {
