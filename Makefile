@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-flexinspect
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench demo-model screenshots dist clean
+.PHONY: help setup demo test test-fast check format bench demo-model screenshots dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ demo: setup ## answer two questions with the shipped model and step through what
 # that need more threads ask for them.
 test: setup ## run the test suite
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-fast: setup ## run the tests that load no torch and start no process
+	$(BIN)/python -m pytest -n 2 --dist worksteal --fast
 
 check: setup ## formatting, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -89,6 +89,7 @@ def main() -> None:
         # A process each: compiling leaves pools of threads behind that slow what comes after.
         for name in args.cases:
             subprocess.run([sys.executable, "-m", "benchmarks", name, *_flags(args)], check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.report"], check=True)
         return
     measure(args.cases[0], args)
 

@@ -122,7 +122,7 @@ def level_facts(level: str, blocks: Sequence[Sandwich]) -> dict[str, Any]:
 
 def table(facts: dict[str, Any]) -> str:
     """Return the figures as a table in Markdown."""
-    head = ["level", "whole generation", "decode", "stated by the run", "wanted", "rounds"]
+    head = ["level", "whole generation", "decode", "stated by the run", "target", "rounds"]
     rows = [_row(level, facts[level]) for level in LEVELS]
     return f"{facts['decode_ms_without']:.1f} ms per token without\n\n{markdown(head, rows)}"
 
@@ -130,5 +130,5 @@ def table(facts: dict[str, Any]) -> str:
 def _row(level: str, found: dict[str, Any]) -> list[str]:
     whole = found["ratio"]
     figures = [cell(whole), cell(found["decode_ratio"]), f"{found['stated_by_the_run']:.3f}"]
-    of = whole["rounds"] + whole["left_out"]
+    of = whole["rounds"] + whole.get("left_out", 0)
     return [level, *figures, f"{found['bound']:.2f}", f"{whole['rounds']} of {of}"]

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,7 @@ def machine(device: str) -> dict[str, Any]:
     import transformers
 
     facts: dict[str, Any] = {
+        "date": date.today().isoformat(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "platform": platform.machine(),

@@ -104,12 +104,12 @@ def _measure(timed: Timed, model: Any, seconds: float, tokens: int) -> dict[str,
 def steps_table(facts: dict[str, Any]) -> str:
     """Return the figures of windows as a table in Markdown."""
     rows = [_row(level, facts[level]) for level in LEVELS]
-    table = markdown(["level", "decode steps", "stated by the run", "wanted", "windows"], rows)
+    table = markdown(["level", "decode steps", "stated by the run", "target", "windows"], rows)
     return f"{facts['decode_ms_without']:.1f} ms per token without\n\n{table}"
 
 
 def _row(level: str, found: dict[str, Any]) -> list[str]:
     steps = found["ratio"]
-    windows = f"{steps['rounds']} of {steps['rounds'] + steps['left_out']}"
+    windows = f"{steps['rounds']} of {steps['rounds'] + steps.get('left_out', 0)}"
     stated = f"{found['stated_by_the_run']:.3f}"
     return [level, cell(steps), stated, f"{found['bound']:.2f}", windows]

@@ -144,7 +144,7 @@ def _step_ms(blocks: dict[str, list[Sandwich]], steps: int) -> float:
 
 def table(facts: dict[str, Any]) -> str:
     """Return the figures as a table in Markdown."""
-    head = ["model", "level", "wall clock", "CPU of the process", "stated by the run", "wanted"]
+    head = ["model", "level", "wall clock", "CPU of the process", "stated by the run", "target"]
     rows = [_row(facts[size], level) for size in SIZES for level in LEVELS]
     return markdown(head, rows)
 

@@ -183,7 +183,7 @@ def table(facts: dict[str, Any]) -> str:
         for kind in ("levels", "switches")
         for name in sizes[0][kind]
     ]
-    return markdown([*head, "wanted"], rows)
+    return markdown([*head, "target"], rows)
 
 
 def _row(name: str, of_sizes: list[dict[str, Any]]) -> list[str]:

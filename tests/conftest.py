@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.cases import SHARED
+
+RUNS_MODELS = re.compile(
+    r"^\s*(?:import|from) (?:torch|transformers|subprocess|pty|flexinspect_hooks"
+    r"|support\.(?:adapters|captures|cases|controlled|dap|debugged|differentiated|forks|journeys"
+    r"|model_fixtures|nets|ownmasks|patches|planted_leaks|planting|tiny|warm))\b",
+    re.M,
+)
+"""What a test file imports that loads torch or starts a process."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--fast`, which collects only files that load no torch and start no process."""
+    parser.addoption("--fast", action="store_true", help="skip files that load torch")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the files that `--fast` leaves out."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.getoption("--fast") and is_test:
+        return RUNS_MODELS.search(collection_path.read_text("utf-8")) is not None or None
+    return None
 
 
 def pytest_configure(config: pytest.Config) -> None:
