@@ -1,7 +1,7 @@
 """The museum's catalogue: what each broken run imitates, what it asks, and where the answer is.
 
-The programs themselves are in `flexinspect_hooks.broken_runs`, a module for each name (with "_" for
-"-"); nothing here needs torch.
+The programs themselves are in `flexinspect_hooks.broken_runs`, a function for each name (with "_"
+for "-"); nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ class BrokenRun:
     panel: str
     expected: tuple[str, ...]
     step: int = 0
-
-    @property
-    def module(self) -> str:
-        """The name of its module in `flexinspect_hooks.broken_runs`."""
-        return self.name.replace("-", "_")
 
     def tutorial_lines(self) -> list[str]:
         """Return the tutorial in words, paragraph by paragraph."""

@@ -139,7 +139,7 @@ class OwnAttention:
         return out.transpose(1, 2).contiguous(), None
 
 
-def own_attention(cells: Tensor, name: str = "own") -> OwnAttention:
+def register_attention(cells: Tensor, name: str = "own") -> OwnAttention:
     """Register an `OwnAttention` under a name and return it."""
     attention = OwnAttention(cells)
     AttentionInterface.register(name, attention)

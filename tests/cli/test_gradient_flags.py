@@ -99,7 +99,9 @@ def test_every_token_of_the_demo_has_gradients_and_no_finding(demo: Any, tmp_pat
         assert words.startswith("Gradients of 3 of 3 tokens took ")
         phases = dict.fromkeys(row.event.text for row in reader.events())
         assert list(phases)[:2] == [after_generation.GRADIENTS_PHASE, words]
-        assert words.endswith("by the dense reference; 3 of 3 forwards gave the recorded logits.")
+        assert words.endswith(
+            "by the dense reference; 3 of 3 forward passes gave the recorded logits."
+        )
 
 
 def test_only_the_steps_that_were_asked_for(demo: Any, tmp_path: Path) -> None:
@@ -162,10 +164,9 @@ def test_a_failure_is_an_event_and_the_answer_stands(
         assert [row.state for row in reader.generations()] == ["finished", "finished"]
         assert reader.generation(0).answer == "Paris"
         assert said(reader, "gradients-failed")[0] == (
-            "The gradients of step 0 and the steps after it were not taken: OutOfMemoryError: "
-            "no room for 12 GiB"
+            "Gradients were not computed from step 0 on: OutOfMemoryError: no room for 12 GiB"
         )
-        assert said(reader, after_generation.COST_EVENT)[0] == "Gradients of no token were taken."
+        assert said(reader, after_generation.COST_EVENT)[0] == "No gradients were computed."
 
 
 def test_where_flex_has_no_backward_after_all_the_reference_takes_its_place(
@@ -178,7 +179,7 @@ def test_where_flex_has_no_backward_after_all_the_reference_takes_its_place(
         assert all(record and record.matches_recorded for record in records)
         (text,) = said(reader, "gradients-by-reference")
         assert text.startswith(
-            "FlexAttention's own backward failed, so the dense reference takes its place: "
+            "FlexAttention's own backward failed, so the dense reference is used instead: "
             "AttentionCallError: FlexAttention failed in layer 0"
         )
 

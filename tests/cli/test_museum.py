@@ -1,8 +1,7 @@
-"""`flexinspect museum`: every fault is found, no twin is blamed, and each is a tutorial."""
+"""`flexinspect museum`: every fault is found, repaired runs are clean, and each is a tutorial."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Mapping
@@ -20,77 +19,81 @@ from flexinspect.rules.engine import load_rules
 from flexinspect.trace.reader import open_trace
 
 TABLE = DOCS / "findings" / "README.md"
-NAMES = [one.name for one in BROKEN_RUNS]
+NAMES = [run.name for run in BROKEN_RUNS]
 SHORT = "ticked-picture"
 
 
 @pytest.fixture(scope="module")
 def verdicts() -> Mapping[str, BrokenRunCheck]:
-    """What --check says of all exhibits, built once."""
-    return {one.name: one for one in check_broken_runs()}
+    """The --check results of all broken runs, built once."""
+    return {check.name: check for check in check_broken_runs()}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("about", BROKEN_RUNS, ids=NAMES)
-def test_the_fault_is_found_and_the_twin_is_not_blamed(
-    about: BrokenRun, verdicts: Mapping[str, BrokenRunCheck]
+@pytest.mark.parametrize("run", BROKEN_RUNS, ids=NAMES)
+def test_the_fault_is_found_and_the_repaired_run_has_no_finding(
+    run: BrokenRun, verdicts: Mapping[str, BrokenRunCheck]
 ) -> None:
-    verdict = verdicts[about.name]
+    verdict = verdicts[run.name]
     assert verdict.error == ""
     assert verdict.false == ()
-    if not set(about.expected) & set(load_rules().finding_kinds):
+    if not set(run.expected) & set(load_rules().finding_kinds):
         pytest.skip("no rule for it is installed")
     assert verdict.is_good, verdict.to_line()
 
 
-@pytest.mark.parametrize("about", BROKEN_RUNS, ids=NAMES)
-def test_an_exhibit_is_a_tutorial(about: BrokenRun) -> None:
-    assert all((about.title, about.story, about.answer, about.expected))
-    assert about.question.endswith("?")
-    assert about.panel in panel_names()
-    assert re.search(r"\w#\d+|\w PR#\d+|self-ensemble", about.case), "no public case is named"
-    assert importlib.util.find_spec(f"flexinspect_hooks.broken_runs.{about.module}") is not None
-    for id_ in about.expected:
-        assert f"[`{id_}`]" in TABLE.read_text(), "it expects a finding that there is not"
+@pytest.mark.parametrize("run", BROKEN_RUNS, ids=NAMES)
+def test_a_broken_run_is_a_tutorial(run: BrokenRun) -> None:
+    assert all((run.title, run.story, run.answer, run.expected))
+    assert run.question.endswith("?")
+    assert run.panel in panel_names()
+    assert re.search(r"\w#\d+|\w PR#\d+|self-ensemble", run.case), "no public case is named"
+    for id_ in run.expected:
+        assert f"[`{id_}`]" in TABLE.read_text(), f"no finding has the id {id_}"
 
 
-def test_there_are_enough_of_them_and_no_two_of_a_name() -> None:
+def test_each_catalog_entry_has_a_function() -> None:
+    from flexinspect_hooks.broken_runs.run_table import RUN_FUNCTIONS
+
+    assert sorted(RUN_FUNCTIONS) == sorted(NAMES)
+
+
+def test_there_are_at_least_16_and_names_are_unique() -> None:
     assert len(NAMES) == len(set(NAMES)) >= 16
 
 
-def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["museum"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in NAMES)
     assert max(map(len, out.splitlines())) <= 80
     assert main(["museum", "--json"]) == 0
-    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == NAMES
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)] == NAMES
 
 
-def test_an_exhibit_tells_its_story_and_is_kept(
+def test_a_built_run_prints_its_tutorial_and_is_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["museum", SHORT, "--no-ui"]) == 0
-    (about,) = [one for one in BROKEN_RUNS if one.name == SHORT]
-    told = " ".join(capsys.readouterr().out.split())
-    assert all(text in told for text in (about.title, about.story, about.question))
+    (run,) = [run for run in BROKEN_RUNS if run.name == SHORT]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(text in printed for text in (run.title, run.story, run.question))
     path = cache_folder() / f"{SHORT}.flextrace"
     with open_trace(path) as reader:
         assert reader.state == "finished"
-        assert reader.run()["exhibit"]["story"] == about.story
+        assert reader.run()["exhibit"]["story"] == run.story
         assert reader.run()["exhibit"]["repaired"] is False
         (event,) = [row.event for row in reader.events() if row.event.kind == "exhibit"]
-        assert about.question in event.text
+        assert run.question in event.text
         assert {"numbers", "rows"} <= {*reader.run()["rules"]}
         assert reader.n_steps(0) == 3
-        assert [segment.label for segment in reader.segments(0)][1:4] == [
-            *("wording 1", "wording 2", "wording 3")
-        ]
+        labels = [segment.label for segment in reader.segments(0)]
+        assert labels[1:4] == ["wording 1", "wording 2", "wording 3"]
 
     def refuse(*wanted: object) -> None:
-        raise AssertionError("it was built before")
+        raise AssertionError("it was built again")
 
     monkeypatch.setattr(broken_run_check, "build_broken_runs", refuse)
     assert main(["museum", SHORT, "--no-ui"]) == 0
@@ -98,7 +101,7 @@ def test_an_exhibit_tells_its_story_and_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "message"),
     [
         (["orphan-separator"], "Did you mean orphan-separators?"),
         (["nothing-like-it"], "The museum has no exhibit 'nothing-like-it'."),
@@ -107,14 +110,14 @@ def test_an_exhibit_tells_its_story_and_is_kept(
         ([SHORT, "--check"], "--check builds all exhibits."),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["museum", *words]) == 2
-    assert sentence in capsys.readouterr().err
+    assert main(["museum", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_a_trace_in_the_way_is_not_overwritten(
+def test_an_existing_file_is_not_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.flextrace"
@@ -128,7 +131,7 @@ GOOD = BrokenRunCheck("a", ("x.y",), found=("x.y",))
 
 
 @pytest.mark.parametrize(
-    ("verdict", "code", "words"),
+    ("verdict", "code", "line"),
     [
         (GOOD, 0, "a  found x.y"),
         (BrokenRunCheck("a", ("x.y", "x.z")), 1, "a  missed; expected x.y or x.z"),
@@ -140,14 +143,14 @@ GOOD = BrokenRunCheck("a", ("x.y",), found=("x.y",))
 def test_a_miss_or_a_false_alarm_fails_the_check(
     verdict: BrokenRunCheck,
     code: int,
-    words: str,
+    line: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(broken_run_check, "check_broken_runs", lambda told: [verdict])
+    monkeypatch.setattr(broken_run_check, "check_broken_runs", lambda on_built: [verdict])
     assert main(["museum", "--check"]) == code
-    assert capsys.readouterr().out.splitlines()[0] == words
+    assert capsys.readouterr().out.splitlines()[0] == line
     assert main(["museum", "--check", "--json"]) == code
-    said = json.loads(capsys.readouterr().out)
-    assert said["good"] is (code == 0)
-    assert said["exhibits"][0]["expected"] == list(verdict.expected)
+    result = json.loads(capsys.readouterr().out)
+    assert result["good"] is (code == 0)
+    assert result["exhibits"][0]["expected"] == list(verdict.expected)

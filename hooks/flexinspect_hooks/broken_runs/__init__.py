@@ -1,6 +1,6 @@
-"""The museum: small programs with one known fault each, and their repaired twins.
+"""The museum's programs: small runs with one known fault each, and their repaired versions.
 
-A module per exhibit, named as the exhibit is, with a function `run(stage, repaired=...)`. They are
-written to be read: what is wrong is at most a few lines, and `repaired` says which. What each of
-them imitates and asks is in `flexinspect.inputs.broken_run_catalog`.
+Each run is a function named after its catalog entry ("_" for "-"), in a module by subject. They are
+written to be read: the fault is at most a few lines, and `repaired` shows which. What each of them
+imitates and asks is in `flexinspect.inputs.broken_run_catalog`; `run_table` has them by name.
 """

@@ -1,12 +1,11 @@
-"""`python -m flexinspect_hooks.broken_runs NAME=FILE ...`: build exhibits, one after the other.
+"""`python -m flexinspect_hooks.broken_runs NAME=FILE ...`: build broken runs one after the other.
 
-A name that begins with "!" is the repaired twin. On stdout comes a line for each as it is done:
-the name, and the error if it failed.
+A name that begins with "!" builds the repaired version. As soon as a run is finished, one JSON line
+on stdout reports its name and, if it failed, the error.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -15,30 +14,34 @@ from pathlib import Path
 
 
 def build(name: str, out: Path) -> None:
-    """Build one exhibit, or its repaired twin, as a trace at `out`."""
+    """Build one broken run, or its repaired version, as a trace at `out`.
+
+    Raises `UsageError` for a name that is not in the catalog.
+    """
     import torch
 
     from flexinspect.inputs.broken_run_catalog import find_broken_run
-    from flexinspect_hooks.broken_runs.kit import BrokenRunSetup
+    from flexinspect_hooks.broken_runs.broken_run_setup import BrokenRunSetup
+    from flexinspect_hooks.broken_runs.run_table import RUN_FUNCTIONS
 
-    about = find_broken_run(name.removeprefix("!"))
-    play = importlib.import_module(f"flexinspect_hooks.broken_runs.{about.module}")
-    torch._dynamo.reset()  # what one exhibit has compiled, and broken, is none of the next one's
+    entry = find_broken_run(name.removeprefix("!"))
+    run = RUN_FUNCTIONS[entry.name]
+    torch._dynamo.reset()  # graphs (and failed traces) of one run must not reach the next
     torch.manual_seed(0)
-    play.run(BrokenRunSetup(f"museum-{about.name}", out), repaired=name.startswith("!"))
+    run(BrokenRunSetup(f"museum-{entry.name}", out), repaired=name.startswith("!"))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build what is named; an exhibit that fails does not keep the others from being built."""
-    for word in arguments:
-        name, _, out = word.partition("=")
-        said = {"name": name, "error": ""}
+    """Build every named run; one that fails does not stop the others."""
+    for argument in arguments:
+        name, _, out = argument.partition("=")
+        result = {"name": name, "error": ""}
         try:
             with redirect_stdout(sys.stderr):
                 build(name, Path(out))
         except Exception as error:
-            said["error"] = f"{type(error).__name__}: {error}"
-        print(json.dumps(said), flush=True)
+            result["error"] = f"{type(error).__name__}: {error}"
+        print(json.dumps(result), flush=True)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""The capture process: reads a job on standard input, runs it, writes the trace.
+"""The capture process: reads a job on standard input, runs it, and writes the trace.
 
-`python -m flexinspect_hooks.ensemble.capture_process` is what `flexinspect run` starts. The trace is open before
-torch is imported, so that whoever watches sees at once what is happening.
+`flexinspect run` starts it as `python -m flexinspect_hooks.ensemble.capture_process`. The trace is
+opened before torch is imported, so that the viewer shows the progress from the start.
 """
 
 from __future__ import annotations
@@ -59,21 +59,25 @@ REPORT_EVERY_S = 0.1
 """Progress of a phase is written at most this often."""
 
 _NOT_IN_MANIFEST = ("argv", "out", "serving")
-"""Parts of a job that its manifest leaves out: said elsewhere, or a secret."""
+"""Fields of a job that the manifest leaves out: stored elsewhere, or secret."""
 
 
 def main() -> int:
     """Run the job on standard input; returns the exit code."""
-    # A program started in the background ignores SIGINT and hands that on; here it must end a run.
+    # A process started in the background inherits an ignored SIGINT; here it must end the run.
     raise_on_signals("SIGINT")
-    # Whoever ends all processes of a job tells us, and our starter, who hands it on.
+    # Once: a signal to the whole process group reaches us and our parent, which forwards it.
     raise_on_signals("SIGTERM", "SIGHUP", once=True)
     try:
         job = Job.from_json(sys.stdin.readline())
         debugging = DebuggerSession(job.debugger, _send)
-        told = (debugging.on_terminal_granted,)
-        parent = threading.Thread(None, _end_with_parent, "flexinspect-parent", told, daemon=True)
-        keep_running_when_stopped(parent).start()
+        watcher = threading.Thread(
+            target=_end_with_parent,
+            name="flexinspect-parent",
+            args=(debugging.on_terminal_granted,),
+            daemon=True,
+        )
+        keep_running_when_stopped(watcher).start()
         return CaptureRun(job, debugging).run()
     except FlexInspectError as error:
         _send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
@@ -87,34 +91,35 @@ def main() -> int:
 
 
 def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
-    """End the run when whoever started it is gone: our standard input ends with its life.
+    """End the run when the parent process ends, which closes our standard input.
 
-    A full stop from it means that pdb may have the terminal, and `granted` is told. If the last
-    that it says is that the run is to go on alone, it does, and nobody hears our words any more.
-    Read without Python's buffer, whose lock a daemon thread must not hold when the process ends.
+    When the parent writes `protocol.GRANT_TERMINAL`, pdb may use the terminal and
+    `on_terminal_granted` is called. When `protocol.DETACH` is the last that it writes, the run
+    continues without it, and its output goes to the null device.
+    Reads without Python's buffer, whose lock a daemon thread must not hold when the process ends.
     """
-    said = b""
-    while more := os.read(0, 64):
-        said = (said + more)[-len(protocol.DETACH) :]
-        if more.endswith(protocol.GRANT_TERMINAL):
+    received = b""
+    while chunk := os.read(0, 64):
+        received = (received + chunk)[-len(protocol.DETACH) :]
+        if chunk.endswith(protocol.GRANT_TERMINAL):
             on_terminal_granted()
-    if said != protocol.DETACH:
+    if received != protocol.DETACH:
         os.kill(os.getpid(), signal.SIGINT)
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 1)
+    os.dup2(null_device, 2)
 
 
 def _describe_failure(error: Exception) -> tuple[str, str]:
-    first = (str(error).strip().splitlines() or [""])[0]
+    first_line = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
         return (
-            f"Memory ran out while the model ran: {first}",
-            "Take a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases.",
+            f"Memory ran out while the model ran: {first_line}",
+            "Use a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases.",
         )
     return (
-        f"The run failed: {type(error).__name__}: {first}",
+        f"The run failed: {type(error).__name__}: {first_line}",
         "The full traceback is in the trace: flexinspect dump TRACE shows it under events.",
     )
 
@@ -135,10 +140,10 @@ class CaptureRun:
         self._unexpected = False
         self._breaks: RunBreakpoints | None = None
         self._lost_records: TraceWriteError | None = None
-        self._write_error: TraceWriteError | None = None  # by the disk: the model was let go on
+        self._write_error: TraceWriteError | None = None  # the disk failed; the model went on
 
     def run(self) -> int:
-        """Run the job; whatever happens, leave a valid trace or none."""
+        """Run the job and return the exit code; leaves a valid trace or none, also after errors."""
         source = model_names.resolve(self.job.model, load_config())
         samples = load_samples(self.job)
         self.writer = self._open_trace(source)
@@ -175,12 +180,12 @@ class CaptureRun:
             self._close(state)
 
     def _post_mortem(self, error: Exception) -> None:
-        """Let the user look at what a generation failed with; an error before one says it all."""
+        """Start the post-mortem debugger if the error comes from a generation."""
         if self._n_generations:
             self._debugging.post_mortem(error)
 
     def _exit_code(self, otherwise: int) -> int:
-        """Return the exit code of a run, and say why if a breakpoint ended it or records lack."""
+        """The exit code; reports an error if a breakpoint ended the run or records are missing."""
         stopped = self._breaks.stop_error() if self._breaks is not None else None
         error = stopped or self._lost_records or self._write_error
         if error is None:
@@ -202,7 +207,7 @@ class CaptureRun:
             self.job, control, lambda text: _send(protocol.STOPPED, text=text)
         )
         try:
-            control.start()  # before torch, so that a run can be found and paused from its start
+            control.start()  # before torch, so that the run can be found and paused from the start
             threads = self._import_torch()
             from flexinspect_hooks.loading.model_facts import loaded_facts
 
@@ -228,11 +233,11 @@ class CaptureRun:
         from flexinspect_hooks.sessions.capture_session import SessionLevels
 
         job = self.job
-        about = CaptureInfo("generation", source.name, str(self.writer.recording_path))
+        info = CaptureInfo("generation", source.name, str(self.writer.recording_path))
         self._levels = SessionLevels(job.level, job.layers)
         serving = ServeOptions(*job.serving) if job.serving is not None else None
         return CaptureControl(
-            about,
+            info,
             self._levels,
             is_served=job.control,
             serving=serving,
@@ -309,7 +314,7 @@ class CaptureRun:
             session.pass_breakpoints()
 
     def _record_outcome(self, session: CaptureSession) -> None:
-        """Say what capture cost, and why recording stopped if it did."""
+        """Record what capture cost, and why recording stopped if it did."""
         from flexinspect_hooks.capture.recorder import lost_records
 
         lost = self._lost_records = lost_records(session.recorder, self.writer)
@@ -328,20 +333,20 @@ class CaptureRun:
         self._write_safely(
             lambda: self.writer.close("failed" if self._lost_records is not None else state)
         )
-        kept: Path | None = self.writer.path
+        path: str | None = str(self.writer.path)
         if not self._n_generations and not self._unexpected:
-            # Nothing ran, and the user knows why: the trace would only be litter.
+            # No generation ran, and the error message says why: the trace would hold nothing.
             self.writer.discard()
-            kept = None
-        _send(protocol.FINISHED, path=str(kept) if kept else None, note=self.writer.note)
+            path = None
+        _send(protocol.FINISHED, path=path, note=self.writer.note)
 
-    def _write_safely(self, write: Any) -> None:
+    def _write_safely(self, write: Callable[[], object]) -> None:
         try:
             write()
-        except TraceWriteError as error:  # raised once, then nothing is written any more
+        except TraceWriteError as error:  # raised once; later writes do nothing
             print(f"flexinspect: {error.sentence()}", file=sys.stderr)
 
-    # -- what the run says of itself --------------------------------------------------------------
+    # -- manifest and events ----------------------------------------------------------------------
 
     def _manifest(self, source: ModelSource) -> dict[str, Any]:
         job = self.job
@@ -376,18 +381,18 @@ class CaptureRun:
 
 
 def load_samples(job: Job) -> list[Sample]:
-    """Return the samples that a job asks for, with their paraphrases. Raises `DatasetError`."""
+    """The samples of a job with the chosen paraphrases. Raises `DatasetError` if there are none."""
     if job.prompts:
-        found = [datasets.from_prompts(job.prompts)]
+        samples = [datasets.from_prompts(job.prompts)]
     else:
-        found = datasets.load(job.dataset, max_samples=job.max_samples)
-    if not found:
+        samples = datasets.load(job.dataset, max_samples=job.max_samples)
+    if not samples:
         raise DatasetError(f"The dataset {job.dataset} has no samples.")
-    return [datasets.choose_paraphrases(s, _n_paraphrases(job, s), job.indices) for s in found]
+    return [datasets.choose_paraphrases(s, _n_paraphrases(job, s), job.indices) for s in samples]
 
 
 def _n_paraphrases(job: Job, sample: Sample) -> int | None:
-    """Five paraphrases of a dataset's sample unless the user chose, all of a prompt's."""
+    """How many paraphrases to use: by default 5 of a dataset's sample, all of the user's prompt."""
     if job.num_paraphrases or job.indices or job.prompts:
         return job.num_paraphrases
     return min(DEFAULT_PARAPHRASES, len(sample.paraphrases))
@@ -398,7 +403,7 @@ def _versions() -> dict[str, str]:
 
 
 def default_threads() -> int:
-    """Leave one core to everybody else: a busy neighbour makes OpenMP barriers wait for ms."""
+    """All cores but one: a busy process beside torch makes OpenMP barriers wait for ms."""
     return max(available_cores() - 1, 1)
 
 

@@ -1,4 +1,4 @@
-"""The generation that is inspected: sample → pieces → prompt → mask → patch → decode, recorded."""
+"""The ensemble generation: sample, pieces, prompt, mask, patch and decoding, all recorded."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GenerationPlan:
 
 
 class EnsembleRunner:
-    """Runs samples through one loaded model, each as a generation of the trace."""
+    """Runs samples through one loaded model; each is a generation of the trace."""
 
     def __init__(self, loaded: LoadedModel, job: Job, *, compiled: bool) -> None:
         self.vocabulary = Vocabulary(loaded.tokenizer_or_ids())
@@ -74,7 +74,11 @@ class EnsembleRunner:
         self.rewind_handler = RewindHandler(self.vocabulary.encode, self.vocabulary.text_of)
 
     def plan(self, sample: Sample) -> GenerationPlan:
-        """Compose the prompt and build the mask of a sample. Raises `UsageError` and kin."""
+        """Compose the prompt and build the mask of a sample.
+
+        Raises `DatasetError` if a paraphrase has no tokens or the prompt is too long for the
+        model, `MaskError` if the mask cannot be loaded or used.
+        """
         pieces = self._pieces(sample)
         job = self._job
         prompt = compose_prompt(pieces, max_new_tokens=job.max_new_tokens, positions=job.positions)
@@ -108,37 +112,39 @@ class EnsembleRunner:
     def _mask(self, segments: Sequence[Segment]) -> tuple[MaskSource, dict[str, Any]]:
         job = self._job
         if ":" in job.mask:
-            own = load_mask_mod(job.mask, segments)
-            return UserMaskSource(own, name=job.mask, device=self._device), {"rule": job.mask}
-        rule = algebra.preset(job.mask, segments, separators=job.separators)
+            mask_mod = load_mask_mod(job.mask, segments)
+            source = UserMaskSource(mask_mod, name=job.mask, device=self._device)
+            return source, {"rule": job.mask}
+        spec = algebra.preset(job.mask, segments, separators=job.separators)
         declared = {
             "preset": job.mask,
             "separators": job.separators,
-            "starts": rule.starts,
-            "head": rule.prefix_stops,
-            "low": rule.local_starts,
+            "starts": spec.starts,
+            "head": spec.prefix_stops,
+            "low": spec.local_starts,
         }
         length = segments[-1].stop
         compiled = self._compiled
-        return SpecMaskSource(rule, length=length, device=self._device, compiled=compiled), declared
+        return SpecMaskSource(spec, length=length, device=self._device, compiled=compiled), declared
 
     def run(
         self, number: int, plan: GenerationPlan, session: CaptureSession, *, holds: bool = False
     ) -> str:
         """Run one generation and record it; returns the answer of its first branch.
 
-        Between two steps the session's gate, if it has one, may pause it or order it elsewhere;
-        with `holds` it is kept alive at its end until the gate lets it go. An exception or an
-        interrupt ends the generation in the trace before it goes on upwards.
+        Between two steps the session's step barrier, if there is one, may pause the generation or
+        return a rewind command. With `holds` the generation is kept alive at its end until the
+        barrier releases it. An exception or an interrupt ends the generation in the trace and is
+        raised again.
         """
-        begun = self.record_of(number, plan)
-        session.begin_generation(begun)
-        journey = self._make_decoder(plan, session, begun)
+        record = self.record_of(number, plan)
+        session.begin_generation(record)
+        decoder = self._make_decoder(plan, session, record)
         state, reason = "failed", ""
         try:
-            with journey.patch:
-                self.rewind_handler.begin_generation(number, journey)
-                self._decode_loop(journey, session, number, holds=holds)
+            with decoder.patch:
+                self.rewind_handler.begin_generation(number, decoder)
+                self._decode_loop(decoder, session, number, holds=holds)
             state = "finished"
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
@@ -150,66 +156,71 @@ class EnsembleRunner:
         finally:
             with defer_interrupts():
                 self.rewind_handler.begin_generation(number, None)
-                journey.close(state, reason)
-        return self._answer_text(journey.branches[0].token_ids(journey.branches[0].n_steps))
+                decoder.close(state, reason)
+        base = decoder.branches[0]
+        return self._answer_text(base.token_ids(base.n_steps))
 
     def _decode_loop(
         self, decoder: BranchingDecoder, session: CaptureSession, number: int, *, holds: bool
     ) -> None:
-        """Go on to the end, and wherever the gate orders the generation to go."""
-        gate = session.barrier
+        """Decode to the end, and execute the rewind commands that arrive between steps."""
+        barrier = session.barrier
         while True:
-            place = StepRef(number, decoder.current_branch.number, decoder.step)
-            order = gate.between_steps(place) if gate is not None else None
-            if order is None and decoder.is_over:
-                order = _hold_at_end(session, place) if holds else None
-                if order is None:
+            step_ref = StepRef(number, decoder.current_branch.number, decoder.step)
+            rewind = barrier.between_steps(step_ref) if barrier is not None else None
+            if rewind is None and decoder.is_over:
+                rewind = _hold_at_end(session, step_ref) if holds else None
+                if rewind is None:
                     return
-            if order is None:
+            if rewind is None:
                 with defer_interrupts():
                     decoder.advance()
-            elif gate is not None:
+            elif barrier is not None:
                 with defer_interrupts():
-                    self._execute(order, gate)
+                    self._execute(rewind, barrier)
 
-    def _execute(self, order: QueuedRewind, barrier: StepBarrier) -> None:
+    def _execute(self, rewind: QueuedRewind, barrier: StepBarrier) -> None:
         try:
-            place, said = self.rewind_handler.execute(order)
+            step_ref, message = self.rewind_handler.execute(rewind)
         except FlexInspectError as error:
-            barrier.report_result(order, error)
-        except (RuntimeError, MemoryError) as error:  # too little memory, mostly
-            first = (str(error).strip().splitlines() or [""])[0]
-            why = f"The {order.kind} failed: {type(error).__name__}: {first}"
-            barrier.report_result(order, ControlError(why))
+            barrier.report_result(rewind, error)
+        except (RuntimeError, MemoryError) as error:  # mostly out of memory
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            message = f"The {rewind.kind} failed: {type(error).__name__}: {first_line}"
+            barrier.report_result(rewind, ControlError(message))
         else:
-            barrier.report_result(order, place, said)
+            barrier.report_result(rewind, step_ref, message)
 
     def _make_decoder(
         self, plan: GenerationPlan, session: CaptureSession, generation: GenerationRecord
     ) -> BranchingDecoder:
-        job, prompt, words = self._job, plan.prompt, GeneratedText(self.vocabulary)
+        job, prompt, text = self._job, plan.prompt, GeneratedText(self.vocabulary)
         decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
         patch = FlexPatch(
             self._model, plan.source, compiled=self._compiled, on_compile=_compile_reporter(session)
         )
-        scribe = TraceBranchRecorder(
-            *(session, prompt, generation, words, self._token_record, self._answer_text),
+        recorder = TraceBranchRecorder(
+            session,
+            prompt,
+            generation,
+            text,
+            self._token_record,
+            self._answer_text,
             gradients=self._gradients,
         )
-        # At a line break, but not at one before the first word.
-        stops = words.has_line_break if job.stop == "newline" else None
-        limits = StopCriteria(job.max_new_tokens, self._eos, stops)
-        return BranchingDecoder(self._model, decoder, patch, scribe, limits)
+        should_stop = text.has_line_break if job.stop == "newline" else None
+        criteria = StopCriteria(job.max_new_tokens, self._eos, should_stop)
+        return BranchingDecoder(self._model, decoder, patch, recorder, criteria)
 
     def _answer_text(self, token_ids: Sequence[int]) -> str:
         return self.vocabulary.decode_generated(token_ids, one_line=self._job.stop == "newline")
 
     def record_of(self, number: int, plan: GenerationPlan) -> GenerationRecord:
-        """Return the record of a generation that is about to begin."""
+        """The record of a generation that is about to begin."""
         prompt = plan.prompt
         tokens: list[TokenRecord] = []
         for index, segment in enumerate(prompt.segments[:-1]):
-            stream = TextStream(self.vocabulary)  # pieces are texts of their own
+            stream = TextStream(self.vocabulary)  # each piece was encoded by itself
             for pos in range(segment.start, segment.stop):
                 token_id = prompt.ids[pos]
                 text, position = stream.add(token_id), prompt.position_ids[pos]
@@ -227,7 +238,7 @@ class EnsembleRunner:
         )
 
     def _special_token_facts(self, tokens: Sequence[TokenRecord]) -> dict[str, Any]:
-        """Return what matters of special tokens for this prompt; its pieces are its segments."""
+        """The special tokens that this prompt uses, for `GenerationRecord.declared`."""
         ids, texts = [token.token_id for token in tokens], [token.text for token in tokens]
         return declaration_entries((), keep_written_special(self._tokenizer_facts, ids, texts))
 
@@ -240,76 +251,78 @@ class EnsembleRunner:
         segment: int,
         step: int | None,
     ) -> TokenRecord:
-        words = self.vocabulary
         return TokenRecord(
-            pos,
-            token_id,
-            words.token_of(token_id),
-            text,
-            position_id,
-            segment,
-            token_id in words.special,
-            step,
+            pos=pos,
+            token_id=token_id,
+            token=self.vocabulary.token_of(token_id),
+            text=text,
+            position_id=position_id,
+            segment=segment,
+            special=token_id in self.vocabulary.special,
+            step=step,
         )
 
 
-def _hold_at_end(session: CaptureSession, place: StepRef) -> QueuedRewind | None:
-    """Keep the model alive until the gate has an order or ends it; Ctrl-C ends it too."""
+def _hold_at_end(session: CaptureSession, step_ref: StepRef) -> QueuedRewind | None:
+    """Keep the model alive until a rewind command arrives, or the barrier or Ctrl-C ends it."""
     if session.barrier is None:
         return None
     text = "holding the model (flexinspect ctl continue ends the run)"
     session.recorder.put(EventRecord("phase", text, time.time()))
     try:
-        return session.barrier.hold(place)
+        return session.barrier.hold(step_ref)
     except KeyboardInterrupt:
         acknowledge_end()
         return None
 
 
 def _compile_reporter(session: CaptureSession) -> Callable[[str], None]:
-    """Say in the trace that a kernel is being compiled, before the wait begins."""
+    """A callback that records that a kernel is being compiled, before the wait begins."""
 
-    def tell(kind: str) -> None:
+    def report(kind: str) -> None:
         text = f"compiling FlexAttention ({kind})"
         session.recorder.put(EventRecord("phase", text, time.time()))
 
-    return tell
+    return report
 
 
 def _eos_ids(loaded: LoadedModel, vocabulary: Vocabulary) -> tuple[int, ...]:
-    """Return every id that ends a text, from the generation settings or the tokenizer."""
-    settings = getattr(loaded.model, "generation_config", None)
-    found = getattr(settings, "eos_token_id", None)
-    if found is None:
-        found = vocabulary.tokenizer.eos_token_id
-    if found is None:
+    """All ids that end a text, from the generation config or else from the tokenizer."""
+    config = getattr(loaded.model, "generation_config", None)
+    eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        eos = vocabulary.tokenizer.eos_token_id
+    if eos is None:
         return ()
-    ids: Iterable[int] = found if isinstance(found, Iterable) else (found,)
+    ids: Iterable[int] = eos if isinstance(eos, Iterable) else (eos,)
     return tuple(int(i) for i in ids)
 
 
 def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch.Tensor]:
-    """Return the user's rule from "package.module:function".
+    """Load the user's `mask_mod` from "package.module:function".
 
-    The function is a `mask_mod` if it takes four arguments; if it takes one, it is called with the
-    prompt's segments and returns the `mask_mod`. Indices are positions of the whole sequence.
+    A function of four arguments is the `mask_mod` itself. A function of one argument is called
+    with the prompt's segments and returns the `mask_mod`. Indices are positions of the whole
+    sequence.
 
-    Raises `MaskError` when it cannot be imported, fails, or has another form.
+    Raises `MaskError` if it cannot be imported, fails, or takes other arguments.
     """
-    made = _import_mask_mod(spec)
-    if _accepts_arguments(made, 1) and not _accepts_arguments(made, 4):
+    function = _import_mask_mod(spec)
+    if _accepts_arguments(function, 1) and not _accepts_arguments(function, 4):
         try:
-            made = made(tuple(segments))
+            function = function(tuple(segments))
         except Exception as error:
             raise MaskError(
-                f"--mask {spec} failed when called with the prompt's segments: {summarize_error(error)}"
+                f"--mask {spec} failed when called with the prompt's segments: "
+                f"{summarize_error(error)}"
             ) from error
-    if not _accepts_arguments(made, 4):
+    if not _accepts_arguments(function, 4):
         raise MaskError(
-            f"--mask {spec} must take (b, h, q_idx, kv_idx), or (segments) and return such a rule."
+            f"--mask {spec} must take (b, h, q_idx, kv_idx), or take (segments) and return a "
+            "function that does."
         )
-    rule: Callable[..., torch.Tensor] = made
-    return rule
+    mask_mod: Callable[..., torch.Tensor] = function
+    return mask_mod
 
 
 def _import_mask_mod(spec: str) -> Any:
@@ -318,7 +331,7 @@ def _import_mask_mod(spec: str) -> Any:
         sys.path.append(str(Path.cwd()))  # last: a file here must not replace an installed module
     try:
         return getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:  # a module may be a script that ends itself
+    except (Exception, SystemExit) as error:  # the module may be a script that calls sys.exit
         raise MaskError(
             f"--mask {spec} cannot be loaded: {summarize_error(error)}",
             hint="Write --mask package.module:function, importable from the current folder.",
@@ -326,7 +339,7 @@ def _import_mask_mod(spec: str) -> Any:
 
 
 def _accepts_arguments(function: Any, n: int) -> bool:
-    """Say whether something can be called with `n` arguments."""
+    """Whether something can be called with `n` positional arguments."""
     try:
         inspect.signature(function).bind(*range(n))
     except (TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""Greedy and sampled decoding with a KV cache, one forward per token, true row positions.
+"""Greedy and sampled decoding with a KV cache, one forward pass per token, true row positions.
 
-A `Decoder` is one line of decoding. Its live state is its tokens, its cache and the random state of
-its sampler; all else (positions, processors) follows from them, so it can be put back to an earlier
-step, or go on with another token.
+The live state of a `Decoder` is its tokens, its cache and the random state of its sampler. All else
+(positions, logits processors) follows from them, so it can return to an earlier step or continue
+with another token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from flexinspect.records.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen token: its id on the host and on the device, and the scores it was drawn from."""
+    """A chosen token: its id on the host (`token_id`) and on the device (`chosen`, 0-dim).
+
+    `logits` are (V,); `scores` (V,) are what the token was drawn from, None with greedy decoding.
+    """
 
     step: int
     token_id: int
@@ -33,17 +36,17 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """The ids that were generated and why generation ended: "eos", "stop", or "length"."""
+    """The generated ids, and why generation ended: "eos", "stop", or "length"."""
 
     token_ids: tuple[int, ...]
     stop_reason: str
 
 
 class Sampler:
-    """From logits (V,) to a token: the best one, or a draw from what the processors left.
+    """Chooses a token from logits (V,): the best one, or a random one after the processors.
 
-    The processors (temperature, top-k, top-p) keep nothing between steps, so the random state is
-    all that a sampler has.
+    The processors (temperature, top-k, top-p) keep no state between steps, so the random state is
+    the whole state of a sampler.
     """
 
     def __init__(self, sampling: SamplingOptions, seed: int, device: torch.device) -> None:
@@ -52,7 +55,7 @@ class Sampler:
         self._empty = torch.zeros((1, 0), dtype=torch.long, device=device)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (0-dim token id, scores (V,) when sampling)."""
+        """Return the 0-dim token id, and the scores (V,) when sampling."""
         if self._processors is None:
             return logits.argmax(), None
         scores = self._processors(self._empty, logits[None].float())[0]
@@ -64,16 +67,16 @@ class Sampler:
         return None if self._processors is None else self._generator.get_state()
 
     def restore(self, state: Tensor | None) -> None:
-        """Put a random state back; None for a sampler that draws nothing."""
+        """Restore a random state; None, the state of a greedy sampler, changes nothing."""
         if state is not None:
             self._generator.set_state(state)
 
 
 class Decoder:
-    """One line of decoding of a prompt; the model's masks come from its patch.
+    """Decodes one prompt; the model's masks come from its `FlexPatch`.
 
-    `token_ids` are those chosen so far, so their number is the step that comes next. `cache` holds
-    the rows fed so far.
+    `token_ids` are those chosen so far, so their number is the next step. `cache` holds the rows
+    that the model has processed.
     """
 
     def __init__(
@@ -95,50 +98,50 @@ class Decoder:
 
     @property
     def step(self) -> int:
-        """The step that comes next."""
+        """The next step."""
         return len(self.token_ids)
 
     @property
     def n_rows(self) -> int:
-        """Rows that are in the cache once the next step is over."""
+        """Rows in the cache after the next step."""
         return len(self.prompt.ids) + len(self.token_ids)
 
     def set_state(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Stand behind these tokens, with a cache of every row but the last one, or an empty one.
+        """Continue after these tokens; the cache holds every row except the last, or no row.
 
-        The next forward feeds the rows that the cache lacks, in one go.
+        The next forward pass processes all rows that the cache lacks.
         """
         self.token_ids, self.cache, self._last_token = list(token_ids), cache, None
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
-        """Feed the rows that the cache lacks; returns the newest row's logits (V,)."""
+        """Process the rows that the cache lacks, and return the newest row's logits (V,)."""
         start = int(self.cache.get_seq_length())
         return self._forward(*self._rows(start), self.cache)
 
     def _rows(self, start: int) -> tuple[Tensor, Tensor]:
-        """Return ids and position ids, both (1, rows), of the rows from `start` on."""
+        """The ids and position ids, both (1, rows), of the rows from `start` on."""
         prompt, n_prompt = self.prompt, len(self.prompt.ids)
-        places = [prompt.next_position(i) for i in range(max(start - n_prompt, 0), self.step)]
+        positions = [prompt.next_position(i) for i in range(max(start - n_prompt, 0), self.step)]
         ids: Tensor
         if start < n_prompt:
             ids = self._row([*prompt.ids, *self.token_ids][start:])
-            places = [*prompt.position_ids[start:], *places]
+            positions = [*prompt.position_ids[start:], *positions]
         elif start == self.n_rows - 1 and self._last_token is not None:
             ids = self._last_token.view(1, 1)
         else:
             ids = self._row(self.token_ids[start - n_prompt :])
-        return ids, self._row(places)
+        return ids, self._row(positions)
 
     def _row(self, values: Sequence[int]) -> Tensor:
         return torch.tensor([values], device=self._device)
 
     @torch.no_grad()
     def choose(self, logits: Tensor, forced: int | None = None) -> Choice:
-        """Choose the token of this step, and stand behind it.
+        """Choose the token of this step and continue after it.
 
-        With `forced` that token is taken in place of what was drawn; the draw is made all the same,
-        so that later steps draw the random numbers that they would have drawn.
+        A `forced` token replaces the one that was drawn. The draw is made in any case, so that
+        later steps draw the same random numbers as without it.
         """
         chosen, scores = self.sampler.choose(logits)
         if forced is not None:
@@ -161,11 +164,12 @@ def generate(
     on_choice: Callable[[Choice], None] | None = None,
     forced: Mapping[int, int] | None = None,
 ) -> GenerationResult:
-    """Generate from a prompt of one sequence; the model's masks come from its patch.
+    """Generate from a prompt of one sequence; the model's masks come from its `FlexPatch`.
 
-    `on_choice` is called once per token, after it is known on the host. `stops` is asked after
-    each token whether the ids generated so far end the answer. `forced` has tokens by step that
-    are taken in place of the chosen ones.
+    Args:
+        on_choice: called once per token, after its id is known on the host.
+        should_stop: called after each token with the ids generated so far; True ends the answer.
+        forced: tokens by step that replace the chosen ones.
     """
     decoder = Decoder(model, prompt, sampling=sampling, seed=seed)
     for step in range(max_new_tokens):
@@ -184,7 +188,7 @@ def find_stop_reason(
     eos_ids: Sequence[int],
     should_stop: Callable[[Sequence[int]], bool] | None,
 ) -> str:
-    """Return why generation ends behind these tokens ("eos", "stop", "length"), empty if not."""
+    """Why generation ends after these tokens ("eos", "stop", "length"); "" if it continues."""
     if token_ids[-1] in eos_ids:
         return "eos"
     if should_stop is not None and should_stop(token_ids):
@@ -193,7 +197,7 @@ def find_stop_reason(
 
 
 def check_tokens(model: Any, token_ids: Sequence[int]) -> None:
-    """Refuse tokens that a model cannot be fed. Raises `UsageError` naming those that it has."""
+    """Raise `UsageError` for a token id outside the model's embedding table."""
     n_tokens = model.get_input_embeddings().num_embeddings
     outside = [token_id for token_id in token_ids if not 0 <= token_id < n_tokens]
     if outside:
@@ -203,16 +207,16 @@ def check_tokens(model: Any, token_ids: Sequence[int]) -> None:
 
 
 def new_cache(model: nn.Module) -> Any:
-    """Return an empty cache of the kind that the model's layers need."""
+    """An empty cache of the kind that the model's layers need."""
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
 
 
 def _last_logits_forward(model: nn.Module) -> Callable[[Tensor, Tensor, Any], Tensor]:
-    """Return a forward that gives the newest row's logits (V,)."""
-    takes = inspect.signature(model.forward).parameters
-    extra: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    """A forward pass that returns the newest row's logits (V,)."""
+    parameters = inspect.signature(model.forward).parameters
+    extra: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def forward(ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
         output = model(

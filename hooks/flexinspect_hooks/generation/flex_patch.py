@@ -1,15 +1,14 @@
-"""Run a Hugging Face model on FlexAttention with a mask of ours, and put it back exactly.
+"""Run a Hugging Face model on FlexAttention with the masks of a `MaskSource`, and restore it.
 
-The patch goes through transformers' attention and mask interfaces: a fresh name is registered in
-both, the model's configurations are pointed at it, and on exit everything is as it was. Nothing
-falls back: an attention call that fails, fails, with its layer and step in the message.
+The patch uses transformers' attention and mask interfaces: it registers a new name in both, sets it
+in the model's configurations, and restores everything on exit. There is no fallback: an attention
+call that fails raises, with its layer and step in the message.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -28,14 +27,14 @@ BACKEND = "flexinspect"
 """Prefix of the name under which the patch registers itself."""
 
 N_COMPILE_FORWARDS = 3
-"""Forwards in which kernels are compiled, and are noted for whoever sees the process die."""
+"""Forward passes that may compile kernels; their calls are noted in case the process dies."""
 
 _numbers = itertools.count(1)
 
 
 @dataclass(slots=True)
 class LastCallInfo:
-    """What our attention function knows about the call it just made, for whoever observes it."""
+    """Facts about the newest call of the patched attention function, for the observers."""
 
     path: str = ""
     lse: Tensor | None = None
@@ -47,7 +46,7 @@ LAST_CALL = LastCallInfo()
 
 @dataclass(slots=True)
 class PatchCounts:
-    """What a patch has done: forwards seen, masks built, attention calls of the last forward."""
+    """Forward passes, masks built, and the attention calls of the last forward pass."""
 
     forwards: int = 0
     builds: int = 0
@@ -59,9 +58,10 @@ class PatchCounts:
 class FlexPatch:
     """While entered, `model` runs FlexAttention with the masks of `source`.
 
-    `compiled` runs `torch.compile`d kernels, with `on_compile` told "prefill" or "decode" before
-    the first call of each kind, which compiles it. Otherwise flex runs uncompiled and without
-    dynamo, so that every rule is plain Python. Nested patches of one model restore in order.
+    `compiled` runs `torch.compile`d kernels; `on_compile` is called with "prefill" or "decode"
+    before the first call of each kind, which compiles it. Otherwise flex runs uncompiled and
+    without dynamo, so that every mask_mod is plain Python. Nested patches of one model restore in
+    order.
 
     Raises `ModelError` on entering a model that transformers does not route through its attention
     interface.
@@ -123,11 +123,11 @@ class FlexPatch:
         config: Any = None,
         **_: Any,
     ) -> BlockMask:
-        """Answer transformers' mask interface: one block mask per forward and layer type."""
+        """The mask function for transformers: one block mask per forward pass and layer type."""
         if attention_mask is not None and not bool(attention_mask.all()):
             raise MaskError(
-                "The batch is padded, and segment masks are written for one prompt without pads.",
-                hint="Feed one prompt at a time and leave attention_mask out.",
+                "The batch is padded, but segment masks support one prompt without padding only.",
+                hint="Run one prompt at a time and leave attention_mask out.",
             )
         heads = self._heads.get(id(config)) or _query_heads(config)
         window = ForwardWindow(int(q_length), int(kv_length), int(q_offset), int(kv_offset), heads)
@@ -155,13 +155,13 @@ class FlexPatch:
         softcap: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Answer transformers' attention interface: output (B, L, H, D) and no weights."""
+        """The attention function for transformers: returns the output (B, L, H, D), no weights."""
         layer = getattr(module, "layer_idx", -1)
         try:
             _refuse_unsupported(kwargs)
             if self.compiled and self.counts.forwards <= N_COMPILE_FORWARDS:
-                place = (-1, self.counts.forwards - 1, layer)
-                last_kernel_call.begin_kernel_call(place, query, key, None, attention_mask)
+                step_and_layer = (-1, self.counts.forwards - 1, layer)
+                last_kernel_call.begin_kernel_call(step_and_layer, query, key, None, attention_mask)
             out, lse = self._flex(query, key, value, attention_mask, scaling, softcap)
         except Exception as error:
             raise self._call_error(layer, error) from error
@@ -183,20 +183,20 @@ class FlexPatch:
         softcap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         if self._mask_heads > 1 and self.compiled and query.shape[1] != self._mask_heads:
-            # The kernel does not check it, and may take the process down.
+            # The kernel does not check this, and may crash the process.
             raise ValueError(
                 f"the block mask is for {self._mask_heads} heads, the layer has {query.shape[1]}"
             )
         gqa = query.shape[1] != key.shape[1]
         if gqa and self.compiled and query.shape[1] & (query.shape[1] - 1):
-            # The kernels want a power of two of query heads when they group them.
+            # With grouped heads, the kernels need a power of two of query heads.
             repeats = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
             gqa = False
         # The compiled CPU kernel has no LSE.
         with_lse = not (self.compiled and query.device.type == "cpu")
         call = self._kernel(query.shape[2])
-        got = call(
+        result = call(
             query,
             key,
             value,
@@ -206,7 +206,7 @@ class FlexPatch:
             enable_gqa=gqa,
             return_aux=AuxRequest(lse=True) if with_lse else None,
         )
-        return (got[0], got[1].lse) if with_lse else (got, None)
+        return (result[0], result[1].lse) if with_lse else (result, None)
 
     def _kernel(self, q_len: int) -> Callable[..., Any]:
         if not self.compiled:
@@ -221,20 +221,20 @@ class FlexPatch:
 
     def _call_error(self, layer: int, error: Exception) -> AttentionCallError:
         rows, n_rows = self.counts.last_rows or (0, 0)
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        first_line = (str(error).strip().splitlines() or [""])[0]
         return AttentionCallError(
             f"FlexAttention failed in layer {layer}, step {self.counts.forwards - 1} "
-            f"(rows {rows} to {rows + n_rows - 1}): {type(error).__name__}: {first}",
-            hint="Nothing fell back to another backend; fix the mask or the call and run again.",
+            f"(rows {rows} to {rows + n_rows - 1}): {type(error).__name__}: {first_line}",
+            hint="No fallback ran; fix the mask or the call and run again.",
         )
 
 
 def _require_attention_interface(model: nn.Module) -> None:
-    able = getattr(model, "_can_set_attn_implementation", None)
-    if able is None or not able():
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    if can_set is None or not can_set():
         raise ModelError(
-            f"{type(model).__name__} does not go through transformers' attention interface, so "
-            "FlexAttention cannot be put in.",
+            f"{type(model).__name__} does not use transformers' attention interface, so it cannot "
+            "run FlexAttention.",
             hint="Use a class that calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, ...).",
         )
 
@@ -253,7 +253,7 @@ def model_configs(model: nn.Module) -> Iterator[Any]:
 
 
 def _query_heads(config: Any) -> int:
-    """Return the number of query heads, 0 when there is not one number for all layers."""
+    """The number of query heads, 0 if the layers do not share one number."""
     heads = getattr(config, "num_attention_heads", None)
     return heads if isinstance(heads, int) else 0
 
@@ -273,7 +273,7 @@ def _unregister(name: str) -> None:
 
 
 def _overlay(mask_function: MaskMod | None) -> MaskMod | None:
-    """Return what a layer type adds to a causal mask (a sliding window), None for plain causal."""
+    """The mask_mod that a layer type adds to the causal one (a sliding window), None if none."""
     from transformers.masking_utils import causal_mask_function
 
     return None if mask_function in (None, causal_mask_function) else mask_function
@@ -308,12 +308,3 @@ _compiled_calls: dict[str, Callable[..., Any]] = {}
 """Compiled calls by kind, for the life of the process. Prefill and decode are two code objects,
 because dynamo caches graphs per code object, and the prefill's graph would otherwise be tried, and
 fail its guards, at every decode step."""
-
-
-@contextmanager
-def patch_model(
-    model: nn.Module, source: MaskSource, *, compiled: bool = False
-) -> Iterator[FlexPatch]:
-    """`with patched(model, source):` is `FlexPatch` as a context manager."""
-    with FlexPatch(model, source, compiled=compiled) as patch:
-        yield patch

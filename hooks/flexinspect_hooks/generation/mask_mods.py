@@ -1,9 +1,9 @@
-"""From a mask rule to what FlexAttention takes: a `mask_mod` and a `BlockMask`.
+"""A `mask_mod` and a `BlockMask` for FlexAttention from a `MaskSpec`.
 
-The rule is the same object that numpy draws and tests (`flexinspect.masks.algebra.MaskRule`). Two forms of
-`mask_mod` are made from it. The arithmetic form compares indices with constants: uncompiled flex
-runs the rule under four nested vmaps, where a gather costs milliseconds and a comparison tens of
-microseconds. The table form gathers from tensors, so that one compiled graph serves all prompts.
+The `flexinspect.masks.algebra.MaskSpec` is the same object that numpy draws and tests. It has two
+forms of `mask_mod`. The arithmetic form compares indices with constants: uncompiled flex runs it
+under four nested vmaps, where a gather costs milliseconds and a comparison tens of microseconds.
+The table form gathers from tensors, so that one compiled graph serves all prompts.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from flexinspect.masks.algebra import (
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 MAX_EVALUATED_CELLS = 1 << 22
-"""Cells, over heads, that a rule is evaluated on at once: 32 MiB for each int64 it computes."""
+"""Cells, over heads, evaluated in one mask_mod call: 32 MiB for each int64 it computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardWindow:
-    """Which rows and keys a forward computes: `q_len` rows from `q_offset`, `kv_len` keys from
-    `kv_offset` (not 0 when a sliding cache has dropped the oldest keys).
+    """The rows and keys of one forward pass, as positions in the sequence.
 
-    `heads` is the model's number of query heads, for rules that tell heads apart; 0 when its
-    configuration does not say.
+    There are `q_len` rows from `q_offset` on, and `kv_len` keys from `kv_offset` on (not 0 when a
+    sliding cache has dropped the oldest keys). `heads` is the model's number of query heads, for a
+    mask_mod that depends on the head; 0 if its configuration does not have it.
     """
 
     q_len: int
@@ -50,7 +50,7 @@ class ForwardWindow:
 
 
 def arithmetic_mask_mod(spec: MaskSpec, window: ForwardWindow) -> MaskMod:
-    """Return the rule as comparisons with constants, local indices in, bool out."""
+    """The mask_mod as comparisons with constants, from indices local to the window."""
     if window.q_len == 1:
         return _row_mask_mod(spec, window)
     q_offset, kv_offset = window.q_offset, window.kv_offset
@@ -70,7 +70,7 @@ def arithmetic_mask_mod(spec: MaskSpec, window: ForwardWindow) -> MaskMod:
 
 
 def _row_mask_mod(spec: MaskSpec, window: ForwardWindow) -> MaskMod:
-    """Return the rule of one row, whose position is known: each operation under vmap counts."""
+    """The mask_mod of one row, whose position is known: under vmap each operation is expensive."""
     offset, region = window.kv_offset, spec.region(window.q_offset)
     last = window.q_offset - offset
     low, head = int(spec.local_starts[region]) - offset, int(spec.prefix_stops[region]) - offset
@@ -92,7 +92,7 @@ def _causal_mask_mod(offset: int) -> MaskMod:
 
 
 def _free_heads(steps: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Where `low` is 0 the row sees everything and `head` may be anything: take the neighbour's."""
+    """Where `low` is 0 every key is open and `head` has no effect: take that of the neighbour."""
     bound = [head for _, head, low in steps if low]
     head = bound[0] if bound else 0
     out = []
@@ -115,36 +115,30 @@ def _piecewise(steps: list[tuple[int, int]], q: Tensor) -> Tensor | int:
 
 
 class SpecTables:
-    """A rule as int32 tensors over positions, for compiled kernels: one graph, any prompt.
+    """A `MaskSpec` as int32 tensors over positions, for compiled kernels: one graph, any prompt.
 
-    `offsets` holds (q_offset, kv_offset) and is written in place before each forward, so that the
-    decode graph is compiled once.
+    `q_offset` and `kv_offset` are 0-dim tensors that are written in place before each forward
+    pass, so that the decode graph is compiled once.
     """
 
     def __init__(self, spec: MaskSpec, length: int, device: torch.device) -> None:
         region = np.searchsorted(spec.starts, np.arange(length), side="right") - 1
-        self.prefix_stops = torch.from_numpy(np.asarray(spec.prefix_stops, np.int32)[region]).to(
-            device
-        )
-        self.local_starts = torch.from_numpy(np.asarray(spec.local_starts, np.int32)[region]).to(
-            device
-        )
+        prefix_stops = np.asarray(spec.prefix_stops, np.int32)[region]
+        local_starts = np.asarray(spec.local_starts, np.int32)[region]
+        self.prefix_stops = torch.from_numpy(prefix_stops).to(device)
+        self.local_starts = torch.from_numpy(local_starts).to(device)
         self.q_offset = torch.zeros((), dtype=torch.int32, device=device)
         self.kv_offset = torch.zeros((), dtype=torch.int32, device=device)
 
     def mask_mod(self, window: ForwardWindow) -> MaskMod:
-        """Return the rule for this window; the offsets of earlier windows move with it."""
+        """The mask_mod of this window; it also moves those of earlier windows."""
         self.q_offset.fill_(window.q_offset)
         self.kv_offset.fill_(window.kv_offset)
-        head, low, offset, kv_offset = (
-            self.prefix_stops,
-            self.local_starts,
-            self.q_offset,
-            self.kv_offset,
-        )
+        head, low = self.prefix_stops, self.local_starts
+        q_offset, kv_offset = self.q_offset, self.kv_offset
 
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            q, kv = q_idx + offset, kv_idx + kv_offset
+            q, kv = q_idx + q_offset, kv_idx + kv_offset
             return (kv <= q) & ((kv >= low[q]) | (kv < head[q]))
 
         return mask_mod
@@ -161,10 +155,10 @@ class BlockTableCache:
     def block_mask(
         self, tables: BlockTables, mask_mod: MaskMod, window: ForwardWindow
     ) -> BlockMask:
-        """Return a BlockMask of batch 1 with these tables and this rule.
+        """A BlockMask of batch 1 with these tables and this mask_mod.
 
-        Tables of shape (row blocks, key blocks) are for all heads; with an axis of heads before
-        these, each head has its own.
+        Tables of shape (row blocks, key blocks) are for all heads; with a leading axis of heads,
+        each head has its own.
         """
         key = (tables.partial.shape, tables.partial.tobytes(), tables.full.tobytes())
         if key != self._key:
@@ -186,7 +180,7 @@ class BlockTableCache:
 
 
 def _block_list(blocks: BoolArray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (counts, indices) as int32, (1, heads, rows) and (1, heads, rows, key blocks)."""
+    """The counts (1, heads, rows) and indices (1, heads, rows, key blocks), both int32."""
     order = np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)
     counts = blocks.sum(axis=-1, dtype=np.int32)
     if blocks.ndim == 2:
@@ -195,7 +189,7 @@ def _block_list(blocks: BoolArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def window_block_tables(spec: MaskSpec, window: ForwardWindow) -> BlockTables:
-    """Return the block tables of a window, made from its rows alone, never from a full grid."""
+    """The block tables of a window, built from its rows only, never from the full grid."""
     if window.kv_offset:
         whole = spec.dense(window.q_len, window.kv_offset + window.kv_len, q_offset=window.q_offset)
         kept = whole[:, window.kv_offset :]
@@ -206,23 +200,23 @@ def window_block_tables(spec: MaskSpec, window: ForwardWindow) -> BlockTables:
 
 
 def all_partial(tables: BlockTables) -> BlockTables:
-    """Return tables that apply the rule in every visited block, for a rule narrowed afterwards."""
+    """Tables that apply the mask_mod in every visited block, for one that was narrowed."""
     return BlockTables(tables.partial | tables.full, np.zeros_like(tables.full))
 
 
 def head_groups(
     mask_mod: MaskMod, zero: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor
 ) -> Iterator[Tensor]:
-    """Yield a rule's cells for these indices, bool (group, rows, keys), some heads after others.
+    """Yield the cells of a mask_mod, bool (heads, rows, keys), one group of heads at a time.
 
-    The rule is called with 0-dim index tensors under vmap, exactly as flex calls it; `zero` is the
-    batch. Where the rule takes no notice of the head, one group of one comes, at the
-    price of one head: vmap then gives the heads a stride of 0, so they cannot differ.
+    The mask_mod is called with 0-dim index tensors under vmap, exactly as flex calls it; `zero` is
+    the batch index. If it ignores the head, there is one group of one head, at the cost of one
+    head: vmap then gives the heads a stride of 0, so they cannot differ.
     """
     over_kv = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
     over_q = torch.vmap(over_kv, in_dims=(None, None, 0, None))
     over_h = torch.vmap(over_q, in_dims=(None, 0, None, None))
-    # One head alone would not show whether the rule tells heads apart.
+    # A single head would not show whether the mask_mod depends on the head.
     size = max(MAX_EVALUATED_CELLS // max(len(q_idx) * len(kv_idx), 1), 2)
     for start in range(0, len(h_idx), size):
         cells: Tensor = over_h(zero, h_idx[start : start + size], q_idx, kv_idx)

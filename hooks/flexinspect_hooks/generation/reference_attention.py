@@ -1,4 +1,4 @@
-"""Dense attention under the same mask: the oracle that captured runs are checked against."""
+"""Dense attention under the same mask: the reference that captured runs are checked against."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flexinspect.masks.algebra import BoolArray
+from flexinspect_hooks.generation.flex_patch import model_configs
 
 
 def additive_mask(cells: BoolArray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a 4-D additive mask (1, 1, n_q, n_kv): 0 where open, the lowest float where closed.
+    """A 4-D additive mask (1, 1, n_q, n_kv): 0 where open, the lowest float where closed.
 
     This is the convention of transformers' eager attention (huggingface/transformers#46507).
     """
@@ -24,9 +26,7 @@ def additive_mask(cells: BoolArray, dtype: torch.dtype, device: torch.device) ->
 
 @contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
-    """Run a model's eager attention for a while, then put its implementation back."""
-    from flexinspect_hooks.generation.flex_patch import model_configs
-
+    """Use a model's eager attention inside the context, then restore its implementation."""
     saved = [(c, c._attn_implementation_internal) for c in model_configs(model)]
     for config, _ in saved:
         config._attn_implementation_internal = "eager"
@@ -46,10 +46,10 @@ def dense_forward(
     *,
     windows: dict[str, int] | None = None,
 ) -> Any:
-    """Run one forward over the whole sequence with a dense mask, without a cache.
+    """Run one forward pass over the whole sequence with a dense mask, without a cache.
 
     `ids` and `positions` are (1, n), `cells` bool (n, n). `windows` maps a layer type to its
-    sliding window, for models whose layers differ: the mask becomes one per type.
+    sliding window, for models whose layers differ: each type gets its own mask.
     """
     dtype = next(model.parameters()).dtype
     with eager_attention(model):
@@ -69,8 +69,6 @@ def dense_forward(
 
 
 def _band(n: int, size: int) -> BoolArray:
-    import numpy as np
-
     index = np.arange(n)
     band: BoolArray = index[:, None] - index[None] < size
     return band
@@ -85,11 +83,11 @@ def dense_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return attention (batch, q heads, rows, D) that can be differentiated on any device.
+    """Attention output (batch, q heads, rows, D), differentiable on any device.
 
     `query` is (batch, q heads, rows, D), `key` and `value` (batch, kv heads, keys, D), `visible`
     bool (1 or q heads, rows, keys). It rounds as uncompiled FlexAttention does: scores and softmax
-    in float32 at least. A row without keys is 0, and so is its gradient.
+    in at least float32. The output and the gradient of a row without keys are 0.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
@@ -99,7 +97,7 @@ def dense_attention(
     )
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    # The lowest float, not -Inf: of a row of these alone the softmax would have no gradient.
+    # The lowest float, not -Inf: the softmax of a row of -Inf would have no gradient.
     closed = scores.masked_fill(~visible, torch.finfo(wide).min)
     weights = torch.softmax(closed, -1).masked_fill(~visible, 0.0)
     return weights.to(value.dtype) @ value
@@ -113,7 +111,7 @@ def attention_row(
     visible: Tensor,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the weights of rows over keys, (heads, rows, keys), in float64.
+    """The attention weights (heads, rows, keys) in float64.
 
     `query` (q heads, rows, D), `key` (kv heads, keys, D), `visible` bool broadcastable to the
     result; neighbouring query heads share a key head.

@@ -1,1 +1,1 @@
-"""Gradients of generated tokens, taken after the generation through the same masked model."""
+"""Gradients of generated tokens, computed after the generation with the same masked model."""

@@ -1,4 +1,4 @@
-"""Gradients after a generation: which steps, in which order, what is recorded of it all."""
+"""Gradients after a generation: which steps are differentiated, and what is recorded."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from flexinspect_hooks.gradients.backward import (
 )
 
 GRADIENTS_PHASE = "gradients"
-"""The phase of a run while they are taken."""
+"""The phase of a run while gradients are computed."""
 
 COST_EVENT = "cost"
-"""The kind of the event that sums up what they took."""
+"""The kind of the event that reports what gradients cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedBranch:
-    """A branch that has come to its end: what it was fed, what it generated, under which mask.
+    """A branch that has ended: its prompt, the tokens it generated, and its mask.
 
-    `token_ids` are those of its parents before its `fork_step`, too.
+    `token_ids` include those of its parents before its `fork_step`.
     """
 
     generation: int
@@ -48,10 +48,10 @@ class FinishedBranch:
 
 
 class TokenGradients:
-    """Keeps what a generation's gradients will need, and takes them when it is over.
+    """Keeps what the gradients of a generation need, and computes them after it has ended.
 
-    In the model's thread, and never in a forward that is recorded. What fails is an event, and the
-    run goes on.
+    It runs in the model's thread, and never in a recorded forward pass. A failure becomes an event,
+    and the run goes on.
     """
 
     def __init__(self, model: Any, job: Job, *, compiled: bool) -> None:
@@ -65,29 +65,29 @@ class TokenGradients:
         self._has_run = False
 
     def begin_generation(self, recorder: Recorder) -> None:
-        """Forget the generation before, and say that the phase of its gradients is over."""
+        """Drop the state of the previous generation, and end the phase of its gradients."""
         self._sampled_logits.clear()
         if self._has_run:
             recorder.put(EventRecord("phase", "generating", time.time()))
 
     def on_token_chosen(self, branch: int, step: int, token_id: int, logits: Tensor) -> None:
-        """Keep of a step's logits (V,) what shows later that the same forward is differentiated."""
+        """Sample a step's logits (V,), to check later that the same forward pass is repeated."""
         if self._steps is None or step in self._steps:
             self._sampled_logits[branch, step] = sample_logits(logits, token_id)
 
     def compute(
-        self, finished: FinishedBranch, recorder: Recorder, stop: Callable[[], object]
+        self, finished: FinishedBranch, recorder: Recorder, check_stop: Callable[[], object]
     ) -> None:
-        """Take and record the gradients of the branch's own steps that were asked for.
+        """Compute and record the gradients of the requested steps of a branch.
 
-        `stop` is called before each, and raises `KeyboardInterrupt` when the run is to end.
+        `check_stop` is called before each step and raises `KeyboardInterrupt` to end the run.
         """
         started = time.perf_counter()
         steps = sorted(step for branch, step in self._sampled_logits if branch == finished.branch)
         done: list[GradientRecord] = []
         self._has_run = bool(steps)
         for step in steps:
-            stop()
+            check_stop()
             recorder.put(_progress_event(len(done) / len(steps)))
             try:
                 record = self._compute_with_fallback(finished, step, recorder)
@@ -99,50 +99,50 @@ class TokenGradients:
             del self._sampled_logits[finished.branch, step]
         wall_s = time.perf_counter() - started
         n_steps = len(finished.token_ids) - finished.fork_step
-        words = self._cost_text(done, n_steps, wall_s) if steps else self._no_steps_text(n_steps)
-        recorder.put(_gradients_event(finished, COST_EVENT, words))
+        text = self._cost_text(done, n_steps, wall_s) if steps else self._no_steps_text(n_steps)
+        recorder.put(_gradients_event(finished, COST_EVENT, text))
 
     def _compute_with_fallback(
         self, finished: FinishedBranch, step: int, recorder: Recorder
     ) -> GradientRecord:
-        """Return the gradients of a step, by the dense reference once FlexAttention has failed."""
+        """The gradients of a step; after a failure of FlexAttention, by the dense reference."""
         try:
             return self._compute_step(finished, step)
         except Exception as error:
             if not self._differentiator.uses_flex(self._spec):
                 raise
             text = (
-                f"FlexAttention's own backward failed, so the {DENSE_REFERENCE} takes its place: "
+                f"FlexAttention's own backward failed, so the {DENSE_REFERENCE} is used instead: "
+                f"{_error_line(error)}"
             )
-            text += _error_line(error)
             recorder.put(_gradients_event(finished, "gradients-by-reference", text))
             self._spec = replace(self._spec, use_flex=False)
             return self._compute_step(finished, step)
 
     def _compute_step(self, finished: FinishedBranch, step: int) -> GradientRecord:
         prompt = finished.prompt
-        own = [prompt.next_position(number) for number in range(step)]
-        before = TokenContext(
+        generated = [prompt.next_position(number) for number in range(step)]
+        context = TokenContext(
             finished.generation,
             finished.branch,
             step,
             (*prompt.ids, *finished.token_ids[:step]),
-            (*prompt.position_ids, *own),
+            (*prompt.position_ids, *generated),
         )
-        kept = self._sampled_logits[finished.branch, step]
-        return self._differentiator.compute(before, kept, finished.source, self._spec)
+        sampled = self._sampled_logits[finished.branch, step]
+        return self._differentiator.compute(context, sampled, finished.source, self._spec)
 
     def _no_steps_text(self, n_steps: int) -> str:
         return f"--grads-steps {self._steps_argument} names none of the {n_steps} steps."
 
     def _cost_text(self, done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> str:
         if not done:
-            return "Gradients of no token were taken."
+            return "No gradients were computed."
         agree = sum(record.matches_recorded for record in done)
         return (
             f"Gradients of {len(done)} of {n_steps} tokens took {wall_s:.1f} s, "
             f"{wall_s / len(done):.2f} s each, by the {done[0].path}; {agree} of {len(done)} "
-            "forwards gave the recorded logits."
+            "forward passes gave the recorded logits."
         )
 
 
@@ -151,9 +151,7 @@ def _progress_event(fraction: float) -> EventRecord:
 
 
 def _failure_event(finished: FinishedBranch, step: int, error: Exception) -> EventRecord:
-    text = (
-        f"The gradients of step {step} and the steps after it were not taken: {_error_line(error)}"
-    )
+    text = f"Gradients were not computed from step {step} on: {_error_line(error)}"
     return _gradients_event(finished, "gradients-failed", text)
 
 

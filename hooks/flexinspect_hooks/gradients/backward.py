@@ -1,11 +1,12 @@
-"""Whether a forward that was differentiated is the one that ran: its logits against the recorded.
+"""The gradient of one generated token: repeats its forward pass and runs a backward pass.
 
-What is kept of a step's logits is bounded, as there may be very many steps: their log-sum-exp, the
-chosen token's, and values at places spread evenly over the vocabulary (all of a small one).
+To check that the repeated forward pass equals the recorded one, their logits are compared. A sample
+of each step's logits is kept for that, of bounded size because there may be very many steps: the
+log-sum-exp, the chosen token's logit, and values spread evenly over the vocabulary (all of a small
+one).
 
-FlexAttention has a backward on CUDA alone; elsewhere the dense reference stands in for it. Both go
-through the patch that generation goes through, so that every layer gets what it got then: its mask,
-its scale, its soft cap.
+FlexAttention has a backward on CUDA only; elsewhere the dense reference replaces it. Both use the
+same patch as generation, so that every layer gets the same mask, scale and soft cap.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from flexinspect_hooks.gradients.reduction import GradientObserver, ReducedGradi
 from flexinspect_hooks.observers.attention.mask_capture import open_cells
 
 N_SAMPLED_LOGITS = 4096
-"""Logits of a step that are kept."""
+"""Logits of a step that are kept, beside the chosen token's and the log-sum-exp."""
 
 LOGIT_TOLERANCES = {
     torch.float64: 1e-6,
@@ -44,15 +45,15 @@ LOGIT_TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 3e-2,
 }
-"""By the dtype of the logits: the difference that rounding makes, as a share of the largest logit.
-The forward that ran read a cache, row by row; the other one computes all rows at once."""
+"""By the dtype of the logits: the difference due to rounding, relative to the largest logit.
+The recorded forward pass read a cache, row by row; the repeated one computes all rows at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledLogits:
-    """A step's logits, as far as they are kept: `values` (places,) with the log-sum-exp at the end.
+    """A sample of a step's logits: `values` (samples,), of which the last is the log-sum-exp.
 
-    `token_id` is what the step chose.
+    `token_id` is the token that the step chose, `n_logits` the size of the vocabulary.
     """
 
     token_id: int
@@ -62,15 +63,15 @@ class SampledLogits:
 
 
 def sample_logits(logits: Tensor, token_id: int) -> SampledLogits:
-    """Return what is kept of a row of logits (V,)."""
+    """Sample a row of logits (V,)."""
     tolerance = LOGIT_TOLERANCES.get(logits.dtype, LOGIT_TOLERANCES[torch.float32])
     return SampledLogits(token_id, _sample_row(logits, token_id), len(logits), tolerance)
 
 
 def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
-    """Return the largest difference to a row of logits (V,), as a share of the largest kept one.
+    """The largest difference to a row of logits (V,), relative to the largest sampled one.
 
-    Values that are not finite must be the same; where they are not, the distance is infinite.
+    NaN and Inf must be at the same places; otherwise the distance is infinite.
     """
     if len(logits) != sampled.n_logits:
         return torch.inf
@@ -87,9 +88,9 @@ def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
 def _sample_row(logits: Tensor, token_id: int) -> Tensor:
     row = logits.detach().float()
     size = min(N_SAMPLED_LOGITS, len(row))
-    places = torch.linspace(0, len(row) - 1, size, device=row.device, dtype=torch.float64)
+    indices = torch.linspace(0, len(row) - 1, size, device=row.device, dtype=torch.float64)
     chosen = row[token_id : token_id + 1]
-    return torch.cat([row[places.round().long()], chosen, torch.logsumexp(row, 0)[None]])
+    return torch.cat([row[indices.round().long()], chosen, torch.logsumexp(row, 0)[None]])
 
 
 def _nonfinite_equal(old: Tensor, new: Tensor) -> bool:
@@ -99,14 +100,14 @@ def _nonfinite_equal(old: Tensor, new: Tensor) -> bool:
 
 
 _NAN_MESSAGE = "returned nan values"
-"""In the message of what autograd's anomaly mode raises."""
+"""Part of the message of the error that autograd's anomaly mode raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """What is to be differentiated: "logprob" or "margin", with anomaly mode or without.
+    """What to differentiate ("logprob" or "margin"), and whether to use anomaly mode.
 
-    `by_flex` None takes FlexAttention where it has a backward.
+    `use_flex` None uses FlexAttention where it has a backward.
     """
 
     target: str = "logprob"
@@ -116,7 +117,7 @@ class GradientSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenContext:
-    """Where a token stands, and what led to it: ids and position ids of all tokens before it."""
+    """The step of a token, and the ids and position ids of all tokens before it."""
 
     generation: int
     branch: int
@@ -126,28 +127,29 @@ class TokenContext:
 
 
 class Differentiator:
-    """Takes gradients through one model; `blocks` maps a layer to (name, decoder layer).
+    """Computes gradients through one model; `blocks` maps a layer to (name, decoder layer).
 
-    `compiled` is whether the kernels were that ran. The model is left as it was: no `.grad` is
-    written, `requires_grad` is put back, and no hook stays.
+    `compiled` is whether generation ran compiled kernels. The model stays unchanged: no `.grad` is
+    written, `requires_grad` is restored, and all hooks are removed.
     """
 
     def __init__(
         self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]], *, compiled: bool
     ) -> None:
         self._model, self._blocks, self._compiled = model, dict(blocks), compiled
-        takes = inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
         self._extra_arguments: dict[str, Any] = (
-            {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+            {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         )
         self._device = next(model.parameters()).device
 
     def compute(
         self, context: TokenContext, sampled: SampledLogits, source: MaskSource, spec: GradientSpec
     ) -> GradientRecord:
-        """Return the gradients of the token that `kept` belongs to.
+        """The gradients of the token that `sampled` belongs to.
 
-        They are left out where the forward is not the one that ran (see `GradientRecord.agrees`).
+        They are left out if the repeated forward pass differs from the recorded one (see
+        `GradientRecord.matches_recorded`).
         """
         started = time.perf_counter()
         note = self._detect_anomaly(context, sampled, source, spec) if spec.detect_anomaly else None
@@ -156,7 +158,7 @@ class Differentiator:
         return replace(record, anomaly=note, wall_ms=wall_ms)
 
     def uses_flex(self, spec: GradientSpec) -> bool:
-        """Say whether FlexAttention is differentiated itself."""
+        """Whether FlexAttention itself is differentiated."""
         return flex_has_backward(self._device) if spec.use_flex is None else spec.use_flex
 
     def _forward_backward(
@@ -178,16 +180,19 @@ class Differentiator:
         unreached = 0
         with patch, GradientObserver(self._model, self._blocks) as observer, torch.enable_grad():
             logits = self._forward(context)
-            gate = logits_distance(sampled, logits)
-            slope = target_gradient(logits, sampled.token_id, spec.target)
-            if gate <= sampled.tolerance:
-                unreached = _run_backward(logits, slope, observer)
+            distance = logits_distance(sampled, logits)
+            target = target_gradient(logits, sampled.token_id, spec.target)
+            if distance <= sampled.tolerance:
+                unreached = _run_backward(logits, target, observer)
                 observer.note_unreached_layers()
-            seen = observer.reduced
-        return _gradient_record(context, sampled, spec, (patch.path, gate), slope, seen, unreached)
+            reduced = observer.reduced
+        path_and_distance = (patch.path, distance)
+        return _gradient_record(
+            context, sampled, spec, path_and_distance, target, reduced, unreached
+        )
 
     def _forward(self, context: TokenContext) -> Tensor:
-        """Return the logits (V,) after the sequence."""
+        """The logits (V,) after the sequence."""
         from transformers import DynamicCache
 
         def row(values: Sequence[int]) -> Tensor:
@@ -208,9 +213,9 @@ class Differentiator:
     def _detect_anomaly(
         self, context: TokenContext, sampled: SampledLogits, source: MaskSource, spec: GradientSpec
     ) -> str | None:
-        """Return what autograd's anomaly mode says: the function that made a NaN, and from where.
+        """The report of autograd's anomaly mode, None if there is none.
 
-        The traceback is that of the forward call which the function belongs to.
+        It names the function that produced a NaN, with the traceback of its forward call.
         """
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -220,15 +225,18 @@ class Differentiator:
             except RuntimeError as error:
                 if _NAN_MESSAGE not in str(error):
                     raise
-                said = [str(warning.message) for warning in caught]
-                traces = [text for text in said if "Traceback of forward call" in text]
+                messages = [str(warning.message) for warning in caught]
+                traces = [text for text in messages if "Traceback of forward call" in text]
                 return "\n".join([str(error), *traces])
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class TargetGradient:
-    """What is differentiated and its gradient at the logits: `unit` (V,) times `scale`."""
+    """The value that is differentiated, and its gradient at the logits: `unit` (V,) times `scale`.
+
+    `rival` is the next best token of a margin.
+    """
 
     value: float
     rival: int | None
@@ -237,15 +245,15 @@ class TargetGradient:
 
     @property
     def factor(self) -> float:
-        """What gradients of the unit are to be multiplied with."""
+        """The factor from gradients of the unit vector to gradients of the value."""
         return self.scale if 0 < self.scale < math.inf else 1.0
 
 
 def target_gradient(logits: Tensor, token_id: int, target: str) -> TargetGradient:
-    """Return a token's log-probability, or its logit less the next best, and the gradient.
+    """A token's log-probability, or its logit minus the next best, and the gradient.
 
-    In float64, and brought to length 1: of a token with a probability near 1 the gradient is so
-    small that it would be lost in the model's dtype.
+    It is computed in float64 and scaled to length 1: the gradient of a token with a probability
+    near 1 is so small that it would be lost in the model's dtype.
     """
     row = logits.detach().double().requires_grad_(True)
     rival = None
@@ -263,32 +271,33 @@ def target_gradient(logits: Tensor, token_id: int, target: str) -> TargetGradien
 
 
 def _run_backward(logits: Tensor, target: TargetGradient, observer: GradientObserver) -> int:
-    """Run the backward; returns how many parameters the logits do not depend on."""
-    by = [*observer.parameters, *observer.leaves]
-    found = torch.autograd.grad(logits, by, target.unit, allow_unused=True)
-    return sum(gradient is None for gradient in found[: len(observer.parameters)])
+    """Run the backward pass; returns how many parameters the logits do not depend on."""
+    inputs = [*observer.parameters, *observer.leaves]
+    gradients = torch.autograd.grad(logits, inputs, target.unit, allow_unused=True)
+    return sum(gradient is None for gradient in gradients[: len(observer.parameters)])
 
 
 def _gradient_record(
     context: TokenContext,
     sampled: SampledLogits,
     spec: GradientSpec,
-    how: tuple[str, float],
+    path_and_distance: tuple[str, float],
     target: TargetGradient,
     reduced: ReducedGradients,
     n_unreached: int,
 ) -> GradientRecord:
     factor = target.factor
+    path, distance = path_and_distance
     return GradientRecord(
-        *(
-            context.generation,
-            context.step,
-            sampled.token_id,
-            spec.target,
-            target.value,
-            target.scale,
-        ),
-        *(*how, sampled.tolerance),
+        generation=context.generation,
+        step=context.step,
+        token_id=sampled.token_id,
+        target=spec.target,
+        value=target.value,
+        scale=target.scale,
+        path=path,
+        gate=distance,
+        tolerance=sampled.tolerance,
         wall_ms=0.0,
         branch=context.branch,
         rival=target.rival,
@@ -316,9 +325,9 @@ def _token_norms(reduced: ReducedGradients, factor: float) -> Array | None:
 
 
 def _layer_norms(reduced: ReducedGradients, factor: float) -> Array | None:
-    """Return the norms at the embeddings and at the output of each layer, by its number.
+    """The gradient norms at the embeddings and at the output of each layer, by layer number.
 
-    0 where the backward did not arrive, NaN for the number of a layer that is not watched.
+    0 where the backward pass did not arrive, NaN for a layer that is not observed.
     """
     if not reduced.stats:
         return None
@@ -330,20 +339,20 @@ def _layer_norms(reduced: ReducedGradients, factor: float) -> Array | None:
 
 DENSE_REFERENCE = "dense reference"
 MAX_CELLS = 1 << 28
-"""Cells of a mask, over the heads that differ, that are made dense at most (256 MiB)."""
+"""The largest mask that is made dense: cells, over the heads that differ (256 MiB)."""
 
 
 def flex_has_backward(device: torch.device) -> bool:
-    """Say whether FlexAttention can be differentiated on a device (torch 2.11 to 2.15)."""
+    """Whether FlexAttention can be differentiated on a device (torch 2.11 to 2.15)."""
     return device.type == "cuda"
 
 
 class GradientPatch(FlexPatch):
-    """A `FlexPatch` whose attention can be differentiated; `path` says what it is.
+    """A `FlexPatch` whose attention can be differentiated.
 
-    Without `keeps_weights` the dense attention of each layer is computed again in the backward, so
-    that its weights (heads x rows x keys) never lie in memory for more than one layer. Autograd's
-    anomaly mode needs them kept, to name the line that made a NaN.
+    Without `keeps_weights`, the dense attention of each layer is recomputed in the backward pass,
+    so that memory holds the weights (heads x rows x keys) of one layer at a time. Autograd's
+    anomaly mode needs them kept, to name the line that produced a NaN.
     """
 
     def __init__(
@@ -363,7 +372,7 @@ class GradientPatch(FlexPatch):
 
     @property
     def path(self) -> str:
-        """What differentiates: the dense reference, or FlexAttention itself."""
+        """Which attention is differentiated: the dense reference, or FlexAttention itself."""
         if not self._uses_flex:
             return DENSE_REFERENCE
         return "flex compiled" if self.compiled else "flex"
@@ -371,7 +380,7 @@ class GradientPatch(FlexPatch):
     def __enter__(self) -> GradientPatch:
         super().__enter__()
         if self._uses_flex:
-            # Plain Python FlexAttention, as generation runs it, is not made for a backward.
+            # Plain Python FlexAttention, as generation runs it, does not support a backward pass.
             flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = False
         return self
 
@@ -408,18 +417,18 @@ class GradientPatch(FlexPatch):
 
         if self._keeps_weights:
             return call(query, key, value), None
-        again: Tensor = checkpoint(
+        output: Tensor = checkpoint(
             call, query, key, value, use_reentrant=False, preserve_rng_state=False
         )
-        return again, None
+        return output, None
 
     def _kernel(self, q_len: int) -> Any:
         return super()._kernel(q_len) if self.compiled else flex_attention
 
     def _dense_mask(self, block_mask: BlockMask | None, heads: int) -> Tensor:
-        """Return the executed cells of a layer type's mask, made once per forward."""
+        """The executed cells of a layer type's mask, computed once per forward pass."""
         if block_mask is None:
-            raise MaskError("The layer got no mask, and what ran instead is not known.")
+            raise MaskError("The layer received no mask, so the executed mask is unknown.")
         key = (id(block_mask), heads)
         if key not in self._dense_masks:
             n_q, n_kv = block_mask.seq_lengths
@@ -427,13 +436,13 @@ class GradientPatch(FlexPatch):
             if int(n_q) * int(n_kv) <= MAX_CELLS:
                 cells = open_cells(block_mask, heads, compiled=self._executed_compiled)
             if cells is None:
-                raise MaskError(f"The mask of {n_q} x {n_kv} cells is too large to be made dense.")
-            self._dense_masks[key] = (block_mask, cells)  # with the mask, whose id is then its own
+                raise MaskError(f"The mask of {n_q} x {n_kv} cells is too large for a dense mask.")
+            self._dense_masks[key] = (block_mask, cells)  # keeps the mask alive: its id is the key
         return self._dense_masks[key][1]
 
 
 def with_query_blocks(block_mask: BlockMask) -> BlockMask:
-    """Return a block mask with the transposed tables too, which a backward walks."""
+    """A block mask that also has the transposed tables, which a backward pass needs."""
     return BlockMask.from_kv_blocks(
         block_mask.kv_num_blocks,
         block_mask.kv_indices,

@@ -1,8 +1,8 @@
-"""Gradients reduced to a few numbers while they come: none is kept, and no `.grad` is touched.
+"""Reduces gradients to a few numbers during the backward pass; no gradient is kept in memory.
 
-One backward pass gives the gradient of every parameter, and a model's worth of them would not fit.
-So a hook on each parameter reduces its gradient as soon as it is whole, and hands on zeros that
-take no memory.
+One backward pass gives the gradient of every parameter, and all of them would not fit into memory.
+So a hook on each parameter reduces its gradient as soon as it is complete and returns zeros, which
+take no memory. No `.grad` is written.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from torch import Tensor, nn
 from flexinspect.records.token_gradients import GradientStat
 
 NORM_CHUNK_SIZE = 1 << 20
-"""Values that are summed at once."""
+"""Values that are converted to float64 and summed at once."""
 
 
 @dataclass(slots=True)
 class ReducedGradients:
-    """What one backward left: parameters by name, norms per layer, the embeddings' two sides."""
+    """The results of one backward pass: statistics by parameter name, and norms by layer.
+
+    `embeddings` and `gradient` are the output of the embedding layer and its gradient.
+    """
 
     stats: dict[str, GradientStat] = field(default_factory=dict)
     layers: dict[int, Tensor] = field(default_factory=dict)
-    """Norm of the gradient at each layer's output; -1 stands for the embeddings."""
+    """Norm of the gradient at each layer's output; -1 is the embeddings."""
     blocks: tuple[int, ...] = ()
-    """The layers that are watched."""
+    """The observed layers."""
     embeddings: Tensor | None = None
     gradient: Tensor | None = None
 
 
 class GradientObserver:
-    """While entered, parameters and hidden states of `model` ask for gradients and are observed.
+    """Makes parameters and hidden states of `model` require gradients, and reduces these.
 
-    `blocks` maps a layer to (name, decoder layer). On leaving, every parameter asks for gradients
-    exactly if it did before, and every hook is gone. What is to be differentiated by: `parameters`,
-    and `leaves`, the layers' outputs that lead to no parameter.
+    `blocks` maps a layer to (name, decoder layer). On exit, `requires_grad` of every parameter is
+    restored, and all hooks are removed. Differentiate with respect to `parameters` and `leaves`;
+    the latter are layer outputs that depend on no parameter.
     """
 
     def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
@@ -75,10 +78,10 @@ class GradientObserver:
         self._restore_model()
 
     def note_unreached_layers(self) -> None:
-        """After the backward: put down 0 for the parameters of each layer that it never reached.
+        """After the backward pass, set 0 for the parameters of each layer it did not reach.
 
-        Of a layer that it did reach some parameters may be left out by right: those of experts that
-        no token was sent to.
+        In a layer that it reached, some parameters may rightly have no gradient: those of experts
+        that received no token.
         """
         reached = {stat.layer for stat in self.reduced.stats.values()}
         for name, (layer, part) in self._layer_and_part.items():
@@ -89,8 +92,8 @@ class GradientObserver:
         while self._handles:
             self._handles.pop().remove()
         while self._requires_grad_before:
-            parameter, asked = self._requires_grad_before.pop()
-            parameter.requires_grad_(asked)
+            parameter, requires_grad = self._requires_grad_before.pop()
+            parameter.requires_grad_(requires_grad)
         self.parameters.clear()
         self.leaves.clear()
 
@@ -129,9 +132,9 @@ class GradientObserver:
             if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
                 return None
             is_cut_off = not hidden.requires_grad
-            if is_cut_off:  # so that the layer above is measured on both of its sides
+            if is_cut_off:  # then make it a leaf, to measure the gradient on both sides
                 self.leaves.append(hidden := hidden.detach().clone().requires_grad_(True))
-                hidden = hidden.clone()  # which may be changed in place
+                hidden = hidden.clone()  # later code may change it in place
             hidden.register_hook(  # type: ignore[no-untyped-call]
                 lambda gradient: self._on_layer_gradient(layer, gradient)
             )
@@ -146,9 +149,9 @@ class GradientObserver:
 
 
 def gradient_norm(gradient: Tensor) -> Tensor:
-    """Return the Euclidean norm, summed in float64: squares of large gradients overflow float32.
+    """The Euclidean norm, summed in float64: squares of large gradients overflow float32.
 
-    Piece by piece, as torch makes a float64 copy of whatever it sums.
+    It is summed in chunks, because torch makes a float64 copy of what it sums.
     """
     pieces = gradient.detach().reshape(-1).split(NORM_CHUNK_SIZE)  # type: ignore[no-untyped-call]
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
@@ -157,7 +160,7 @@ def gradient_norm(gradient: Tensor) -> Tensor:
 
 
 def gradient_stat(name: str, gradient: Tensor, layer: int | None, part: str) -> GradientStat:
-    """Return a gradient as numbers. NaN and Inf are counted only where the norm is not finite."""
+    """The statistics of a gradient. NaN and Inf are counted only if the norm is not finite."""
     gradient = gradient.detach()
     norm = float(gradient_norm(gradient))
     n_nan = n_inf = 0
@@ -180,7 +183,7 @@ _PROJECTION_NAMES = {
 
 
 class ParameterLocator:
-    """Names the layer and the part of a model's parameters, from names and places alone."""
+    """Finds the layer and the part of a model's parameters by their names."""
 
     def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
         self._prefixes = {f"{name}.": layer for layer, (name, _) in blocks.items()}
@@ -188,7 +191,7 @@ class ParameterLocator:
         self._head = _weight(model.get_output_embeddings())
 
     def locate(self, name: str, parameter: nn.Parameter) -> tuple[int | None, str]:
-        """Return the layer (None for none) and the part (see `flexinspect.records.token_gradients`)."""
+        """The layer (None outside the layers) and the part (see `GradientStat`) of a parameter."""
         for prefix, layer in self._prefixes.items():
             if name.startswith(prefix):
                 return layer, part_in_layer(name.removeprefix(prefix))
@@ -203,7 +206,7 @@ class ParameterLocator:
 
 
 def part_in_layer(name: str) -> str:
-    """Return the part of a parameter by its name within a layer: "self_attn.q_proj.weight"."""
+    """The part of a parameter by its name within a layer, such as "self_attn.q_proj.weight"."""
     *modules, _ = name.split(".")
     path = ".".join(modules)
     if _NORM_PATTERN.search(path):

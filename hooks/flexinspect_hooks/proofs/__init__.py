@@ -1,6 +1,6 @@
-"""Proofs by doing: run the model, and judge what moved instead of what an object says.
+"""Proofs by experiment: they run the model with changes and measure what moves.
 
-Importing this package loads no torch.
+Importing this package does not load torch.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ _MODULES = {
 
 
 def prove(kind: str, model: Any, ids: Any, **options: Any) -> Proof:
-    """Prove something of a model by running it on `ids`, and return what was found.
+    """Prove a property of a model by running it on `ids`.
 
-    `kind` is one of "isolation" (changing a segment moves no row that must not see it), "order"
-    (how far the next token's logits move when two segments change places), "kernel" (the weights
-    that the kernel used are those that are drawn) and "cache" (steps with the cache equal a full
-    recompute). The options of each are the keywords of `prove_isolation`, `prove_order`,
+    `kind` is one of "isolation" (changing a segment moves no row that must not attend to it),
+    "order" (how far the next token's logits move when two segments are swapped), "kernel" (the
+    weights that the kernel used equal those that are drawn) and "cache" (steps with the cache equal
+    a full recompute). The options are the keyword arguments of `prove_isolation`, `prove_order`,
     `prove_kernel` and `prove_cache`; docs/proofs.md lists them.
 
-    Raises `UsageError` for an unknown kind or option, and for what cannot be proved.
+    Raises `UsageError` for an unknown kind or option, and for a run that cannot be proved.
     """
     prover = prover_of(kind)
     known = [name for name in inspect.signature(prover).parameters if name not in ("model", "ids")]
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"Did you mean {near[0]}=?" if near else f"It takes {', '.join(known)}."
+            matches = difflib.get_close_matches(name, known, 1)
+            hint = f"Did you mean {matches[0]}=?" if matches else f"It takes {', '.join(known)}."
             raise UsageError(f"A proof of kind '{kind}' takes no option {name}=.", hint=hint)
     proof: Proof = prover(model, ids, **options)
     return proof
 
 
 def prover_of(kind: str) -> Callable[..., Any]:
-    """Return the function of a kind of proof. Raises `UsageError` for an unknown one."""
+    """The function of a kind of proof. Raises `UsageError` for an unknown kind."""
     if kind not in PROOF_KINDS:
-        near = difflib.get_close_matches(str(kind), PROOF_KINDS, 1)
+        matches = difflib.get_close_matches(str(kind), PROOF_KINDS, 1)
         raise UsageError(
             f"There is no proof '{kind}'; the proofs are {', '.join(PROOF_KINDS)}.",
-            hint=f"Did you mean {near[0]}?" if near else None,
+            hint=f"Did you mean {matches[0]}?" if matches else None,
         )
     module = import_module(f"{__name__}.{_MODULES[kind]}")
     prover: Callable[..., Any] = getattr(module, f"prove_{kind}")

@@ -1,8 +1,8 @@
-"""Cache check: steps with the cache against a full recompute without one, layer by layer.
+"""Cache check: compares steps with the cache to a full recompute without it, layer by layer.
 
-What a run fed is taken down as it goes; every few steps all of it is fed again at once, to the same
-code under the same mask. How far that is apart for the rows of the prompt, which no cache touched,
-is what rounding does in this model; a row of a decode step may be a few times as far off.
+The inputs of a run are recorded. Every few steps, all of them are computed again at once, by the
+same code under the same mask. The prompt's rows did not read a cache, so their difference is due to
+rounding; a decode row may differ by a few times that.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds, Subject, 
 
 Floats = npt.NDArray[np.float64]
 Recompute = Callable[[Tensor, dict[str, Any]], object]
-"""Runs ids (batch, rows) without a cache, given what else was fed: positions and padding."""
+"""Runs ids (batch, rows) without a cache, with the other inputs: positions and padding."""
 
 _CACHE_LIMITS = {
     torch.float32: (1e-4, 1e-2),
     torch.float16: (5e-3, 0.1),
     torch.bfloat16: (0.03, 0.3),
 }
-"""By dtype: what always passes for rounding, and what never does, relative to a row's norm."""
+"""By dtype: the lowest and the highest limit of a layer, relative to a row's norm."""
 _CACHE_NOISE_FACTOR = 8
-"""A row may be this many times further off than the rows of the prompt."""
+"""A decode row may differ this many times more than the rows of the prompt."""
 
 
 @dataclass(slots=True)
 class _CachedRun:
-    """What a run with a cache was fed and what came out: one entry per forward.
+    """The inputs and hidden states of a run with a cache: one entry per forward pass.
 
-    `states` are the newest row of each layer, (points, batch, width); of the prompt all rows are
-    kept in `prompt`, (batch, rows, width) per point. `others` are position ids and padding mask.
+    `states` have the newest row of each layer, (points, batch, width); `prompt_states` all rows of
+    the prompt, (batch, rows, width) per point.
     """
 
     ids: list[Tensor] = field(default_factory=list)
@@ -60,7 +60,7 @@ class _CachedRun:
     prompt_states: list[Tensor] = field(default_factory=list)
 
     def inputs_up_to(self, step: int) -> tuple[Tensor, dict[str, Any]]:
-        """Return all ids that were fed up to a step, and what else was fed with them."""
+        """All input ids up to a step, and the position ids and padding mask for them."""
         ids = torch.cat(self.ids[: step + 1], 1)
         others: dict[str, Any] = {}
         if len(self.positions) == len(self.ids):
@@ -72,9 +72,9 @@ class _CachedRun:
 
 @dataclass(frozen=True, slots=True)
 class _StepCheck:
-    """One step compared: how far each layer is off (layers,), and the limit of each (layers,).
+    """One compared step: the difference and the limit of each layer, both (layers,).
 
-    `token_id` is what was fed at `pos` in batch row 0.
+    `token_id` is the input at `pos` in batch row 0.
     """
 
     step: int
@@ -85,7 +85,7 @@ class _StepCheck:
 
     @property
     def differing_layers(self) -> list[int]:
-        """Numbers of the layers that are further off than rounding."""
+        """Indices of the layers that differ by more than rounding."""
         return np.flatnonzero(~(self.differences <= self.limits)).tolist()
 
 
@@ -102,28 +102,35 @@ def prove_cache(
     recompute: RunIds | None = None,
     report: OnProgress | None = None,
 ) -> Proof:
-    """Generate with the cache, and compare every `every`-th step with a full recompute.
+    """Generate with the cache, and compare the steps with a full recompute.
 
-    `run(ids)` generates in whatever way your code does, with its cache; without it `new_tokens`
-    tokens are chosen greedily, with `attention_mask` (0 and 1, of padding) and `position_ids`
-    handed on. `recompute(ids)` runs longer ids without cached keys under the same mask; without it
-    the model is called with the position ids and padding that the run had fed.
-    The steps in between are compared too, at the next recompute.
+    Args:
+        model: the model, of which all decoder layers are compared.
+        ids: the prompt, (rows,) or (batch, rows), or a text for `tokenizer`.
+        new_tokens: tokens that are generated greedily without `run`.
+        every: a recompute is made every so many steps; it compares all steps since the last one.
+        attention_mask: padding, 0 and 1; passed to the model without `run`.
+        position_ids: passed to the model without `run`.
+        run: `run(ids)` generates as your code does, with its cache.
+        recompute: `recompute(ids)` runs longer ids without cached keys under the same mask.
+            Without it, the model is called with the position ids and padding of the run.
+        report: called with what is being done, and the finished part of it, from 0 to 1.
 
-    Raises `UsageError` when the run makes no step after the prompt.
+    Raises `UsageError` if the run makes no step after the prompt.
     """
     subject = subject_of(
-        *(model, ids),
+        model,
+        ids,
         tokenizer=tokenizer,
         attention_mask=attention_mask,
         position_ids=position_ids,
-        run=run or (lambda fed: None),
+        run=run or (lambda ids: None),
     )
     if run is None:
         positions = None if position_ids is None else torch.as_tensor(position_ids)
         run = _greedy_run(model, new_tokens, attention_mask, positions)
-    again = _default_recompute(model) if recompute is None else lambda fed, _: recompute(fed)
-    return check_cache(subject, run, again, every=every, report=report)
+    run_again = _default_recompute(model) if recompute is None else lambda ids, _: recompute(ids)
+    return check_cache(subject, run, run_again, every=every, report=report)
 
 
 def check_cache(
@@ -136,18 +143,19 @@ def check_cache(
 ) -> Proof:
     """Compare the steps of `run` with `recompute`, every so many steps and at the last one."""
     if every < 1:
-        raise UsageError("every= must be 1 or more: how many steps lie between two recomputes.")
-    say = report or (lambda text, fraction: None)
+        raise UsageError("every= must be 1 or more: the steps from one recompute to the next.")
+    report = report or (lambda text, fraction: None)
     points = capture_points(subject.model)[1:]
-    say("generating with the cache", None)
+    report("generating with the cache", None)
     with torch.no_grad():
-        fed = _record_run(subject, points, run)
-        n_steps = len(fed.ids) - 1
+        cached_run = _record_run(subject, points, run)
+        n_steps = len(cached_run.ids) - 1
         checks = [step for step in range(1, n_steps + 1) if step % every == 0 or step == n_steps]
         done: list[_StepCheck] = []
         for number, step in enumerate(checks):
-            say(f"recomputing up to step {step}", number / len(checks))
-            done += _compare_steps(points, fed, step, done[-1].step if done else 0, recompute)
+            report(f"recomputing up to step {step}", number / len(checks))
+            last_step = done[-1].step if done else 0
+            done += _compare_steps(points, cached_run, step, last_step, recompute)
     numbers = [point.layer for point in points if point.layer is not None]
     return _cache_proof(subject, done, numbers, n_recomputes=len(checks))
 
@@ -158,63 +166,65 @@ def check_cache(
 def _greedy_run(
     model: nn.Module, new_tokens: int, attention_mask: Tensor | None, positions: Tensor | None
 ) -> RunIds:
-    """Return what generates greedily with a cache of transformers' own choice."""
+    """A run that generates greedily with the cache that transformers chooses."""
 
     def run(ids: Tensor) -> None:
-        fed, cache = ids, None
+        cache = None
         padding = None if attention_mask is None else attention_mask.to(ids.device)
-        at = None if positions is None else positions.to(ids.device).view(1, -1)
+        position_ids = None if positions is None else positions.to(ids.device).view(1, -1)
         for _ in range(new_tokens + 1):
-            given = {} if padding is None else {"attention_mask": padding}
-            given |= {} if at is None else {"position_ids": at}
-            output = model(fed, past_key_values=cache, use_cache=True, **given)
-            cache, fed = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            arguments = {} if padding is None else {"attention_mask": padding}
+            arguments |= {} if position_ids is None else {"position_ids": position_ids}
+            output = model(ids, past_key_values=cache, use_cache=True, **arguments)
+            cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
             if padding is not None:
                 padding = torch.cat((padding, padding.new_ones(len(padding), 1)), 1)
-            if at is not None:
-                at = at.max().view(1, 1) + 1
+            if position_ids is not None:
+                position_ids = position_ids.max().view(1, 1) + 1
 
     return run
 
 
 def _default_recompute(model: nn.Module) -> Recompute:
-    """Return what feeds all ids at once, into an empty cache.
+    """A recompute that runs all ids at once, with an empty cache.
 
-    With use_cache=False transformers reads position ids that begin again as several documents, and
-    masks them from each other, which the run's own prompt was not.
+    With use_cache=False, transformers takes position ids that start again for several documents and
+    masks them from each other, which the run itself did not.
     """
     return lambda ids, others: model(ids, use_cache=True, **others)
 
 
 def _record_run(subject: Subject, points: Sequence[CapturePoint], run: RunIds) -> _CachedRun:
-    fed = _CachedRun()
-    with _record_inputs(subject.model, fed), _record_newest_rows(points, fed):
+    cached_run = _CachedRun()
+    with _record_inputs(subject.model, cached_run), _record_newest_rows(points, cached_run):
         run(subject.ids)
-    if len(fed.ids) < 2:
+    if len(cached_run.ids) < 2:
         raise UsageError(
             "The run made no step after the prompt, so nothing was read from a cache.",
             hint="It must generate at least two tokens, with a cache.",
         )
-    if not len(fed.states) == len(fed.ids) or any(len(s) != len(points) for s in fed.states):
-        raise UsageError("Not every forward of the run went through every layer.")
-    if any(ids.shape[1] != 1 for ids in fed.ids[1:]):
+    if any(len(states) != len(points) for states in cached_run.states):
+        raise UsageError("Not every forward pass of the run went through every layer.")
+    if any(ids.shape[1] != 1 for ids in cached_run.ids[1:]):
         raise UsageError(
-            "A step of the run fed more than one row, so it uses no cache, or goes on with a text.",
-            hint="Give a run that feeds the prompt once and then one token at a time.",
+            "A step of the run had more than one row, so it does not use a cache, or adds a text.",
+            hint="The run must process the prompt once and then one token at a time.",
         )
-    return fed
+    return cached_run
 
 
 @contextmanager
 def _record_inputs(model: nn.Module, cached_run: _CachedRun) -> Iterator[None]:
-    """Take down what each forward of the model is fed."""
+    """Record the inputs of each forward pass of the model."""
     names = ArgumentNames(model)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = names(args, kwargs)
         ids = input_ids_of(arguments)
         if ids is None:
-            raise UsageError("The run fed no token ids, so it cannot be repeated without a cache.")
+            raise UsageError(
+                "The run has no token ids as input, so it cannot be repeated without a cache."
+            )
         cached_run.ids.append(ids.detach().clone())
         cached_run.states.append([])
         positions, padding = (arguments.get(k) for k in ("position_ids", "attention_mask"))
@@ -232,14 +242,14 @@ def _record_inputs(model: nn.Module, cached_run: _CachedRun) -> Iterator[None]:
 
 @contextmanager
 def _record_newest_rows(points: Sequence[CapturePoint], cached_run: _CachedRun) -> Iterator[None]:
-    """Keep the newest row that leaves each layer, and all rows of the first forward."""
+    """Keep the newest output row of each layer, and all rows of the first forward pass."""
 
-    def see(index: int, start: int, rows: Tensor) -> None:
+    def on_rows(index: int, start: int, rows: Tensor) -> None:
         cached_run.states[-1].append(rows[:, -1].clone())
         if len(cached_run.states) == 1:
             cached_run.prompt_states.append(rows.clone())
 
-    with capture_rows(points, 1 << 40, see):
+    with capture_rows(points, 1 << 40, on_rows):
         yield
 
 
@@ -253,19 +263,19 @@ def _compare_steps(
     before: int,
     recompute: Recompute,
 ) -> list[_StepCheck]:
-    """Compare the steps after `before` up to `step` with one recompute of all that was fed."""
+    """Compare the steps after `before` up to `step` with one recompute of all their inputs."""
     ids, others = cached_run.inputs_up_to(step)
     full: list[list[Tensor]] = [[] for _ in points]
 
-    def see(index: int, start: int, rows: Tensor) -> None:
+    def on_rows(index: int, start: int, rows: Tensor) -> None:
         full[index].append(rows.clone())
 
-    with capture_rows(points, ids.shape[1], see) as passed:
+    with capture_rows(points, ids.shape[1], on_rows) as n_passed:
         recompute(ids, others)
-    if min(passed) < ids.shape[1]:
+    if min(n_passed) < ids.shape[1]:
         raise UsageError(
-            f"The recompute showed {min(passed)} of {ids.shape[1]} rows: it must feed all the ids "
-            "that it is given, without a cache."
+            f"The recompute ran {min(n_passed)} of {ids.shape[1]} rows: it must run all ids that "
+            "it receives, without a cache."
         )
     whole = [torch.cat(parts, 1) for parts in full]
     n_prompt = cached_run.ids[0].shape[1]
@@ -276,19 +286,19 @@ def _compare_steps(
             for i in range(len(points))
         ]
     )
-    limit, most = _layer_limits(whole[0].dtype, floor)
-    out: list[_StepCheck] = []
-    if not before and (floor > most).any():
-        out.append(_StepCheck(0, n_prompt - 1, int(ids[0, n_prompt - 1]), floor, most))
-    for one in range(before + 1, step + 1):
-        pos = n_prompt + one - 1
-        states = cached_run.states[one]
-        off = [
+    limits, highest = _layer_limits(whole[0].dtype, floor)
+    checks: list[_StepCheck] = []
+    if not before and (floor > highest).any():
+        checks.append(_StepCheck(0, n_prompt - 1, int(ids[0, n_prompt - 1]), floor, highest))
+    for number in range(before + 1, step + 1):
+        pos = n_prompt + number - 1
+        states = cached_run.states[number]
+        differences = [
             _relative_difference(states[i][:, None], whole[i][:, pos : pos + 1])
             for i in range(len(points))
         ]
-        out.append(_StepCheck(one, pos, int(ids[0, pos]), np.array(off), limit))
-    return out
+        checks.append(_StepCheck(number, pos, int(ids[0, pos]), np.array(differences), limits))
+    return checks
 
 
 def _real_prompt_rows(cached_run: _CachedRun, n_prompt: int) -> Tensor | None:
@@ -296,43 +306,43 @@ def _real_prompt_rows(cached_run: _CachedRun, n_prompt: int) -> Tensor | None:
 
 
 def _relative_difference(one: Tensor, other: Tensor, real: Tensor | None = None) -> float:
-    """Return how far rows (batch, rows, width) are apart, relative to the norm, at the worst row.
+    """The largest difference of two rows (batch, rows, width), relative to the row's norm.
 
-    Rows that are not finite in both are taken to be equal, as nothing tells them apart.
+    Values that are non-finite in both count as equal.
     """
-    kind = torch.promote_types(one.dtype, torch.float32)
-    one, other = one.to(kind), other.to(kind)
+    dtype = torch.promote_types(one.dtype, torch.float32)
+    one, other = one.to(dtype), other.to(dtype)
     same = (one == other) | (~one.isfinite() & ~other.isfinite())
-    apart = (one - other).masked_fill(same, 0).norm(dim=-1)
-    off = (apart / other.norm(dim=-1).clamp_min(1e-30)).nan_to_num(nan=torch.inf)
-    off = off.masked_fill(apart == 0, 0)
+    distance = (one - other).masked_fill(same, 0).norm(dim=-1)
+    relative = (distance / other.norm(dim=-1).clamp_min(1e-30)).nan_to_num(nan=torch.inf)
+    relative = relative.masked_fill(distance == 0, 0)
     if real is not None:
-        off = off.masked_fill(~real, 0)
-    return float(off.max())
+        relative = relative.masked_fill(~real, 0)
+    return float(relative.max())
 
 
 def _layer_limits(dtype: torch.dtype, floor: Floats) -> tuple[Floats, Floats]:
-    """Return the limit of each layer, a few times what the prompt's rows are off, and the highest.
+    """The limit of each layer (from the difference of the prompt's rows), and the highest limit.
 
-    Rows of the prompt above the highest change with what follows them.
+    If rows of the prompt are above the highest limit, they depend on what follows them.
     """
-    least, most = _CACHE_LIMITS.get(dtype, _CACHE_LIMITS[torch.float32])
-    return np.clip(_CACHE_NOISE_FACTOR * floor, least, most), np.full_like(floor, most)
+    lowest, highest = _CACHE_LIMITS.get(dtype, _CACHE_LIMITS[torch.float32])
+    return np.clip(_CACHE_NOISE_FACTOR * floor, lowest, highest), np.full_like(floor, highest)
 
 
-# -- in words --------------------------------------------------------------------------------------
+# -- report ----------------------------------------------------------------------------------------
 
 
 def _cache_proof(
     subject: Subject, done: Sequence[_StepCheck], numbers: Sequence[int], *, n_recomputes: int
 ) -> Proof:
     dtype = str(next(subject.model.parameters()).dtype).removeprefix("torch.")
-    bad = [one for one in done if one.differing_layers]
+    bad = [check for check in done if check.differing_layers]
     head = (
         f"cache check: {plural(len(done), 'step')}, {len(numbers)} layers, {dtype}, "
         f"{plural(n_recomputes, 'full recompute')}"
     )
-    lines = [head, *(_step_line(one, numbers) for one in _worst_steps(done))]
+    lines = [head, *(_step_line(check, numbers) for check in _worst_steps(done))]
     finding = (
         _cache_differs(subject, bad, numbers, done) if bad else _cache_same(done, numbers, dtype)
     )
@@ -340,13 +350,13 @@ def _cache_proof(
         "layers": list(numbers),
         "steps": [
             {
-                "step": one.step,
-                "position": one.pos,
-                "difference": one.differences.tolist(),
-                "limit": one.limits.tolist(),
-                "layers_that_differ": [numbers[i] for i in one.differing_layers],
+                "step": check.step,
+                "position": check.pos,
+                "difference": check.differences.tolist(),
+                "limit": check.limits.tolist(),
+                "layers_that_differ": [numbers[i] for i in check.differing_layers],
             }
-            for one in done
+            for check in done
         ],
     }
     return Proof("cache", tuple(lines), (finding,), facts)
@@ -356,21 +366,21 @@ _MAX_STEP_LINES = 12
 
 
 def _worst_steps(done: Sequence[_StepCheck]) -> Sequence[_StepCheck]:
-    """Return the steps that are printed: all of a few, else the worst, in their order."""
+    """The steps that are printed: all if they are few, else the worst, in order."""
     if len(done) <= _MAX_STEP_LINES:
         return done
-    worst = sorted(done, key=lambda one: -float((one.differences / one.limits).max()))[
-        :_MAX_STEP_LINES
-    ]
-    return sorted(worst, key=lambda one: one.step)
+    by_difference = sorted(done, key=lambda check: -float((check.differences / check.limits).max()))
+    return sorted(by_difference[:_MAX_STEP_LINES], key=lambda check: check.step)
 
 
-def _step_line(one: _StepCheck, numbers: Sequence[int]) -> str:
-    worst = int(np.argmax(one.differences / one.limits))
-    verdict = "DIFFERS" if one.differing_layers else "rounding"
+def _step_line(check: _StepCheck, numbers: Sequence[int]) -> str:
+    worst = int(np.argmax(check.differences / check.limits))
+    verdict = "DIFFERS" if check.differing_layers else "rounding"
+    difference = format_amount(float(check.differences[worst]))
+    limit = format_amount(float(check.limits[worst]))
     return (
-        f"  step {one.step}: at most {format_amount(float(one.differences[worst]))} of the row's norm (layer "
-        f"{numbers[worst]}), limit {format_amount(float(one.limits[worst]))}: {verdict}"
+        f"  step {check.step}: at most {difference} of the row's norm (layer {numbers[worst]}), "
+        f"limit {limit}: {verdict}"
     )
 
 
@@ -381,9 +391,9 @@ def _cache_differs(
     index = first.differing_layers[0]
     layer, off, limit = numbers[index], float(first.differences[index]), float(first.limits[index])
     which = [numbers[i] for i in first.differing_layers]
-    word = printable(subject.text_of(first.token_id))
+    text = printable(subject.text_of(first.token_id))
     sentence = (
-        f'Step {first.step} (position {first.pos} "{word}") differs from a full recompute in '
+        f'Step {first.step} (position {first.pos} "{text}") differs from a full recompute in '
         f"layer {layer} by {format_amount(off)} of the row's norm, where rounding explains "
         f"{format_amount(limit)}"
     )
@@ -401,7 +411,7 @@ def _cache_differs(
         evidence={
             "difference": off,
             "limit": limit,
-            "steps_that_differ": [one.step for one in bad],
+            "steps_that_differ": [check.step for check in bad],
             "steps": len(done),
         },
         layers=which if len(which) > 1 else (),
@@ -409,11 +419,11 @@ def _cache_differs(
 
 
 def _cache_same(done: Sequence[_StepCheck], numbers: Sequence[int], dtype: str) -> Finding:
-    worst = max(float(one.differences.max()) for one in done)
+    worst = max(float(check.differences.max()) for check in done)
     sentence = (
         f"With the cache and without it, {plural(len(done), 'step')} are the same in all "
-        f"{len(numbers)} layers but for rounding in {dtype}: at most {format_amount(worst)} of a row's "
-        "norm."
+        f"{len(numbers)} layers but for rounding in {dtype}: at most {format_amount(worst)} of a "
+        "row's norm."
     )
     return proof_finding(
         CACHE_SAME, sentence, evidence={"largest_difference": worst, "steps": len(done)}

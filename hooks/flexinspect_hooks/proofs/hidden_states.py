@@ -1,4 +1,4 @@
-"""The hidden states of a run at chosen points of a model, and how far they move in another run."""
+"""The hidden states of a run at chosen points of a model, and how far they move in other runs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flexinspect.core.errors import UsageError
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 
 NOISE_FACTOR = 4
-"""A row has moved when it is this many times further off than a run is from itself."""
+"""A row has moved if it differs this many times more than in a repetition of the same run."""
 
 RowChanges = npt.NDArray[np.float32]
-"""How far each row moved: (points, batch, rows), the largest of a row's values; 0 is bit-equal."""
+"""The largest change of a value in each row, (points, batch, rows); 0 is bit-equal."""
 
 RunModel = Callable[[], object]
 OnRows = Callable[[int, int, Tensor], None]
-"""Told of a point, the first row, and the rows (batch, rows, width) that pass there."""
+"""Receives a point's index, the number of the first row, and the rows (batch, rows, width)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturePoint:
-    """Where rows are looked at: what goes into a module, or what comes out of it.
+    """Where rows are captured: the input or the output of a module.
 
     `layer` is None before the first layer.
     """
@@ -39,7 +39,10 @@ class CapturePoint:
 
 
 def capture_points(model: nn.Module) -> tuple[CapturePoint, ...]:
-    """Return what feeds the first decoder layer, and the output of each. Raises `UsageError`."""
+    """The input of the first decoder layer and the output of each layer.
+
+    Raises `UsageError` if the model has no decoder layers that can be found.
+    """
     blocks = decoder_layers(model)
     if not blocks:
         raise UsageError(
@@ -52,12 +55,12 @@ def capture_points(model: nn.Module) -> tuple[CapturePoint, ...]:
 
 
 def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Return layer index to decoder layer, in order; of models of your own the longest list."""
-    found = decoder_blocks(model, attention_layers(model))
-    if found:
-        return {layer: module for layer, (_, module) in found.items()}
+    """Decoder layers by index, in order; if none is recognised, the longest `ModuleList`."""
+    blocks = decoder_blocks(model, attention_layers(model))
+    if blocks:
+        return {layer: module for layer, (_, module) in blocks.items()}
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    longest = max(lists, key=lambda one: len(one), default=nn.ModuleList())
+    longest: nn.ModuleList = max(lists, key=lambda one: len(one), default=nn.ModuleList())
     return dict(enumerate(longest))
 
 
@@ -65,31 +68,31 @@ def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
 def capture_rows(
     points: Sequence[CapturePoint], n_rows: int, on_rows: OnRows
 ) -> Iterator[list[int]]:
-    """Show `see` the first `n_rows` rows that pass each point, however many forwards bring them.
+    """Call `on_rows` with the first `n_rows` rows that pass each point, over all forward passes.
 
-    Yields how many rows passed each point so far.
+    Yields the number of rows that have passed each point.
     """
-    passed = [0] * len(points)
+    n_passed = [0] * len(points)
 
-    def show(index: int, hidden: Any) -> None:
+    def on_hidden(index: int, hidden: Any) -> None:
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             return
-        start, passed[index] = passed[index], passed[index] + hidden.shape[1]
+        start, n_passed[index] = n_passed[index], n_passed[index] + hidden.shape[1]
         if start < n_rows:
             on_rows(index, start, hidden[:, : n_rows - start].detach())
 
     with ExitStack() as stack:
         for index, point in enumerate(points):
-            stack.callback(_register_hook(point, index, show).remove)
-        yield passed
+            stack.callback(_register_hook(point, index, on_hidden).remove)
+        yield n_passed
 
 
-def _register_hook(point: CapturePoint, index: int, show: Callable[[int, Any], None]) -> Any:
+def _register_hook(point: CapturePoint, index: int, on_hidden: Callable[[int, Any], None]) -> Any:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        show(index, args[0] if args else kwargs.get("hidden_states"))
+        on_hidden(index, args[0] if args else kwargs.get("hidden_states"))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        show(index, output[0] if isinstance(output, tuple) else output)
+        on_hidden(index, output[0] if isinstance(output, tuple) else output)
 
     if point.is_input:
         return point.module.register_forward_pre_hook(before, with_kwargs=True)
@@ -98,14 +101,14 @@ def _register_hook(point: CapturePoint, index: int, show: Callable[[int, Any], N
 
 @contextmanager
 def patch_rows(module: nn.Module, rows: Sequence[int], states: Tensor) -> Iterator[None]:
-    """While entered, rows of batch row 0 that go into a module are those of `states` (B, n, D)."""
-    passed = 0
+    """Replace some input rows of a module, in batch row 0, by those of `states` (B, n, D)."""
+    n_passed = 0
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal passed
+        nonlocal n_passed
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        start, passed = passed, passed + hidden.shape[1]
-        here = [row for row in rows if start <= row < passed]
+        start, n_passed = n_passed, n_passed + hidden.shape[1]
+        here = [row for row in rows if start <= row < n_passed]
         if not here:
             return None
         hidden = hidden.clone()
@@ -122,7 +125,7 @@ def patch_rows(module: nn.Module, rows: Sequence[int], states: Tensor) -> Iterat
 
 
 class HiddenStates:
-    """The rows of one run at some points, to which those of other runs are compared."""
+    """The rows of one run at some points; other runs are compared with them."""
 
     def __init__(self, points: Sequence[CapturePoint], n_rows: int) -> None:
         self.points = tuple(points)
@@ -131,56 +134,56 @@ class HiddenStates:
         """Per point (batch, rows, width), on the model's device."""
 
     def store_reference(self, run: RunModel) -> None:
-        """Run, and keep the rows."""
+        """Run, and keep the rows as the reference."""
         parts: list[list[Tensor]] = [[] for _ in self.points]
 
-        def see(index: int, start: int, rows: Tensor) -> None:
+        def on_rows(index: int, start: int, rows: Tensor) -> None:
             parts[index].append(rows.clone())
 
-        self._run(run, see)
+        self._run(run, on_rows)
         self.reference = [torch.cat(part, 1) for part in parts]
 
     def compare(self, run: RunModel) -> RowChanges:
-        """Run again, and return how far each row is from the one that was kept."""
+        """Run again, and return how far each row is from the reference."""
         parts: list[list[Tensor]] = [[] for _ in self.points]
 
-        def see(index: int, start: int, rows: Tensor) -> None:
+        def on_rows(index: int, start: int, rows: Tensor) -> None:
             before = self.reference[index][:, start : start + rows.shape[1]]
             if before.shape != rows.shape:
                 raise UsageError(
-                    f"Two runs of as many ids gave states of other shapes: {tuple(before.shape)} "
-                    f"and {tuple(rows.shape)}.",
-                    hint="A run must not carry anything, such as a cache, on to the next one.",
+                    "Two runs on the same number of ids gave states of different shapes: "
+                    f"{tuple(before.shape)} and {tuple(rows.shape)}.",
+                    hint="A run must not pass anything, such as a cache, on to the next one.",
                 )
             parts[index].append(row_distance(before, rows))
 
-        self._run(run, see)
+        self._run(run, on_rows)
         return torch.stack([torch.cat(part, 1) for part in parts]).float().cpu().numpy()
 
     def largest_value(self, point: int, row: int, batch: int = 0) -> float:
-        """Return the largest value of a row that was kept."""
+        """The largest absolute value of a reference row."""
         return float(self.reference[point][batch, row].float().abs().max())
 
     def _run(self, run: RunModel, on_rows: OnRows) -> None:
-        with capture_rows(self.points, self.n_rows, on_rows) as passed:
+        with capture_rows(self.points, self.n_rows, on_rows) as n_passed:
             run()
-        least = min(passed)
-        if least < self.n_rows:
-            where = self.points[passed.index(least)].layer
-            name = "what feeds the layers" if where is None else f"layer {where}"
+        fewest = min(n_passed)
+        if fewest < self.n_rows:
+            layer = self.points[n_passed.index(fewest)].layer
+            name = "the input of the layers" if layer is None else f"layer {layer}"
             raise UsageError(
-                f"The run showed {least} rows of {name}, and {self.n_rows} ids were given.",
-                hint="The run must feed all the ids that it is given, to this model, without "
+                f"The run had {fewest} rows in {name}, but {self.n_rows} ids.",
+                hint="The run must process all ids that it receives, with this model, without "
                 "torch.compile around its layers.",
             )
 
 
 def row_distance(one: Tensor, other: Tensor) -> Tensor:
-    """Return the largest difference of each row (batch, rows); 0 only where all is equal.
+    """The largest difference in each row (batch, rows); 0 only if all values are equal.
 
-    Two NaN are equal, and so are two infinities of one sign; NaN and a number differ by infinity.
+    NaN equals NaN, and Inf equals Inf of the same sign; NaN and a number differ by infinity.
     """
-    kind = torch.promote_types(one.dtype, torch.float32)
+    dtype = torch.promote_types(one.dtype, torch.float32)
     same = (one == other) | (one.isnan() & other.isnan())
-    apart = (one.to(kind) - other.to(kind)).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return apart.masked_fill(same, 0).amax(-1)
+    distance = (one.to(dtype) - other.to(dtype)).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return distance.masked_fill(same, 0).amax(-1)

@@ -1,8 +1,8 @@
-"""Isolation, proved by doing: change a segment's tokens, run again, and see which rows move.
+"""Isolation, proved by experiment: change a segment's tokens, run again, and see which rows move.
 
-Nothing is asked of the masks, so no patch, cache or fallback can hide a leak; only what may see
-what has to be declared. Whatever moves a row that must not move is a leak, and where it enters is
-told by the first layer in which a row moves.
+The proof does not read any mask, so no patch, cache or fallback can hide a leak; only the declared
+mask says which tokens may attend to which. A row that moves although it must not attend to the
+changed segment is a leak. It enters in the first layer in which such a row moves.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _MAX_NAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class ChangedSegment:
-    """One segment changed: who had to stay, who may have moved, and who did.
+    """One changed segment: which rows must not move, which may, and which did.
 
-    `ids` (batch, rows) were run. `kept` and `readers` are bool (batch, rows); `moved` is as
-    `rows.Moved`, 0 up to the noise.
+    `ids` (batch, rows) are the changed ids. `isolated_rows` must not attend to the segment,
+    `reader_rows` may; both are bool (batch, rows). `moved` is 0 within the noise.
     """
 
     segment: Segment
@@ -54,13 +54,13 @@ class ChangedSegment:
 
     @property
     def leaking_rows(self) -> BoolArray:
-        """Which rows moved that had to stay, bool (points, batch, rows)."""
+        """Isolated rows that moved, bool (points, batch, rows)."""
         rows: BoolArray = (self.moved > 0) & self.isolated_rows
         return rows
 
     @property
     def moved_rows(self) -> BoolArray:
-        """Which rows moved anywhere, bool (batch, rows)."""
+        """Rows that moved at any point, bool (batch, rows)."""
         rows: BoolArray = np.any(self.moved > 0, axis=0)
         return rows
 
@@ -78,21 +78,27 @@ def prove_isolation(
     seed: int = 0,
     report: OnProgress | None = None,
 ) -> Proof:
-    """Change each segment's tokens in turn, and compare all rows that must not see it.
+    """Change each segment's tokens in turn, and compare all rows that must not attend to it.
 
-    `ids` (rows,) or (batch, rows), or a text for `tokenizer`. `segments` as `flexinspect.watch`
-    takes them: spans (start, stop, label), texts, or (text, label); they lie in batch row 0. `mask`
-    declares who may see what, a preset's name or a `MaskSpec`; without it segments are taken to be
-    isolated, and what follows the last one to read them all. `run(ids)` runs the model on given
-    ids, however your code does that; without it the model is called with the ids,
-    `attention_mask` (any kind that the model takes) and `position_ids`. With `run`, a 2-D
-    `attention_mask` tells which ids are padding. `seed` chooses the tokens that take their place.
+    Args:
+        model: the model, of which all decoder layers are compared.
+        ids: the prompt, (rows,) or (batch, rows), or a text for `tokenizer`.
+        segments: as for `flexinspect.watch`: spans (start, stop, label), texts, or (text, label),
+            in batch row 0.
+        mask: which tokens may attend to which, the name of a preset or a `MaskSpec`. Without it,
+            the segments count as isolated, and what follows the last one may attend to all.
+        run: `run(ids)` runs the model on `ids` as your code does. Without it, the model is called
+            with the ids, `attention_mask` (any kind that the model takes) and `position_ids`.
+        attention_mask: with `run`, a 2-D tensor that says which ids are padding.
+        seed: for the choice of the replacement tokens.
+        report: called with what is being done, and the finished part of it, from 0 to 1.
 
-    Raises `UsageError` when nothing is declared that could be proved, or the run does not feed
-    what it is given.
+    Raises `UsageError` if nothing is declared that could be proved, or if the run does not use the
+    ids that it receives.
     """
     subject = subject_of(
-        *(model, ids),
+        model,
+        ids,
         run=run,
         segments=segments,
         tokenizer=tokenizer,
@@ -104,33 +110,29 @@ def prove_isolation(
 
 
 def check_isolation(subject: Subject, *, seed: int = 0, report: OnProgress | None = None) -> Proof:
-    """Prove the isolation of a subject whose scene declares who may see what."""
-    say = report or (lambda text, fraction: None)
+    """Prove the isolation of a subject that declares which tokens may attend to which."""
+    report = report or (lambda text, fraction: None)
     sources = _provable_segments(subject)
     states = HiddenStates(capture_points(subject.model), subject.n_rows)
-    say("running the prompt twice", None)
+    report("running the prompt twice", None)
     states.store_reference(subject.forward)
     noise = run_noise(states, subject)
     results: list[ChangedSegment] = []
     for number, segment in enumerate(sources):
-        say(f"changing {printable(segment.label)}", number / len(sources))
+        report(f"changing {printable(segment.label)}", number / len(sources))
         results.append(_change_segment(subject, states, segment, noise, seed))
-    say("looking where leaks enter", 1.0)
-    mixed = _rounding_noise(subject, states, results)
-    if mixed is not None:
-        noise = np.maximum(noise, mixed)
+    report("finding where leaks enter", 1.0)
+    rounding = _rounding_noise(subject, states, results)
+    if rounding is not None:
+        noise = np.maximum(noise, rounding)
         results = [replace(one, moved=above_noise(one.moved, noise)) for one in results]
     leaks = [_first_leak(one) for one in results if one.leaking_rows.any()]
-    findings = [
-        *explain_leaks(leaks, subject, states, noise),
-        *_unread_findings(subject, results),
-        *(
-            [unstable_finding(subject, states, noise, is_mixed=mixed is not None)]
-            if noise.any()
-            else []
-        ),
-        *([] if leaks else [_isolated_finding(states, results, noise)]),
-    ]
+    findings = explain_leaks(leaks, subject, states, noise)
+    findings += _unread_findings(subject, results)
+    if noise.any():
+        findings.append(unstable_finding(subject, states, noise, is_mixed=rounding is not None))
+    if not leaks:
+        findings.append(_isolated_finding(states, results, noise))
     lines = _isolation_lines(subject, states, results, noise)
     return Proof(
         "isolation", tuple(lines), tuple(findings), _isolation_facts(states, results, noise)
@@ -141,65 +143,65 @@ def check_isolation(subject: Subject, *, seed: int = 0, report: OnProgress | Non
 
 
 def _provable_segments(subject: Subject) -> list[Segment]:
-    """Return the segments of which some row must not see anything. Raises `UsageError`."""
+    """The segments that some row must not attend to. Raises `UsageError` if there is none."""
     if subject.scene.declared_mask is None:
         raise UsageError(
-            "Nothing says what is isolated from what.",
+            "Nothing declares which segments are isolated.",
             hint="Name at least two segments=, or declare a mask=.",
         )
-    found_ones = [
+    segments = [
         segment
         for segment in _closed_segments(subject)
         if len(segment)
         and _isolated_rows(subject, segment).any()
         and _replaceable_positions(subject, segment)
     ]
-    if not found_ones:
-        raise UsageError("The declared mask lets every row see every segment: nothing to prove.")
-    return found_ones
+    if not segments:
+        raise UsageError(
+            "The declared mask lets every row attend to every segment: there is nothing to prove."
+        )
+    return segments
 
 
 def _closed_segments(subject: Subject) -> list[Segment]:
-    """Return the segments, the last one ended where the ids end."""
+    """The segments; the last one, which is open, ends with the ids."""
     *inner, last = subject.scene.segments
-    n = subject.n_rows
-    ends = Segment(last.start, max(n, last.start), last.label, last.kind, last.owner)
-    return [*inner, ends]
+    return [*inner, replace(last, stop=max(subject.n_rows, last.start))]
 
 
 def _isolated_rows(subject: Subject, segment: Segment) -> BoolArray:
-    """Return which rows must not see a segment, bool (batch, rows): real ones, outside of it.
+    """Rows outside a segment that must not attend to it, bool (batch, rows), without padding.
 
-    Nobody sees padding, and no sequence of a batch sees another.
+    No row may attend to padding, or to another sequence of the batch.
     """
-    kept = np.ones(subject.real.shape, np.bool_)
-    kept[0] = subject.real[0]
-    kept[0, segment.start : segment.stop] = False
+    isolated = np.ones(subject.real.shape, np.bool_)
+    isolated[0] = subject.real[0]
+    isolated[0, segment.start : segment.stop] = False
     if subject.real[0, segment.start : segment.stop].any():
-        kept[0] &= ~_rows_allowed_to_attend(subject, segment)
-    return kept
+        isolated[0] &= ~_rows_allowed_to_attend(subject, segment)
+    return isolated
 
 
 def _rows_allowed_to_attend(subject: Subject, segment: Segment) -> BoolArray:
-    """Return which rows may see a segment, bool (rows,).
+    """Rows that may attend to a segment, bool (rows,).
 
-    Without a declared mask these are all that come after it but for the other paraphrases.
+    Without a declared mask, these are all rows after it except those of other paraphrases.
     """
-    n, intent = subject.n_rows, subject.scene.declared_mask
-    assert intent is not None
-    if not intent.assumed:
-        seen: BoolArray = np.any(intent.spec.dense(n)[:, segment.start : segment.stop], axis=1)
-        return seen
-    may = np.arange(n) >= segment.start
+    n, declared = subject.n_rows, subject.scene.declared_mask
+    assert declared is not None
+    if not declared.assumed:
+        attends: BoolArray = np.any(declared.spec.dense(n)[:, segment.start : segment.stop], axis=1)
+        return attends
+    allowed = np.arange(n) >= segment.start
     if segment.kind is SegmentKind.PARAPHRASE:
         for other in _closed_segments(subject):
             if other.kind is SegmentKind.PARAPHRASE:
-                may[other.start : other.stop] = False
-    return may
+                allowed[other.start : other.stop] = False
+    return allowed
 
 
 def _replaceable_positions(subject: Subject, segment: Segment) -> list[int]:
-    """Return the positions of a segment that hold text, or padding."""
+    """The positions of a segment that hold text, or padding."""
     token_ids = subject.ids[0].tolist()
     return [
         pos
@@ -209,10 +211,10 @@ def _replaceable_positions(subject: Subject, segment: Segment) -> list[int]:
 
 
 def replace_ids(subject: Subject, positions: Sequence[int], seed: int) -> Tensor:
-    """Return the subject's ids with others at some positions of batch row 0.
+    """The subject's ids with other ids at some positions of batch row 0.
 
-    They are ordinary ones that occur nowhere in the prompt, so that a mask made from the ids
-    themselves stays as it is.
+    The other ids are not special and do not occur in the prompt, so that a mask that is computed
+    from the ids stays the same.
     """
     embedding: Any = getattr(subject.model, "get_input_embeddings", lambda: None)()
     config = getattr(subject.model, "config", None)
@@ -222,7 +224,7 @@ def replace_ids(subject: Subject, positions: Sequence[int], seed: int) -> Tensor
     taken = subject.special | set(subject.ids.flatten().tolist())
     free = [token_id for token_id in range(int(n_ids)) if token_id not in taken]
     if not free:
-        raise UsageError("The prompt uses every token of the vocabulary: none is left to put in.")
+        raise UsageError("The prompt uses every token of the vocabulary: no other token is left.")
     chosen = np.random.default_rng((seed, *positions)).choice(free, len(positions))
     ids = subject.ids.clone()
     ids[0, list(positions)] = torch.from_numpy(chosen).to(ids)
@@ -240,22 +242,22 @@ def _change_segment(
     moved = states.compare(lambda: subject.forward(ids))
     if not moved[0, 0, positions].any():
         raise UsageError(
-            f"The run was given other ids for {printable(segment.label)}, and what feeds the "
+            f"The run received other ids for {printable(segment.label)}, but the input of the "
             "layers did not change.",
-            hint="run(ids) must feed the ids that it is given.",
+            hint="run(ids) must run the model on the ids that it receives.",
         )
     moved = above_noise(moved, noise)
-    kept = _isolated_rows(subject, segment)
-    readers = np.zeros_like(kept)
-    readers[0] = subject.real[0] & ~kept[0]
+    isolated = _isolated_rows(subject, segment)
+    readers = np.zeros_like(isolated)
+    readers[0] = subject.real[0] & ~isolated[0]
     readers[0, segment.start : segment.stop] = False
-    return ChangedSegment(segment, ids, len(positions), kept, readers, moved)
+    return ChangedSegment(segment, ids, len(positions), isolated, readers, moved)
 
 
 def _rounding_noise(
     subject: Subject, states: HiddenStates, results: Sequence[ChangedSegment]
 ) -> RowChanges | None:
-    """Return how far rounding alone moves rows at each point, None where nothing tells of any."""
+    """How far rounding alone moves rows at each point, None if no leak is due to rounding."""
     leaks = [_first_leak(one) for one in results if one.leaking_rows.any()]
     if not any(is_rounding(leak, subject, states) for leak in leaks):
         return None
@@ -263,17 +265,17 @@ def _rounding_noise(
 
 
 def _first_leak(result: ChangedSegment) -> IsolationLeak:
-    """Return the leak of one changed segment: the first point where a row moves that must not."""
+    """The leak of one changed segment: the first point where an isolated row moves."""
     leaking = result.leaking_rows
     point = int(leaking.any(axis=(1, 2)).argmax())
     return IsolationLeak(result.segment, point, leaking[point], result.moved, result.ids)
 
 
-# -- what it says ----------------------------------------------------------------------------------
+# -- report ----------------------------------------------------------------------------------------
 
 
 def _readers(subject: Subject, result: ChangedSegment) -> tuple[list[str], list[str]]:
-    """Return which segments read the changed one and which do not, of those that may."""
+    """The segments that read the changed one, and those that may but do not."""
     reads: list[str] = []
     reads_not: list[str] = []
     for segment in _closed_segments(subject):
@@ -286,7 +288,7 @@ def _readers(subject: Subject, result: ChangedSegment) -> tuple[list[str], list[
 
 
 def _unread_findings(subject: Subject, results: Sequence[ChangedSegment]) -> list[Finding]:
-    """Say which paraphrases the newest row may see and does not."""
+    """A finding on the paraphrases that the newest row may attend to but does not read."""
     newest = int(np.flatnonzero(subject.real[0])[-1])
     unread = [
         one
@@ -298,9 +300,10 @@ def _unread_findings(subject: Subject, results: Sequence[ChangedSegment]) -> lis
     if not unread:
         return []
     names = [printable(one.segment.label) for one in unread]
+    position = subject.scene.format_position(newest)
     sentence = (
-        f"The row that chooses the next token ({subject.scene.format_position(newest)}) does not read "
-        f"{_join_names(names)}, which it may see: its states stay as they are in every layer."
+        f"The row that chooses the next token ({position}) does not read {_join_names(names)}, "
+        "which it may attend to: its states do not change in any layer."
     )
     positions = tuple(one.segment.start for one in unread)
     return [proof_finding(UNREAD, sentence, positions=positions, evidence={"unread": names})]
@@ -314,11 +317,12 @@ def _isolated_finding(
     stayed = (
         f"within the noise of the run ({format_amount(float(noise.max()))})"
         if noise.any()
-        else "bit by bit as it was"
+        else "bit-equal"
     )
     sentence = (
-        f"Isolated: {plural(len(results), 'segment')} changed one after the other, and what must "
-        f"not see them ({plural(rows, 'row')} compared) stayed {stayed} in all {n_layers} layers."
+        f"Isolated: {plural(len(results), 'segment')} changed one after the other, and the rows "
+        f"that must not attend to them ({plural(rows, 'row')} compared) stayed {stayed} in all "
+        f"{n_layers} layers."
     )
     evidence = {"rows": rows, "segments": len(results), "noise": float(noise.max())}
     return proof_finding(ISOLATED, sentence, evidence=evidence)
@@ -327,25 +331,25 @@ def _isolated_finding(
 def _isolation_lines(
     subject: Subject, states: HiddenStates, results: Sequence[ChangedSegment], noise: RowChanges
 ) -> list[str]:
-    intent = subject.scene.declared_mask
-    assert intent is not None
-    declared = "assumed, as no mask was declared" if intent.assumed else "declared"
+    mask = subject.scene.declared_mask
+    assert mask is not None
+    declared = "assumed, as no mask was declared" if mask.assumed else "declared"
     same = "bit-equal" if not noise.any() else f"{format_amount(float(noise.max()))} apart"
     head = (
-        f"isolation under {intent.spec.name} ({declared}): {len(states.points) - 1} layers, "
+        f"isolation under {mask.spec.name} ({declared}): {len(states.points) - 1} layers, "
         f"{subject.n_rows} rows; the same ids twice: {same}"
     )
-    out = [head]
+    lines = [head]
     for one in results:
         reads, reads_not = _readers(subject, one)
         leaks = int(one.leaking_rows.any(axis=0).sum())
-        kept = int(one.isolated_rows.sum())
-        how = f"{leaks} of {plural(kept, 'row')} MOVED" if leaks else f"{plural(kept, 'row')} kept"
-        said = [f"  {printable(one.segment.label)} ({plural(one.n_changed, 'token')}): {how}"]
-        said += [f"read by {_shorten_names(reads)}"] if reads else []
-        said += [f"not read by {_shorten_names(reads_not)}"] if reads_not else []
-        out.append("; ".join(said))
-    return out
+        rows = plural(int(one.isolated_rows.sum()), "row")
+        result = f"{leaks} of {rows} MOVED" if leaks else f"{rows} kept"
+        parts = [f"  {printable(one.segment.label)} ({plural(one.n_changed, 'token')}): {result}"]
+        parts += [f"read by {_shorten_names(reads)}"] if reads else []
+        parts += [f"not read by {_shorten_names(reads_not)}"] if reads_not else []
+        lines.append("; ".join(parts))
+    return lines
 
 
 def _isolation_facts(
@@ -372,7 +376,7 @@ def _isolation_facts(
 
 
 def _shorten_names(names: Sequence[str]) -> str:
-    """Return names with commas, the last and the first few of many."""
+    """Names separated by commas; of many names the first few and the last."""
     if len(names) <= _MAX_NAMES:
         return ", ".join(names)
     hidden = len(names) - _MAX_NAMES

@@ -1,8 +1,8 @@
-"""Kernel truth: the weights that the kernel itself used, recovered by calling it again.
+"""Kernel check: the weights that the kernel itself used, recovered by calling it again.
 
-Attention is linear in its values, so the same call with columns of the identity in their place
-gives the weights as its output, as many keys at a time as a head is wide. What is drawn is the
-softmax of the same queries and keys under the mask that is recorded as executed.
+Attention is linear in its values, so the same call with columns of the identity as values returns
+the weights, for as many keys at a time as a head is wide. The drawn weights are the softmax of the
+same queries and keys under the executed mask as it was recorded.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ from flexinspect_hooks.proofs.proof_subject import (
 from flexinspect_hooks.user_code.declared_prompt import SegmentArgument
 
 _MIN_DRAWN_WEIGHT = 1e-6
-"""A kernel that gives an open cell nothing at all hides it, when more than this is drawn."""
+"""An open cell of weight 0 counts as closed in the kernel if more than this is drawn."""
 _KERNEL_NOISE_FACTOR = 4
 _TF32_EPS = 1e-3
-"""Rounding of float32 products on CUDA, where they may be made with fewer bits."""
-
+"""Rounding of float32 products on CUDA, which may use TF32."""
 
 _CallLocation = tuple[int, int, str, tuple[int, int, int]]
 """Step, layer, path, and (heads, rows, keys) of a call."""
@@ -74,15 +73,20 @@ def prove_kernel(
 ) -> Proof:
     """Compare the weights that each kernel call used with those that are drawn, cell by cell.
 
-    `ids`, `segments`, `tokenizer`, `run`, `attention_mask` and `position_ids` as for isolation;
-    segments only give the words. The first `steps` forwards of the run are compared. `drawn` is a
-    mask to compare with in place of the executed one that is recorded: bool (rows, keys) or
-    (heads, rows, keys) over the whole sequence. Of a batch, row 0 is compared.
+    Of a batch, row 0 is compared.
 
-    Raises `UsageError` when no attention call was seen, or `drawn` does not fit.
+    Args:
+        ids, tokenizer, run, attention_mask, position_ids: as for `prove_isolation`.
+        segments: only for the names of positions in the report.
+        drawn: a mask to compare with instead of the recorded executed mask, bool (rows, keys) or
+            (heads, rows, keys) over the whole sequence.
+        steps: compare the first `steps` forward passes of the run.
+
+    Raises `UsageError` if no attention call was seen, or if `drawn` does not fit.
     """
     subject = subject_of(
-        *(model, ids),
+        model,
+        ids,
         run=run,
         segments=segments,
         tokenizer=tokenizer,
@@ -96,26 +100,26 @@ def check_kernel(
     subject: Subject, *, drawn: Any = None, steps: int = 3, report: OnProgress | None = None
 ) -> Proof:
     """Compare the kernel calls of a subject's run."""
-    say = report or (lambda text, fraction: None)
-    own = None if drawn is None else _parse_drawn_mask(drawn, device_of(subject.model))
+    report = report or (lambda text, fraction: None)
+    drawn_mask = None if drawn is None else _parse_drawn_mask(drawn, device_of(subject.model))
     done: list[KernelComparison] = []
 
     def compare(calls: Sequence[AttentionCall], step: StepContext) -> None:
         if step.step >= steps:
             return
         for number, ref in enumerate(calls):
-            say(
+            report(
                 f"step {step.step}: calling the kernel of layer {ref.layer} again",
                 number / len(calls),
             )
-            done.append(_compare_call(ref, step, own))
+            done.append(_compare_call(ref, step, drawn_mask))
 
     with _observe_calls(subject.model, compare):
         subject.forward()
     if not done:
         raise UsageError(
             "No attention call was seen in this run.",
-            hint="Its layers call no kernel that is watched, or the model is compiled as a whole.",
+            hint="Its layers call no supported kernel, or the model is compiled as a whole.",
         )
     n_layers = len({*attention_layers(subject.model).values()} or {one.layer for one in done})
     lines, findings = report_comparisons(done, subject.scene, n_layers)
@@ -129,7 +133,7 @@ def check_kernel(
 def _observe_calls(
     model: nn.Module, on_calls: Callable[[Sequence[AttentionCall], StepContext], None]
 ) -> Iterator[None]:
-    """Hand over the attention calls of each forward as it ends."""
+    """Call `on_calls` with the attention calls of each forward pass when it ends."""
     layer_of = attention_layers(model)
     context = CaptureContext(
         model, device_of(model), layer_of, {}, (), text_of=str, sees_kernels=True
@@ -161,32 +165,33 @@ def _observe_calls(
 # -- one call --------------------------------------------------------------------------------------
 
 
-def _compare_call(ref: AttentionCall, step: StepContext, own: Tensor | None) -> KernelComparison:
+def _compare_call(
+    ref: AttentionCall, step: StepContext, drawn_mask: Tensor | None
+) -> KernelComparison:
     heads, rows, keys = ref.query.shape[1], ref.query.shape[2], ref.key.shape[2]
-    place: _CallLocation = (step.step, ref.layer, ref.path, (heads, rows, keys))
+    location: _CallLocation = (step.step, ref.layer, ref.path, (heads, rows, keys))
     mask = capture_call_mask(ref, step)
-    if own is not None:
-        mask.cells = _crop_mask(own, mask, heads)
-    why_not = _skip_reason(ref, mask)
-    if why_not:
-        return KernelComparison(*place, skip_reason=why_not)
+    if drawn_mask is not None:
+        mask.cells = _crop_mask(drawn_mask, mask, heads)
+    skip_reason = _skip_reason(ref, mask)
+    if skip_reason:
+        return KernelComparison(*location, skip_reason=skip_reason)
     try:
-        return _compare_weights(ref, mask, place, exact=not ref.unknown_scores)
+        return _compare_weights(ref, mask, location, exact=not ref.unknown_scores)
     except UsageError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        return KernelComparison(
-            *place, skip_reason=f"the call could not be made again: {type(error).__name__}: {first}"
-        )
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        reason = f"the call could not be repeated: {type(error).__name__}: {first_line}"
+        return KernelComparison(*location, skip_reason=reason)
 
 
 def _skip_reason(ref: AttentionCall, mask: CapturedMask) -> str:
-    given = ref.kernel.arguments if ref.kernel is not None else ref.kwargs
-    if given.get("dropout_p") or given.get("dropout"):
+    arguments = ref.kernel.arguments if ref.kernel is not None else ref.kwargs
+    if arguments.get("dropout_p") or arguments.get("dropout"):
         return "the call has dropout"
     if ref.kernel is None and ref.function is None:
-        return "what was called is not known"
+        return "the called function is unknown"
     if mask.cells is None:
         return "no executed mask is recorded for it"
     return ""
@@ -194,7 +199,7 @@ def _skip_reason(ref: AttentionCall, mask: CapturedMask) -> str:
 
 @dataclass(slots=True)
 class _WeightDifferences:
-    """What was found so far, one chunk of keys after the other."""
+    """The differences of one call, collected over chunks of keys."""
 
     largest: float = 0.0
     n_wrong: int = 0
@@ -202,62 +207,74 @@ class _WeightDifferences:
     first: KernelCellDifference | None = None
 
     def add(
-        self, at: int, got: Tensor, want: Tensor, is_open: Tensor, hidden: Tensor, far: Tensor
+        self,
+        start: int,
+        kernel: Tensor,
+        drawn: Tensor,
+        is_open: Tensor,
+        visibility: Tensor,
+        weight: Tensor,
     ) -> None:
-        """Take the keys from `at` on; all are (heads, rows, keys).
+        """Add the keys from `start` on; all tensors are (heads, rows, keys).
 
-        `hidden` are cells that are open in one and closed in the other, `far` have weights that
-        are not the same.
+        `visibility` are cells that are open in one and closed in the other, `weight` are cells
+        whose weights differ by more than rounding.
         """
-        self.largest = max(self.largest, float((got - want).abs().nan_to_num().max()))
-        self.n_wrong += int((hidden | far).sum())
-        self.n_visibility += int(hidden.sum())
-        for wrong in (hidden, far):
+        self.largest = max(self.largest, float((kernel - drawn).abs().nan_to_num().max()))
+        self.n_wrong += int((visibility | weight).sum())
+        self.n_visibility += int(visibility.sum())
+        for wrong in (visibility, weight):
             if bool(wrong.any()):
-                self._record_first(at, got, want, is_open, wrong)
+                self._record_first(start, kernel, drawn, is_open, wrong)
 
     def _record_first(
-        self, at: int, got: Tensor, want: Tensor, is_open: Tensor, wrong: Tensor
+        self, start: int, kernel: Tensor, drawn: Tensor, is_open: Tensor, wrong: Tensor
     ) -> None:
-        """Remember the first wrong cell."""
+        """Keep the first wrong cell."""
         row, head, key = (int(n) for n in wrong.transpose(0, 1).nonzero()[0])
         cell = (head, row, key)
-        known = (float(got[cell]), float(want[cell]), bool(is_open[cell]))
-        one = KernelCellDifference(head, row, at + key, *known)
-        if self.first is None or one.rank < self.first.rank:
-            self.first = one
+        difference = KernelCellDifference(
+            head=head,
+            row=row,
+            key=start + key,
+            kernel=float(kernel[cell]),
+            drawn=float(drawn[cell]),
+            is_open=bool(is_open[cell]),
+        )
+        if self.first is None or difference.rank < self.first.rank:
+            self.first = difference
 
 
 def _compare_weights(
-    ref: AttentionCall, mask: CapturedMask, place: _CallLocation, *, exact: bool
+    ref: AttentionCall, mask: CapturedMask, location: _CallLocation, *, exact: bool
 ) -> KernelComparison:
-    drawn, tally = _ReferenceWeights(ref, mask), _WeightDifferences()
-    for start, got in _kernel_weights(ref):
-        want, is_open = drawn.weights(start, start + got.shape[-1])
-        hidden = ~is_open & (got != 0) & ~got.isnan()
-        far = torch.zeros_like(hidden)
+    reference, differences = _ReferenceWeights(ref, mask), _WeightDifferences()
+    for start, kernel in _kernel_weights(ref):
+        drawn, is_open = reference.weights(start, start + kernel.shape[-1])
+        visibility = ~is_open & (kernel != 0) & ~kernel.isnan()
+        weight = torch.zeros_like(visibility)
         if exact:
-            hidden |= is_open & (got == 0) & (want > _MIN_DRAWN_WEIGHT) & ~drawn.skipped
-            far = ((got - want).abs() > drawn.tolerance(want)) | got.isnan()
-            far &= ~drawn.skipped
+            is_hidden = is_open & (kernel == 0) & (drawn > _MIN_DRAWN_WEIGHT)
+            visibility |= is_hidden & ~reference.skipped
+            weight = ((kernel - drawn).abs() > reference.tolerance(drawn)) | kernel.isnan()
+            weight &= ~reference.skipped
         else:
-            got = torch.where(is_open, want, got)
-        got = torch.where(drawn.skipped & is_open, want, got)
-        tally.add(start, got, want, is_open, hidden, far)
-    largest = tally.largest if exact else None
+            kernel = torch.where(is_open, drawn, kernel)
+        kernel = torch.where(reference.skipped & is_open, drawn, kernel)
+        differences.add(start, kernel, drawn, is_open, visibility, weight)
     return KernelComparison(
-        *place,
+        *location,
         row_offset=mask.q_offset,
         key_offset=mask.kv_offset,
-        largest=largest,
-        n_wrong=tally.n_wrong,
-        n_visibility=tally.n_visibility,
-        first=tally.first,
+        largest=differences.largest if exact else None,
+        n_wrong=differences.n_wrong,
+        n_visibility=differences.n_visibility,
+        first=differences.first,
     )
 
 
 def _kernel_weights(ref: AttentionCall) -> Iterator[tuple[int, Tensor]]:
-    """Yield a first key and the kernel's weights on the keys from there, (heads, rows, keys)."""
+    """Yield the first key of a chunk and the kernel's weights on its keys, (heads, rows, keys)."""
     width, n_keys = ref.value.shape[-1], ref.key.shape[2]
     for start in range(0, n_keys, width):
         n = min(width, n_keys - start)
@@ -271,7 +288,7 @@ def _kernel_weights(ref: AttentionCall) -> Iterator[tuple[int, Tensor]]:
 
 
 class _ReferenceWeights:
-    """The weights that are drawn: softmax of the call's scores under a mask, in float32."""
+    """The drawn weights: the softmax of the call's scores under a mask, in float32."""
 
     def __init__(self, ref: AttentionCall, mask: CapturedMask) -> None:
         cells = mask.cells
@@ -290,29 +307,29 @@ class _ReferenceWeights:
         self._rtol = (_KERNEL_NOISE_FACTOR * eps * (1 + largest))[..., None]
         empty = ~cells.any(-1, keepdim=True)
         self.skipped = empty if averaged is None else empty | averaged[..., None]
-        """Rows of which only closed cells are compared, bool (1 or heads, rows, 1)."""
+        """Rows whose open cells are not compared, bool (1 or heads, rows, 1)."""
 
     def weights(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return weights and open cells of some keys, (heads, rows, keys) each."""
+        """The weights and the open cells of some keys, both (heads, rows, keys)."""
         heads = range(self._ref.query.shape[1])
         scores = torch.stack([self._scores(head, start, stop) for head in heads])
         is_open = self._cells[..., start:stop].expand_as(scores)
         weights = (scores - self._lse[..., None]).exp().masked_fill(~is_open, 0).nan_to_num()
         return weights, is_open
 
-    def tolerance(self, want: Tensor) -> Tensor:
-        """Return how far a kernel's weights may be from these by rounding."""
-        return self._atol + self._rtol * want
+    def tolerance(self, drawn: Tensor) -> Tensor:
+        """How far a kernel's weights may differ from these by rounding."""
+        return self._atol + self._rtol * drawn
 
     def _max_and_lse(self, head: int) -> tuple[Tensor, Tensor]:
-        """Return the largest score of each row and its log-sum-exp, (rows,) each."""
+        """The largest score of each row and its log-sum-exp, both (rows,)."""
         scores = self._scores(head, 0, self._ref.key.shape[2])
         is_open = self._cells[head if len(self._cells) > 1 else 0]
         top = scores.masked_fill(~is_open, 0).abs().amax(-1)
         return top, scores.masked_fill(~is_open, -torch.inf).logsumexp(-1)
 
     def _scores(self, head: int, start: int, stop: int) -> Tensor:
-        """Return the scores of one head with some keys, (rows, keys), batch 0."""
+        """The scores of one head with some keys, (rows, keys), of batch row 0."""
         ref = self._ref
         shared = ref.query.shape[1] // ref.key.shape[1]
         query, key = ref.query[0, head].float(), ref.key[0, head // shared, start:stop].float()
@@ -325,33 +342,34 @@ class _ReferenceWeights:
         return scores
 
 
-# -- a mask of the user's own ----------------------------------------------------------------------
+# -- the user's drawn mask -------------------------------------------------------------------------
 
 
 def _parse_drawn_mask(drawn: Any, device: torch.device) -> Tensor:
     mask = torch.as_tensor(np.asarray(drawn) if not isinstance(drawn, Tensor) else drawn)
     if mask.dtype is not torch.bool or mask.dim() not in (2, 3):
         raise UsageError(
-            "drawn= must be bool (rows, keys) or (heads, rows, keys), true where a row sees a key."
+            "drawn= must be bool (rows, keys) or (heads, rows, keys), true where a row attends to "
+            "a key."
         )
     return (mask[None] if mask.dim() == 2 else mask).to(device)
 
 
-def _crop_mask(own: Tensor, mask: CapturedMask, heads: int) -> Tensor:
-    """Return the part of a mask of the whole sequence that a call is about."""
+def _crop_mask(drawn_mask: Tensor, mask: CapturedMask, heads: int) -> Tensor:
+    """The part of a mask of the whole sequence that belongs to a call."""
     rows = slice(mask.q_offset, mask.q_offset + mask.q_len)
-    cells = own[:, rows, mask.kv_offset : mask.kv_offset + mask.kv_len]
+    cells = drawn_mask[:, rows, mask.kv_offset : mask.kv_offset + mask.kv_len]
     if cells.shape[0] not in (1, heads) or cells.shape[1:] != (mask.q_len, mask.kv_len):
         raise UsageError(
-            f"drawn= is {tuple(own.shape)}, and the call has {plural(heads, 'head')} and rows up "
-            f"to {mask.q_offset + mask.q_len} over {mask.kv_len} keys."
+            f"drawn= is {tuple(drawn_mask.shape)}, but the call has {plural(heads, 'head')} and "
+            f"rows up to {mask.q_offset + mask.q_len} over {mask.kv_len} keys."
         )
     return cells
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCellDifference:
-    """One cell where the kernel and the picture differ."""
+    """One cell where the kernel's weight and the drawn weight differ."""
 
     head: int
     row: int
@@ -362,18 +380,19 @@ class KernelCellDifference:
 
     @property
     def rank(self) -> tuple[bool, int, int, int]:
-        """Which of two cells is told of: one that is open or closed wrongly, else the first."""
-        is_hidden = self.is_open != (self.kernel != 0)
-        return not is_hidden, self.row, self.head, self.key
+        """Order of reporting: cells that are wrongly open or closed first, then by position."""
+        differs_in_visibility = self.is_open != (self.kernel != 0)
+        return not differs_in_visibility, self.row, self.head, self.key
 
 
 @dataclass(frozen=True, slots=True)
 class KernelComparison:
-    """One attention call compared. `why_not` tells why it was not, then the rest is empty.
+    """The comparison of one attention call.
 
-    `row_of` and `key_of` are the positions of row 0 and key 0. `largest` is the largest difference
-    of a weight, None where only closed cells could be compared. `n_wrong` counts the cells that
-    differ, `n_hidden` those of them that are closed in one and open in the other.
+    `shape` is (heads, rows, keys); `row_offset` and `key_offset` are the positions of row 0 and key
+    0. `largest` is the largest difference of a weight, None if only closed cells could be compared.
+    `n_wrong` counts the cells that differ, `n_visibility` those that are closed in one and open in
+    the other. `skip_reason` says why the call was not compared, "" if it was.
     """
 
     step: int
@@ -389,13 +408,13 @@ class KernelComparison:
     skip_reason: str = ""
 
 
-# -- in words --------------------------------------------------------------------------------------
+# -- report ----------------------------------------------------------------------------------------
 
 
 def report_comparisons(
     done: Sequence[KernelComparison], scene: RuleContext, n_layers: int
 ) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
-    """Return the lines and the findings of a comparison, of a model of so many layers."""
+    """The lines and the findings of the comparisons, for a model of `n_layers` layers."""
     findings: list[Finding] = []
     wrong = [one for one in done if one.n_wrong]
     skipped = [one for one in done if one.skip_reason]
@@ -419,8 +438,8 @@ def _kernel_differs(
     later = len({other.step for other in wrong}) - 1
     sentence = (
         f"In layer {one.layer}, head {cell.head}, step {one.step}, the kernel ({one.path}) gave "
-        f"{scene.format_position(key)} {format_amount(cell.kernel)} of the weight of {scene.format_position(row)}, and "
-        f"{drawn} is drawn; {_differing_cells_text(one)}"
+        f"{scene.format_position(key)} {format_amount(cell.kernel)} of the weight of "
+        f"{scene.format_position(row)}, and {drawn} is drawn; {_differing_cells_text(one)}"
     )
     if len(here) > 1:
         sentence += f"; cells differ in {format_layers(here, n_layers)}"
@@ -451,15 +470,11 @@ def _kernel_differs(
 
 def _differing_cells_text(one: KernelComparison) -> str:
     if one.n_visibility:
+        verb = "is" if one.n_visibility == 1 else "are"
         cells = plural(one.n_visibility, "cell")
-        return f"{cells} of that layer {_are(one.n_visibility)} open in one and closed in the other"
-    weights = plural(one.n_wrong, "weight")
-    differ = "differs" if one.n_wrong == 1 else "differ"
-    return f"{weights} of that layer {differ} by more than rounding"
-
-
-def _are(n: int) -> str:
-    return "is" if n == 1 else "are"
+        return f"{cells} of that layer {verb} open in one and closed in the other"
+    verb = "differs" if one.n_wrong == 1 else "differ"
+    return f"{plural(one.n_wrong, 'weight')} of that layer {verb} by more than rounding"
 
 
 def _kernel_same(done: Sequence[KernelComparison], n_layers: int) -> Finding:
@@ -480,20 +495,20 @@ def _kernel_same(done: Sequence[KernelComparison], n_layers: int) -> Finding:
 def _skipped_findings(
     done: Sequence[KernelComparison], skipped: Sequence[KernelComparison], n_layers: int
 ) -> Iterator[Finding]:
-    for why_not in dict.fromkeys(one.skip_reason for one in skipped):
-        which = sorted({one.layer for one in skipped if one.skip_reason == why_not})
-        sentence = f"Not compared: {format_layers(which, n_layers)}, as {why_not}."
-        yield proof_finding(KERNEL_UNSEEN, sentence, layer=which[0], layers=which)
+    for reason in dict.fromkeys(one.skip_reason for one in skipped):
+        layers = sorted({one.layer for one in skipped if one.skip_reason == reason})
+        sentence = f"Not compared: {format_layers(layers, n_layers)}, because {reason}."
+        yield proof_finding(KERNEL_UNSEEN, sentence, layer=layers[0], layers=layers)
     n_seen = len({one.layer for one in done})
     if n_seen < n_layers:
         sentence = (
-            f"Attention was seen in {n_seen} of {n_layers} layers; of the others nothing is proven."
+            f"Attention was seen in {n_seen} of {n_layers} layers; the others are not proven."
         )
         yield proof_finding(KERNEL_UNSEEN, sentence)
 
 
 def _kernel_lines(done: Sequence[KernelComparison]) -> Iterator[str]:
-    yield f"kernel truth: {plural(len(done), 'attention call')} made again with identity values"
+    yield f"kernel check: {plural(len(done), 'attention call')} repeated with identity values"
     for step in dict.fromkeys(one.step for one in done):
         calls = [one for one in done if one.step == step and not one.skip_reason]
         if not calls:
@@ -502,17 +517,17 @@ def _kernel_lines(done: Sequence[KernelComparison]) -> Iterator[str]:
         heads, rows, keys = calls[0].shape
         worst = max(calls, key=lambda one: one.largest or 0.0)
         paths = ", ".join(dict.fromkeys(one.path for one in calls))
-        said = (
-            "only closed cells compared, as scores are changed by a score_mod"
+        result = (
+            "only closed cells compared, because a score_mod changes the scores"
             if worst.largest is None
             else f"largest difference {format_amount(worst.largest)} (layer {worst.layer})"
         )
         shape = f"{heads} x {rows} x {keys}"
-        yield f"  step {step}: {plural(len(calls), 'layer')}, {paths}, {shape}: {said}"
+        yield f"  step {step}: {plural(len(calls), 'layer')}, {paths}, {shape}: {result}"
 
 
 def comparison_facts(one: KernelComparison) -> dict[str, Any]:
-    """Return one comparison as numbers and strings."""
+    """One comparison as numbers and strings, for JSON."""
     heads, rows, keys = one.shape
     return {
         "step": one.step,

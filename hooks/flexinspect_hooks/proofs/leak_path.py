@@ -1,8 +1,8 @@
-"""How a leak entered: in which layer and heads, directly or through rows that had moved before.
+"""How a leak entered: in which layer and heads, directly or through rows that moved before.
 
-Layers that compute rows together, as experts do with the rows that are routed to them, round
-otherwise when there are more or fewer of them. So rows move that read nothing of what was changed,
-by as much as rounding does, and not through attention.
+Also measures noise. Layers that compute rows together, as experts do with the rows that are routed
+to them, round differently for another number of rows. Then rows move that do not read the changed
+segment, by as much as rounding, and not through attention.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from flexinspect_hooks.proofs.hidden_states import (
 from flexinspect_hooks.proofs.proof_subject import Subject
 
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-"""What attention modules call the projection that their heads' outputs go into."""
+"""Names of the projection of the heads' outputs in attention modules."""
 _MAX_NAMED_CARRIERS = 4
-"""Rows that carried a leak on which a sentence names."""
+"""Rows on the path of a leak that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True)
 class IsolationLeak:
-    """Rows that moved although they must not see what was changed, where that first happened.
+    """Rows that moved although they must not attend to the changed segment, where they first do.
 
-    `point` is the number of a point of `rows.States`, `rows` bool (batch, rows), `moved` how far
-    every row moved at every point, `changed` the ids (batch, rows) that were run.
+    `point` is an index into `HiddenStates.points`, `rows` are bool (batch, rows), `changes` say
+    how far every row moved at every point, `changed_ids` are (batch, rows).
     """
 
     segment: Segment
@@ -54,17 +54,17 @@ class IsolationLeak:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Batch row and row of the first one: in the changed sequence, if it is in it."""
+        """Batch row and row of the first leaking row; the changed sequence comes first."""
         batch, row = np.argwhere(self.rows)[0]
         return int(batch), int(row)
 
 
 @dataclass(frozen=True, slots=True)
 class _LeakPath:
-    """A leak and its way in. `through` are rows that alone carried it, empty when it is direct.
+    """A leak and how it entered its layer.
 
-    `heads` are those whose output moves at the first row, None where that was not seen, of
-    `n_heads`.
+    `carriers` are the rows through which it came, () if it is direct. `heads` are those of
+    `n_heads` whose output moves at the first leaking row, None if unknown.
     """
 
     leak: IsolationLeak
@@ -76,14 +76,14 @@ class _LeakPath:
 def explain_leaks(
     leaks: Sequence[IsolationLeak], subject: Subject, states: HiddenStates, noise: RowChanges
 ) -> list[Finding]:
-    """Return one finding for each layer and way in which leaks enter."""
+    """One finding for each layer in which leaks enter, and for each kind of path."""
     groups: dict[tuple[int, bool], list[_LeakPath]] = {}
     entries = [_find_path(leak, subject, states, noise) for leak in leaks]
     carriers = {pos for entry in entries for pos in entry.carriers}
     for entry in entries:
         segment = entry.leak.segment
         if carriers.issuperset(range(segment.start, segment.stop)):
-            continue  # what carries another leak is named there
+            continue  # the finding of the other leak names this segment as a carrier
         groups.setdefault((entry.leak.point, bool(entry.carriers)), []).append(entry)
     return [
         _leak_finding(entries, subject, states, noise)
@@ -98,18 +98,17 @@ def _find_path(
     if point.layer is None:
         return _LeakPath(leak)
     heads, n_heads = leaking_heads(leak, subject, point.layer)
-    through = _find_carriers(leak, subject, states, noise)
-    return _LeakPath(leak, through, heads, n_heads)
+    return _LeakPath(leak, _find_carriers(leak, subject, states, noise), heads, n_heads)
 
 
 def _find_carriers(
     leak: IsolationLeak, subject: Subject, states: HiddenStates, noise: RowChanges
 ) -> tuple[int, ...]:
-    """Return the rows that brought the leak into its layer, empty when it did not need them.
+    """The rows through which the leak entered its layer, () if it is direct.
 
-    They are rows outside of what was changed that had moved before the layer. The changed ids are
-    run once more with these rows set back to what they were: if the first row now stays where it
-    was, they are the way. Those before the row are tried first, as they mostly suffice.
+    Candidates are rows outside the changed segment that moved before the layer. The changed ids are
+    run again with these rows restored to the reference: if the first leaking row now stays, they
+    are the carriers. Those before the row are tried first, because they mostly suffice.
     """
     batch, row = leak.first
     before = leak.changes[leak.point - 1]
@@ -119,22 +118,22 @@ def _find_carriers(
     if batch:
         return ()
     module = states.points[leak.point].module
-    for some in (carriers[carriers < row], carriers):
-        if not len(some):
+    for candidates in (carriers[carriers < row], carriers):
+        if not len(candidates):
             continue
-        with patch_rows(module, some.tolist(), states.reference[leak.point - 1]):
-            now = states.compare(lambda: subject.forward(leak.changed_ids))
-        if float(now[leak.point, batch, row]) <= NOISE_FACTOR * float(noise[leak.point]):
-            return tuple(some.tolist())
+        with patch_rows(module, candidates.tolist(), states.reference[leak.point - 1]):
+            changes = states.compare(lambda: subject.forward(leak.changed_ids))
+        if float(changes[leak.point, batch, row]) <= NOISE_FACTOR * float(noise[leak.point]):
+            return tuple(candidates.tolist())
     return ()
 
 
 def leaking_heads(
     leak: IsolationLeak, subject: Subject, layer: int
 ) -> tuple[tuple[int, ...] | None, int]:
-    """Return the heads of a layer whose output moves at the leak's first row, and how many it has.
+    """The heads of a layer whose output moves at the leak's first row, and the number of heads.
 
-    None when the layer's heads are not seen: it has no output projection of a known name.
+    None if the heads are unknown: the layer has no output projection of a known name.
     """
     attention, n_heads = _output_projection(subject.model, layer)
     if attention is None or not n_heads:
@@ -150,19 +149,19 @@ def leaking_heads(
 
 
 def _rows_at_point(point: CapturePoint, subject: Subject, ids: Tensor) -> list[Tensor]:
-    """Return the rows that pass a point when some ids are run, in parts (batch, rows, width)."""
+    """The rows that pass a point in a run on `ids`, in parts (batch, rows, width)."""
     parts: list[Tensor] = []
 
-    def see(index: int, start: int, rows: Tensor) -> None:
+    def on_rows(index: int, start: int, rows: Tensor) -> None:
         parts.append(rows.clone())
 
-    with capture_rows([point], subject.n_rows, see):
+    with capture_rows([point], subject.n_rows, on_rows):
         subject.forward(ids)
     return parts
 
 
 def _row_of_chunks(parts: Sequence[Tensor], batch: int, row: int) -> Tensor | None:
-    """Return one row (width,) of what came in parts (batch, rows, width)."""
+    """One row (width,) of parts (batch, rows, width)."""
     for part in parts:
         if row < part.shape[1]:
             return part[batch, row]
@@ -177,13 +176,13 @@ def _output_projection(model: nn.Module, layer: int) -> tuple[nn.Module | None, 
             continue
         config = getattr(module, "config", getattr(model, "config", None))
         for name in _OUTPUT_PROJECTIONS:
-            found_one = getattr(module, name, None)
-            if isinstance(found_one, nn.Module):
-                return found_one, int(getattr(config, "num_attention_heads", 0) or 0)
+            projection = getattr(module, name, None)
+            if isinstance(projection, nn.Module):
+                return projection, int(getattr(config, "num_attention_heads", 0) or 0)
     return None, 0
 
 
-# -- in words --------------------------------------------------------------------------------------
+# -- findings --------------------------------------------------------------------------------------
 
 
 def _leak_finding(
@@ -197,14 +196,17 @@ def _leak_finding(
     size = states.largest_value(leak.point, row, batch)
     sentence = (
         f"{_changed_text(leak)} moves {_row_text(subject, batch, row)} "
-        f"{_layer_text(layer)} by {format_amount(far)} (largest value of the row: {format_amount(size)})"
-        f"{_path_text(entry, subject)}{_heads_text(entry)}{_others_text(entries)}."
+        f"{_layer_text(layer)} by {format_amount(far)} "
+        f"(largest value of the row: {format_amount(size)})"
+        f"{_path_text(entry, subject)}{_heads_text(entry)}{_others_text(entries)}"
     )
-    intent = subject.scene.declared_mask
-    if intent is not None and intent.assumed:
-        sentence += " No mask was declared; the segments were taken to be isolated."
+    mask = subject.scene.declared_mask
+    if mask is not None and mask.assumed:
+        sentence += ". No mask was declared; the segments were taken to be isolated."
     elif entry.carriers and _mask_allows_path(entry, subject):
-        sentence = f"{sentence[:-1]}, and the declared mask itself leads that way."
+        sentence += ", and the declared mask itself allows that path."
+    else:
+        sentence += "."
     rows = np.flatnonzero(leak.rows[batch])
     return proof_finding(
         LEAK,
@@ -218,13 +220,13 @@ def _leak_finding(
 
 
 def _mask_allows_path(entry: _LeakPath, subject: Subject) -> bool:
-    """Say whether the declared mask opens the way that a leak took."""
-    intent, segment = subject.scene.declared_mask, entry.leak.segment
-    if intent is None:
+    """Whether the declared mask itself opens the path of a leak."""
+    mask, segment = subject.scene.declared_mask, entry.leak.segment
+    if mask is None:
         return False
-    cells, through = intent.spec.dense(subject.n_rows), list(entry.carriers)
-    reads = cells[through, segment.start : segment.stop].any(axis=1)
-    return bool((cells[entry.leak.first[1], through] & reads).any())
+    cells, carriers = mask.spec.dense(subject.n_rows), list(entry.carriers)
+    reads = cells[carriers, segment.start : segment.stop].any(axis=1)
+    return bool((cells[entry.leak.first[1], carriers] & reads).any())
 
 
 def _leak_evidence(
@@ -270,9 +272,9 @@ def _path_text(entry: _LeakPath, subject: Subject) -> str:
         named = [subject.scene.format_position(pos) for pos in entry.carriers[:_MAX_NAMED_CARRIERS]]
         more = len(entry.carriers) - len(named)
         rows = ", ".join(named) + (f" and {plural(more, 'row')} more" if more else "")
-        return f", through {rows}: with these set back to what they were, it stays"
+        return f", through {rows}: with these rows restored, it does not move"
     if entry.heads == ():
-        return ", and not by the layer's attention, whose output for the row stays as it was"
+        return ", and not by the layer's attention, whose output for the row does not change"
     return "" if entry.leak.point == 0 else ", directly"
 
 
@@ -281,30 +283,34 @@ def _heads_text(entry: _LeakPath) -> str:
     if not heads or len(heads) == entry.n_heads:
         return ""
     if len(heads) == 1:
-        return f", in head {heads[0]} alone of {entry.n_heads}"
+        return f", only in head {heads[0]} of {entry.n_heads}"
     return f", in {len(heads)} of {entry.n_heads} heads"
 
 
 def _others_text(entries: Sequence[_LeakPath]) -> str:
-    """Count what else leaks at the same place in the same way."""
+    """Counts the other leaks in the same layer and of the same kind."""
     more = int(entries[0].leak.rows.sum()) - 1
-    said = [f"{more} more row{'s' if more > 1 else ''}"] if more else []
+    parts = [plural(more, "more row")] if more else []
     if len(entries) > 1:
         names = [printable(one.leak.segment.label) for one in entries[1:3]]
         rest = len(entries) - 1 - len(names)
-        what = " and ".join(names) + (f" and {rest} more" if rest else "")
-        said.append(f"also from {what}")
-    return f"; {', '.join(said)}" if said else ""
+        parts.append(f"also from {' and '.join(names)}" + (f" and {rest} more" if rest else ""))
+    return f"; {', '.join(parts)}" if parts else ""
 
+
+# -- noise -----------------------------------------------------------------------------------------
 
 _WARNING_SHARE = 1e-2
-"""Noise above this part of the states' size is a warning."""
+"""Noise above this share of the states' size is a warning."""
 _MAX_ROUNDINGS = 2000
-"""Roundings of the largest value that a movement may have grown to over all layers."""
+"""Rounding errors of the largest value that may accumulate over all layers."""
 
 
 def run_noise(states: HiddenStates, subject: Subject) -> RowChanges:
-    """Return how far a run is from itself at each point (points,), over three more runs if any."""
+    """How far repetitions of the run differ at each point, (points,).
+
+    One repetition suffices if it is bit-equal; otherwise there are three.
+    """
     noise = _largest_change(states.compare(subject.forward), subject)
     if noise.any():
         for _ in range(2):
@@ -313,17 +319,17 @@ def run_noise(states: HiddenStates, subject: Subject) -> RowChanges:
 
 
 def _largest_change(moved: RowChanges, subject: Subject) -> RowChanges:
-    furthest: RowChanges = np.where(subject.real, moved, 0).max(axis=(1, 2))
-    return furthest
+    largest: RowChanges = np.where(subject.real, moved, 0).max(axis=(1, 2))
+    return largest
 
 
 def above_noise(moved: RowChanges, noise: RowChanges) -> RowChanges:
-    """Return movements (points, batch, rows) with those within the noise (points,) set to 0."""
+    """Changes (points, batch, rows) with those within the noise (points,) set to 0."""
     return np.where(moved > NOISE_FACTOR * noise[:, None, None], moved, 0).astype(np.float32)
 
 
 def is_rounding(leak: IsolationLeak, subject: Subject, states: HiddenStates) -> bool:
-    """Say whether what looks like a leak is no more than rounding, and not by attention."""
+    """Whether an apparent leak is only rounding, and not caused by attention."""
     layer = states.points[leak.point].layer
     if (
         layer is None
@@ -334,7 +340,7 @@ def is_rounding(leak: IsolationLeak, subject: Subject, states: HiddenStates) -> 
 
 
 def rounding_noise(states: HiddenStates, moved: Sequence[RowChanges]) -> RowChanges:
-    """Return how far rounding moves rows at each point (points,): what stays within its bound."""
+    """How far rounding moves rows at each point, (points,): the changes within its bound."""
     bound = _rounding_bound(states)[:, None, None]
     small = [np.where(one <= bound, one, 0).max(axis=(1, 2)) for one in moved]
     noise: RowChanges = np.max(small, axis=0).astype(np.float32)
@@ -342,7 +348,7 @@ def rounding_noise(states: HiddenStates, moved: Sequence[RowChanges]) -> RowChan
 
 
 def _rounding_bound(states: HiddenStates) -> RowChanges:
-    """Return what rounding may grow to at each point, (points,)."""
+    """The largest change that rounding can explain at each point, (points,)."""
     eps = torch.finfo(states.reference[0].dtype).eps
     sizes = [float(of.float().abs().nan_to_num(posinf=0).max()) for of in states.reference]
     return np.array(sizes, np.float32) * np.float32(min(_MAX_ROUNDINGS * eps, _WARNING_SHARE))
@@ -351,20 +357,20 @@ def _rounding_bound(states: HiddenStates) -> RowChanges:
 def unstable_finding(
     subject: Subject, states: HiddenStates, noise: RowChanges, *, is_mixed: bool
 ) -> Finding:
-    """Return the finding that tells of noise (points,), and what is judged above it."""
+    """The finding that reports noise (points,), above which changes are judged."""
     point = int(noise.argmax())
     size = float(states.reference[point].float().abs().nan_to_num(posinf=0).max())
     layer = states.points[point].layer
     where = "before the layers" if layer is None else f"in layer {layer}"
     sizes = f"{format_amount(float(noise[point]))} {where} (largest value {format_amount(size)})"
     what = (
-        f"Rounding moves rows that read nothing of what was changed by up to {sizes}, and not by "
+        f"Rounding moves rows that do not read the changed segment by up to {sizes}, and not by "
         "attention: these layers compute rows together, as experts do"
         if is_mixed
         else f"The same ids, run again, gave states that differ by up to {sizes}"
     )
     training = " The model is in training mode." if subject.model.training else ""
-    sentence = f"{what}; only what moves more than {NOISE_FACTOR} times as far is judged.{training}"
+    sentence = f"{what}; only changes more than {NOISE_FACTOR} times as large count.{training}"
     severity = Severity.WARNING if noise[point] > _WARNING_SHARE * size else Severity.NOTE
     evidence = {"noise": [float(value) for value in noise], "size": size, "rounding": is_mixed}
     return proof_finding(UNSTABLE, sentence, severity=severity, layer=layer, evidence=evidence)

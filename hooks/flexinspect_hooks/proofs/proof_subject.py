@@ -1,4 +1,4 @@
-"""What is proved: a model, the ids it is run on, how it is run, and what these ids are."""
+"""The subject of a proof: a model, its input ids, how it is run, and what the ids mean."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from flexinspect_hooks.user_code.generation_builder import (
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 
 RunIds = Callable[[Tensor], Any]
-"""Runs the model on ids (batch, rows); what it returns is not looked at."""
+"""Runs the model on ids (batch, rows); its return value is ignored."""
 OnProgress = Callable[[str, float | None], None]
-"""Told what is being done, and how much of it is done, from 0 to 1."""
+"""Called with what is being done, and the finished part of it, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A run that can be repeated with other ids.
 
-    `ids` (batch, rows) lie on the model's device. `real` (batch, rows) is false for padding.
-    `special` are ids that stand for no text, `text_of` gives an id's text. Segments
-    and words are those of batch row 0.
+    `ids` (batch, rows) are on the model's device. `real` (batch, rows) is false for padding.
+    `special` are ids without text, `text_of` gives the text of an id. The segments and tokens of
+    `scene` are those of batch row 0.
     """
 
     model: nn.Module
@@ -54,7 +54,7 @@ class Subject:
         return int(self.ids.shape[1])
 
     def forward(self, ids: Tensor | None = None) -> None:
-        """Run on the subject's own ids, or on others of the same shape, without gradients."""
+        """Run on the subject's ids, or on other ids of the same shape, without gradients."""
         with torch.no_grad():
             self.run(self.ids if ids is None else ids)
 
@@ -70,52 +70,59 @@ def subject_of(
     attention_mask: Any = None,
     position_ids: Any = None,
 ) -> Subject:
-    """Return what a proof of the user's own run is about. Raises `UsageError`."""
+    """The subject of a proof of the user's own run; the arguments are those of `prove_isolation`.
+
+    Raises `UsageError` for arguments that do not fit.
+    """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"prove needs a torch module, and got a {type(model).__name__}.")
+        raise UsageError(f"prove needs a torch module, not a {type(model).__name__}.")
     check_mask(mask)
-    words = tokenizer_adapter(tokenizer)
-    fed = _parse_ids(ids, tokenizer).to(device_of(model))
-    given = _model_arguments(fed, attention_mask, position_ids, is_own=run is not None)
-    wishes = DeclaredPrompt(words, parse_segments(segments), mask)
-    story = GenerationBuilder.begin(
-        wishes, StepPlace(0, 0, True, 0, fed.shape[1]), _input_rows(fed, given)
+    adapter = tokenizer_adapter(tokenizer)
+    input_ids = _parse_ids(ids, tokenizer).to(device_of(model))
+    arguments = _model_arguments(input_ids, attention_mask, position_ids, has_run=run is not None)
+    builder = GenerationBuilder.begin(
+        DeclaredPrompt(adapter, parse_segments(segments), mask),
+        StepPlace(0, 0, True, 0, input_ids.shape[1]),
+        InputRows({"input_ids": input_ids, **arguments}, input_ids.shape[1], with_mask=True),
     )
-    if story.problems:
-        raise UsageError(story.problems[0], hint="Segments are spans or texts of the ids given.")
+    if builder.problems:
+        raise UsageError(builder.problems[0], hint="Segments are spans or texts of ids.")
     scene = RuleContext()
-    scene.start_generation(story.record)
+    scene.start_generation(builder.record)
     return Subject(
-        *(model, fed, run or (lambda changed: model(changed, **given)), scene),
-        real=_real_tokens(fed, given.get("attention_mask")),
-        special=words.special | config_ids(model),
-        text_of=words.text_of,
+        model,
+        input_ids,
+        run or (lambda changed_ids: model(changed_ids, **arguments)),
+        scene,
+        real=_real_tokens(input_ids, arguments.get("attention_mask")),
+        special=adapter.special | config_ids(model),
+        text_of=adapter.text_of,
     )
 
 
 def check_mask(mask: Any) -> None:
-    """Raise `UsageError` for what can be no declared mask."""
+    """Raise `UsageError` if `mask` is neither a preset nor a `MaskSpec`."""
     if isinstance(mask, str):
         algebra.check_preset(mask)
     elif mask is not None and not isinstance(mask, MaskSpec):
         raise UsageError(
-            "mask must be the name of a preset or a flexinspect.masks.algebra.MaskRule."
+            "mask must be the name of a preset or a flexinspect.masks.algebra.MaskSpec."
         )
 
 
 def tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:
-    """Return the words of a tokenizer, or ids in their place."""
+    """The adapter of a tokenizer; without one, ids are their own texts."""
     return IdAdapter() if tokenizer is None else TransformersAdapter(tokenizer)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where a model's parameters lie."""
+    """The device of a model's parameters, the CPU if it has none."""
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 
 
 def config_ids(model: nn.Module) -> frozenset[int]:
-    """Return the special ids that a model's configuration names."""
+    """The special ids in a model's configuration."""
     config = getattr(model, "config", None)
     named = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
     flat: set[int] = set()
@@ -127,41 +134,38 @@ def config_ids(model: nn.Module) -> frozenset[int]:
 def _parse_ids(ids: Any, tokenizer: Any) -> Tensor:
     if isinstance(ids, str):
         if tokenizer is None:
-            raise UsageError("A prompt given as text needs tokenizer=.")
+            raise UsageError("A prompt as text needs tokenizer=.")
         ids = tokenizer(ids)["input_ids"]
     try:
-        fed = ids if isinstance(ids, Tensor) else torch.tensor(ids)
+        tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UsageError(f"ids must be token ids or a text: {error}") from error
-    fed = fed[None] if fed.dim() == 1 else fed
-    if fed.dim() != 2 or fed.is_floating_point() or not fed.numel():
+    tensor = tensor[None] if tensor.dim() == 1 else tensor
+    if tensor.dim() != 2 or tensor.is_floating_point() or not tensor.numel():
         raise UsageError(
-            f"ids must be whole numbers of shape (rows,) or (batch, rows), not {tuple(fed.shape)}."
+            "ids must be whole numbers of shape (rows,) or (batch, rows), not "
+            f"{tuple(tensor.shape)}."
         )
-    return fed.long()
+    return tensor.long()
 
 
 def _model_arguments(
-    ids: Tensor, attention_mask: Any, position_ids: Any, *, is_own: bool
+    ids: Tensor, attention_mask: Any, position_ids: Any, *, has_run: bool
 ) -> dict[str, Any]:
-    """Return what goes to the model with the ids; with a run of one's own it only tells of pads."""
-    given: dict[str, Any] = {}
+    """The model's other arguments; if the user has a `run`, they only describe its input."""
+    arguments: dict[str, Any] = {}
     if attention_mask is not None:
         is_tensor = isinstance(attention_mask, Tensor)
-        if is_own and not (is_tensor and attention_mask.shape == ids.shape):
+        if has_run and not (is_tensor and attention_mask.shape == ids.shape):
             raise UsageError(
-                "With run=, attention_mask tells which ids are padding: as many 0 and 1 as ids.",
-                hint="Hand any other mask to the model in run.",
+                "With run=, attention_mask says which ids are padding: a 0 or 1 for each id.",
+                hint="Pass any other mask to the model in run.",
             )
-        given["attention_mask"] = attention_mask.to(ids.device) if is_tensor else attention_mask
+        arguments["attention_mask"] = attention_mask.to(ids.device) if is_tensor else attention_mask
     if position_ids is not None:
         positions = torch.as_tensor(position_ids, device=ids.device)
-        given["position_ids"] = positions[None] if positions.dim() == 1 else positions
-    return given
-
-
-def _input_rows(ids: Tensor, arguments: dict[str, Any]) -> InputRows:
-    return InputRows({"input_ids": ids, **arguments}, ids.shape[1], with_mask=True)
+        arguments["position_ids"] = positions[None] if positions.dim() == 1 else positions
+    return arguments
 
 
 def _real_tokens(ids: Tensor, attention_mask: Any) -> BoolArray:

@@ -1,4 +1,4 @@
-"""Proofs of our own generation: what `flexinspect prove` runs."""
+"""Proofs of the ensemble generation, for `flexinspect prove`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flexinspect.rules.context import RuleContext
 from flexinspect_hooks.ensemble.capture_process import default_threads, load_samples
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner, GenerationPlan
 from flexinspect_hooks.generation.decoding import generate
-from flexinspect_hooks.generation.flex_patch import patch_model
+from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.loading.model_loader import LoadedModel, load
 from flexinspect_hooks.loading.model_loader import OnLoadProgress as LoadReport
 from flexinspect_hooks.proofs.cache_check import check_cache
@@ -38,8 +38,7 @@ def prove_run(
 ) -> Iterator[Proof]:
     """Load a job's model, and yield the proof of each of its samples.
 
-    `every` is how many steps of a cache check lie between two recomputes. Raises
-    `FlexInspectError` for what cannot be run.
+    A cache check recomputes every `every` steps. Raises `FlexInspectError` if the job cannot run.
     """
     torch.set_num_threads(job.threads or default_threads())
     samples = load_samples(job)
@@ -67,7 +66,7 @@ def prove_run(
 
 
 class _SampleProver:
-    """One model and the samples that it is given."""
+    """Proves samples of a job on one loaded model."""
 
     def __init__(
         self, loaded: LoadedModel, job: Job, *, compiled: bool, report: OnProgress
@@ -95,7 +94,7 @@ class _SampleProver:
         with self._patched_plan(sample) as plan:
             prompt = torch.tensor([plan.prompt.ids], device=self._device)
             subject = self._make_subject(plan, prompt, [])
-            # One token more than there are steps, as the last one is not fed again.
+            # One token more than there are steps: the last one is not an input.
             n_tokens = self._job.max_new_tokens + 1
             return check_cache(
                 subject,
@@ -106,9 +105,9 @@ class _SampleProver:
             )
 
     def order(self, sample: Sample) -> Proof:
-        """Swap each two paraphrases of a sample."""
+        """Swap each pair of paraphrases of a sample."""
         if len(sample.paraphrases) < 2:
-            raise UsageError("Order needs at least two paraphrases: give --prompt twice.")
+            raise UsageError("Order needs at least two paraphrases: use --prompt twice.")
         before = self._next_token_logits(sample)
         pairs = list(combinations(range(len(sample.paraphrases)), 2))
         swaps = []
@@ -132,12 +131,12 @@ class _SampleProver:
     @contextmanager
     def _patched_plan(self, sample: Sample) -> Iterator[GenerationPlan]:
         plan = self._ensemble.plan(sample)
-        with patch_model(self._model, plan.source, compiled=self._compiled):
+        with FlexPatch(self._model, plan.source, compiled=self._compiled):
             yield plan
 
     @contextmanager
     def _subject(self, sample: Sample) -> Iterator[Subject]:
-        """While entered, the model runs a sample's mask: the prompt, then tokens of its own."""
+        """Patch the model with a sample's mask; the subject is the prompt and generated tokens."""
         with self._patched_plan(sample) as plan:
             n_tokens = self._job.max_new_tokens
             self._report("generating", None)
@@ -149,24 +148,30 @@ class _SampleProver:
         scene, vocabulary = RuleContext(), self._ensemble.vocabulary
         scene.start_generation(self._generation_record(plan, generated_ids))
         return Subject(
-            *(self._model, ids, lambda fed: self._run_with_cache(plan, fed), scene),
+            self._model,
+            ids,
+            lambda changed_ids: self._run_with_cache(plan, changed_ids),
+            scene,
             real=np.ones(tuple(ids.shape), np.bool_),
             special=vocabulary.special | config_ids(self._model),
             text_of=vocabulary.text_of,
         )
 
     def _run_with_cache(self, plan: GenerationPlan, ids: Tensor) -> None:
-        """Feed a prompt's ids, then those after it one by one, with a cache."""
+        """Run the prompt's ids, then the following ones one by one, with a cache."""
         from transformers import DynamicCache
 
         prompt, cache = plan.prompt, DynamicCache(config=self._model.config)
         n_prompt = len(prompt.ids)
         parts = [(0, n_prompt), *((pos, pos + 1) for pos in range(n_prompt, ids.shape[1]))]
         for start, stop in parts:
-            at = prompt.position_ids if not start else [prompt.next_position(start - n_prompt)]
+            if start:
+                positions = [prompt.next_position(start - n_prompt)]
+            else:
+                positions = list(prompt.position_ids)
             self._model(
                 input_ids=ids[:, start:stop],
-                position_ids=torch.tensor([at], device=self._device),
+                position_ids=torch.tensor([positions], device=self._device),
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -174,16 +179,21 @@ class _SampleProver:
     def _generation_record(
         self, plan: GenerationPlan, generated_ids: list[int]
     ) -> GenerationRecord:
-        """Return a generation with the tokens that it chose.
+        """The record of a generation with the tokens that it chose.
 
-        What an own mask function means is not known, so that segments are taken to be isolated.
+        The meaning of a user's mask function is unknown, so its segments count as isolated.
         """
         record = self._ensemble.record_of(0, plan)
-        words, n_prompt = self._ensemble.vocabulary, len(plan.prompt.ids)
+        vocabulary, n_prompt = self._ensemble.vocabulary, len(plan.prompt.ids)
         generated = tuple(
             TokenRecord(
-                *(n_prompt + number, token_id, words.token_of(token_id), words.text_of(token_id)),
-                *(plan.prompt.next_position(number), len(record.segments) - 1, False, number),
+                pos=n_prompt + number,
+                token_id=token_id,
+                token=vocabulary.token_of(token_id),
+                text=vocabulary.text_of(token_id),
+                position_id=plan.prompt.next_position(number),
+                segment=len(record.segments) - 1,
+                step=number,
             )
             for number, token_id in enumerate(generated_ids)
         )

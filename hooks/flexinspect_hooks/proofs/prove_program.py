@@ -1,8 +1,7 @@
-"""Proofs of a user's own program: it runs, and at a call of a model the proof is made, right there.
+"""Proofs of the user's own program: it runs until a call of a model, which is then proved.
 
-There, because what a program patches it may take back after the call: the model is run again while
-everything is as the program has it, with other ids in place of those that it feeds. The program
-ends when the proof is made.
+The proof is made at that call, because the program may remove its patches afterwards: the model
+runs again with other ids while all patches are in place. The program ends after the proof.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _RunIds = Callable[[Tensor], Any]
 
 
 class _ProofMadeError(BaseException):
-    """Unwinds the program once the proof is made; nothing that catches exceptions catches it."""
+    """Ends the program after the proof; `except Exception` does not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RepeatableCall:
-    """A call of a model that can be made again with other ids."""
+    """A call of a model that can be repeated with other ids."""
 
     model: nn.Module
     ids: Tensor
@@ -49,8 +48,8 @@ def prove_script(
 ) -> Proof:
     """Run a program up to its `call`-th call of a model with a whole prompt, and prove that call.
 
-    Raises `UsageError` when the program ends before, or what is asked cannot be proved, and
-    whatever the program raises before that call.
+    Raises `UsageError` if the program ends before that call, or if it cannot be proved, and any
+    exception that the program raises before it.
     """
     watch = _CallWatcher(kind, job, call, every, report)
     with watch.installed(), suppress(_ProofMadeError, SystemExit):
@@ -59,16 +58,16 @@ def prove_script(
         raise watch.error
     if watch.proof is None:
         raise UsageError(
-            f"{job.program} made {watch.n_calls} calls of a transformers model that fit, and call "
-            f"{call} was to be proved.",
-            hint="A call fits that feeds a whole prompt, as long as the declared segments, to an "
-            "empty cache. --call N names another one.",
+            f"{job.program} made {watch.n_calls} suitable calls of a transformers model, so call "
+            f"{call} could not be proved.",
+            hint="A suitable call runs a whole prompt, at least as long as the declared segments, "
+            "with an empty cache. --call N chooses another one.",
         )
     return watch.proof
 
 
 class _CallWatcher:
-    """Watches the outermost calls of transformers models, and proves one of them."""
+    """Intercepts the outermost calls of transformers models, and proves one of them."""
 
     def __init__(
         self, kind: str, job: ScriptJob, call: int, every: int, report: OnProgress | None
@@ -83,7 +82,7 @@ class _CallWatcher:
 
     @contextmanager
     def installed(self) -> Any:
-        """While entered, every outermost call of a model is looked at."""
+        """Intercept every outermost call of a model inside the context."""
         import transformers.tokenization_utils_base  # noqa: F401
         from transformers.generation.utils import GenerationMixin
         from transformers.modeling_utils import PreTrainedModel
@@ -105,9 +104,9 @@ class _CallWatcher:
                 return original(model, *args, **kwargs)
             self._is_inside = True
             try:
-                fed = _repeatable_call(model, original, args, kwargs, generates=generates)
-                if fed is not None and self._is_target(fed):
-                    self._prove(fed)
+                call = _repeatable_call(model, original, args, kwargs, generates=generates)
+                if call is not None and self._is_target(call):
+                    self._prove(call)
                 return original(model, *args, **kwargs)
             finally:
                 self._is_inside = False
@@ -115,7 +114,7 @@ class _CallWatcher:
         return called
 
     def _is_target(self, call: _RepeatableCall) -> bool:
-        """Count a call that feeds as many rows as were declared; say whether it is the one."""
+        """Count the call if it has as many rows as were declared; returns whether to prove it."""
         spans = [one[1] for one in self._job.declaration.segments if len(one) == 3]
         if any(isinstance(stop, int) and stop > call.ids.shape[1] for stop in spans):
             return False
@@ -130,20 +129,20 @@ class _CallWatcher:
         except FlexInspectError as error:
             self.error = error
             raise _ProofMadeError from None
-        about = f"{self._job.program}, call {self._call} of {type(call.model).__name__}"
+        head = f"{self._job.program}, call {self._call} of {type(call.model).__name__}"
         self.proof = replace(
             proof,
-            lines=(about, *proof.lines),
+            lines=(head, *proof.lines),
             facts={**proof.facts, "program": self._job.program, "fed": ids_digest(call.ids)},
         )
         raise _ProofMadeError
 
     def _options(self, call: _RepeatableCall) -> dict[str, Any]:
-        """Return what was declared, in the keywords of this kind of proof."""
-        said = self._job.declaration
-        every: dict[str, Any] = {
-            "segments": list(said.segments) or None,
-            "mask": said.mask,
+        """The declared options that this kind of proof accepts."""
+        declaration = self._job.declaration
+        options: dict[str, Any] = {
+            "segments": list(declaration.segments) or None,
+            "mask": declaration.mask,
             "run": call.run,
             "attention_mask": call.attention_mask,
             "tokenizer": next(iter(self._tokenizers.live_tokenizers()), None),
@@ -151,13 +150,13 @@ class _CallWatcher:
             "report": self._report,
         }
         if self._kind == "cache" and not call.generates:
-            del every["run"]  # one forward makes no step after the prompt: ours are chosen greedily
+            del options["run"]  # one forward pass has no decode steps: generate greedily instead
         known = inspect.signature(prover_of(self._kind)).parameters
-        return {name: value for name, value in every.items() if name in known}
+        return {name: value for name, value in options.items() if name in known}
 
 
 def ids_digest(ids: Tensor) -> str:
-    """Return what tells the ids of batch row 0 from others."""
+    """A fingerprint of the ids of batch row 0."""
     listed = ",".join(str(int(one)) for one in ids[0])
     return hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()
 
@@ -170,7 +169,7 @@ def _repeatable_call(
     *,
     generates: bool,
 ) -> _RepeatableCall | None:
-    """Return a call that feeds a prompt to an empty cache, None for any other."""
+    """The call if it runs a prompt with an empty cache, None for any other."""
     name = next((one for one in ("input_ids", "inputs") if one in kwargs), None)
     ids = kwargs[name] if name is not None else args[0] if args else None
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] < 2 or ids.is_floating_point():
@@ -179,14 +178,14 @@ def _repeatable_call(
     if cache is not None and _cache_length(cache) != 0:
         return None
 
-    def run(other: Tensor) -> None:
-        given = dict(kwargs)
+    def run(other_ids: Tensor) -> None:
+        arguments = dict(kwargs)
         if name is not None:
-            given[name] = other
+            arguments[name] = other_ids
         if cache is not None:
-            given["past_key_values"] = copy.deepcopy(cache)
-        rest = args if name is not None else (other, *args[1:])
-        original(model, *rest, **given)
+            arguments["past_key_values"] = copy.deepcopy(cache)
+        positional = args if name is not None else (other_ids, *args[1:])
+        original(model, *positional, **arguments)
 
     mask = kwargs.get("attention_mask")
     is_padding = isinstance(mask, Tensor) and mask.shape == ids.shape
@@ -198,5 +197,5 @@ def _repeatable_call(
 def _cache_length(cache: Any) -> int:
     try:
         return int(cache.get_seq_length())
-    except Exception:  # of a kind that cannot be asked: it may hold anything
+    except Exception:  # a cache of an unknown kind may hold anything
         return -1

@@ -1,6 +1,7 @@
-"""Going back in a generation that is alive: restore a step, fork with another token or mask.
+"""Rewind a running generation: restore a step, fork with another token, or edit the mask.
 
-`journey` drives one generation and its branches; `lines` remembers what was chosen, `caches` what
-was computed, `conditions` under which circumstances; `prices` says from where a step is reached;
-`editedmask` runs an edited mask.
+`branching_decoder` drives one generation and its branches. `branch_state` holds the chosen tokens
+and the conditions they were computed under, `cache_shelf` the KV caches. `branch_recorder` writes
+branches to the trace, `edited_mask` runs an edited mask, and `command_handler` executes the
+commands of the user.
 """

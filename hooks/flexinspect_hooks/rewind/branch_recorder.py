@@ -1,4 +1,4 @@
-"""Writes down a generation and its branches: what the ensemble's run leaves in the trace."""
+"""Records a generation and its branches in the trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MakeToken = Callable[[int, int, str, int, int, int | None], TokenRecord]
 
 
 class GeneratedText:
-    """The text of what was generated so far, token by token, whichever branch it is of."""
+    """The text of the generated tokens, token by token, for any branch."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -38,7 +38,7 @@ class GeneratedText:
         self._stream = TextStream(vocabulary)
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return what each of these tokens adds to the text."""
+        """The text that each of these tokens adds."""
         known = len(self._ids)
         if self._ids != list(token_ids[:known]):
             self._ids, self._texts = [], []
@@ -49,14 +49,15 @@ class GeneratedText:
         return self._texts[: len(token_ids)]
 
     def has_line_break(self, token_ids: Sequence[int]) -> bool:
-        """Say whether the text has a line break that is not before its first word."""
+        """Whether the text has a line break after its first word."""
         return "\n" in "".join(self.texts(token_ids)).lstrip()
 
 
 class TraceBranchRecorder:
-    """Records a journey through a capture session; `begun` is the record of the generation.
+    """Records the branches of one generation through a capture session.
 
-    `gradients` are taken of each branch when it has come to its end.
+    `generation` is the record of the generation. `answer_of` is the answer text of token ids.
+    With `gradients`, the gradients of each branch are computed when it has finished.
     """
 
     def __init__(
@@ -77,19 +78,19 @@ class TraceBranchRecorder:
         self._text, self._make_token, self._answer_of = text, make_token, answer_of
 
     def set_next_step(self, branch: int, step: int) -> None:
-        """The next forward is this step."""
+        """The next forward pass is this step."""
         self._session.set_next_step(branch, step)
 
     def no_capture(self) -> AbstractContextManager[None]:
-        """While entered, forwards are nobody's steps."""
+        """Forward passes inside the context are not recorded."""
         return self._session.no_capture()
 
     def drop_step(self, branch: BranchState) -> None:
-        """The open step is in the trace already, as a step of `line`."""
+        """Drop the open step: the trace has it already, as a step of `branch`."""
         self._session.drop_step(branch.number)
 
     def on_token_chosen(self, branch: BranchState, choice: Choice) -> None:
-        """The open step is over, and belongs to `line`."""
+        """End the open step, which belongs to `branch`."""
         token_ids = branch.token_ids(choice.step + 1)
         token = self._token_record(choice.step, choice.token_id, self._text.texts(token_ids)[-1])
         self._session.move_step(branch.number)
@@ -100,79 +101,98 @@ class TraceBranchRecorder:
             )
 
     def begin_branch(self, branch: BranchState) -> None:
-        """A branch begins; the trace says what it is before its first step is written."""
+        """Record that a branch begins, before its first step is written."""
         assert branch.parent is not None
         change = branch.change
-        place = (self._generation.generation, branch.number, branch.parent.number, branch.fork_step)
-        record = BranchRecord(*place, change, self._prompt.segments, branch.recomputed)
+        record = BranchRecord(
+            generation=self._generation.generation,
+            branch=branch.number,
+            parent=branch.parent.number,
+            fork_step=branch.fork_step,
+            change=change,
+            segments=self._prompt.segments,
+            recomputed=branch.recomputed,
+        )
         self._session.begin_branch(record, self._branch_generation(branch))
-        about = {name: value for name, value in change.items() if name != "declared"}
-        what = {"parent": branch.parent.number, "branch": branch.number, **about}
+        facts = {name: value for name, value in change.items() if name != "declared"}
+        facts = {"parent": branch.parent.number, "branch": branch.number, **facts}
         kind = {"token": "forked", "mask": "mask-edited"}.get(str(change.get("kind")))
         if kind is not None:
-            self.record_event(kind, describe_branch(branch), branch, branch.fork_step, what)
+            self.record_event(kind, describe_branch(branch), branch, branch.fork_step, facts)
 
     def end_branch(self, branch: BranchState, state: str, reason: str) -> None:
-        """A branch, or the base, ended."""
+        """Record that a branch (0 is the base) ended, after computing its gradients."""
         token_ids = branch.token_ids(branch.n_steps)
-        segments = close_generated_segment(
-            self._prompt.segments, len(self._prompt.ids) + len(token_ids)
-        )
-        answer = self._answer_of(token_ids)
-        place = (
-            self._generation.generation,
-            state,
-            answer,
-            segments,
-            reason,
-            time.time(),
-            branch.number,
+        end = GenerationEnd(
+            generation=self._generation.generation,
+            state=state,
+            answer=self._answer_of(token_ids),
+            segments=close_generated_segment(
+                self._prompt.segments, len(self._prompt.ids) + len(token_ids)
+            ),
+            stop_reason=reason,
+            ended_at=time.time(),
+            branch=branch.number,
         )
         try:
             if self._gradients is not None and state == "finished":
                 self._compute_gradients(self._gradients, branch, token_ids)
         finally:
-            self._session.end_generation(GenerationEnd(*place))
+            self._session.end_generation(end)
 
     def _compute_gradients(
         self, gradients: TokenGradients, branch: BranchState, token_ids: Sequence[int]
     ) -> None:
-        """Take the gradients of a branch; what the gate holds back meanwhile is a stop alone."""
-        gate, place = self._session.barrier, (branch.number, branch.fork_step)
-        ended = FinishedBranch(
-            self._generation.generation, self._prompt, token_ids, branch.source, *place
+        """Compute the gradients of a branch; of all commands, only a stop is handled meanwhile."""
+        barrier = self._session.barrier
+        finished = FinishedBranch(
+            self._generation.generation,
+            self._prompt,
+            token_ids,
+            branch.source,
+            branch.number,
+            branch.fork_step,
         )
-        stop = gate.raise_if_stopping if gate is not None else lambda: None
-        gradients.compute(ended, self._session.recorder, stop)
+        check_stop = barrier.raise_if_stopping if barrier is not None else lambda: None
+        gradients.compute(finished, self._session.recorder, check_stop)
 
     def record_event(
         self, kind: str, text: str, branch: BranchState, step: int, facts: Mapping[str, Any]
     ) -> None:
-        """Something happened behind a step of a line."""
-        about = (kind, text, time.time(), self._generation.generation, step)
-        self._session.recorder.put(EventRecord(*about, {"branch": branch.number, **facts}))
+        """Record an event after a step of a branch."""
+        data = {"branch": branch.number, **facts}
+        event = EventRecord(kind, text, time.time(), self._generation.generation, step, data)
+        self._session.recorder.put(event)
 
     def _token_record(
         self, step: int, token_id: int, text: str, *, is_prompt: bool = False
     ) -> TokenRecord:
         prompt = self._prompt
-        place = (prompt.next_position(step), len(prompt.segments) - 1, None if is_prompt else step)
-        return self._make_token(len(prompt.ids) + step, token_id, text, *place)
+        return self._make_token(
+            len(prompt.ids) + step,
+            token_id,
+            text,
+            prompt.next_position(step),
+            len(prompt.segments) - 1,
+            None if is_prompt else step,
+        )
 
     def _branch_generation(self, branch: BranchState) -> GenerationRecord:
-        """Return the generation as the branch finds it: under its mask.
+        """The record of the generation with the mask and the prompt of the branch.
 
-        Where the sequence is fed anew, the tokens before the fork are given, as a prompt is.
+        Where the whole sequence is recomputed, the tokens before the fork are part of the prompt.
         """
-        given: tuple[TokenRecord, ...] = ()
+        before_fork: tuple[TokenRecord, ...] = ()
         if branch.recomputed:
             token_ids = branch.token_ids(branch.fork_step)
             texts = self._text.texts(token_ids)
-            pairs = enumerate(zip(token_ids, texts, strict=True))
-            given = tuple(self._token_record(step, *pair, is_prompt=True) for step, pair in pairs)
-        tokens = (*self._generation.tokens, *given)
-        edited = (one.change["declared"] for one in branch.ancestry() if "declared" in one.change)
-        mask = next(edited, None)
+            before_fork = tuple(
+                self._token_record(step, token_id, text, is_prompt=True)
+                for step, (token_id, text) in enumerate(zip(token_ids, texts, strict=True))
+            )
+        tokens = (*self._generation.tokens, *before_fork)
+        changes = (ancestor.change for ancestor in branch.ancestry())
+        mask = next((change["declared"] for change in changes if "declared" in change), None)
         if mask is None:
             return replace(self._generation, tokens=tokens)
         declared = with_declared_mask(self._generation.declared, mask)

@@ -1,7 +1,7 @@
-"""The tree of what was decoded: each branch with the tokens it chose, and how to meet them again.
+"""The tree of branches: the tokens that each chose, and what is needed to compute them again.
 
-A branch (`Line`) holds its own steps only, from its `fork_step` on; what lies before is its
-parent's, as in the trace.
+A `BranchState` holds its own steps only, from its `fork_step` on; earlier steps are its parent's,
+as in the trace. `RunConditions` are what a bit-equal repetition depends on beside the input.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from flexinspect_hooks.generation.mask_source import MaskSource
 
 
 class StepCheckpoint(NamedTuple):
-    """What is kept of a step to run it again: small, whatever the model's size.
+    """What is kept of a step to repeat it; its size does not depend on the model.
 
-    `random` is the sampler's state before the choice (None when greedy), `check` the checksum of
-    the logits, 0-dim on the device.
+    `rng_state` is the sampler's state before the choice (None when greedy), `logits_checksum` a
+    0-dim tensor on the device (see `checksum`), `wall_ms` the duration of the step.
     """
 
     token_id: int
@@ -33,12 +33,14 @@ class StepCheckpoint(NamedTuple):
 
 @dataclass(slots=True)
 class BranchState:
-    """One branch.
+    """One branch of a generation.
 
-    `recomputed` says that its first own step fed the whole sequence anew. `forced` are tokens that
-    its first own steps take in place of those drawn. `change` is what made it differ, as
-    `BranchRecord` has it. `ended` is why it ended, empty while it may go on; `is_closed` tells
-    whether the trace holds its end.
+    Attributes:
+        forced: tokens that its first own steps take in place of those drawn.
+        recomputed: whether its first own step recomputed the whole sequence.
+        change: how it differs from its parent, as in `BranchRecord`.
+        end_reason: why it ended, "" while it may continue.
+        is_closed: whether its end is in the trace.
     """
 
     number: int
@@ -49,69 +51,71 @@ class BranchState:
     recomputed: bool = False
     change: Mapping[str, Any] = field(default_factory=dict)
     rng_state: Tensor | None = None
-    """The sampler's state behind the last step, once the line was left."""
+    """The sampler's state after the last step, set when the decoder leaves the branch."""
     checkpoints: list[StepCheckpoint] = field(default_factory=list)
     end_reason: str = ""
     is_closed: bool = False
 
     @property
     def n_steps(self) -> int:
-        """Steps of the line, those of its parents before the fork included."""
+        """Steps of the branch, including those of its parents before the fork."""
         return self.fork_step + len(self.checkpoints)
 
     def ancestry(self) -> Iterator[BranchState]:
-        """Yield the line and its parents, newest first."""
-        here: BranchState | None = self
-        while here is not None:
-            yield here
-            here = here.parent
+        """Yield the branch and its parents, newest first."""
+        branch: BranchState | None = self
+        while branch is not None:
+            yield branch
+            branch = branch.parent
 
     def owner(self, step: int) -> BranchState:
-        """Return the line that holds a step."""
-        return next(line for line in self.ancestry() if step >= line.fork_step)
+        """The branch that holds a step: this one or a parent."""
+        return next(branch for branch in self.ancestry() if step >= branch.fork_step)
 
     def checkpoint(self, step: int) -> StepCheckpoint:
-        """Return what is kept of a step, its own or a parent's. Raises `IndexError`."""
+        """The checkpoint of a step, its own or a parent's. Raises `IndexError` past the end."""
         owner = self.owner(step)
         return owner.checkpoints[step - owner.fork_step]
 
     def token_ids(self, n_steps: int) -> list[int]:
-        """Return the tokens of the first `n_steps` steps. Raises `IndexError` past the end."""
+        """The tokens of the first `n_steps` steps. Raises `IndexError` past the end."""
         if n_steps > self.n_steps:
             raise IndexError(f"Branch {self.number} has {self.n_steps} steps, not {n_steps}.")
         token_ids: list[int] = []
-        for line in self.ancestry():
-            own = line.checkpoints[: max(n_steps - line.fork_step, 0)]
-            token_ids[:0] = [mark.token_id for mark in own]
-            n_steps = min(n_steps, line.fork_step)
+        for branch in self.ancestry():
+            own = branch.checkpoints[: max(n_steps - branch.fork_step, 0)]
+            token_ids[:0] = [checkpoint.token_id for checkpoint in own]
+            n_steps = min(n_steps, branch.fork_step)
         return token_ids
 
     def cache_origin(self, step: int) -> BranchState:
-        """Return the line whose forward over the whole sequence the cache at a step stems from."""
+        """The branch whose forward pass over the whole sequence began the cache at a step."""
         family = self.owner(step).ancestry()
-        return next(line for line in family if line.recomputed or line.parent is None)
+        return next(branch for branch in family if branch.recomputed or branch.parent is None)
 
     def recomputed_at(self, step: int) -> bool:
-        """Say whether a step of this very line fed the whole sequence anew."""
+        """Whether a step is this branch's own and recomputed the whole sequence."""
         return self.recomputed and step == self.fork_step
 
     def rng_state_after(self, step: int) -> Tensor | None:
-        """Return the sampler's state behind a step."""
-        here: BranchState = self
-        while step + 1 >= here.n_steps and here.parent is not None and step < here.fork_step:
-            here = here.parent
-        return here.checkpoint(step + 1).rng_state if step + 1 < here.n_steps else here.rng_state
+        """The sampler's state after a step."""
+        branch: BranchState = self
+        while step + 1 >= branch.n_steps and branch.parent is not None and step < branch.fork_step:
+            branch = branch.parent
+        if step + 1 < branch.n_steps:
+            return branch.checkpoint(step + 1).rng_state
+        return branch.rng_state
 
     def forced_at(self, step: int) -> int | None:
-        """Return the token that a step had to take, None where it was free."""
+        """The token that a step has to take, None if it may choose."""
         owner = self.owner(step)
         number = step - owner.fork_step
         return owner.forced[number] if number < len(owner.forced) else None
 
     def last_shared_step(self, other: BranchState, up_to: int) -> int:
-        """Return the last step up to `upto` that both lines computed as one, -1 without any.
+        """The last step up to `up_to` that both branches share, -1 if they share none.
 
-        From there on they differ in a token, in a mask, or in how their keys came to be.
+        After it they differ in a token, in a mask, or in how their keys were computed.
         """
         last = min(up_to, other.n_steps - 1)
         while last >= 0 and self.owner(last) is not other.owner(last):
@@ -120,12 +124,12 @@ class BranchState:
 
 
 _SAMPLES = 1024
-"""Values per tensor of the weights that are looked at, evenly spread."""
+"""Values read from each weight tensor, evenly spaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunConditions:
-    """What bits depend on beside the input: weights, threads, modes and precision of torch."""
+    """What bit-equal results depend on beside the input: weights, threads, modes, precision."""
 
     weights: str
     threads: int
@@ -135,7 +139,7 @@ class RunConditions:
 
     @classmethod
     def current(cls, model: nn.Module) -> RunConditions:
-        """Return the conditions under which `model` would run now."""
+        """The conditions under which `model` would run now."""
         return cls(
             weights=weights_fingerprint(model),
             threads=torch.get_num_threads(),
@@ -145,26 +149,27 @@ class RunConditions:
         )
 
     def changes(self, now: RunConditions) -> list[str]:
-        """Return a sentence for each condition that is another one now."""
-        said = []
+        """A sentence for each condition that differs from `now`."""
+        changes = []
         if self.weights != now.weights:
-            said.append("The weights of the model have changed.")
+            changes.append("The weights of the model have changed.")
         if self.threads != now.threads:
-            said.append(f"torch ran on {self.threads} threads, and now runs on {now.threads}.")
+            changes.append(f"torch ran on {self.threads} threads and now runs on {now.threads}.")
         if self.training != now.training:
-            said.append(f"The model is in {'training' if now.training else 'evaluation'} mode now.")
+            mode = "training" if now.training else "evaluation"
+            changes.append(f"The model is now in {mode} mode.")
         if self.precision != now.precision:
-            said.append(f"Matrix products are of precision {now.precision} now.")
+            changes.append(f"The precision of matrix products is now {now.precision}.")
         if self.deterministic != now.deterministic:
-            said.append("torch.use_deterministic_algorithms was switched.")
-        return said
+            changes.append("torch.use_deterministic_algorithms was switched.")
+        return changes
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """Return a name for the weights as they are in memory: equal weights have equal names.
+    """A fingerprint of the weights in memory: equal weights have equal fingerprints.
 
-    Of each tensor up to `_SAMPLES` values are read, so that it takes milliseconds; and how often
-    torch has written to it counts too, since a change may miss all of these values.
+    It reads up to about `_SAMPLES` values of each tensor, which takes milliseconds. It includes the
+    tensors' version counters, because a change may miss all of these values.
     """
     digest = hashlib.blake2b(digest_size=16)
     sums = []
@@ -189,10 +194,10 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(values: Tensor) -> Tensor:
-    """Return a 0-dim int64 on the device that any changed bit of `values` changes.
+    """The sum of the bits of `values` as integers: 0-dim int64, on their device.
 
-    A sum of the bits as integers: unlike a hash it costs one pass and never waits for the device.
-    Two changes may cancel each other; those of a wrong logit row do not.
+    Any single changed bit changes it. Unlike a hash it costs one pass and never waits for the
+    device. Two changes may cancel each other, but those of a wrong logit row do not.
     """
     whole = values.detach().contiguous().view(-1)
     if whole.is_complex():

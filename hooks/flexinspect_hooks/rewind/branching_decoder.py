@@ -1,11 +1,11 @@
-"""One generation that can go back: it decodes, restores, forks and runs under an edited mask.
+"""One generation with branches: it decodes, restores steps, forks, and runs edited masks.
 
-Restoring never computes what is still there: the cache of the branch, or of one that shares its
-beginning, is cropped. Where that is not exact (sliding windows forget keys) or where no cache is
-left, the very forwards of the recording are run again, with their rows and their masks, since only
-those give the same bits. Steps that the trace holds are not recorded twice: going on from a
-restored state is checked against the recording step by step, until it ends or comes out
-differently; from there on it is a branch of its own.
+Restoring a step reuses what is still there: the cache of the branch, or of one that shares its
+beginning, is cropped. Where that is not exact (sliding windows drop keys), or where no cache is
+left, the forward passes of the recording are repeated with the same rows and masks, because only
+those give the same bits. Steps that are in the trace are not recorded twice: decoding on from a
+restored step is compared with the recording step by step. Where the result differs, a new branch
+begins.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from flexinspect_hooks.rewind.edited_mask import declared_mask, editable_mask, m
 
 
 class BranchingDecoder:
-    """Drives one generation and its branches; the model's patch takes each branch's mask."""
+    """Drives one generation and its branches; the model's patch gets the mask of each branch."""
 
     def __init__(
         self,
@@ -78,11 +78,9 @@ class BranchingDecoder:
 
     @property
     def is_over(self) -> bool:
-        """Whether the live branch has ended, and stands at its end."""
-        return (
-            bool(self.current_branch.end_reason)
-            and self._decoder.step >= self.current_branch.n_steps
-        )
+        """Whether the current branch has ended and the decoder is at its end."""
+        is_at_end = self._decoder.step >= self.current_branch.n_steps
+        return bool(self.current_branch.end_reason) and is_at_end
 
     @property
     def is_replaying(self) -> bool:
@@ -90,47 +88,48 @@ class BranchingDecoder:
         return self._decoder.step < self.current_branch.n_steps
 
     def cache_bytes(self) -> int:
-        """Return the bytes of all caches that are alive."""
-        return cache_bytes(
-            [self._decoder.cache, *(cache for _, cache in self._cache_store.items())]
-        )
+        """The bytes of all live caches."""
+        stored = (cache for _, cache in self._cache_store.items())
+        return cache_bytes([self._decoder.cache, *stored])
 
-    # -- going on --------------------------------------------------------------------------------
+    # -- decoding --------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Run one step of the live branch: record it, or check it where it is recorded."""
-        line, step = self.current_branch, self._decoder.step
-        self._recorder.set_next_step(line.number, step)
+        """Run one step of the current branch: record it, or compare it with its recording."""
+        branch, step = self.current_branch, self._decoder.step
+        self._recorder.set_next_step(branch.number, step)
         started = time.perf_counter()
-        self._prepare_step(line, step)
+        self._prepare_step(branch, step)
         logits = self._decoder.next_logits()
-        random = self._decoder.sampler.state()
-        choice = self._decoder.choose(logits, line.forced_at(step))
+        rng_state = self._decoder.sampler.state()
+        choice = self._decoder.choose(logits, branch.forced_at(step))
         wall_ms = (time.perf_counter() - started) * 1e3
-        mark = StepCheckpoint(choice.token_id, random, checksum(logits), wall_ms)
-        if step < line.n_steps:
-            line = self._check_replayed(line, step, mark)
-            if line is self.current_branch:
-                self._recorder.drop_step(line.owner(step))
+        checkpoint = StepCheckpoint(choice.token_id, rng_state, checksum(logits), wall_ms)
+        if step < branch.n_steps:
+            branch = self._check_replayed(branch, step, checkpoint)
+            if branch is self.current_branch:
+                self._recorder.drop_step(branch.owner(step))
                 return
-            self.current_branch = line
-        line.checkpoints.append(mark)
-        self._recorder.on_token_chosen(line, choice)
-        self._end_if_over(line)
+            self.current_branch = branch
+        branch.checkpoints.append(checkpoint)
+        self._recorder.on_token_chosen(branch, choice)
+        self._end_if_over(branch)
 
     def _prepare_step(self, branch: BranchState, step: int) -> None:
-        """Take the mask of a step, and nothing of the cache where it is computed anew."""
+        """Set the mask of a step, and an empty cache if the step recomputes the sequence."""
         owner = branch.owner(step)
         self.patch.source = owner.source
         if owner.recomputed_at(step):
             self._decoder.set_state(self._decoder.token_ids, new_cache(self._model))
 
-    def _check_replayed(self, branch: BranchState, step: int, mark: StepCheckpoint) -> BranchState:
-        """Return the line if a step came out as recorded, else a new one that begins with it."""
-        if _is_same_step(branch.checkpoint(step), mark):
+    def _check_replayed(
+        self, branch: BranchState, step: int, checkpoint: StepCheckpoint
+    ) -> BranchState:
+        """The branch itself if a step equals its recording, else a new branch from this step on."""
+        if _is_same_step(branch.checkpoint(step), checkpoint):
             return branch
         why = self._difference_reasons()
-        text = f"Step {step} did not come out as it was recorded. {' '.join(why)}"
+        text = f"Step {step} differs from its recording. {' '.join(why)}"
         self._recorder.record_event("replay-differs", text, branch, step, {"why": why})
         parent = branch.owner(step)
         new = self._new_branch(parent, step, parent.source)
@@ -138,104 +137,108 @@ class BranchingDecoder:
         new.change = {"kind": "replay", "why": why, **_recomputed_fact(new.recomputed)}
         new.forced = parent.forced[step - parent.fork_step :]
         self._recorder.begin_branch(new)
-        # The live cache is the new line's from here on: its newest row is not the recorded one.
+        # The live cache now belongs to the new branch: its newest row is not the recorded one.
         return new
 
     def _difference_reasons(self) -> list[str]:
-        said = self._conditions.changes(RunConditions.current(self._model))
-        same = (
-            "Weights, threads and modes are the same: an operation of the model does not give the "
-            f"same bits each time on {self._device.type}."
+        changes = self._conditions.changes(RunConditions.current(self._model))
+        nondeterministic = (
+            "Weights, threads and modes are the same: an operation of the model is not "
+            f"deterministic on {self._device.type}."
         )
-        return said or [same]
+        return changes or [nondeterministic]
 
     def _end_if_over(self, branch: BranchState) -> None:
-        limits = self._criteria
+        criteria = self._criteria
         branch.end_reason = find_stop_reason(
-            self._decoder.token_ids, limits.max_new_tokens, limits.eos_ids, limits.should_stop
+            self._decoder.token_ids, criteria.max_new_tokens, criteria.eos_ids, criteria.should_stop
         )
         if branch.end_reason:
             self._close_branch(branch, "finished", branch.end_reason)
 
     def close(self, state: str, reason: str) -> None:
-        """End the live branch in `state` unless it has ended, and the others as they were left."""
-        for line in self.branches:
-            if not line.is_closed:
-                is_live = line is self.current_branch
-                left = f"left at step {line.n_steps - 1}"
-                self._close_branch(
-                    line, state if is_live else "interrupted", reason if is_live else left
-                )
+        """End the current branch in `state` unless it has ended, and the others as interrupted."""
+        for branch in self.branches:
+            if branch.is_closed:
+                continue
+            if branch is self.current_branch:
+                self._close_branch(branch, state, reason)
+            else:
+                self._close_branch(branch, "interrupted", f"left at step {branch.n_steps - 1}")
         self._cache_store.clear()
 
     def _close_branch(self, branch: BranchState, state: str, reason: str) -> None:
         branch.is_closed = True
         self._recorder.end_branch(branch, state, reason)
 
-    # -- going back ------------------------------------------------------------------------------
+    # -- restoring -------------------------------------------------------------------------------
 
     def restore(self, branch: int, step: int) -> RestoreResult:
-        """Stand behind a recorded step of a branch. Raises `UsageError` where there is none."""
-        line, started = self._find_branch(branch, step), time.perf_counter()
-        price = self.restore_cost(branch, step)
-        why = self._restore_step(line, step)
-        said = " ".join([describe_restore(line, step, price.n_rows), *why])
-        done = RestoreResult(price, (time.perf_counter() - started) * 1e3, said, why)
-        facts = {"rows": price.n_rows, "forwards": price.n_forwards, "ms": round(done.wall_ms, 3)}
-        self._recorder.record_event("restored", said, line, step, {**facts, "why": list(why)})
-        return done
+        """Return to the state after a recorded step. Raises `UsageError` for an unknown step."""
+        state, started = self._find_branch(branch, step), time.perf_counter()
+        cost = self.restore_cost(branch, step)
+        reasons = self._restore_step(state, step)
+        wall_ms = (time.perf_counter() - started) * 1e3
+        message = " ".join([describe_restore(state, step, cost.n_rows), *reasons])
+        facts = {
+            "rows": cost.n_rows,
+            "forwards": cost.n_forwards,
+            "ms": round(wall_ms, 3),
+            "why": list(reasons),
+        }
+        self._recorder.record_event("restored", message, state, step, facts)
+        return RestoreResult(cost, wall_ms, message, reasons)
 
     def restore_cost(self, branch: int, step: int) -> RestoreCost:
-        """Return what `restore` of a step costs. Raises `UsageError` where there is none."""
-        line = self._find_branch(branch, step)
-        return restore_cost(line, step, self._nearest_cache(line, step), self._cache_sizes())
+        """The cost of `restore` for a step. Raises `UsageError` for an unknown step."""
+        state = self._find_branch(branch, step)
+        return restore_cost(state, step, self._nearest_cache(state, step), self._cache_sizes())
 
     def _cache_sizes(self) -> CacheSizes:
-        """Return what prices are made of."""
         decoder = self._decoder
         return CacheSizes(len(decoder.prompt.ids), row_bytes(decoder.cache), self.cache_bytes())
 
-    def _nearest_cache(self, line: BranchState, step: int) -> NearestCache:
-        """Return what is left of the rows of a step."""
+    def _nearest_cache(self, branch: BranchState, step: int) -> NearestCache:
+        """The live cache that holds most of the rows of a step."""
         caches = [(self.current_branch.number, self._decoder.cache), *self._cache_store.items()]
-        holders = [(self.branches[branch], cache) for branch, cache in caches]
-        return find_nearest_cache(line, step, holders, len(self._decoder.prompt.ids))
+        owned = [(self.branches[number], cache) for number, cache in caches]
+        return find_nearest_cache(branch, step, owned, len(self._decoder.prompt.ids))
 
     def _find_branch(self, branch: int, step: int) -> BranchState:
-        line = self.branches[branch] if 0 <= branch < len(self.branches) else None
-        if line is None:
+        if not 0 <= branch < len(self.branches):
             raise UsageError(
                 f"There is no branch {branch}; there are {len(self.branches)}, numbered from 0."
             )
-        if not 0 <= step < line.n_steps:
+        state = self.branches[branch]
+        if not 0 <= step < state.n_steps:
             raise UsageError(
-                f"Branch {branch} has no step {step}; its steps go from 0 to {line.n_steps - 1}."
+                f"Branch {branch} has no step {step}; its steps go from 0 to {state.n_steps - 1}."
             )
-        return line
+        return state
 
     def _restore_step(self, branch: BranchState, step: int) -> tuple[str, ...]:
-        """Stand behind a step of a line; returns why rows are other ones, empty when none is."""
-        near, decoder = self._nearest_cache(branch, step), self._decoder
-        stood = (decoder.token_ids, decoder.cache, decoder.sampler.state())
-        self._cache_store.mark_used(near.branch)
+        """Return to the state after a step; returns why rows differ, empty if none does."""
+        nearest, decoder = self._nearest_cache(branch, step), self._decoder
+        token_ids, cache, rng_state = decoder.token_ids, decoder.cache, decoder.sampler.state()
+        self._cache_store.mark_used(nearest.branch)
         self._store_cache(self.current_branch)
-        why: tuple[str, ...] = ()
+        reasons: tuple[str, ...] = ()
         try:
-            if near.cache is not None and near.step == step:
-                decoder.set_state(branch.token_ids(step + 1), near.cache)
+            if nearest.cache is not None and nearest.step == step:
+                decoder.set_state(branch.token_ids(step + 1), nearest.cache)
             else:
                 with self._recorder.no_capture():
-                    why = self._replay(branch, step, near)
-        except BaseException:  # a forward failed, or was interrupted
-            decoder.set_state(*stood[:2])
-            decoder.sampler.restore(stood[2])
+                    reasons = self._replay(branch, step, nearest)
+        except BaseException:  # a forward pass failed, or was interrupted
+            decoder.set_state(token_ids, cache)
+            decoder.sampler.restore(rng_state)
             raise
         decoder.sampler.restore(branch.rng_state_after(step))
         self.current_branch = branch
-        return why
+        return reasons
 
     def _store_cache(self, branch: BranchState) -> None:
-        """Keep the cache of a line that is left, and its random state if it is at its end."""
+        """Store the cache of a branch before leaving it, and its random state if at its end."""
         decoder = self._decoder
         if decoder.step == branch.n_steps and branch.checkpoints:
             branch.rng_state = decoder.sampler.state()
@@ -243,23 +246,23 @@ class BranchingDecoder:
             self._cache_store.put(branch.number, decoder.cache)
 
     def _replay(self, branch: BranchState, step: int, nearest: NearestCache) -> tuple[str, ...]:
-        """Run the forwards again that lead from a cache to a step."""
+        """Repeat the forward passes that lead from a cache to a step."""
         decoder, first = self._decoder, branch.cache_origin(step).fork_step
         if nearest.cache is not None:
             first = nearest.step + 1
         decoder.set_state(branch.token_ids(first), nearest.cache or new_cache(self._model))
-        off: list[int] = []
+        differing: list[int] = []
         for number in range(first, step + 1):
             self.patch.source = branch.owner(number).source
-            mark = branch.checkpoint(number)
-            if int(checksum(decoder.next_logits())) != int(mark.logits_checksum):
-                off.append(number)
-            decoder.token_ids.append(mark.token_id)
-        if not off:
+            checkpoint = branch.checkpoint(number)
+            if int(checksum(decoder.next_logits())) != int(checkpoint.logits_checksum):
+                differing.append(number)
+            decoder.token_ids.append(checkpoint.token_id)
+        if not differing:
             return ()
-        return (f"Step {off[0]} did not come out as it was recorded.", *self._difference_reasons())
+        return (f"Step {differing[0]} differs from its recording.", *self._difference_reasons())
 
-    # -- going elsewhere -------------------------------------------------------------------------
+    # -- forks and edited masks ------------------------------------------------------------------
 
     def fork(
         self,
@@ -268,16 +271,16 @@ class BranchingDecoder:
         token_ids: Sequence[int],
         facts: Mapping[str, Any] | None = None,
     ) -> BranchState:
-        """Begin a branch that takes other tokens from a recorded step on, then goes on freely.
+        """Begin a branch that takes other tokens from a recorded step on, then decodes freely.
 
-        `facts` goes into what the trace says of the change. Raises `UsageError` for a step that
-        there is not, for the token that was chosen there, and for one that the model has not.
+        `facts` are added to `BranchRecord.change`. Raises `UsageError` for an unknown step, for
+        the token that the step chose already, and for a token that the model does not have.
         """
-        line, parent = self._check_fork(branch, step, token_ids)
+        state, parent = self._check_fork(branch, step, token_ids)
         change = {
             "kind": "token",
             "token_id": token_ids[0],
-            "instead_id": line.checkpoint(step).token_id,
+            "instead_id": state.checkpoint(step).token_id,
         }
         if len(token_ids) > 1:
             change["token_ids"] = list(token_ids)
@@ -288,64 +291,69 @@ class BranchingDecoder:
         return self._begin_branch(new, {**change, **_recomputed_fact(recomputed), **(facts or {})})
 
     def fork_cost(self, branch: int, step: int, token_ids: Sequence[int]) -> RestoreCost:
-        """Return what a fork costs until its first own step is over. Raises as `fork` does."""
-        line, owner = self._check_fork(branch, step, token_ids)
-        return self._branch_cost(line, step, recomputed=owner.recomputed_at(step))
+        """The cost of a fork up to the end of its first own step. Raises as `fork` does."""
+        state, owner = self._check_fork(branch, step, token_ids)
+        return self._branch_cost(state, step, recomputed=owner.recomputed_at(step))
 
     def _check_fork(
         self, branch: int, step: int, token_ids: Sequence[int]
     ) -> tuple[BranchState, BranchState]:
-        """Return the line of a branch, and the one that holds the step."""
-        line = self._find_branch(branch, step)
+        """The state of a branch, and that of the branch which holds the step."""
+        state = self._find_branch(branch, step)
         if not token_ids:
-            raise UsageError("A fork needs a token to take.")
+            raise UsageError("A fork needs at least one token.")
         check_tokens(self._model, token_ids)
-        if tuple(token_ids) == (line.checkpoint(step).token_id,):
+        if tuple(token_ids) == (state.checkpoint(step).token_id,):
             raise UsageError(f"Step {step} chose that token already; a fork needs another one.")
-        return line, line.owner(step)
+        return state, state.owner(step)
 
     def replaced_token(self, branch: int, step: int, token_ids: Sequence[int]) -> int:
-        """Return the token that a fork takes others for. Raises as `fork` does."""
+        """The token that a fork replaces. Raises as `fork` does."""
         return self._check_fork(branch, step, token_ids)[0].checkpoint(step).token_id
 
     def edit_mask(self, branch: int, step: int, edits: Sequence[Edit]) -> BranchState:
-        """Begin a branch whose first own step is `step`, under an edited mask.
+        """Begin a branch under an edited mask; its first own step is `step`.
 
-        Raises `UsageError` for a step that there is not, `MaskError` for what cannot be edited.
+        Raises `UsageError` for an unknown step, `MaskError` for an edit that cannot be applied.
         """
-        line = self._find_branch(branch, step)
-        parent = line.owner(step)
-        said = [maskedits.with_segment_labels(edit, self._segments) for edit in edits]
-        rule, changed = self._apply_edits(parent.source, said, step)
-        source = self._make_source(rule, " + ".join([parent.source.name, *map(str, said)]))
-        recomputed = changed > 0 or parent.recomputed_at(step)
+        parent = self._find_branch(branch, step).owner(step)
+        labelled = self._with_labels(edits)
+        mask, n_changed = self._apply_edits(parent.source, labelled, step)
+        source = self._make_source(mask, " + ".join([parent.source.name, *map(str, labelled)]))
+        recomputed = n_changed > 0 or parent.recomputed_at(step)
         self._restore_before(parent, step, recomputed=recomputed)
         new = self._new_branch(parent, step, source)
         new.recomputed = recomputed
-        about = {"rule": source.name, "recomputed": new.recomputed, "changed_rows": changed}
-        meant = {"declared": declared_mask(source)}
-        return self._begin_branch(
-            new, {"kind": "mask", "edits": [*map(str, said)], **about, **meant}
-        )
+        change = {
+            "kind": "mask",
+            "edits": [str(edit) for edit in labelled],
+            "rule": source.name,
+            "recomputed": recomputed,
+            "changed_rows": n_changed,
+            "declared": declared_mask(source),
+        }
+        return self._begin_branch(new, change)
 
     def edit_cost(self, branch: int, step: int, edits: Sequence[Edit]) -> tuple[RestoreCost, int]:
-        """Return what an edit costs until its first own step is over, and how many rows change.
+        """The cost of an edit up to the end of its first own step, and how many rows it changes.
 
-        Those are rows computed already. Raises as `edit` does.
+        These are rows that are computed already. Raises as `edit_mask` does.
         """
-        line = self._find_branch(branch, step)
-        owner = line.owner(step)
-        said = [maskedits.with_segment_labels(edit, self._segments) for edit in edits]
-        changed = self._apply_edits(owner.source, said, step)[1]
-        recomputed = changed > 0 or owner.recomputed_at(step)
-        return self._branch_cost(line, step, recomputed=recomputed), changed
+        state = self._find_branch(branch, step)
+        owner = state.owner(step)
+        n_changed = self._apply_edits(owner.source, self._with_labels(edits), step)[1]
+        recomputed = n_changed > 0 or owner.recomputed_at(step)
+        return self._branch_cost(state, step, recomputed=recomputed), n_changed
+
+    def _with_labels(self, edits: Sequence[Edit]) -> list[Edit]:
+        return [maskedits.with_segment_labels(edit, self._segments) for edit in edits]
 
     def _apply_edits(
         self, source: MaskSource, edits: Sequence[Edit], step: int
     ) -> tuple[PatchedMask, int]:
-        """Return the edited rule, and how many rows it changes that are computed already.
+        """The edited mask, and how many of the computed rows it changes.
 
-        Those are the rows of earlier steps; of step 0, which feeds the prompt, its own.
+        Computed rows are those of earlier steps; of step 0, which processes the prompt, its own.
         """
         before = editable_mask(source, self._device)
         after = maskedits.apply_edits(edits, before, self._segments)
@@ -353,14 +361,14 @@ class BranchingDecoder:
         n_before = n_prompt + step - 1 if step else n_prompt
         return after, len(maskedits.changed_rows(before, after, n_before))
 
-    def _make_source(self, rule: PatchedMask, name: str) -> MaskSource:
+    def _make_source(self, mask: PatchedMask, name: str) -> MaskSource:
         length, compiled = self._segments[-1].stop, self.patch.compiled
         return make_mask_source(
-            rule, name=name, length=length, device=self._device, compiled=compiled
+            mask, name=name, length=length, device=self._device, compiled=compiled
         )
 
     def _branch_cost(self, branch: BranchState, step: int, *, recomputed: bool) -> RestoreCost:
-        """Return what going before a step costs, and the forward of that step."""
+        """The cost of returning to the state before a step, and of the step itself."""
         if recomputed or not step:
             return recompute_cost(branch, step, self._cache_sizes())
         before, own = self.restore_cost(branch.number, step - 1), branch.checkpoint(step).wall_ms
@@ -373,24 +381,24 @@ class BranchingDecoder:
         return new
 
     def _restore_before(self, parent: BranchState, step: int, *, recomputed: bool) -> None:
-        """Stand before a step that a new line is to take over."""
-        random = parent.checkpoint(step).rng_state
+        """Return to the state before a step, which will be the first of a new branch."""
+        rng_state = parent.checkpoint(step).rng_state
         if step and not recomputed:
             self._restore_step(parent, step - 1)
-        else:  # its first forward feeds the whole sequence
+        else:  # its first forward pass processes the whole sequence
             self._store_cache(self.current_branch)
             self._decoder.set_state(parent.token_ids(step), new_cache(self._model))
-        self._decoder.sampler.restore(random)
+        self._decoder.sampler.restore(rng_state)
 
     def _begin_branch(self, new: BranchState, change: Mapping[str, Any]) -> BranchState:
-        """Record that a new line begins; it is the live one."""
+        """Record that a new branch begins, and make it the current one."""
         self.current_branch, new.change = new, change
         self._recorder.begin_branch(new)
         return new
 
 
 def _recomputed_fact(recomputed: bool) -> dict[str, bool]:
-    """Return what a change says of a first own step that fed the whole sequence."""
+    """The entry of `BranchRecord.change` for a first step that recomputed the whole sequence."""
     return {"recomputed": True} if recomputed else {}
 
 
@@ -399,35 +407,35 @@ def _is_same_step(one: StepCheckpoint, other: StepCheckpoint) -> bool:
 
 
 class BranchRecorder(Protocol):
-    """Writes down what a journey does; `flexinspect_hooks.rewind.branch_recorder` has one for a trace."""
+    """Records what a `BranchingDecoder` does, see `branch_recorder.TraceBranchRecorder`."""
 
     def set_next_step(self, branch: int, step: int) -> None:
-        """The next forward is this step."""
+        """The next forward pass is this step."""
 
     def no_capture(self) -> AbstractContextManager[None]:
-        """While entered, forwards are nobody's steps."""
+        """Forward passes inside the context are not recorded."""
 
     def drop_step(self, branch: BranchState) -> None:
-        """The open step is in the trace already, as a step of `line`."""
+        """Drop the open step: the trace has it already, as a step of `branch`."""
 
     def on_token_chosen(self, branch: BranchState, choice: Choice) -> None:
-        """The open step is over, and belongs to `line`."""
+        """End the open step, which belongs to `branch`."""
 
     def begin_branch(self, branch: BranchState) -> None:
-        """A branch begins."""
+        """Record that a branch begins."""
 
     def end_branch(self, branch: BranchState, state: str, reason: str) -> None:
-        """A branch, or the base, ended."""
+        """Record that a branch (0 is the base) ended."""
 
     def record_event(
         self, kind: str, text: str, branch: BranchState, step: int, facts: Mapping[str, Any]
     ) -> None:
-        """Something happened behind a step of a line."""
+        """Record an event after a step of a branch."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopCriteria:
-    """When a generation ends."""
+    """When a generation ends: after so many tokens, at an EOS id, or when `should_stop` is true."""
 
     max_new_tokens: int
     eos_ids: Sequence[int] = ()
@@ -436,9 +444,9 @@ class StopCriteria:
 
 @dataclass(frozen=True, slots=True)
 class RestoreCost:
-    """What going to a step costs: rows that are fed again, in how many forwards, and how long.
+    """The cost of restoring a step: rows to compute again, in how many forward passes.
 
-    `n_bytes` is what the caches will hold together; `ms` is estimated from the recorded steps.
+    `n_bytes` is the size of all caches afterwards; `ms` is estimated from the recorded steps.
     """
 
     n_rows: int
@@ -449,7 +457,7 @@ class RestoreCost:
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """How a state was rebuilt. `why` tells of rows that came out differently: empty when exact."""
+    """How a step was restored. `reasons` say why rows differ from the recording; () if exact."""
 
     cost: RestoreCost
     wall_ms: float
@@ -459,7 +467,7 @@ class RestoreResult:
 
 @dataclass(frozen=True, slots=True)
 class NearestCache:
-    """A cache to begin from, cropped to the rows of the steps up to `step`; None: from nothing."""
+    """A cache cropped to the rows of the steps up to `step`, or None if there is none."""
 
     cache: Any
     step: int
@@ -468,23 +476,23 @@ class NearestCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """What is fed: rows of the prompt, bytes of one row in a cache, bytes that caches hold now."""
+    """Rows of the prompt, bytes of one row in a cache, and bytes of all caches now."""
 
     n_prompt: int
     row_bytes: int
     cache_bytes: int
 
     def bytes_with(self, step: int) -> int:
-        """Return what caches hold together with one more that reaches up to a step."""
+        """Bytes of all caches with one more that holds the rows up to a step."""
         return self.cache_bytes + self.row_bytes * (self.n_prompt + step)
 
 
 def find_nearest_cache(
     branch: BranchState, step: int, caches: Sequence[tuple[BranchState, Any]], n_prompt: int
 ) -> NearestCache:
-    """Return what is left of the rows of a step, as many as one cache has.
+    """The cache that holds most of the rows of a step.
 
-    `caches` are those that are alive, each with the line that fed it.
+    `caches` are the live ones, each with the branch that filled it.
     """
     best = NearestCache(None, -1)
     for other, cache in caches:
@@ -501,7 +509,7 @@ def find_nearest_cache(
 def restore_cost(
     branch: BranchState, step: int, nearest: NearestCache, sizes: CacheSizes
 ) -> RestoreCost:
-    """Return what it costs to stand behind a step, from the nearest cache on."""
+    """The cost of restoring a step from the nearest cache."""
     has_cache = nearest.cache is not None
     first = nearest.step + 1 if has_cache else branch.cache_origin(step).fork_step
     n_forwards = step + 1 - first
@@ -511,37 +519,38 @@ def restore_cost(
 
 
 def recompute_cost(branch: BranchState, step: int, sizes: CacheSizes) -> RestoreCost:
-    """Return what it costs to feed the whole sequence of a step anew, in one forward."""
+    """The cost of recomputing the whole sequence of a step in one forward pass."""
     first, n_prompt = branch.cache_origin(step).fork_step, sizes.n_prompt
     ms = branch.checkpoint(first).wall_ms * (n_prompt + step) / (n_prompt + first)
     return RestoreCost(n_prompt + step, 1, sizes.bytes_with(step), ms)
 
 
 def describe_branch(branch: BranchState) -> str:
-    """Return what a branch begins with."""
+    """A sentence on how a branch differs from its parent."""
     assert branch.parent is not None
     change = branch.change
     where = (
         f"Branch {branch.number} leaves branch {branch.parent.number} at step {branch.fork_step}"
     )
     if change.get("kind") == "replay":
-        return f"{where}, as that step came out differently: {' '.join(change.get('why', ()))}"
+        why = " ".join(change.get("why", ()))
+        return f"{where}, because that step differs from its recording: {why}"
     if change.get("kind") == "token":
-        instead = change.get("instead_text")
-        other = "" if instead is None else f" instead of {instead!r}"
-        return f"{where}: it takes {change.get('text', change.get('token_id'))!r}{other}."
-    rows = plural(int(change.get("changed_rows", 0)), "row")
-    how = "no row computed before is touched, so only the cache is forked"
-    if change.get("recomputed") and not change.get("changed_rows"):
-        how = "no row computed before is touched, but all keys are computed again at that step"
+        replaced = change.get("instead_text")
+        instead = "" if replaced is None else f" instead of {replaced!r}"
+        return f"{where}: it takes {change.get('text', change.get('token_id'))!r}{instead}."
+    n_changed = int(change.get("changed_rows", 0))
+    how = "no computed row changes, so only the cache is forked"
+    if change.get("recomputed") and not n_changed:
+        how = "no computed row changes, but all keys are computed again at that step"
     elif change.get("recomputed"):
-        how = f"{rows} computed before changed, so all keys are computed again"
+        how = f"{plural(n_changed, 'computed row')} changed, so all keys are computed again"
     elif not branch.fork_step:
-        how = "its first step feeds the prompt"
+        how = "its first step computes the prompt"
     return f"{where} under an edited mask ({'; '.join(change.get('edits', ()))}): {how}."
 
 
 def describe_restore(branch: BranchState, step: int, n_rows: int) -> str:
-    """Return how a step was restored."""
+    """A sentence on how a step was restored."""
     how = f"{plural(n_rows, 'row')} computed again" if n_rows else "its cache cropped"
     return f"Step {step} of branch {branch.number} was restored, {how}."

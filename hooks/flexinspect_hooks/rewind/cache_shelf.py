@@ -1,7 +1,7 @@
-"""Key-value caches that are shortened, shared and put aside; none is ever written to twice.
+"""KV caches of branches: cropping, sharing and storing them.
 
-transformers' dynamic layers make new tensors at every step, so a cache that is cropped can share
-its tensors with the longer one until it grows.
+transformers' dynamic layers create new tensors at every step, so a cropped cache can share its
+tensors with the longer one until it grows.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 MAX_STORED_CACHES = 3
-"""Caches put aside beside the live one: the base's, and those of the branches left last."""
+"""Caches stored beside the live one: that of branch 0, and those of the latest branches."""
 
 _SHAREABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Layers that make new tensors at every step; those of other kinds write into their own."""
+"""Layers that create new tensors at every step; other kinds write in place."""
 
 
 def n_rows_of(cache: Any) -> int:
-    """Return how many rows a cache was fed."""
+    """The number of rows that a cache has received."""
     return int(cache.get_seq_length())
 
 
 def can_crop(cache: Any, n_rows: int) -> bool:
-    """Say whether a cache can be put back to its first `n_rows` rows without computing anything.
+    """Whether a cache can be cropped to its first `n_rows` rows without computing anything.
 
-    A sliding layer forgets the keys that left its window, so it can only while none has; layers of
-    other kinds (static, recurrent) write in place, so they cannot even be shared as they are.
+    A sliding layer drops the keys that leave its window, so it can be cropped only before that.
+    Layers of other kinds (static, recurrent) write in place, so they cannot be shared at all.
     """
     now = n_rows_of(cache)
     if n_rows == now:
@@ -47,7 +47,7 @@ def _holds_all_keys(layer: Any) -> bool:
 
 
 def crop_cache(cache: Any, n_rows: int) -> Any:
-    """Return a cache of the first `n_rows` rows that shares its tensors with `cache`."""
+    """A cache of the first `n_rows` rows that shares its tensors with `cache`."""
     short = copy.copy(cache)
     short.layers = [copy.copy(layer) for layer in cache.layers]
     if n_rows < n_rows_of(cache):
@@ -65,30 +65,30 @@ def _crop_layer(layer: Any, n_rows: int) -> None:
 
 
 def cache_bytes(caches: Iterable[Any]) -> int:
-    """Return the bytes that caches keep alive together; tensors that are shared count once."""
-    held: dict[int, int] = {}
+    """The bytes that caches keep alive together; shared tensors count once."""
+    sizes: dict[int, int] = {}
     for cache in caches:
         for layer in cache.layers:
             for tensor in (*_keys_and_values(layer), *_recurrent_states(layer)):
                 storage = tensor.untyped_storage()
-                held[storage.data_ptr()] = storage.nbytes()
-    return sum(held.values())
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def _keys_and_values(layer: Any) -> list[Tensor]:
-    """Return the keys and values of a layer; a recurrent one has none."""
-    found = (getattr(layer, name, None) for name in ("keys", "values"))
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    """The keys and values of a layer; a recurrent layer has none."""
+    values = (getattr(layer, name, None) for name in ("keys", "values"))
+    return [tensor for tensor in values if isinstance(tensor, Tensor)]
 
 
 def _recurrent_states(layer: Any) -> list[Tensor]:
-    """Return what a recurrent layer carries from step to step, of a size that stays."""
+    """The states of a recurrent layer, whose size does not depend on the step."""
     named = (getattr(layer, name, {}) for name in ("conv_states", "recurrent_states"))
     return [state for states in named for state in states.values() if isinstance(state, Tensor)]
 
 
 def row_bytes(cache: Any) -> int:
-    """Return the bytes of one row of a cache over all layers, 0 of an empty one."""
+    """The bytes of one row of a cache over all layers, 0 for an empty cache."""
     total = 0
     for layer in cache.layers:
         for tensor in _keys_and_values(layer):
@@ -98,16 +98,16 @@ def row_bytes(cache: Any) -> int:
 
 
 class CacheStore:
-    """Caches that were put aside, one per branch: the longest of each, at most `KEPT` of them.
+    """The longest cache of each branch, at most `MAX_STORED_CACHES` of them.
 
-    The base's stays; of the others the one that was used longest ago goes first.
+    The cache of branch 0 always stays; of the others, the least recently used is dropped first.
     """
 
     def __init__(self) -> None:
         self._caches: OrderedDict[int, Any] = OrderedDict()
 
     def put(self, branch: int, cache: Any) -> None:
-        """Put a cache aside, unless a longer one of its branch is there."""
+        """Store a cache, unless the store has one of the same branch that is as long."""
         known = self._caches.get(branch)
         if known is None or n_rows_of(known) < n_rows_of(cache):
             self._caches[branch] = cache
@@ -116,14 +116,14 @@ class CacheStore:
             self._caches.pop(next(number for number in self._caches if number != 0))
 
     def items(self) -> list[tuple[int, Any]]:
-        """Return branches and their caches."""
+        """Branch numbers and their caches."""
         return list(self._caches.items())
 
     def mark_used(self, branch: int) -> None:
-        """Note that a branch's cache was of use, if it is here."""
+        """Mark the cache of a branch as most recently used, if it is stored."""
         if branch in self._caches:
             self._caches.move_to_end(branch)
 
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Drop all caches."""
         self._caches.clear()

@@ -1,8 +1,9 @@
-"""Orders to go back, or elsewhere: what they cost, and obeying them in the model's thread."""
+"""Rewind commands: estimates their cost, and executes them in the model's thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 
 from flexinspect.control.messages import (
     Cost,
@@ -25,14 +26,14 @@ from flexinspect_hooks.rewind.branching_decoder import (
 )
 
 CONFIRM_ABOVE_S = 1.0
-"""An order that takes longer than this is to be confirmed first."""
+"""A command that is estimated to take longer than this needs a confirmation."""
 
 Encode = Callable[[str], Sequence[int]]
 TextOf = Callable[[int], str]
 
 
 class RewindHandler:
-    """Judges and obeys orders for the generation that runs; `encode` and `text_of` know tokens."""
+    """Estimates and executes rewind commands for the running generation."""
 
     def __init__(self, encode: Encode, text_of: TextOf) -> None:
         self._encode, self._text_of = encode, text_of
@@ -40,69 +41,71 @@ class RewindHandler:
         self._decoder: BranchingDecoder | None = None
 
     def begin_generation(self, generation: int, decoder: BranchingDecoder | None) -> None:
-        """Say which generation runs from here on; None when none does."""
+        """Set the running generation; `decoder` is None after its end."""
         self._generation, self._decoder = generation, decoder
 
     def estimate_cost(self, order: QueuedRewind) -> Cost:
-        """Say what an order would cost. Raises `FlexInspectError` saying why it cannot be obeyed.
+        """Estimate the cost of a command. Raises `FlexInspectError` if it cannot be executed.
 
-        Only looks, so any thread may ask while the model runs; the figures are then of a moment.
+        It changes nothing, so any thread may call it while the model runs; the figures may then be
+        out of date at once.
         """
-        wish = order.command
-        journey, place = self._decoder_for(wish), wish.place
-        if isinstance(wish, Restore):
-            return _cost_message(journey.restore_cost(place.branch, place.step), "")
-        if isinstance(wish, Fork):
-            token_ids = self._fork_tokens(wish)
-            return _cost_message(journey.fork_cost(place.branch, place.step, token_ids), "")
-        price, changed = journey.edit_cost(place.branch, place.step, _mask_edits(wish))
-        if changed:
-            return _cost_message(price, f"{plural(changed, 'row')} computed already changed: ")
-        return _cost_message(price, "No row computed already is touched: ")
+        command = order.command
+        decoder, branch, step = self._target(command)
+        if isinstance(command, Restore):
+            return _cost_message(decoder.restore_cost(branch, step), "")
+        if isinstance(command, Fork):
+            return _cost_message(decoder.fork_cost(branch, step, self._fork_tokens(command)), "")
+        cost, n_changed = decoder.edit_cost(branch, step, _mask_edits(command))
+        if n_changed:
+            return _cost_message(cost, f"{plural(n_changed, 'computed row')} changed: ")
+        return _cost_message(cost, "No computed row changes: ")
 
     def execute(self, order: QueuedRewind) -> tuple[StepRef, str]:
-        """Obey an order; returns where the model stands, and what was done as a sentence.
+        """Execute a command; returns the step the model is at, and a sentence about the result.
 
-        Raises `FlexInspectError` when it cannot be obeyed; the model then stands where it stood.
+        Raises `FlexInspectError` if it cannot be executed; the model then stays where it was.
         """
-        wish = order.command
-        journey, place = self._decoder_for(wish), wish.place
-        if isinstance(wish, Restore):
-            said = journey.restore(place.branch, place.step).message
-        elif isinstance(wish, Fork):
-            said = self._fork(journey, wish)
+        command = order.command
+        decoder, branch, step = self._target(command)
+        if isinstance(command, Restore):
+            message = decoder.restore(branch, step).message
+        elif isinstance(command, Fork):
+            message = self._fork(decoder, command)
         else:
-            said = describe_branch(journey.edit_mask(place.branch, place.step, _mask_edits(wish)))
-        return StepRef(self._generation, journey.current_branch.number, journey.step), said
+            message = describe_branch(decoder.edit_mask(branch, step, _mask_edits(command)))
+        return StepRef(self._generation, decoder.current_branch.number, decoder.step), message
 
-    def _fork(self, decoder: BranchingDecoder, request: Fork) -> str:
-        branch, step = request.place.branch, request.place.step
-        token_ids = self._fork_tokens(request)
-        instead = decoder.replaced_token(branch, step, token_ids)
-        facts = {"text": self._text_of(token_ids[0]), "instead_text": self._text_of(instead)}
-        if len(token_ids) > 1:
-            facts["text"] = "".join(map(self._text_of, token_ids))
+    def _fork(self, decoder: BranchingDecoder, command: Fork) -> str:
+        branch, step = command.place.branch, command.place.step
+        token_ids = self._fork_tokens(command)
+        replaced = decoder.replaced_token(branch, step, token_ids)
+        facts = {
+            "text": "".join(map(self._text_of, token_ids)),
+            "instead_text": self._text_of(replaced),
+        }
         return describe_branch(decoder.fork(branch, step, token_ids, facts))
 
-    def _fork_tokens(self, request: Fork) -> list[int]:
-        if request.token_id is not None:
-            return [request.token_id]
-        token_ids = list(self._encode(request.text or ""))
+    def _fork_tokens(self, command: Fork) -> list[int]:
+        if command.token_id is not None:
+            return [command.token_id]
+        token_ids = list(self._encode(command.text or ""))
         if not token_ids:
             raise UsageError("A fork needs a token or a text of at least one token.")
         return token_ids
 
-    def _decoder_for(self, request: RewindCommand) -> BranchingDecoder:
-        number = request.place.generation
+    def _target(self, command: RewindCommand) -> tuple[BranchingDecoder, int, int]:
+        """The decoder, branch and step that a command is for."""
+        place = command.place
         if self._decoder is None:
-            raise UsageError("No generation runs, so there is none to go back in.")
-        if number != self._generation:
+            raise UsageError("No generation is running, so there is nothing to rewind.")
+        if place.generation != self._generation:
             raise UsageError(
-                f"Generation {number} is not the one that runs, which is {self._generation}: its "
-                "live state is gone.",
-                hint="Only the generation that runs, or is held at its end, can be gone back in.",
+                f"Generation {place.generation} is not running any more; the running generation is "
+                f"{self._generation}.",
+                hint="Only a generation that is running, or is held at its end, can be rewound.",
             )
-        return self._decoder
+        return self._decoder, place.branch, place.step
 
 
 def _cost_message(cost: RestoreCost, prefix: str) -> Cost:
@@ -110,39 +113,39 @@ def _cost_message(cost: RestoreCost, prefix: str) -> Cost:
     size = human_bytes(cost.n_bytes)
     if not cost.n_forwards:
         return Cost(
-            f"{prefix}the cache is cropped; the caches hold {size} then.", 0.0, cost.n_bytes
+            f"{prefix}the cache is cropped; the caches will hold {size}.", 0.0, cost.n_bytes
         )
     sentence = (
         f"{prefix}{plural(cost.n_rows, 'row')} in {plural(cost.n_forwards, 'forward')}, about "
-        f"{seconds:.2f} s as measured; the caches hold {size} then."
+        f"{seconds:.2f} s as measured; the caches will hold {size}."
     )
     return Cost(sentence, round(seconds, 4), cost.n_bytes, seconds > CONFIRM_ABOVE_S)
 
 
 def _mask_edits(request: EditMask) -> list[Edit]:
     if not request.edits:
-        raise MaskError("An edit of the mask needs something to edit.")
-    return [edit for one in request.edits for edit in parse_mask_edit(one)]
+        raise MaskError("Editing the mask needs at least one edit.")
+    return [edit for message in request.edits for edit in parse_mask_edit(message)]
 
 
-def parse_mask_edit(one: MaskEdit) -> list[Edit]:
-    """Return a change of the mask, as it is ordered, as edits. Raises `MaskError`."""
-    names = tuple(map(str, one.segments))
-    needed = {"join": 2, "see": 2, "drop": 1}.get(one.op, 0)
-    if len(names) < needed or (one.op == "see" and len(names) != 2):
-        raise MaskError(f"'{one.op}' needs {plural(needed, 'segment')}.")
-    match one.op:
+def parse_mask_edit(message: MaskEdit) -> list[Edit]:
+    """The edits that a message describes. Raises `MaskError` if it lacks segments, row or key."""
+    op = message.op
+    names = tuple(map(str, message.segments))
+    needed = {"join": 2, "see": 2, "drop": 1}.get(op, 0)
+    if len(names) < needed or (op == "see" and len(names) != 2):
+        raise MaskError(f"'{op}' needs {plural(needed, 'segment')}.")
+    match op:
         case "preset":
-            return [Edit("preset", (one.name,))]
+            return [Edit("preset", (message.name,))]
         case "drop":
             return [Edit("drop", (name,)) for name in names]
         case "join":
-            pairs = ((a, b) for at, a in enumerate(names) for b in names[at + 1 :])
-            return [Edit("join", pair) for pair in pairs]
+            return [Edit("join", pair) for pair in combinations(names, 2)]
         case "see":
-            return [Edit("see", names, (), None if one.is_open else False)]
-    places = (one.row,) if one.op == "row" else (one.row, one.key)
-    given = tuple(place for place in places if place is not None)
-    if len(given) < len(places):
-        raise MaskError(f"'{one.op}' needs {'a row' if one.op == 'row' else 'a row and a key'}.")
-    return [Edit(one.op, (), given, one.is_open)]
+            return [Edit("see", names, (), None if message.is_open else False)]
+    wanted = (message.row,) if op == "row" else (message.row, message.key)
+    positions = tuple(position for position in wanted if position is not None)
+    if len(positions) < len(wanted):
+        raise MaskError(f"'{op}' needs {'a row' if op == 'row' else 'a row and a key'}.")
+    return [Edit(op, (), positions, message.is_open)]

@@ -1,4 +1,4 @@
-"""An edited mask as a source of block masks: from now on the model runs under it."""
+"""An edited mask as a `MaskSource` that the model can run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from flexinspect_hooks.generation.mask_source import (
 from flexinspect_hooks.interpreter.user_functions import mask_mod_identity
 
 _MAX_REGIONS = 24
-"""More regions than this are looked up in a table instead of being compared."""
+"""With more regions than this, the mask_mod is a table look-up instead of comparisons."""
 
 
 class CustomBaseMask:
-    """A rule of the user's as something to lay edits on; head 0 stands for all."""
+    """The user's mask_mod as the base of edits; head 0 represents all heads."""
 
     def __init__(self, source: UserMaskSource, device: torch.device) -> None:
         self.mask_mod = source.mask_mod
@@ -34,7 +34,7 @@ class CustomBaseMask:
         self._device = device
 
     def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
-        """Return its cells, bool (n_q, n_kv), for the rows from `q_offset` on."""
+        """Its cells, bool (n_q, n_kv), for the rows from `q_offset` on."""
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
         last = q_offset + n_q if n_kv is None else n_kv
         over_kv = torch.vmap(self.mask_mod, in_dims=(None, None, None, 0))
@@ -46,7 +46,7 @@ class CustomBaseMask:
 
 
 def editable_mask(source: MaskSource, device: torch.device) -> PatchedMask:
-    """Return what edits of a source start from."""
+    """The mask of a source, in the form that edits apply to."""
     edited = getattr(source, "edited", None)
     if isinstance(edited, PatchedMask):
         return edited
@@ -59,36 +59,37 @@ def editable_mask(source: MaskSource, device: torch.device) -> PatchedMask:
 def make_mask_source(
     edited: PatchedMask, *, name: str, length: int, device: torch.device, compiled: bool
 ) -> MaskSource:
-    """Return what runs an edited rule over sequences of at most `length` tokens."""
-    ground = edited.base
-    if isinstance(ground, MaskSpec) and not edited.patches:
-        return SpecMaskSource(ground, length=length, device=device, compiled=compiled)
-    if isinstance(ground, MaskSpec):
-        under = _spec_mask_mod(ground, length, device, compiled=compiled)
-        identity = f"{ground}"
+    """The source that runs an edited mask over sequences of at most `length` tokens."""
+    base = edited.base
+    if isinstance(base, MaskSpec) and not edited.patches:
+        return SpecMaskSource(base, length=length, device=device, compiled=compiled)
+    if isinstance(base, MaskSpec):
+        base_mask_mod = _spec_mask_mod(base, length, device, compiled=compiled)
+        identity = f"{base}"
     else:
-        assert isinstance(ground, CustomBaseMask)
-        under, identity = ground.mask_mod, f"{ground.name}{mask_mod_identity(ground.mask_mod)}"
-    over = _patched_mask_mod(under, edited.patches)
-    set_identity(over, f"{identity}{edited.patches}")
-    return EditedMask(edited, over, name=name, device=device)
+        assert isinstance(base, CustomBaseMask)
+        base_mask_mod = base.mask_mod
+        identity = f"{base.name}{mask_mod_identity(base.mask_mod)}"
+    mask_mod = _patched_mask_mod(base_mask_mod, edited.patches)
+    set_identity(mask_mod, f"{identity}{edited.patches}")
+    return EditedMask(edited, mask_mod, name=name, device=device)
 
 
 def declared_mask(source: MaskSource) -> dict[str, Any]:
-    """Return what a declaration says of a source's mask."""
+    """The entries of `GenerationRecord.declared` for the mask of a source."""
     if not isinstance(source, SpecMaskSource):
         return {"rule": source.name}
-    rule = source.spec
+    spec = source.spec
     return {
-        "preset": rule.name,
-        "starts": rule.starts,
-        "head": rule.prefix_stops,
-        "low": rule.local_starts,
+        "preset": spec.name,
+        "starts": spec.starts,
+        "head": spec.prefix_stops,
+        "low": spec.local_starts,
     }
 
 
 class EditedMask(UserMaskSource):
-    """Runs a rule with patches over it, as an own rule is run."""
+    """Runs a mask_mod with patches on top, in the same way as the user's own mask_mod."""
 
     def __init__(
         self, edited: PatchedMask, mask_mod: MaskMod, *, name: str, device: torch.device
@@ -109,7 +110,7 @@ def _spec_mask_mod(spec: MaskSpec, length: int, device: torch.device, *, compile
 
 
 def _patched_mask_mod(base: MaskMod, patches: Sequence[MaskPatch]) -> MaskMod:
-    """Return a rule with patches over it, in positions: comparisons alone, no look-ups."""
+    """A mask_mod with patches on top, in positions: comparisons only, no look-ups."""
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         is_open = base(b, h, q_idx, kv_idx)

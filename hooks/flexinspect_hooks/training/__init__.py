@@ -1,1 +1,1 @@
-"""Training steps: statistics of gradients and tensors, and the engine that finds the steps."""
+"""Training runs: statistics of gradients and tensors, and the session that records the steps."""

@@ -1,4 +1,4 @@
-"""How much is measured of a step, and who takes some of it away when it costs too much."""
+"""How much is measured of a training step, and the governor that reduces it to limit the cost."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from flexinspect.core.errors import UsageError
 
 WINDOW = 10
-"""Steps whose cost is judged together."""
+"""Steps over which the cost is averaged."""
 
 RECOVERY_STEPS = 50
-"""Steps without trouble after which more detail is tried again."""
+"""Steps within the band after which more detail is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Detail:
     keeps_stats: bool = False
 
     def measures(self, step: int) -> bool:
-        """Tell whether the gradients of a step are measured."""
+        """Whether the gradients of a step are measured."""
         return step % self.gradients_every == 0
 
     def describe(self) -> str:
-        """Return in words what is measured."""
+        """A phrase for what is measured."""
         return _DESCRIPTIONS[self]
 
 
@@ -55,22 +55,22 @@ _LEVEL_INDEX = {"extreme": 0, "advanced": 1, "basic": 2}
 
 @dataclass(frozen=True, slots=True)
 class DetailChange:
-    """The detail changed: what is measured from now on, and a sentence why."""
+    """A change of the detail: the event kind, and a sentence with the new detail and the reason."""
 
     kind: str
     text: str
 
 
 class Governor:
-    """Goes down the ladder when the last steps cost more than the band, and comes back.
+    """Reduces the detail if the last steps cost more than the band, and restores it later.
 
-    `band` is the time of a step with capture over the one without, for instance 1.02; without one
-    the level stays as it is.
+    `band` is the time of a step with capture relative to one without, for instance 1.02. Without a
+    band the detail is that of the level. Raises `UsageError` for a band outside of (1, 10).
     """
 
     def __init__(self, level: str, band: float | None) -> None:
         if band is not None and not (isinstance(band, (int, float)) and 1.0 < band < 10.0):
-            raise UsageError(f"band is {band}, and must be a ratio above 1, such as 1.02 for 2 %.")
+            raise UsageError(f"band is {band}, but must be a ratio above 1, such as 1.02 for 2 %.")
         self._band = band
         self._costs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._known_costs: dict[int, float] = {}
@@ -81,11 +81,11 @@ class Governor:
 
     @property
     def detail(self) -> Detail:
-        """What is measured of the next step."""
+        """The detail of the next step."""
         return DETAIL_LEVELS[self._index]
 
     def summary(self) -> str:
-        """Return in a sentence what was dropped so far; nothing where nothing was."""
+        """A sentence on the detail that was dropped so far, "" if none was."""
         if self._band is None or not self._n_reduced:
             return ""
         times = "once" if self._n_reduced == 1 else f"{self._n_reduced} times"
@@ -97,26 +97,25 @@ class Governor:
         )
 
     def set_level(self, level: str) -> None:
-        """Begin anew at a level."""
+        """Start again at the detail of a level."""
         self._level_index = self._index = _LEVEL_INDEX[level]
         self._costs.clear()
 
     def on_step(self, own_s: float, wall_s: float) -> DetailChange | None:
-        """Take the cost of a step; returns the change that follows from it."""
+        """Add the cost of a step; returns the change of the detail, None if there is none."""
         if self._band is None:
             return None
         self._costs.append((own_s, wall_s))
         if len(self._costs) < WINDOW:
             return None
-        own, all_ = (sum(column) for column in zip(*self._costs, strict=True))
-        # Steps of microseconds may take less than what is estimated of us.
-        cost, limit = own / max(all_ - own, own / 100, 1e-9), self._band - 1.0
+        own, wall = (sum(column) for column in zip(*self._costs, strict=True))
+        # Steps of microseconds may take less time than the estimated cost of capture.
+        cost, limit = own / max(wall - own, own / 100, 1e-9), self._band - 1.0
         self._known_costs[self._index] = cost
         if cost > limit:
             self._n_within_band = 0
-            return (
-                self._reduce_detail(cost, limit) if self._index < len(DETAIL_LEVELS) - 1 else None
-            )
+            is_lowest = self._index == len(DETAIL_LEVELS) - 1
+            return None if is_lowest else self._reduce_detail(cost, limit)
         self._n_within_band += 1
         if self._index > self._level_index and self._n_within_band >= self._patience:
             return self._restore_detail(cost, limit)
@@ -125,10 +124,8 @@ class Governor:
     def _reduce_detail(self, cost: float, limit: float) -> DetailChange:
         dropped = self.detail.describe()
         self._set_index(self._index + 1)
-        self._n_reduced, self._lowest_index = (
-            self._n_reduced + 1,
-            max(self._lowest_index, self._index),
-        )
+        self._n_reduced += 1
+        self._lowest_index = max(self._lowest_index, self._index)
         return DetailChange(
             "thinned",
             f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above the "
@@ -138,7 +135,7 @@ class Governor:
     def _restore_detail(self, cost: float, limit: float) -> DetailChange:
         self._set_index(self._index - 1)
         if self._known_costs.get(self._index, 0.0) > limit:
-            self._patience *= 2  # it was too dear before: ask less often
+            self._patience *= 2  # it was too expensive before: try less often
         return DetailChange(
             "restored",
             f"Capture took {cost:.1%} of what the last steps took without it, within the band of "

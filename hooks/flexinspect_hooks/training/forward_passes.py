@@ -1,7 +1,7 @@
-"""The forward and backward passes of a training step: times, the loss, the first sick output.
+"""The forward and backward passes of a training step: times, loss, first non-finite output.
 
-Module hooks only keep references, and let go of them when the root forward is over. They are looked
-at only when the model's own output tells of trouble, so a healthy forward costs the hooks alone.
+Module hooks only keep references, which are dropped when the root forward ends. On a CPU they are
+read only if the model's output is non-finite, so a normal forward pass costs only the hooks.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from flexinspect_hooks.training.tensor_statistics import (
 Remove = Callable[[], None]
 
 MAX_PENDING_FORWARDS = 64
-"""Forwards without a backward pass that are kept at most, until the step's end."""
+"""Forward passes without a backward pass that are kept at most, until the step's end."""
 
 MAX_MICRO_BATCHES = 4096
 """Micro-batches of a step that are kept at most: the optimizer may never step."""
 
 HOOK_COST_S = 2e-6
-"""What a hook that only keeps a reference takes; measured, because timing it would cost more."""
+"""The measured cost of a hook that only keeps a reference; timing each call would cost more."""
 
 
 @dataclass(slots=True)
 class ForwardPass:
-    """What one forward left: part of a step only when a backward pass follows it."""
+    """The results of one forward pass; it belongs to a step only if a backward pass follows."""
 
     seconds: float
     is_share: bool
@@ -61,7 +61,7 @@ class ForwardPass:
 
 @dataclass(slots=True)
 class StepPasses:
-    """What the passes since the last optimizer step left."""
+    """The results of the passes since the last optimizer step."""
 
     n_forward: int = 0
     n_backward: int = 0
@@ -69,7 +69,7 @@ class StepPasses:
     backward_s: float = 0.0
     losses: deque[Tensor | float] = field(default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES))
     are_shares: bool = False
-    """Whether the losses of micro-batches add up to that of the step, instead of their mean."""
+    """Whether the step's loss is the sum of the micro-batches' losses, instead of their mean."""
     producer: AnomalyOrigin | None = None
     output_gradient_norms: deque[Tensor | float] = field(
         default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES)
@@ -83,7 +83,7 @@ class StepPasses:
     """Whether the weights may have changed since."""
 
     def add(self, one: ForwardPass) -> None:
-        """Count in a forward that the step learns from."""
+        """Add a forward pass that belongs to the step."""
         self.n_forward += 1
         self.forward_s += one.seconds
         self.are_shares = one.is_share
@@ -94,7 +94,7 @@ class StepPasses:
         self.producer = self.producer or one.producer
 
     def resolve(self) -> None:
-        """Read what an accelerator was left to compute, and find the producer in it."""
+        """Read the results of an accelerator, and find the first producer of NaN or Inf."""
         if self.pending is not None:
             self.stats, self.pending = self.pending.records(), None
         for one in self.extremes:
@@ -104,10 +104,10 @@ class StepPasses:
 
 
 class ForwardWatch:
-    """Hooks on a model, and what its passes left since `take` was called last.
+    """Hooks on a model, and the results of its passes since the last `take`.
 
-    `is_fine` keeps the outputs of the smallest modules instead of the layers', `keeps_stats` makes
-    statistics of the layers' outputs; both may change between two forwards.
+    `watches_leaves` keeps the outputs of the smallest modules instead of the layers', `keeps_stats`
+    computes statistics of the outputs; both may change between two forward passes.
     """
 
     def __init__(
@@ -134,19 +134,19 @@ class ForwardWatch:
         self._watched_leaves: bool | None = None
 
     def install(self) -> None:
-        """Put the hooks in place."""
+        """Register the hooks."""
         model = self._model
         begin, end = self._guarded(self._begin), self._guarded(self._end)
         if is_compiled_in_place(model):
             self._removers.append(wrap_compiled(model, begin, end))
             return
         before = model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
-        # After a forward that raised too, or it would never be over.
+        # Also after a forward that raised, or it would never end.
         after = model.register_forward_hook(end, always_call=True)
         self._removers += [before.remove, after.remove]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for removers in (self._removers, self._module_removers):
             while removers:
                 removers.pop()()
@@ -155,18 +155,18 @@ class ForwardWatch:
 
     @property
     def has_forward(self) -> bool:
-        """Whether there was a forward since the last `take`."""
+        """Whether there was a forward pass since the last `take`."""
         return bool(self._pending) or self.passes.n_forward > 0
 
     def count_pending(self) -> None:
-        """Count in the forwards of a step whose backward pass was not seen."""
+        """Add the forward passes of a step whose backward pass was not observed."""
         if self.passes.n_backward == 0:
             for one in self._pending:
                 self._count(one)
         self._pending.clear()
 
     def take(self) -> StepPasses:
-        """Return what the passes left, and begin anew."""
+        """Return the results of the passes, and start again with none."""
         self._pending.clear()
         taken, self.passes = self.passes, StepPasses()
         return taken
@@ -179,15 +179,15 @@ class ForwardWatch:
     # -- forward ---------------------------------------------------------------------------------
 
     def _hook_modules(self) -> None:
-        """Put hooks on the modules whose outputs are kept now: each hook costs, wanted or not."""
+        """Hook only the modules whose outputs are kept now: every hook costs time."""
         model, self._watched_leaves = self._model, self.watches_leaves
         while self._module_removers:
             self._module_removers.pop()()
-        # Within a compiled model a hook would be compiled too, or break its graph.
+        # In a compiled model a hook would be compiled too, or break its graph.
         if is_compiled(model) or is_compiled_in_place(model):
             return
-        found = leaves_of(model) if self.watches_leaves else blocks_of(model)
-        for name, module in {id(one): (name, one) for name, one in found}.values():
+        modules = leaves_of(model) if self.watches_leaves else blocks_of(model)
+        for name, module in {id(one): (name, one) for name, one in modules}.values():
             if module is not model:
                 hook = module.register_forward_hook(self._output_hook(name))
                 self._module_removers.append(hook.remove)
@@ -208,7 +208,7 @@ class ForwardWatch:
         if self._watched_leaves is not self.watches_leaves:
             self._hook_modules()
         self._inputs = (*args, *kwargs.values())
-        # What `transformers.Trainer` hands on: then each loss is divided by the items of all.
+        # Passed by `transformers.Trainer`: then each loss is divided by the items of all batches.
         self._is_share = kwargs.get("num_items_in_batch") is not None
         self._is_open = True
         self._started = time.perf_counter()
@@ -239,7 +239,7 @@ class ForwardWatch:
             forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if loss is not None:
             forward.losses.append(_copy_loss(loss))
-        if main.requires_grad and not main.is_leaf:  # the hooks of a parameter would pile up
+        if main.requires_grad and not main.is_leaf:  # hooks on a parameter would accumulate
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
         self.own_s += len(self._outputs) * HOOK_COST_S
@@ -253,16 +253,16 @@ class ForwardWatch:
             forward.producer = self._extremes(output, loss, main.device).producer()
 
     def _extremes(self, output: Any, loss: Tensor | None, device: torch.device) -> Extremes:
-        """Reduce what was kept, and what the model returned, without waiting for the device."""
-        kept = [
+        """Reduce the outputs of the modules and the model, without waiting for the device."""
+        inner = [
             (name, module, one) for name, module, out in self._outputs for one in dense_tensors(out)
         ]
-        whole = [(MODEL_OUTPUT, self._model, one) for one in dense_tensors(output)]
+        outer = [(MODEL_OUTPUT, self._model, one) for one in dense_tensors(output)]
         if loss is None:
-            return reduce_extremes(self._inputs, [*kept, *whole], len(whole), device)
-        # Other numbers are parts of the loss, or the loss itself.
-        whole = [one for one in whole if one[2].dim() and one[2] is not loss]
-        return reduce_extremes(self._inputs, [*kept, *whole, ("", self._model, loss)], 1, device)
+            return reduce_extremes(self._inputs, [*inner, *outer], len(outer), device)
+        # Scalars are parts of the loss, or the loss itself.
+        outer = [one for one in outer if one[2].dim() and one[2] is not loss]
+        return reduce_extremes(self._inputs, [*inner, *outer, ("", self._model, loss)], 1, device)
 
     def _release(self) -> None:
         self._outputs.clear()
@@ -271,57 +271,57 @@ class ForwardWatch:
     # -- backward --------------------------------------------------------------------------------
 
     def _backward_hook(self, forward: ForwardPass, *, is_loss: bool) -> Callable[[Tensor], None]:
-        def begun(grad: Tensor) -> None:
+        def on_output_gradient(grad: Tensor) -> None:
             started = time.perf_counter()
             passes = self.passes
             self._count(forward)
             if not is_loss:
                 passes.output_gradient_norms.append(max_abs(grad.detach()))
-            # Of several forwards that one backward pass goes through, the first hook is its begin.
+            # If one backward pass goes through several forward passes, the first hook is its start.
             number = torch._C._current_graph_task_id()
             if number == self._backward:
                 return
             self._backward = number
             passes.n_backward += 1
 
-            def over() -> None:
+            def on_backward_end() -> None:
                 passes.backward_s += time.perf_counter() - started
 
-            torch.autograd.Variable._execution_engine.queue_callback(over)
+            torch.autograd.Variable._execution_engine.queue_callback(on_backward_end)
 
-        return self._guarded(begun)
+        return self._guarded(on_output_gradient)
 
 
 def _copy_loss(loss: Tensor) -> Tensor | float:
-    """Return a loss as it is now, for the program may go on to change its own."""
+    """The current value of a loss, which the program may change later."""
     return loss.detach().clone() if is_remote(loss) else loss.item()
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss that a model returned: `.loss`, the key "loss", or a scalar by itself."""
+    """The loss in a model's output: `.loss`, the key "loss", or the output if it is a scalar."""
     if isinstance(output, Mapping):
-        found = output.get("loss")
+        loss = output.get("loss")
     elif isinstance(output, Tensor):
-        found = output if output.dim() == 0 else None  # a batch of one has one prediction
+        loss = output if output.dim() == 0 else None  # (1,) may be the prediction of a batch of 1
     else:
-        found = getattr(output, "loss", None)
-    if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         return None
-    return found
+    return loss
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Tell whether a model is what `torch.compile` returned. Asks without loading the compiler."""
+    """Whether a model was returned by `torch.compile`; does not load the compiler."""
     return type(model).__name__ == "OptimizedModule"
 
 
 def is_compiled_in_place(model: nn.Module) -> bool:
-    """Tell whether `model.compile()` was called: then its hooks would be compiled with it."""
+    """Whether `model.compile()` was called: then its hooks would be compiled with it."""
     return getattr(model, "_compiled_call_impl", None) is not None
 
 
 def wrap_compiled(model: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> Remove:
-    """Call `begin` and `end` around what `model.compile()` made; returns what ends it."""
+    """Call `begin` and `end` around the call that `model.compile()` set; returns the undo."""
     compiled: Any = model._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -342,14 +342,14 @@ def wrap_compiled(model: nn.Module, begin: Callable[..., None], end: Callable[..
 
 
 def leaves_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that hold no others, in the model's order."""
+    """The modules without children, in the model's order."""
     return [(name, one) for name, one in model.named_modules() if not any(one.children())]
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers: members of module lists, and whatever stands beside them.
+    """The layers: members of module lists, and the modules beside them.
 
-    Goes down where a module holds a list somewhere, and takes it whole where it does not.
+    A module that contains a list at any depth is searched; any other module counts as one layer.
     """
     return list(_blocks("", model))
 
@@ -370,14 +370,14 @@ ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]
 """Modules by name, with what they returned."""
 
 OutputKey = tuple[int, str, int]
-"""A module's place, its name, and how many values its output has."""
+"""A module's index, its name, and the number of values in its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStats:
-    """Statistics of the outputs of one forward, still on their device.
+    """Statistics of the outputs of one forward pass, still on their device.
 
-    A row of `numbers` is norm, mean, least and greatest value, of `counts` the NaN and Inf.
+    A row of `numbers` is norm, mean, minimum and maximum; a row of `counts` NaN and Inf.
     """
 
     numbers: Tensor
@@ -385,18 +385,18 @@ class PendingStats:
     keys: tuple[OutputKey, ...]
 
     def records(self) -> list[LayerStatRecord]:
-        """Return the records after one synchronisation; a second one tells how much is sick.
+        """The records, after one synchronisation, and a second one if an output is non-finite.
 
-        Least, greatest, mean and deviation of an output that is not finite are unknown (NaN).
+        Minimum, maximum, mean and deviation of a non-finite output are unknown (NaN).
         """
         rows: list[list[float]] = self.numbers.tolist()
-        is_sick = not all(math.isfinite(row[0]) for row in rows)
-        counts = self.counts.tolist() if is_sick else [(0, 0)] * len(rows)
+        has_nonfinite = not all(math.isfinite(row[0]) for row in rows)
+        counts = self.counts.tolist() if has_nonfinite else [(0, 0)] * len(rows)
         return [_stat_record(*one) for one in zip(self.keys, rows, counts, strict=True)]
 
 
 def pending_stats(outputs: ModuleOutputs, device: torch.device) -> PendingStats | None:
-    """Reduce the outputs that were kept, without waiting for the device; None where none is."""
+    """Reduce module outputs without waiting for the device; None if there are none."""
     outs = list(_first_tensors(outputs))
     if not outs:
         return None
@@ -408,7 +408,7 @@ def pending_stats(outputs: ModuleOutputs, device: torch.device) -> PendingStats 
 
 
 def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:
-    """Return statistics of the outputs that were kept, waiting for each."""
+    """Statistics of module outputs; waits for each."""
     return [_output_stat(of, tensor) for of, tensor in _first_tensors(outputs)]
 
 
@@ -420,7 +420,7 @@ def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[OutputKey, Tensor]]
 
 
 def _reduce_output(tensor: Tensor) -> Tensor:
-    """Return norm, mean, least and greatest value, in three passes."""
+    """Norm, mean, minimum and maximum (4,), in three passes."""
     wide = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
     if not tensor.numel():
         return tensor.new_zeros(4, dtype=wide)
@@ -442,7 +442,7 @@ def _stat_record(key: OutputKey, row: Sequence[float], counts: Sequence[int]) ->
 
 
 def _output_stat(key: OutputKey, tensor: Tensor) -> LayerStatRecord:
-    """Return statistics of one output; more passes only where it is not finite."""
+    """Statistics of one output; more passes only if it is non-finite."""
     row = _reduce_output(tensor.float() if tensor.dtype.itemsize < 4 else tensor).tolist()
     if math.isfinite(row[0]):
         return _stat_record(key, row, (0, 0))

@@ -20,29 +20,29 @@ from flexinspect.records.training_step import (
     ParameterGradient,
     combined_norm,
 )
-from flexinspect_hooks.training.parameters import NamedParameters, trainable
+from flexinspect_hooks.training.parameters import NamedParameter, NamedParameters, trainable
 
 NormsOf = Callable[[Sequence[Tensor]], list[float]]
 
 CHUNK_SIZE = 1 << 20
-"""Values that are widened to float64 at a time."""
+"""Values that are converted to float64 at a time."""
 
 
 class Gradients(Sequence[ParameterGradient]):
-    """The facts of all gradients of a step, made when they are asked for.
+    """Statistics of all gradients of a step; the records are made on first use.
 
-    `of` are the parameters that have one; `norms` and `maxima` (None: not measured) are in their
-    order, `counts` the (NaN, Inf) of the sick ones by index.
+    `parameters` are those that have a gradient; `norms` and `maxima` (None: not measured) are in
+    their order, `counts` are the numbers of (NaN, Inf) of non-finite gradients by index.
     """
 
     def __init__(
         self,
-        of: NamedParameters,
+        parameters: NamedParameters,
         norms: list[float],
         maxima: list[float] | None,
         counts: Mapping[int, tuple[int, int]],
     ) -> None:
-        self.parameters, self.norms = of, norms
+        self.parameters, self.norms = parameters, norms
         self._maxima, self._counts = maxima, counts
 
     @overload
@@ -57,24 +57,24 @@ class Gradients(Sequence[ParameterGradient]):
 
     @cached_property
     def total(self) -> float:
-        """The norm of all of them together; NaN or Inf when one is not finite."""
+        """The norm of all gradients together; NaN or Inf if one is non-finite."""
         return combined_norm(self.norms)
 
     @property
     def has_nonfinite(self) -> bool:
-        """Whether a value of any of them is not finite."""
+        """Whether any gradient has a non-finite value."""
         return bool(self._counts)
 
     def outliers(
         self, explosion: float = EXPLODING_NORM, vanishing: float = VANISHING_NORM
     ) -> list[ParameterGradient]:
-        """Return those that are sick, dead or beyond a threshold; a healthy step has none."""
+        """The gradients that are non-finite, 0, or beyond a threshold."""
         norms = enumerate(self.norms)
-        beyond = {at for at, norm in norms if not (norm and vanishing <= norm <= explosion)}
-        return [self._make_facts(at) for at in sorted(beyond.union(self._counts))]
+        outside = {at for at, norm in norms if not (norm and vanishing <= norm <= explosion)}
+        return [self._make_facts(at) for at in sorted(outside.union(self._counts))]
 
     def unscaled(self, scale: float) -> Gradients:
-        """Return what they are without a factor that they are multiplied with."""
+        """The gradients divided by a loss scale."""
         maxima = None if self._maxima is None else [one / scale for one in self._maxima]
         return Gradients(self.parameters, [one / scale for one in self.norms], maxima, self._counts)
 
@@ -92,28 +92,27 @@ class Gradients(Sequence[ParameterGradient]):
 def gradient_facts(
     named: NamedParameters, *, with_max: bool = True, norms_of: NormsOf | None = None
 ) -> Gradients:
-    """Return the facts of every parameter that has a gradient, in the order given.
+    """The statistics of every parameter that has a gradient, in order.
 
-    `with_max` costs a second pass over the gradients. `norms_of` gives their norms in place of
-    `tensor_norms`.
+    `with_max` costs a second pass over the gradients. `norms_of` replaces `tensor_norms`.
     """
-    have = [one for one in named if one.parameter.grad is not None]
-    grads = [real_values(one.parameter.grad) for one in have if one.parameter.grad is not None]
+    parameters, grads = list[NamedParameter](), list[Tensor]()
+    for one in named:
+        if (grad := gradient_of(one.parameter)) is not None:
+            parameters.append(one)
+            grads.append(grad)
     norms = (norms_of or tensor_norms)(grads)
-    sick = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
-    counts = (
-        dict(zip(sick, _count_nonfinite_each([grads[at] for at in sick]), strict=True))
-        if sick
-        else {}
-    )
-    for at in [at for at, found in counts.items() if found == (0, 0)]:
+    nonfinite = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
+    each = _count_nonfinite_each([grads[at] for at in nonfinite])
+    counts = dict(zip(nonfinite, each, strict=True))
+    for at in [at for at, count in counts.items() if count == (0, 0)]:
         norms[at] = _float64_norm(grads[at])
         del counts[at]
-    return Gradients(have, norms, _maxima(grads) if with_max else None, counts)
+    return Gradients(parameters, norms, _maxima(grads) if with_max else None, counts)
 
 
 def model_gradients(model: nn.Module, *, with_max: bool = True) -> Gradients:
-    """Return the facts of every parameter of a model that has a gradient."""
+    """The statistics of every parameter of a model that has a gradient."""
     return gradient_facts(trainable(model), with_max=with_max)
 
 
@@ -132,12 +131,12 @@ def vanishing(
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return the values of a parameter's gradient, as `real_values` does."""
+    """The values of a parameter's gradient as real numbers, None without a gradient."""
     return None if parameter.grad is None else real_values(parameter.grad)
 
 
 def real_values(grad: Tensor) -> Tensor:
-    """Return the values of a gradient as real numbers; of a sparse one those that it holds."""
+    """The values of a gradient as real numbers; of a sparse one, the stored values."""
     if grad.requires_grad:
         grad = grad.detach()
     if grad.is_sparse:
@@ -146,14 +145,14 @@ def real_values(grad: Tensor) -> Tensor:
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the Euclidean norms of some tensors, in float32 at least."""
+    """The Euclidean norms of tensors, computed in at least float32."""
     return _reduce_batched(tensors, _stack_norms)
 
 
 def foreach_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """Return what `tensor_norms` does, as torch's own clipping takes them.
+    """The norms of tensors as torch's own clipping computes them.
 
-    On a CPU those of many values are off: 0.2 % for 30 million in float32.
+    On a CPU they are inexact for many values: 0.2 % for 30 million in float32.
     """
     return _reduce_batched(tensors, _stack_foreach_norms)
 
@@ -171,18 +170,18 @@ def _reduce_batched(
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, one in enumerate(tensors):
         kinds.setdefault((one.device, one.dtype), []).append(index)
-    found = [0.0] * len(tensors)
-    for where in kinds.values():
-        values = reduce([tensors[index] for index in where]).tolist()
-        for index, value in zip(where, values, strict=True):
-            found[index] = value
-    return found
+    numbers = [0.0] * len(tensors)
+    for indices in kinds.values():
+        values = reduce([tensors[index] for index in indices]).tolist()
+        for index, value in zip(indices, values, strict=True):
+            numbers[index] = value
+    return numbers
 
 
 def _stack_norms(tensors: list[Tensor]) -> Tensor:
     if all(map(_is_dense_on_cpu, tensors)):
-        # A fifth less time than `_foreach_norm`, and nearer to the norm in float64: BLAS reads at
-        # the speed of the memory, and sums in several lanes.
+        # Takes a fifth less time than `_foreach_norm`, and is nearer to the norm in float64: BLAS
+        # reads at the speed of the memory, and sums in several lanes.
         flat = [one.view(-1) for one in tensors]
         return torch.stack([torch.dot(one, one) for one in flat]).sqrt()
     return _stack_foreach_norms(tensors)
@@ -210,7 +209,7 @@ def _maxima(tensors: Sequence[Tensor]) -> list[float]:
 def _stack_max_abs(tensors: list[Tensor]) -> Tensor:
     if tensors[0].device.type == "cuda":
         return torch.stack(list(torch._foreach_norm(tensors, math.inf)))
-    # On CPU the norm of order infinity was measured at a hundred times the price of this.
+    # On CPU the norm of order infinity was measured to take a hundred times as long as this.
     zero = tensors[0].new_zeros(1)
     ends = [torch.aminmax(one if one.numel() else zero) for one in tensors]
     lows, highs = (torch.stack(side) for side in zip(*ends, strict=True))
@@ -218,7 +217,7 @@ def _stack_max_abs(tensors: list[Tensor]) -> Tensor:
 
 
 def _count_nonfinite_each(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return how many values of each tensor are NaN and Inf, with one transfer for each device."""
+    """The numbers of NaN and of Inf in each tensor, with one transfer for each device."""
     n_nan = _reduce_batched(tensors, lambda all_: torch.stack([one.isnan().sum() for one in all_]))
     n_inf = _reduce_batched(tensors, lambda all_: torch.stack([one.isinf().sum() for one in all_]))
     return [(int(nan), int(inf)) for nan, inf in zip(n_nan, n_inf, strict=True)]
@@ -226,6 +225,6 @@ def _count_nonfinite_each(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def _float64_norm(grad: Tensor) -> float:
-    """Return the norm of values whose squares overflow float32, as they do from 1e19 on."""
+    """The norm of values whose squares overflow float32, as they do from 1e19 on."""
     parts = torch.split(grad.reshape(-1), CHUNK_SIZE)
     return math.hypot(*(float(part.double().norm()) for part in parts))

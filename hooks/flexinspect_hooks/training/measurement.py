@@ -1,4 +1,4 @@
-"""How much an optimizer step changed the weights: change over weights, by group, from a sample."""
+"""Measures the gradients of each optimizer step, and how much the step changed the weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from flexinspect_hooks.training.parameters import NamedParameters, ParameterList
 from flexinspect_hooks.training.torch_calls import ClippedGradients, NormSource
 
 MAX_SAMPLE = 1 << 16
-"""Values of a parameter that are copied at most: rows, evenly spread."""
+"""The most values of a parameter that are copied: rows, evenly spaced."""
 
 
 class UpdateMeter:
     """Copies samples of the weights before a step, and compares them after it.
 
-    The copies are made once and filled again: new memory costs more than copying.
+    The copies are allocated once and reused: new memory costs more than copying.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class UpdateMeter:
     @torch.no_grad()
     def copy_weights(self) -> None:
         """Copy the samples."""
-        # Not kept from step to step: a parameter may get another memory, and the old one is freed.
+        # Not kept between steps: a parameter may get other memory, and the old one must be freed.
         self._samples = [_sample_rows(one.parameter) for one in self._named]
         if self._copies is None or not all(map(_are_alike, self._copies, self._samples)):
             self._sizes = [
@@ -53,7 +53,10 @@ class UpdateMeter:
 
     @torch.no_grad()
     def measure_change(self) -> tuple[float, ...]:
-        """Return the ratio of each group, NaN for one without weights; empty without `before`."""
+        """The ratio of change to weights of each group, NaN if all weights are 0.
+
+        Empty if `copy_weights` was not called before the step.
+        """
         if not self.has_copies or self._copies is None:
             return ()
         self.has_copies = False
@@ -72,7 +75,7 @@ class UpdateMeter:
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
     def release(self) -> None:
-        """Let go of the copies."""
+        """Drop the copies."""
         self._samples, self._copies, self.has_copies = [], None, False
 
 
@@ -81,13 +84,13 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _sample_rows(parameter: Tensor) -> Tensor:
-    """Return a view of evenly spread rows of a parameter, at most `SAMPLE` values together."""
+    """A view of evenly spaced rows of a parameter, at most `MAX_SAMPLE` values together."""
     values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.numel() <= MAX_SAMPLE:
         return values
-    # In the order of the memory every dense parameter can be seen as rows.
+    # In memory order, every dense parameter can be viewed as rows.
     strides = values.stride()
     values = values.permute(sorted(range(values.dim()), key=lambda at: -strides[at]))
     if not values.is_contiguous():
@@ -106,14 +109,14 @@ def _foreach_by_kind(call: object, first: Sequence[Tensor], second: Sequence[Ten
 
 
 MAX_FULL_STEPS = 10
-"""Steps with sick gradients that are recorded with all their parameters; then as healthy ones."""
+"""Steps with an anomaly that are recorded with all parameters; later ones like other steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepGradients:
-    """The gradients of one step, and what follows from them.
+    """The gradients of one step.
 
-    `rows` are those to be recorded; `odd` all that may be wrong: sick, dead, too large, too small.
+    `rows` are those to record; `outliers` all that are non-finite, 0, too large or too small.
     """
 
     n_parameters: int
@@ -133,8 +136,9 @@ class StepGradients:
     def n_vanishing(self) -> int:
         """Matrices whose gradient vanishes.
 
-        Of others it means nothing: that of a key bias is 0 but for rounding in any transformer.
-        None while the learning rate rises: behind a gate that begins at 0 gradients begin small.
+        Other parameters do not count: the gradient of a key bias is 0 up to rounding in any
+        transformer. 0 while the learning rate rises: behind a gate that starts at 0, gradients
+        start small.
         """
         if self.is_warming:
             return 0
@@ -147,7 +151,7 @@ class StepGradients:
 
     @property
     def n_sick(self) -> int:
-        """Parameters whose gradient has a NaN or Inf."""
+        """Parameters whose gradient has NaN or Inf."""
         return sum(one.has_nonfinite for one in self.outliers)
 
 
@@ -164,9 +168,9 @@ class GradientMeter:
         self._n_problem_steps = 0
 
     def refresh(self) -> str | None:
-        """Take other parameters where they were added, replaced, frozen or unfrozen meanwhile.
+        """Update the parameters if some were added, replaced, frozen or unfrozen.
 
-        Returns the change as a sentence. New groups come behind those that are known.
+        Returns a sentence on the change, None without one. New groups follow the known ones.
         """
         named = self._parameters.trainable_of(self.model)
         pairs = zip(named, self.named, strict=False)
@@ -189,7 +193,7 @@ class GradientMeter:
     # -- the order of the backward pass ----------------------------------------------------------
 
     def learn_order(self) -> list[object]:
-        """Watch the first backward pass for the order of the parameters; returns its handles."""
+        """Hook the first backward pass to learn the order of the parameters; returns handles."""
 
         def arrived(name: str) -> None:
             self._backward_order.setdefault(name, len(self._backward_order))
@@ -203,11 +207,11 @@ class GradientMeter:
 
     @property
     def knows_order(self) -> bool:
-        """Whether a backward pass was seen."""
+        """Whether a backward pass was observed."""
         return bool(self._backward_order)
 
     def unreached(self) -> list[str]:
-        """Return the parameters that got no gradient in the backward pass that was watched."""
+        """The parameters that got no gradient in the observed backward pass."""
         return [name for name in self._hooked if name not in self._backward_order]
 
     # -- a step ----------------------------------------------------------------------------------
@@ -221,24 +225,30 @@ class GradientMeter:
         is_warming: bool = False,
         clipped: ClippedGradients | None = None,
     ) -> StepGradients | None:
-        """Return the gradients as the optimizer gets them, None in a step that is passed over.
+        """The gradients as the optimizer receives them, None in a step that is not measured.
 
-        `scale` is what they are still multiplied with; `is_warming_up` says that the learning rate
-        rises, `clipped` what is known of them from clipping.
+        `scale` is the loss scale that they still contain, `is_warming` whether the learning rate
+        rises, `clipped` the norms known from clipping.
         """
         if not detail.measures(step):
             return None
         norms_of = partial(self._norm_source.norms, step, clipped)
-        found = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
+        gradients = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
         if scale != 1.0:
-            found = found.unscaled(scale)
-        odd = found.outliers()
-        producer = self._producer(odd)
+            gradients = gradients.unscaled(scale)
+        outliers = gradients.outliers()
+        producer = self._producer(outliers)
         if is_warming and producer is not None and producer.kind == "vanishing":
             producer = None
-        rows = tuple(found) if self._is_recorded(step, detail, producer) else ()
-        norms = self._group_norms(found)
-        return StepGradients(len(found), odd, rows, found.total, norms, producer, is_warming)
+        return StepGradients(
+            n_parameters=len(gradients),
+            outliers=outliers,
+            rows=tuple(gradients) if self._is_recorded(step, detail, producer) else (),
+            total=gradients.total,
+            group_norms=self._group_norms(gradients),
+            producer=producer,
+            is_warming=is_warming,
+        )
 
     def _is_recorded(self, step: int, detail: Detail, producer: AnomalyOrigin | None) -> bool:
         if producer is not None:
@@ -247,31 +257,31 @@ class GradientMeter:
                 return True
         return step % detail.rows_every == 0
 
-    def _group_norms(self, found: Gradients) -> tuple[float, ...]:
+    def _group_norms(self, gradients: Gradients) -> tuple[float, ...]:
         squares = [0.0] * len(self.groups)
-        for one, norm in zip(found.parameters, found.norms, strict=True):
+        for one, norm in zip(gradients.parameters, gradients.norms, strict=True):
             squares[self._group_at[one.group]] += norm * norm
         return tuple(math.sqrt(value) if value >= 0 else value for value in squares)
 
-    def _producer(self, found: Sequence[ParameterGradient]) -> AnomalyOrigin | None:
-        """Return the parameter in which trouble first appears on the way back from the loss."""
-        sick = self._in_backward_order([one for one in found if one.has_nonfinite])
-        if sick:
-            what = f"{sick[0].n_nan} NaN, {sick[0].n_inf} Inf"
-            return AnomalyOrigin("backward", sick[0].name, len(sick) - 1, what)
-        high = self._in_backward_order([one for one in found if one.explodes()])
+    def _producer(self, outliers: Sequence[ParameterGradient]) -> AnomalyOrigin | None:
+        """The parameter in which an anomaly first appears on the way back from the loss."""
+        nonfinite = self._in_backward_order([one for one in outliers if one.has_nonfinite])
+        if nonfinite:
+            first = nonfinite[0]
+            counts = f"{first.n_nan} NaN, {first.n_inf} Inf"
+            return AnomalyOrigin("backward", first.name, len(nonfinite) - 1, counts)
+        high = self._in_backward_order([one for one in outliers if one.explodes()])
         if high:
             return AnomalyOrigin("explosion", high[0].name, len(high) - 1, f"{high[0].norm:.4g}")
-        low = [one for one in found if one.is_matrix and one.vanishes()]
+        low = [one for one in outliers if one.is_matrix and one.vanishes()]
         if low:
-            least = min(low, key=lambda one: one.norm)
-            return AnomalyOrigin("vanishing", least.name, len(low) - 1, f"{least.norm:.4g}")
+            smallest = min(low, key=lambda one: one.norm)
+            return AnomalyOrigin("vanishing", smallest.name, len(low) - 1, f"{smallest.norm:.4g}")
         return None
 
-    def _in_backward_order(self, found: list[ParameterGradient]) -> list[ParameterGradient]:
-        return sorted(
-            found, key=lambda one: self._backward_order.get(one.name, len(self._backward_order))
-        )
+    def _in_backward_order(self, outliers: list[ParameterGradient]) -> list[ParameterGradient]:
+        last = len(self._backward_order)
+        return sorted(outliers, key=lambda one: self._backward_order.get(one.name, last))
 
     # -- change of the weights -------------------------------------------------------------------
 
@@ -282,13 +292,13 @@ class GradientMeter:
 
     @property
     def is_comparing(self) -> bool:
-        """Whether weights were copied, and wait to be compared."""
+        """Whether weights were copied and not compared yet."""
         return self._updates.has_copies
 
     def after_update(self) -> tuple[float, ...]:
-        """Return how much each group changed; empty in a step that is not measured."""
+        """How much each group changed; empty in a step that is not measured."""
         return self._updates.measure_change()
 
     def release(self) -> None:
-        """Let go of all copies."""
+        """Drop all copies."""
         self._updates.release()

@@ -1,4 +1,4 @@
-"""What an optimizer tells of itself and of its step."""
+"""The parameters of a model, and the facts that an optimizer has about its step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flexinspect.records.training_step import group_of
 
 
 def learning_rates(optimizer: Any) -> tuple[float, ...]:
-    """Return the learning rate of each parameter group, NaN where it is not known.
+    """The learning rate of each parameter group, NaN if it is unknown.
 
-    Adafactor with relative steps, for one, keeps None there and finds its rate by itself.
+    Adafactor with relative steps, for example, has None there and computes its rate by itself.
     """
     return tuple(_learning_rate(group.get("lr")) for group in optimizer.param_groups)
 
@@ -29,19 +29,22 @@ def _learning_rate(rate: Any) -> float:
 
 
 def has_closure(args: Any, kwargs: Any) -> bool:
-    """Tell whether an optimizer's step was given a closure, from the arguments of its hooks."""
+    """Whether an optimizer's step received a closure, from the arguments of its hooks."""
     # The optimizer itself comes first among the arguments.
     return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
 
 
 def remaining_scale(optimizer: Optimizer) -> float:
-    """Return what gradients are still multiplied with: a fused optimizer divides by itself."""
+    """The factor that gradients still have: a fused optimizer divides by the loss scale itself."""
     scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else float(scale)
 
 
 class NamedParameter(NamedTuple):
-    """A parameter, and what is counted of it: its group, and whether it can vanish as a matrix."""
+    """A parameter with its name, its group, and whether it is a matrix.
+
+    Only the gradients of matrices are checked for vanishing.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -53,29 +56,29 @@ NamedParameters = Sequence[NamedParameter]
 
 
 def parameters_of(model: nn.Module) -> list[NamedParameter]:
-    """Return all parameters of a model, in its order."""
-    # `torch.compile` puts a name of its own in front of all others.
+    """All parameters of a model, in order."""
+    # `torch.compile` adds this prefix to all names.
     named = ((name.removeprefix("_orig_mod."), one) for name, one in model.named_parameters())
     return [NamedParameter(name, one, group_of(name), one.dim() > 1) for name, one in named]
 
 
 def trainable(model: nn.Module) -> list[NamedParameter]:
-    """Return the parameters that gradients are wanted for, by name, in the model's order."""
+    """The parameters that require gradients, in the model's order."""
     return [one for one in parameters_of(model) if one.parameter.requires_grad]
 
 
 def placement_of(model: nn.Module) -> dict[str, int]:
-    """Return how many values of the parameters are on each device."""
-    found: dict[str, int] = {}
+    """The number of parameter values on each device."""
+    counts: dict[str, int] = {}
     for one in model.parameters():
-        found[str(one.device)] = found.get(str(one.device), 0) + one.numel()
-    return found
+        counts[str(one.device)] = counts.get(str(one.device), 0) + one.numel()
+    return counts
 
 
 class ParameterList:
-    """The trainable parameters of the model asked about last.
+    """A cache of the parameters of one model.
 
-    Walking through a model takes ten times as long as seeing that none of its parts is another one.
+    Walking through a model takes ten times as long as checking that all of its parts are the same.
     The model itself is not kept alive.
     """
 
@@ -86,7 +89,7 @@ class ParameterList:
         self._parts: list[tuple[Mapping[str, Any], str, Any]] = []
 
     def trainable_of(self, model: nn.Module) -> list[NamedParameter]:
-        """Return the parameters that gradients are wanted for now."""
+        """The parameters that require gradients now."""
         if self._model is None or self._model() is not model or self._has_changed():
             self._walk(model)
         return [one for one in self._all if one.parameter.requires_grad]
@@ -98,8 +101,8 @@ class ParameterList:
         parts = [(one, name, part) for one in tables for name, part in one.items()]
 
         def forget(_: object) -> None:
-            for held in (every, tables, parts):
-                held.clear()
+            for cached in (every, tables, parts):
+                cached.clear()
 
         self._all, self._tables, self._parts = every, tables, parts
         self._model = weakref.ref(model, forget)

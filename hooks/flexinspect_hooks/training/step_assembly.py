@@ -1,4 +1,4 @@
-"""What is gathered of an optimizer step until it is whole, and how a record is made of it."""
+"""Collects the data of an optimizer step, and makes its record."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from flexinspect_hooks.training.tensor_statistics import is_remote
 Loss = float | Tensor
 
 TRAINING_SAMPLE_ID = "training"
-"""The `sample_id` of the generation that a training run is."""
+"""The `sample_id` of the generation that represents a training run."""
 
 
 def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> GenerationRecord:
-    """Return the generation that a training run is, as it begins."""
-    about = {
+    """The generation record that represents a training run at its start."""
+    facts = {
         "groups": list(meter.groups),
         "parameters": len(meter.named),
         "values": sum(one.parameter.numel() for one in meter.named),
@@ -45,15 +45,23 @@ def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> Ge
         "placement": placement_of(meter.model),
     }
     return GenerationRecord(
-        *(0, TRAINING_SAMPLE_ID, "", "", (), ()),
-        declared={"training": about},
+        generation=0,
+        sample_id=TRAINING_SAMPLE_ID,
+        mask="",
+        positions="",
+        segments=(),
+        tokens=(),
+        declared={"training": facts},
         started_at=time.time(),
     )
 
 
 @dataclass(slots=True)
 class TrainingStepDraft:
-    """One step while it is made; `told` is the loss that the program told."""
+    """The data of one step until it is complete.
+
+    `reported_loss` is the loss that the program passed to `TrainingWatch.step`.
+    """
 
     number: int
     started: float
@@ -78,38 +86,38 @@ class TrainingStepDraft:
     notes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
 
     def context(self) -> StepContext:
-        """Return the step as the writer thread knows it."""
+        """The step's context for the writer thread."""
         context = StepContext(0, self.number, "train", 0, 0, "", self.started_at, self.started)
         context.wall_ms, context.capture_s = self.wall_s * 1e3, self.own_s
         context.events += self.notes
         return context
 
     def read(self, passes: StepPasses) -> None:
-        """Turn into numbers what a device has computed; it waits for all that was given to it."""
+        """Convert results on a device to numbers, which waits for the device."""
         passes.resolve()
-        for kept in (passes.losses, passes.output_gradient_norms):
-            kept.extend([float(kept.popleft()) for _ in range(len(kept))])
+        for values in (passes.losses, passes.output_gradient_norms):
+            values.extend([float(values.popleft()) for _ in range(len(values))])
         self.reported_loss = None if self.reported_loss is None else float(self.reported_loss)
         self.norm_before_clip = (
             None if self.norm_before_clip is None else float(self.norm_before_clip)
         )
 
     def needs_wait(self) -> bool:
-        """Tell whether to `read` this would wait for a device."""
-        kept = (
+        """Whether `read` would wait for a device."""
+        values = (
             self.reported_loss,
             self.norm_before_clip,
             *self.passes.losses,
             *self.passes.output_gradient_norms,
+            *(one.values for one in self.passes.extremes),
         )
-        tensors = (*kept, *(one.values for one in self.passes.extremes))
         return self.passes.pending is not None or any(
-            isinstance(one, Tensor) and is_remote(one) for one in tensors
+            isinstance(value, Tensor) and is_remote(value) for value in values
         )
 
     def record(self) -> TrainingStepRecord:
-        """Return all that is known by now."""
-        self.passes.is_updated = True  # what was not read before the optimizer's step is read now
+        """The record of the step from everything that is known."""
+        self.passes.is_updated = True  # results not read yet are read after the optimizer's step
         self.read(self.passes)
         loss, source = self._loss()
         passes, measured = self.passes, self.measured
@@ -151,29 +159,29 @@ class TrainingStepDraft:
             return float(self.reported_loss), LOSS_REPORTED
         if self.passes.losses:
             losses = [*map(float, self.passes.losses)]
-            together = math.fsum(losses) if self.passes.are_shares else fmean(losses)
-            return together, LOSS_FROM_OUTPUT
+            loss = math.fsum(losses) if self.passes.are_shares else fmean(losses)
+            return loss, LOSS_FROM_OUTPUT
         return math.nan, ""
 
     def _producer(self, loss: float, source: str) -> AnomalyOrigin | None:
-        """Return where trouble began: forward before loss before backward."""
-        found = None if self.measured is None else self.measured.producer
+        """Where the anomaly began: in the forward pass, else in the loss, else in the backward."""
+        origin = None if self.measured is None else self.measured.producer
         if self.passes.producer is not None:
             return self.passes.producer
         if source and not math.isfinite(loss):
-            return AnomalyOrigin("loss", "", 0 if found is None else found.n_carriers + 1)
-        if found is None or found.kind != "backward":
-            return found
-        arrived = [float(norm) for norm in self.passes.output_gradient_norms]
-        if all(map(math.isfinite, arrived)):
-            return found
-        words = f"{found.detail}; it arrives at the model's output, so the loss makes it"
-        return AnomalyOrigin(found.kind, found.name, found.n_carriers, words)
+            return AnomalyOrigin("loss", "", 0 if origin is None else origin.n_carriers + 1)
+        if origin is None or origin.kind != "backward":
+            return origin
+        output_norms = [float(norm) for norm in self.passes.output_gradient_norms]
+        if all(map(math.isfinite, output_norms)):
+            return origin
+        detail = f"{origin.detail}; it arrives at the model's output, so the loss makes it"
+        return AnomalyOrigin(origin.kind, origin.name, origin.n_carriers, detail)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedTrainingStep:
-    """What goes to the writer thread of one step."""
+    """The data of one step for the writer thread."""
 
     training: TrainingStepRecord
     memory: MemoryRecord | None
@@ -181,20 +189,20 @@ class FinishedTrainingStep:
 
 
 class TrainingRecords:
-    """Puts the records of a finished step where the writer thread looks for them."""
+    """The hook that adds the records of a finished step to the draft of the writer thread."""
 
     name = "training"
 
     def record(
         self, step: StepContext, kept: FinishedTrainingStep, values: Values, draft: StepDraft
     ) -> None:
-        """Fill in the step's records."""
+        """Add the step's records to the draft."""
         draft.training, draft.memory = kept.training, kept.memory
         draft.layer_stats += kept.stats
 
 
 def timed_synchronize(device: torch.device) -> float:
-    """Wait until a GPU has done all that it was given, and return the seconds; else 0."""
+    """Wait until a GPU has finished its work; returns the seconds, 0 for other devices."""
     if device.type != "cuda":
         return 0.0
     started = time.perf_counter()
@@ -203,7 +211,7 @@ def timed_synchronize(device: torch.device) -> float:
 
 
 class StepMemory:
-    """Reads the memory of the process and of its GPU; nothing is synchronised."""
+    """Reads the memory of the process and of its GPU, without synchronisation."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
@@ -211,7 +219,7 @@ class StepMemory:
         self._rss, self.close = rss_reader()
 
     def read(self) -> MemoryRecord:
-        """Return the memory now; the peak is the allocator's, which only the program resets."""
+        """The memory now; the peak is the allocator's, which only the program resets."""
         if self._device.type != "cuda":
             return MemoryRecord(self._rss(), self._model, 0)
         stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)

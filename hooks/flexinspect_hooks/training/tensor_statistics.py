@@ -1,6 +1,6 @@
-"""Facts of tensors and of a model's parameters.
+"""Statistics of tensors and of a model's parameters.
 
-Nothing waits for a device but what says so. Tensors that are not dense are passed over.
+Functions that wait for a device say so. Tensors that are not dense are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Spread = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
-    """What a model holds, in bytes; `on` is the total by device."""
+    """The memory of a model in bytes; `by_device` is the total on each device."""
 
     parameters: int
     gradients: int
@@ -32,60 +32,57 @@ class ModelBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Parameters, gradients and buffers together."""
         return self.parameters + self.gradients + self.buffers
 
 
 def tensor_facts(tensor: Tensor, name: str = "tensor") -> TensorStats:
-    """Return the facts of a tensor, after one synchronisation."""
+    """The statistics of a tensor, after one synchronisation."""
     return facts_of_tensors({name: tensor})[name]
 
 
 @torch.no_grad()
 def facts_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorStats]:
-    """Return the facts of some tensors by name, after one synchronisation for all of a dtype.
+    """The statistics of tensors by name, after one synchronisation for each device and dtype.
 
-    A tensor with NaN or Inf, or whose squares leave the range of float32, takes some of its own.
+    A tensor with NaN or Inf, or whose squares leave the range of float32, needs further ones.
     """
     values = [_real_numbers(tensor) for tensor in tensors.values()]
     spreads = _transfer_spreads([_reduce_spread(one) for one in values])
-    found = {}
-    for (name, tensor), own, spread in zip(tensors.items(), values, spreads, strict=True):
-        about = (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        counts, ends = _count_nonfinite(own, spread)
-        found[name] = TensorStats(*about, str(tensor.device), own.nbytes, *counts, *ends)
-    return found
+    stats = {}
+    for (name, tensor), numbers, spread in zip(tensors.items(), values, spreads, strict=True):
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        counts, finite = _count_nonfinite(numbers, spread)
+        stats[name] = TensorStats(
+            name, shape, dtype, str(tensor.device), numbers.nbytes, *counts, *finite
+        )
+    return stats
 
 
 def parameter_facts(model: nn.Module) -> dict[str, TensorStats]:
-    """Return the facts of every parameter of a model, by name."""
+    """The statistics of every parameter of a model, by name."""
     return facts_of_tensors(dict(model.named_parameters()))
 
 
 def model_bytes(model: nn.Module) -> ModelBytes:
-    """Return what the parameters, gradients and buffers of a model take."""
-    parameters = list(model.parameters())
-    gradients = [one.grad for one in parameters if one.grad is not None]
-    held = (
-        _bytes_by_device(parameters),
-        _bytes_by_device(gradients),
-        _bytes_by_device(model.buffers()),
-    )
-    of_parameters, of_gradients, of_buffers = (found.total() for found in held)
-    on = {str(device): size for device, size in sum(held, Counter[torch.device]()).items()}
-    return ModelBytes(of_parameters, of_gradients, of_buffers, on)
+    """The bytes of the parameters, gradients and buffers of a model."""
+    tensors = list(model.parameters())
+    parameters = _bytes_by_device(tensors)
+    gradients = _bytes_by_device(one.grad for one in tensors if one.grad is not None)
+    buffers = _bytes_by_device(model.buffers())
+    by_device = {str(device): size for device, size in (parameters + gradients + buffers).items()}
+    return ModelBytes(parameters.total(), gradients.total(), buffers.total(), by_device)
 
 
 def _bytes_by_device(tensors: Iterable[Tensor]) -> Counter[torch.device]:
-    """Return the bytes of some tensors on each device."""
-    found = Counter[torch.device]()
+    sizes = Counter[torch.device]()
     for one in tensors:
-        found[one.device] += one.nbytes
-    return found
+        sizes[one.device] += one.nbytes
+    return sizes
 
 
 def _real_numbers(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor as real numbers; of a sparse one those that it holds."""
+    """The values of a tensor as real numbers; of a sparse one, the stored values."""
     values = tensor.detach()
     if values.is_sparse:
         values = values.coalesce().values()
@@ -93,7 +90,7 @@ def _real_numbers(tensor: Tensor) -> Tensor:
 
 
 def _count_nonfinite(values: Tensor, spread: Spread) -> tuple[tuple[int, int], Spread]:
-    """Return how many values are NaN and Inf, and the spread of the others."""
+    """The numbers of NaN and of Inf, and the spread of the finite values."""
     is_finite = all(map(math.isfinite, spread[:2]))
     if is_finite or not values.numel() or not values.is_floating_point():
         # A NaN or Inf would be the minimum, the maximum or both.
@@ -105,7 +102,7 @@ def _count_nonfinite(values: Tensor, spread: Spread) -> tuple[tuple[int, int], S
 
 
 def _reduce_spread(values: Tensor) -> Tensor:
-    """Return minimum, maximum, mean and deviation (4,), where the values are; NaN of none."""
+    """Minimum, maximum, mean and deviation (4,) on the values' device; NaN without values."""
     values = _widen(values)
     if not values.numel():
         return values.new_full((4,), math.nan)
@@ -113,19 +110,19 @@ def _reduce_spread(values: Tensor) -> Tensor:
 
 
 def _transfer_spreads(spreads: Sequence[Tensor]) -> list[Spread]:
-    """Return them as numbers, with one transfer for each device and dtype."""
+    """The spreads as numbers, with one transfer for each device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, one in enumerate(spreads):
         kinds.setdefault((one.device, one.dtype), []).append(index)
-    found: dict[int, Spread] = {}
-    for where in kinds.values():
-        rows = torch.stack([spreads[index] for index in where]).tolist()
-        found.update(zip(where, map(tuple, rows), strict=True))
-    return [found[index] for index in range(len(spreads))]
+    by_index: dict[int, Spread] = {}
+    for indices in kinds.values():
+        rows = torch.stack([spreads[index] for index in indices]).tolist()
+        by_index.update(zip(indices, map(tuple, rows), strict=True))
+    return [by_index[index] for index in range(len(spreads))]
 
 
 def _fix_deviation(values: Tensor, spread: Spread) -> Spread:
-    """Return a spread with the deviation of values whose squares left the range of float32."""
+    """The spread with an exact deviation if the squares of the values left float32's range."""
     low, high, mean, deviation = spread
     if low < high and not 0.0 < deviation < math.inf:
         mean, deviation = torch.stack(_exact_moments(_widen(values))).tolist()
@@ -142,7 +139,7 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation."""
     if values.device.type != "cpu":
         return _exact_moments(values)
-    # On CPU torch's own deviation was measured at twenty times the price of these passes.
+    # On CPU torch's own deviation was measured to take twenty times as long as these passes.
     mean = values.mean()
     parts = torch.split(values.reshape(-1), CHUNK_SIZE)
     norms = torch.stack([torch.linalg.vector_norm(part - mean) for part in parts])
@@ -155,21 +152,22 @@ def _exact_moments(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 MODEL_OUTPUT = "(output)"
-"""Stands for a module's name where the model itself returned a tensor."""
+"""The name of a tensor that the model itself returned."""
 
 UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
-"""Said of a module whose weights may have become sick only by the step itself."""
+"""Detail of a module whose weights may have become non-finite only in the update itself."""
 
 ModuleOutput = tuple[str, nn.Module, Tensor]
-"""A tensor, what it is said to come from (nothing for a loss), and the module that made it."""
+"""The name of a module ("" for a loss), the module, and a tensor that it returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
-    """The largest values of what went into one forward, and of what came out of its modules.
+    """The largest values of the inputs of one forward pass, and of its modules' outputs.
 
-    `values` are still on their device: the first `n_inputs` are maxima of inputs, the others
-    magnitudes of outputs, each `of` a module; the last `n_telling` tell whether there is trouble.
+    `values` are still on their device: the first `n_inputs` are maxima of inputs, the others the
+    largest magnitudes of outputs, in the order of `sources`. There is an anomaly only if one of the
+    last `n_deciding` is non-finite.
     """
 
     values: Tensor
@@ -178,38 +176,38 @@ class Extremes:
     sources: tuple[tuple[str, nn.Module, torch.dtype], ...]
 
     def producer(self, *, is_updated: bool = False) -> AnomalyOrigin | None:
-        """Return where the first sick output came from, after a synchronisation.
+        """The origin of the first non-finite output, after a synchronisation.
 
         `is_updated` says that the weights may have changed since.
         """
         values = self.values.tolist()
-        inputs, outs = values[: self.n_inputs], values[self.n_inputs :]
-        sick = [at for at, value in enumerate(outs) if not math.isfinite(value)]
-        if not sick or sick[-1] < len(outs) - self.n_deciding:
-            return None  # what a mask sets to -inf within is no trouble
+        inputs, outputs = values[: self.n_inputs], values[self.n_inputs :]
+        nonfinite = [at for at, value in enumerate(outputs) if not math.isfinite(value)]
+        if not nonfinite or nonfinite[-1] < len(outputs) - self.n_deciding:
+            return None  # an inner -inf, as masks have it, is not an anomaly
         if any(not value < math.inf for value in inputs):
             return AnomalyOrigin("input", "", detail="the batch")
-        name, module, dtype = self.sources[sick[0]]
-        others = {self.sources[at][0] for at in sick} - {name, MODEL_OUTPUT, ""}
-        of = str(dtype).removeprefix("torch.")
-        return _find_producer(name, module, of, len(others), is_updated=is_updated)
+        name, module, dtype = self.sources[nonfinite[0]]
+        others = {self.sources[at][0] for at in nonfinite} - {name, MODEL_OUTPUT, ""}
+        dtype_name = str(dtype).removeprefix("torch.")
+        return _find_producer(name, module, dtype_name, len(others), is_updated=is_updated)
 
 
 def reduce_extremes(
     inputs: Any, outs: Sequence[ModuleOutput], n_deciding: int, device: torch.device
 ) -> Extremes:
-    """Reduce the inputs of a model and the outputs of its modules, in the order they were made."""
-    # A float mask is -inf by design, so of an input only the maximum tells.
+    """Reduce the inputs of a model and the outputs of its modules, in their order."""
+    # A float mask contains -inf by design, so only the maximum of an input is checked.
     maxima = [one.max() for value in inputs for one in dense_tensors(value) if one.numel()]
     values = [*maxima, *(max_abs(tensor) for _, _, tensor in outs)]
-    of = tuple((name, module, tensor.dtype) for name, module, tensor in outs)
-    return Extremes(stack_numbers(values, device), len(maxima), n_deciding, of)
+    sources = tuple((name, module, tensor.dtype) for name, module, tensor in outs)
+    return Extremes(stack_numbers(values, device), len(maxima), n_deciding, sources)
 
 
 def _find_producer(
     name: str, module: nn.Module, dtype: str, n_carriers: int, *, is_updated: bool
 ) -> AnomalyOrigin:
-    """Return what made the output of a module sick: its weights, itself, or (no name) the loss."""
+    """The origin of a module's non-finite output: its weights, itself, or (no name) the loss."""
     if not name:
         return AnomalyOrigin("loss", "")
     prefix = "" if name == MODEL_OUTPUT else f"{name}."
@@ -223,25 +221,25 @@ def _find_producer(
 
 
 def is_remote(tensor: Tensor) -> bool:
-    """Tell whether looking at a tensor would wait for its device."""
+    """Whether reading a tensor would wait for its device."""
     return tensor.device.type != "cpu"
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether all values of a tensor are finite, after a synchronisation."""
+    """Whether all values of a tensor are finite, after a synchronisation."""
     return math.isfinite((tensor if tensor.numel() == 1 else max_abs(tensor)).item())
 
 
 def max_abs(tensor: Tensor) -> Tensor:
-    """Return the largest magnitude in a tensor, NaN where it holds one, on the tensor's device.
+    """The largest magnitude in a tensor, NaN if it has one; 0-dim, on the tensor's device.
 
     Unlike a sum of squares it is finite whenever all values are.
     """
     if not tensor.numel():
         return tensor.new_zeros(())
     if is_remote(tensor):
-        found: Tensor = torch.linalg.vector_norm(tensor, math.inf)
-        return found
+        largest: Tensor = torch.linalg.vector_norm(tensor, math.inf)
+        return largest
     low, high = torch.aminmax(tensor)  # on a CPU fifteen times as fast
     return torch.maximum(high, -low)
 
@@ -260,20 +258,20 @@ def floating_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def dense_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield those that can be reduced: torch reduces no float8, and only some sparse ones."""
+    """Yield the floating tensors that torch can reduce: neither float8 nor sparse."""
     for one in floating_tensors(value):
         if one.layout is torch.strided and one.dtype.itemsize > 1:
             yield one
 
 
 def stack_numbers(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return numbers of any device and precision as one tensor, waiting only for a CPU.
+    """Numbers, or rows of numbers, of any device and precision as one tensor on `device`.
 
-    They may be rows of numbers, too.
+    Does not wait unless `device` is the CPU.
     """
     if not values:
         return torch.zeros(0)
     is_double = any(value.dtype is torch.float64 for value in values)
     dtype = torch.float64 if is_double else torch.float32
-    later = device.type != "cpu"  # where the copies could be read before they are there
-    return torch.stack([value.to(device, dtype, non_blocking=later) for value in values])
+    non_blocking = device.type != "cpu"  # on the CPU, a copy could be read before it is complete
+    return torch.stack([value.to(device, dtype, non_blocking=non_blocking) for value in values])

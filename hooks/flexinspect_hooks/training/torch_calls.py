@@ -1,7 +1,8 @@
-"""What clipping tells of gradients: their norms, which need no second reading then.
+"""Observes gradient clipping and loss scaling, which the hooks of torch do not report.
 
-Clipping and loss scaling are calls that a model's and an optimizer's hooks do not see. They are
-replaced while somebody watches, for the whole process, by functions that do the same and tell.
+While an observer is registered, these functions of torch are replaced, for the whole process, by
+functions that do the same and notify the observers. Clipping also computes the norms of gradients,
+which then need not be computed again.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from flexinspect_hooks.training.gradient_statistics import foreach_norms, tensor_norms
 
 CHECK_INTERVAL = 10
-"""Steps: as often gradients are read though clipping told their norms, to see whether it holds."""
+"""The norms from clipping are checked against the gradients every so many steps."""
 
 NORM_TOLERANCE = 1e-3
-"""How far the norms that clipping told may be from those that are read, as a part of them."""
+"""The largest relative difference of the norms from clipping and those of the gradients."""
 
 CLIPPING_DEVICES = ("cpu", "cuda")
 CLIPPING_DTYPES = (torch.float32, torch.float64)
-"""Of what torch takes the norms of all gradients in one call, in a precision that we trust."""
+"""Where torch computes the norms of all gradients in one call, with sufficient precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClippingNorms:
-    """Norms that torch's clipping took: the `total` one, and that of each gradient."""
+    """The norms that torch's clipping computed: the `total` one, and that of each gradient."""
 
     total: Tensor
     norms: Tensor
@@ -48,24 +49,26 @@ class ClippedGradients:
     versions: Sequence[int]
 
     def norms_of(self, grads: Sequence[Tensor]) -> list[float] | None:
-        """Return the norms of gradients as they are now, None where clipping does not tell them.
+        """The norms of the gradients after clipping, None if they are unknown.
 
-        It tells nothing of one that is not finite, or that was changed by torch since.
+        They are unknown if one is non-finite, or was changed by torch since.
         """
         if not math.isfinite(total := float(self.measured.total)):
             return None
-        left = min(self.max_norm / (total + 1e-6), 1.0)  # what torch multiplied them with
+        factor = min(self.max_norm / (total + 1e-6), 1.0)  # as torch's clipping multiplies
         known = zip(self.measured.grads, self.versions, self.measured.norms.tolist(), strict=True)
-        told = {id(one): norm * left for one, version, norm in known if one._version == version}
-        found = [told.get(id(one), math.nan) for one in grads]
-        return found if all(map(math.isfinite, found)) else None
+        clipped = {
+            id(one): norm * factor for one, version, norm in known if one._version == version
+        }
+        norms = [clipped.get(id(one), math.nan) for one in grads]
+        return norms if all(map(math.isfinite, norms)) else None
 
 
 class NormSource:
-    """Gives the norms of gradients: as clipping told them, or by reading the gradients.
+    """The norms of gradients: from clipping, or computed from the gradients.
 
-    What clipping tells is taken once it agreed with what was read, and never again once it did not:
-    a program may change gradients in ways that torch does not count, such as through `.data`.
+    The norms from clipping are used once they agreed with the gradients, and never again once they
+    did not: a program may change gradients without a new version, such as through `.data`.
     """
 
     def __init__(self) -> None:
@@ -74,16 +77,16 @@ class NormSource:
     def norms(
         self, step: int, clipped: ClippedGradients | None, grads: Sequence[Tensor]
     ) -> list[float]:
-        """Return the norm of each gradient of a step."""
-        told = None
+        """The norm of each gradient of a step."""
+        from_clipping = None
         if clipped is not None and self._agrees is not False:
-            told = clipped.norms_of(grads)
-        if told is not None and self._agrees and step % CHECK_INTERVAL:
-            return told
-        if told is None:
+            from_clipping = clipped.norms_of(grads)
+        if from_clipping is not None and self._agrees and step % CHECK_INTERVAL:
+            return from_clipping
+        if from_clipping is None:
             return tensor_norms(grads)
-        norms = foreach_norms(grads)  # the same way, or the norms of large gradients would differ
-        pairs = zip(told, norms, strict=True)
+        norms = foreach_norms(grads)  # as clipping does, or the norms of large gradients differ
+        pairs = zip(from_clipping, norms, strict=True)
         self._agrees = all(math.isclose(one, other, rel_tol=NORM_TOLERANCE) for one, other in pairs)
         return norms
 
@@ -91,9 +94,9 @@ class NormSource:
 def measure_clipping(
     grads: Sequence[Tensor], norm_type: float, foreach: bool | None
 ) -> ClippingNorms | None:
-    """Return what torch's clipping computes of gradients, bit by bit.
+    """The norms of gradients, bit-equal to those that torch's clipping computes.
 
-    None for those that it takes in parts, one by one, or in another precision than we do.
+    None for gradients that torch does not measure in one call, or not in sufficient precision.
     """
     grads = [*grads]
     if not grads or norm_type != 2.0 or foreach is False or not all(map(_is_plain_tensor, grads)):
@@ -114,25 +117,25 @@ def _is_plain_tensor(grad: Tensor) -> bool:
 
 
 class TrainingObserver(Protocol):
-    """Who wants to know; each call comes from the thread that trains."""
+    """An observer of clipping and loss scaling; each call comes from the thread that trains."""
 
     def on_clipped(
         self,
         parameters: Sequence[Tensor],
         before: Tensor,
         max_norm: float,
-        how: ClippedGradients | None,
+        clipped: ClippedGradients | None,
     ) -> None:
         """Gradients of `parameters` were clipped: their total norm before, and the limit.
 
-        `how` tells more, where torch measured them all alike.
+        `clipped` has the norm of each gradient, None if torch did not measure them in one call.
         """
 
     def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """A `GradScaler` is about to step an optimizer."""
 
     def after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """It has, or left the step out."""
+        """It has done or skipped the step."""
 
 
 _observers: list[TrainingObserver] = []
@@ -140,7 +143,7 @@ _originals: dict[str, Any] = {}
 
 
 def observe_training(observer: TrainingObserver) -> Callable[[], None]:
-    """Tell `watcher` from now on; returns what ends it."""
+    """Notify `observer` from now on; returns a function that ends it."""
     if not _observers:
         _install()
     _observers.append(observer)
@@ -155,7 +158,7 @@ def observe_training(observer: TrainingObserver) -> Callable[[], None]:
 
 
 _CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
-"""The two parts of torch's `clip_grad_norm_`, which are its own affair and may change."""
+"""The two parts of torch's `clip_grad_norm_`, private functions that may change."""
 
 
 def _set_clipping(functions: Sequence[Any]) -> None:
@@ -174,18 +177,18 @@ def _install() -> None:
 
     @functools.wraps(step_original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        for watcher in tuple(_observers):
-            watcher.before_scaler_step(self, optimizer)
+        for observer in tuple(_observers):
+            observer.before_scaler_step(self, optimizer)
         result = step_original(self, optimizer, *args, **kwargs)
-        for watcher in tuple(_observers):
-            watcher.after_scaler_step(self, optimizer)
+        for observer in tuple(_observers):
+            observer.after_scaler_step(self, optimizer)
         return result
 
     scaler.step = step
 
 
 def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -> tuple[Any, Any]:
-    """Return the two parts of `clip_grad_norm_` as they are, but that watchers are told."""
+    """The two parts of `clip_grad_norm_` with the same results, which notify the observers."""
     last: ClippingNorms | None = None
 
     @functools.wraps(norm)
@@ -206,11 +209,12 @@ def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -
         nonlocal last
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clip(clipped, max_norm, total_norm, *rest)
-        (before, last), how = (last, None), None
-        if before is not None and before.total is total_norm:
-            how = ClippedGradients(before, float(max_norm), [one._version for one in before.grads])
-        for watcher in tuple(_observers):
-            watcher.on_clipped(clipped, total_norm, float(max_norm), how)
+        norms, last = last, None
+        known = None
+        if norms is not None and norms.total is total_norm:
+            known = ClippedGradients(norms, float(max_norm), [one._version for one in norms.grads])
+        for observer in tuple(_observers):
+            observer.on_clipped(clipped, total_norm, float(max_norm), known)
 
     return total_norm, clip_grads
 

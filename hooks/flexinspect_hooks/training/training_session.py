@@ -1,7 +1,7 @@
-"""One training run while it is watched: finds its steps, and sends each to the writer thread.
+"""The session that records a training run: finds its steps, and sends each to the writer thread.
 
-A step ends when the optimizer's step does (or a `GradScaler` leaves it out). It then waits for its
-loss, which the program may tell afterwards, and is written when the next one begins.
+A step ends when the optimizer's step does (or a `GradScaler` skips it). It then waits for its loss,
+which the program may report afterwards, and is written when the next step begins.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from flexinspect_hooks.training.torch_calls import ClippedGradients
 T = TypeVar("T")
 
 MAX_UNWRITTEN_STEPS = 16
-"""Steps that may wait for one that waits for the device anyway, before they wait by themselves."""
+"""Steps that may stay unwritten until something waits for the device anyway."""
 
 LINGER_S = 0.5
-"""How long a step may wait to be written: a training step takes longer than one that decodes."""
+"""How long the writer may delay a commit: a training step takes longer than a decode step."""
 
 
 class TrainingSession:
-    """While entered, records the steps of `optimizer`, or without one those that are told."""
+    """Records the steps of `optimizer`; without one, each call of `set_loss` ends a step."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, sink: Sink, governor: Governor
@@ -84,10 +84,10 @@ class TrainingSession:
         self._scaler_step: int | None = None
         self._is_off = False
 
-    # -- life ------------------------------------------------------------------------------------
+    # -- begin and end ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Install everything and begin the generation that the run is."""
+        """Install all hooks and begin the generation that represents the run."""
         rules, off = built_in_rules()
         self.recorder.has_core = not self._cores_are_taken()
         self.recorder.start()
@@ -106,7 +106,7 @@ class TrainingSession:
         self._removers += [torch_calls.observe_training(self), hide_hooks(), self._memory.close]
 
     def end(self, state: str, reason: str = "") -> None:
-        """Write what waits, end the generation, and take everything out, whatever fails."""
+        """Write the remaining steps, end the generation, and remove all hooks, also on errors."""
         try:
             self._flush()
             self._write()
@@ -132,9 +132,9 @@ class TrainingSession:
         self._apply_detail()
 
     def cost(self) -> dict[str, float | int]:
-        """Return what capture took, and its ratio to the time without it.
+        """The cost of capture, and its ratio to the time without capture.
 
-        `writer_s` is CPU time of the writer thread; it counts where torch uses every core.
+        `writer_s` is CPU time of the writer thread; it counts only if torch uses every core.
         """
         spent = self.own_s + (self.recorder.writer_s if self._cores_are_taken() else 0.0)
         return {
@@ -148,16 +148,16 @@ class TrainingSession:
     def _cores_are_taken(self) -> bool:
         return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()
 
-    # -- what the program tells ------------------------------------------------------------------
+    # -- calls of the program --------------------------------------------------------------------
 
     def set_loss(self, loss: Loss | None) -> None:
-        """Take the loss of the step just done, or else of the one that is on; see `watch_training`.
+        """Set the loss of the step that just ended, or else of the current one.
 
-        Without an optimizer this is what ends a step. Raises `UsageError` for a loss that is not a
+        Without an optimizer this ends the step. Raises `UsageError` for a loss that is not a
         single number.
         """
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            loss = loss.detach().clone()  # the program may go on to change its own
+            loss = loss.detach().clone()  # the program may change it later
         elif loss is not None:
             loss = argument_checks.check_number(loss, "The loss")
         if self._optimizer is None:
@@ -169,7 +169,7 @@ class TrainingSession:
             self._reported_loss = loss
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield what a loader yields, and time how long it takes."""
+        """Yield the batches of a loader, and time how long each takes."""
         source = iter(loader)
         while True:
             started = time.perf_counter()
@@ -189,11 +189,11 @@ class TrainingSession:
             return
         started = time.perf_counter()
         self._flush()
-        self._forwards.passes.is_updated = True  # by the program itself, as far as is known
+        self._forwards.passes.is_updated = True  # the program may have updated the weights itself
         self._measure()
         self._end_step(started)
 
-    # -- what the optimizer does -----------------------------------------------------------------
+    # -- events of the optimizer and of the loss scaler ------------------------------------------
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
@@ -232,22 +232,22 @@ class TrainingSession:
         parameters: Sequence[Tensor],
         before: Tensor,
         max_norm: float,
-        how: ClippedGradients | None,
+        clipped: ClippedGradients | None,
     ) -> None:
-        """Gradients were clipped; those of another model are none of ours."""
+        """Gradients were clipped; those of other models are ignored."""
         if any(id(one) in self._parameter_ids for one in parameters):
             self._current.norm_before_clip, self._current.max_norm = before.detach(), max_norm
-            self._clipped = how
+            self._clipped = clipped
 
     def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """A loss scaler is about to step the optimizer."""
         if optimizer is self._optimizer and scaler.is_enabled():
             self._current.scale = float(scaler.get_scale())
-            self._clipped = None  # the scaler may divide gradients, and torch does not count that
+            self._clipped = None  # the scaler may divide gradients without a new tensor version
             self._scaler_step = self._current.number
 
     def after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """It has; no step since it began means that it left it out."""
+        """It has called the optimizer, or skipped the step: then no step began since."""
         if optimizer is not self._optimizer or self._scaler_step != self._current.number:
             return
         self._scaler_step = None
@@ -267,7 +267,7 @@ class TrainingSession:
     def _on_forward_begin(self) -> None:
         if self._step_started is None:
             self._step_started = time.perf_counter()
-        self._clipped = None  # whose gradients the program may want to be rid of
+        self._clipped = None  # do not keep gradients alive that the program may drop
         self._flush()
 
     def _measure(self, scale: float = 1.0) -> None:
@@ -286,7 +286,7 @@ class TrainingSession:
         )
 
     def _refresh(self) -> None:
-        """See whether other parameters are trained now."""
+        """Update the parameters if others are trained now."""
         if (change := self._meter.refresh()) is not None:
             self._parameter_ids = self._find_parameter_ids()
             self._current.notes.append(("parameters", change, {"groups": [*self._meter.groups]}))
@@ -295,18 +295,18 @@ class TrainingSession:
         return {id(one.parameter) for one in self._meter.named}
 
     def _read_device(self) -> None:
-        """Turn into numbers what the device has done, before the optimizer gives it more to do."""
+        """Read the results of the device, before the optimizer gives it more work."""
         self._current.reported_loss, self._reported_loss = self._reported_loss, None
         self._current.read(self._forwards.passes)
         self._write()
 
     def _synchronize(self) -> None:
-        """Wait for the device: its work is the program's, and no cost."""
+        """Wait for the device; its work belongs to the program and is not a cost of capture."""
         self._current.waited_s += (waited := timed_synchronize(self._device))
         self._step_own_s -= waited
 
     def _end_step(self, started: float) -> None:
-        """End the step that is on, at what was `started` then."""
+        """End the current step; `started` is when capture began to work on its end."""
         now = self._current
         now.passes, now.detail = self._forwards.take(), self._governor.detail.name
         now.passes.device = now.passes.device or str(self._device)
@@ -332,7 +332,7 @@ class TrainingSession:
         writer_s = self._writer_s
         self._writer_s = self.recorder.writer_s
         if now.number < N_IMMEDIATE_STEPS:
-            return  # what is done once is no matter of detail
+            return  # one-time costs of the first steps do not depend on the detail
         written = 0.0 if self.recorder.has_core else self._writer_s - writer_s
         change = self._governor.on_step(now.own_s + written, now.wall_s)
         if change is not None:
@@ -359,7 +359,7 @@ class TrainingSession:
         self._order_hooks = []
 
     def _flush(self) -> None:
-        """End the wait of the newest step for its loss; write all that need not wait for a GPU."""
+        """Stop waiting for the newest step's loss; write the steps that need not wait for a GPU."""
         waiting, self._awaiting_loss = self._awaiting_loss, None
         if waiting is not None:
             self._unwritten.append(waiting)
@@ -369,19 +369,19 @@ class TrainingSession:
             self._write()
 
     def _write(self) -> None:
-        """Send the steps that are over to the writer thread."""
+        """Send the finished steps to the writer thread."""
         while self._unwritten:
             step = self._unwritten.popleft()
             training = step.record()
             self.summary.add(training)
-            kept = FinishedTrainingStep(training, step.memory, step.passes.stats)
+            finished = FinishedTrainingStep(training, step.memory, step.passes.stats)
             buffer, hook = StepBuffer(torch.device("cpu")), cast(Hook, self._records)
-            self.recorder.put(FinishedStep(step.context(), buffer, ((hook, kept),)))
+            self.recorder.put(FinishedStep(step.context(), buffer, ((hook, finished),)))
 
-    # -- trouble ---------------------------------------------------------------------------------
+    # -- errors ----------------------------------------------------------------------------------
 
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
-        """Return a call that never raises into the program: capture ends instead, and says so."""
+        """Wrap a call so that it never raises into the program: on errors, capture ends."""
 
         @functools.wraps(call)
         def guarded(*args: Any, **kwargs: Any) -> None:
@@ -396,8 +396,8 @@ class TrainingSession:
 
     def _switch_off(self, error: Exception) -> None:
         self._is_off = True
-        what = f"{type(error).__name__}: {error}"
-        self._event("hook-off", f"Capture of the training run failed and is off: {what}")
+        message = f"{type(error).__name__}: {error}"
+        self._event("hook-off", f"Capture of the training run failed and is off: {message}")
         self._uninstall()
 
     def _event(self, kind: str, text: str) -> None:
@@ -405,12 +405,12 @@ class TrainingSession:
         self.recorder.put(event)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:
-        """Copies of the model or the optimizer carry hooks along, and they must not carry this."""
+        """Copies of the model or the optimizer copy their hooks, but must not copy the session."""
         return self
 
 
 class HasLevel(Protocol):
-    """A watched training run, whose level may be set from any thread."""
+    """A watched training run, whose level can be set from any thread."""
 
     level: str
 
@@ -418,7 +418,7 @@ class HasLevel(Protocol):
 class TrainingCounts:
     """Counts the steps of a training run from its start, or from the last `clear`, on.
 
-    It outlives the run, and holds nothing of it but the count.
+    It outlives the run, of which it keeps only the count.
     """
 
     def __init__(self, count: TrainingSummaryCounter, run: HasLevel) -> None:
@@ -426,7 +426,7 @@ class TrainingCounts:
         self._run = weakref.ref(run)
 
     def counts(self) -> AnomalyCounts:
-        """Return the figures; each step with an anomaly is one, and each step is kept."""
+        """The counts; a step with an anomaly counts once, and the history has every step."""
         now, before = self._count.summary, self._baseline
         since = {
             each.name: getattr(now, each.name) - getattr(before, each.name)
@@ -439,21 +439,21 @@ class TrainingCounts:
         )
 
     def clear(self) -> None:
-        """Count from here on; the trace keeps what it has."""
+        """Count from here on; the trace is not changed."""
         self._baseline = self._count.summary
 
     def set_level(self, level: str) -> None:
-        """Record as much as `level` says, from the next step on."""
-        watched = self._run()
-        if watched is not None:
-            watched.level = level
+        """Record at another level from the next step on."""
+        run = self._run()
+        if run is not None:
+            run.level = level
 
 
 _current: list[TrainingCounts] = []
 
 
 def provide_counts(count: TrainingSummaryCounter, run: HasLevel) -> None:
-    """Let the routes of the control server answer from a run, and from no earlier one."""
+    """Make the control server report the counts of this run instead of an earlier one."""
     while _current:
         unregister_counter("training", _current.pop())
     _current.append(TrainingCounts(count, run))

@@ -1,4 +1,4 @@
-"""A callback that records the training of a `transformers.Trainer`."""
+"""Public functions that record a training run: `watch_training`, and a callback for `Trainer`."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from flexinspect_hooks.user_code.watch_trace import (
 )
 
 _active_callbacks: dict[int, TrainerCallback] = {}
-"""The callbacks whose training is on, by the id of its model."""
+"""The callbacks whose training is running, by the id of its model."""
 
 
 class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """Records each call of `Trainer.train` into a trace, as `flexinspect.watch_training` does.
 
-    `out`, `level` and `band` are those of `watch_training`; a second training by the same trainer
-    gets a trace of its own only where `out` is None, and one that begins again before its end (as
-    with `auto_find_batch_size`) a numbered one. `watch` is the handle of the last one. Of several
-    processes only the first records: `watch` stays None in the others.
+    `out`, `level` and `band` are those of `watch_training`. A second training by the same trainer
+    gets its own trace only if `out` is None; one that starts again before its end (as with
+    `auto_find_batch_size`) gets a numbered file. `watch` is the handle of the latest training. In
+    distributed training only the first process records; `watch` stays None in the others.
     """
 
     def __init__(
         self, out: str | Path | None = None, *, level: str = "basic", band: float | None = None
     ) -> None:
-        Governor(check_level(level), band)  # what is wrong with them is told now
+        Governor(check_level(level), band)  # to refuse wrong values here already
         self.watch: TrainingWatch | None = None
         self._out, self._level, self._band = out, level, band
         self._is_open = False
@@ -57,7 +57,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **rest: Any
     ) -> None:
-        """Begin to record; a training of the same model that was interrupted ends as failed."""
+        """Start recording; an interrupted training of the same model ends as failed."""
         if not getattr(state, "is_world_process_zero", True):
             return
         out = self._out
@@ -71,7 +71,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._is_open = True
         self._model_id = id(model)  # the watch holds the model: no other gets its id meanwhile
         _active_callbacks[self._model_id] = self
-        # A trainer tells no callback of an exception: the process ends the trace then.
+        # A trainer does not report an exception to callbacks: then the trace ends at exit.
         atexit.register(self._abandon)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -79,7 +79,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._end(None)
 
     def _abandon(self) -> None:
-        self._end(RuntimeError("the training did not come to its end"))
+        self._end(RuntimeError("the training did not finish"))
 
     def _end(self, error: BaseException | None) -> None:
         if self.watch is None or not self._is_open:
@@ -91,7 +91,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def _numbered_path(out: str | Path | None) -> Path | None:
-    """Return a free name like `out`."""
+    """A free file name like `out`, with a number if needed."""
     if out is None:
         return None
     first = path = Path(out)
@@ -104,7 +104,7 @@ def _numbered_path(out: str | Path | None) -> Path | None:
 T = TypeVar("T")
 
 _watched_models: set[int] = set()
-"""Models whose training is being watched, by id."""
+"""Ids of the models whose training is being watched."""
 
 
 def watch_training(
@@ -118,18 +118,24 @@ def watch_training(
 ) -> TrainingWatch:
     """Record the training of `model` by `optimizer` while the `with` block runs.
 
-    A step is one step of the optimizer; without one, each call of `step` ends one. The loss is the
-    one that the model returns (`.loss`, `["loss"]`, or a scalar), unless `step(loss=...)` tells
-    another. `out` is the trace, which must not exist (default: training-DATE-TIME.flextrace).
-    `band` is what a step may take with capture over what it takes without, such as 1.02: above it,
-    detail is dropped and comes back later, with an event each time. `quiet` leaves the line about
-    the cost at the end out.
+    Args:
+        model: the model; it needs at least one parameter that requires gradients.
+        optimizer: its steps are the steps of the trace. Without one, each call of `step` ends one.
+        out: the trace, a new file (default: training-DATE-TIME.flextrace).
+        level: how much is recorded: "basic", "advanced" or "extreme".
+        band: the time that a step may take with capture, relative to one without, such as 1.02.
+            Above it, detail is dropped and restored later, with an event each time.
+        quiet: do not print the summary line at the end.
 
-    Raises `UsageError` for what cannot be: an unknown level, a file in the way, no parameters.
+    The loss of a step is the one that the model returns (`.loss`, `["loss"]`, or a scalar), unless
+    `step(loss=...)` sets another.
+
+    Raises `UsageError` for an unknown level, an existing file, or a model without trainable
+    parameters.
     """
     argument_checks.check_module(model, "watch_training")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError("The model has no parameter that gradients are wanted for.")
+        raise UsageError("The model has no parameter that requires gradients.")
     path = free_path(out, "training")
     governor = Governor(check_level(level), band)
     return TrainingWatch(
@@ -138,7 +144,7 @@ def watch_training(
 
 
 class TrainingWatch(WatchedTrace):
-    """The handle of a watched training run: a context manager, and what is known so far."""
+    """The handle of a watched training run: a context manager, with cost and summary so far."""
 
     def __init__(
         self,
@@ -161,11 +167,12 @@ class TrainingWatch(WatchedTrace):
 
     def __enter__(self) -> TrainingWatch:
         if self._writer is not None:
-            raise UsageError("This watch is over.", hint="Call flexinspect.watch_training again.")
+            raise UsageError("This watch has ended.", hint="Call flexinspect.watch_training again.")
         if id(self._model) in _watched_models:
             raise UsageError("The training of this model is being watched already.")
-        about = build_manifest(self._model, self._level, watch_training=True)
-        writer = new_writer(self.path, about)
+        writer = new_writer(
+            self.path, build_manifest(self._model, self._level, watch_training=True)
+        )
         session = TrainingSession(self._model, self._optimizer, writer, self._governor)
         try:
             session.begin()
@@ -200,9 +207,9 @@ class TrainingWatch(WatchedTrace):
         )
 
     def step(self, loss: float | Tensor | None = None) -> None:
-        """Tell the loss of a step, once for each step of the optimizer, before or after it.
+        """Set the loss of a step, once for each step of the optimizer, before or after it.
 
-        Where no optimizer was given, this ends the step: call it before gradients are cleared.
+        Without an optimizer, this ends the step: call it before gradients are cleared.
         Raises `UsageError` for a loss that is not a single number.
         """
         if self._session is not None:
@@ -211,14 +218,14 @@ class TrainingWatch(WatchedTrace):
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader, and time how long training waits for each.
 
-        Raises `UsageError` for what has no batches.
+        Raises `UsageError` if `loader` is not iterable.
         """
         argument_checks.check_batches(loader, "batches")
         return iter(loader) if self._session is None else self._session.batches(loader)
 
     @property
     def level(self) -> str:
-        """How much is recorded, from the next step on."""
+        """How much is recorded; a new value applies from the next step on."""
         return self._level
 
     @level.setter
@@ -227,16 +234,16 @@ class TrainingWatch(WatchedTrace):
         if self._session is not None:
             self._session.set_level(level)
 
-    # -- what is known ---------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------
 
     @property
     def cost(self) -> dict[str, float | int]:
-        """What capture took so far: seconds, and their `ratio` to the time without capture."""
+        """The cost of capture so far: seconds, and their `ratio` to the time without capture."""
         return self._last_cost if self._session is None else self._session.cost()
 
     @property
     def summary(self) -> TrainingSummary:
-        """How many steps were wrong so far, all but the newest."""
+        """How many steps had anomalies so far; the newest step is not counted yet."""
         return self._last_summary if self._session is None else self._session.summary.summary
 
     @property
@@ -250,7 +257,7 @@ class TrainingWatch(WatchedTrace):
                 f"No step is recorded yet; the trace will be {escape_unprintable(str(self.path))}."
             )
         ratio, each = float(cost["ratio"]), float(cost["capture_s"]) / summary.total_steps * 1e3
-        dropped = f"{said} " if (said := self._governor.summary()) else ""
+        dropped = f"{text} " if (text := self._governor.summary()) else ""
         share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
         return (
             f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
@@ -272,9 +279,9 @@ class TrainingWatch(WatchedTrace):
 
 
 def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
-    """Return the optimizer that does the steps: the one inside of a wrapper such as accelerate's.
+    """The optimizer that does the steps: the one inside a wrapper such as accelerate's.
 
-    Raises `UsageError` for what is none.
+    Raises `UsageError` if it is not an optimizer.
     """
     if optimizer is None:
         return None
@@ -282,8 +289,9 @@ def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
     while isinstance(inner, Optimizer):
         optimizer, inner = inner, getattr(inner, "optimizer", None)
     if not isinstance(optimizer, Optimizer):
+        found = argument_checks.describe_type(optimizer)
         raise UsageError(
-            f"watch_training needs a torch optimizer, not {argument_checks.describe_type(optimizer)}.",
+            f"watch_training needs a torch optimizer, not {found}.",
             hint="Without one, call step(loss=...) once for each step.",
         )
     return optimizer

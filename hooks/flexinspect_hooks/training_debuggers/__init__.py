@@ -1,7 +1,7 @@
-"""The debuggers by the names that people know: thin, typed classes on top of the one engine.
+"""The training debuggers: thin, typed classes on top of the engine in `flexinspect_hooks.training`.
 
-`flexinspect_hooks.training` computes; here its results are named, kept in bounded histories,
-logged, and counted. Importing this package loads no torch; public names load on first use.
+The engine computes; here its results get names, bounded histories, log lines and counts. Importing
+this package does not load torch; public names load on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What usually helps against the troubles of a training: a sentence each, for logs and pages."""
+"""What usually helps against problems in training: sentences for logs and pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VANISHING = (
 MEMORY = (
     "Make the batches smaller.",
     "Use gradient checkpointing.",
-    "Move what is rarely used to the CPU.",
+    "Move rarely used tensors to the CPU.",
     "Train in mixed precision.",
 )
 ANOMALY_RATE = (
@@ -33,13 +33,13 @@ ANOMALY_RATE = (
     "Check how the parameters are initialised.",
 )
 NOTHING_FOUND = (
-    "Ask torch.is_anomaly_enabled() inside the training step: the switch may be off.",
-    "Use the context manager around forward and backward, not around the backward pass alone.",
+    "Check torch.is_anomaly_enabled() inside the training step: the switch may be off.",
+    "Use the context manager around forward and backward, not only around the backward pass.",
     "Check the version: torch.__version__ must be the one that flexinspect was installed for.",
 )
 HISTORY = (
-    "A history is bounded: give the debugger a smaller one with history=…",
-    "Clear it now and then with clear_debug_history().",
+    "A history is bounded: use a smaller one with history=…",
+    "Clear it from time to time with clear_debug_history().",
 )
 
 ADVICE_BY_KIND: Mapping[str, tuple[str, ...]] = {
@@ -54,9 +54,9 @@ ADVICE_BY_KIND: Mapping[str, tuple[str, ...]] = {
     "nothing found": NOTHING_FOUND,
     "history": HISTORY,
 }
-"""Kind of trouble → what helps."""
+"""What helps, by kind of problem."""
 
 
 def advice(kind: str) -> tuple[str, ...]:
-    """Return what usually helps against a kind of trouble, nothing for one that is not known."""
+    """What usually helps against a kind of problem, () for an unknown kind."""
     return ADVICE_BY_KIND.get(kind, ())

@@ -1,4 +1,4 @@
-"""`AsyncTrainingLogger`: a training's log and checks for loops that run in asyncio."""
+"""`AsyncTrainingLogger`: logging and checks for training loops that run in asyncio."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 @dataclass(frozen=True, eq=False)
 class TensorAnomalies(DictDataclass):
-    """Whether a tensor holds NaN or Inf."""
+    """Whether a tensor has NaN or Inf."""
 
     name: str
     has_nan: bool
@@ -33,13 +33,13 @@ class TensorAnomalies(DictDataclass):
 
     @property
     def is_anomaly(self) -> bool:
-        """Whether it holds either."""
+        """Whether it has either."""
         return self.has_nan or self.has_inf
 
 
 @dataclass(frozen=True, eq=False)
 class GradientAnomalies(DictDataclass):
-    """What is wrong with the gradients of a model; the lists name parameters."""
+    """The anomalies in the gradients of a model; the lists have names of parameters."""
 
     total_norm: float
     params_with_nan_grad: list[str]
@@ -56,7 +56,7 @@ class GradientAnomalies(DictDataclass):
 
 @dataclass(frozen=True, eq=False)
 class TrainingProgress(DictDataclass):
-    """Where a training is; `share` and `remaining_s` are None without `total_steps`."""
+    """The progress of a training; `share` and `remaining_s` are None without `total_steps`."""
 
     epoch: int
     step: int
@@ -68,11 +68,11 @@ class TrainingProgress(DictDataclass):
 
 
 class AsyncTrainingLogger:
-    """Logs and checks one training; what blocks runs in a thread, so that the loop goes on.
+    """Logs and checks one training; blocking work runs in a thread, so that the event loop goes on.
 
-    While a check runs, other tasks do: await it before the tensor or the gradients are changed.
-    Entries go to the standard log, and the newest `history` of them are kept. Use it in an
-    `async with` block, or call `finish_training`.
+    Other tasks run during a check: await it before you change the tensor or the gradients. Entries
+    go to the standard log, and the newest `history` of them are kept. Use it in an `async with`
+    block, or call `finish_training`.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class AsyncTrainingLogger:
         self._total_epochs: int | None = None
         self._total_steps: int | None = None
 
-    # -- life ------------------------------------------------------------------------------------
+    # -- start and end ---------------------------------------------------------------------------
 
     def start_training(
         self, total_epochs: int | None = None, total_steps: int | None = None
     ) -> None:
-        """Start the clock, and autograd's anomaly mode where it was asked for.
+        """Start the clock, and autograd's anomaly mode with `enable_autograd_debug`.
 
         Raises `UsageError` for a total below 1.
         """
@@ -115,11 +115,11 @@ class AsyncTrainingLogger:
         self._log(logging.INFO, f"Training starts: {total_epochs} epochs, {total_steps} steps")
 
     def finish_training(self) -> None:
-        """Say that it is over, and put autograd's anomaly mode back."""
+        """Log the end, and restore autograd's anomaly mode."""
         self._board.disable_debugging()
         self.phase = TrainingPhase.FINISHED
-        found = self.debugger.get_debug_summary().total_anomalies
-        self._log(logging.INFO, f"Training is over: {found} anomalies")
+        n_anomalies = self.debugger.get_debug_summary().total_anomalies
+        self._log(logging.INFO, f"Training is over: {n_anomalies} anomalies")
 
     async def __aenter__(self) -> AsyncTrainingLogger:
         return self
@@ -137,19 +137,19 @@ class AsyncTrainingLogger:
     async def check_tensor_anomalies_async(
         self, tensor: Tensor, name: str = "tensor"
     ) -> TensorAnomalies:
-        """Say whether a tensor, such as the loss, holds NaN or Inf."""
+        """Check whether a tensor, such as the loss, has NaN or Inf."""
         info = await asyncio.to_thread(self.debugger.analyze_tensor, tensor, name)
         return TensorAnomalies(name, info.has_nan, info.has_inf)
 
     async def check_gradient_anomalies_async(self, model: nn.Module) -> GradientAnomalies:
-        """Say which parameters have a gradient with NaN or Inf, that explodes or vanishes."""
-        found = await asyncio.to_thread(self.debugger.analyze_gradients, model)
+        """Find the parameters whose gradient has NaN or Inf, explodes or vanishes."""
+        analysis = await asyncio.to_thread(self.debugger.analyze_gradients, model)
         return GradientAnomalies(
-            found.total_norm,
-            found.params_with_nan_grad,
-            found.params_with_inf_grad,
-            [name for name, info in found.items() if info.explodes],
-            [name for name, info in found.items() if info.vanishes],
+            total_norm=analysis.total_norm,
+            params_with_nan_grad=analysis.params_with_nan_grad,
+            params_with_inf_grad=analysis.params_with_inf_grad,
+            exploding=[name for name, info in analysis.items() if info.explodes],
+            vanishing=[name for name, info in analysis.items() if info.vanishes],
         )
 
     # -- the log ---------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class AsyncTrainingLogger:
     async def update_progress_async(
         self, *, epoch: int, step: int, loss: Tensor | float, learning_rate: float | None = None
     ) -> TrainingProgress:
-        """Log where the training is; a thread waits for the loss of a GPU and writes the log.
+        """Log the progress; a thread waits for a loss on a GPU and writes the log.
 
         Raises `UsageError` for a loss that is not a single number.
         """
@@ -184,7 +184,7 @@ class AsyncTrainingLogger:
         return progress
 
     def log_warning(self, text: str, phase: TrainingPhase | str | None = None) -> LogEntry:
-        """Log a warning, of the phase that the training is in unless told."""
+        """Log a warning; `phase` defaults to the current one."""
         return self._log(logging.WARNING, text, phase)
 
     def log_error(
@@ -193,9 +193,9 @@ class AsyncTrainingLogger:
         phase: TrainingPhase | str | None = None,
         context: Mapping[str, Any] | None = None,
     ) -> LogEntry:
-        """Log an exception with its full stack and whatever is known around it.
+        """Log an exception with its full stack and the facts in `context`.
 
-        Raises `UsageError` for what is no exception, or a context that is no dict.
+        Raises `UsageError` if `error` is not an exception, or `context` is not a dict.
         """
         if not isinstance(error, BaseException):
             raise UsageError("log_error needs an exception; log_warning takes a text.")
@@ -210,12 +210,12 @@ class AsyncTrainingLogger:
 
     @property
     def entries(self) -> tuple[LogEntry, ...]:
-        """What was logged and is still kept, the oldest first."""
+        """The entries in the history, the oldest first."""
         return tuple(self._entries)
 
     @property
     def progress(self) -> tuple[TrainingProgress, ...]:
-        """Where the training was at each update that is still kept."""
+        """The progress at each update in the history, the oldest first."""
         return tuple(self._progress)
 
     def _format_progress(self, progress: TrainingProgress) -> str:
@@ -233,12 +233,12 @@ class AsyncTrainingLogger:
         phase: TrainingPhase | str | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> LogEntry:
-        where = self.phase if phase is None else _parse_phase(phase)
+        current = self.phase if phase is None else _parse_phase(phase)
         name = logging.getLevelName(level)
-        entry = LogEntry(time.time(), name, text, where.value, dict(facts or {}))
+        entry = LogEntry(time.time(), name, text, current.value, dict(facts or {}))
         self._entries.append(entry)
-        whose = f"[{self.user_id} · {self.model_name} · {where.value}]"
-        log.log(level, "%s %s", whose, text, extra={"facts": entry})
+        prefix = f"[{self.user_id} · {self.model_name} · {current.value}]"
+        log.log(level, "%s %s", prefix, text, extra={"facts": entry})
         return entry
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect_hooks.training.gradient_statistics import tensor_norms
-from flexinspect_hooks.training.tensor_statistics import model_bytes
+from flexinspect_hooks.training.tensor_statistics import ModelBytes, model_bytes
 from flexinspect_hooks.training_debuggers.result_types import ComponentInfo, TensorInfo
 
 
 def component_info(module: nn.Module, name: str) -> ComponentInfo:
-    """Return what a module is and holds; its weights are looked at for NaN and Inf."""
+    """The sizes, dtypes and devices of a module; its weights are checked for NaN and Inf."""
     parameters = list(module.parameters())
     values = [one.detach() for one in _float_tensors(module)]
     has_nan, has_inf = _nan_and_inf(values)
@@ -35,37 +35,37 @@ def component_info(module: nn.Module, name: str) -> ComponentInfo:
 
 
 def component_infos(model: nn.Module) -> dict[str, ComponentInfo]:
-    """Return the parts of a model: its children, or itself where it has none."""
+    """The parts of a model: its children, or itself if it has none."""
     parts = dict(model.named_children()) or {"(model)": model}
     return {name: component_info(part, name) for name, part in parts.items()}
 
 
 def weight_problems(infos: Iterable[ComponentInfo]) -> Iterator[str]:
-    """Say in sentences what does not go together in some parts."""
-    found = list(infos)
-    for info in found:
-        for is_sick, what in ((info.has_nan, "NaN"), (info.has_inf, "Inf")):
-            if is_sick:
+    """Sentences on non-finite weights, and on dtypes and devices that differ between parts."""
+    components = list(infos)
+    for info in components:
+        for is_bad, what in ((info.has_nan, "NaN"), (info.has_inf, "Inf")):
+            if is_bad:
                 yield f"{what} in the weights of {info.name}."
-    for what, values in (("dtypes", "dtypes"), ("devices", "devices")):
-        all_of = sorted({value for info in found for value in getattr(info, values)})
-        if len(all_of) > 1:
-            yield f"The weights are of several {what}: {', '.join(all_of)}."
+    for what in ("dtypes", "devices"):
+        values = sorted({value for info in components for value in getattr(info, what)})
+        if len(values) > 1:
+            yield f"The weights are of several {what}: {', '.join(values)}."
 
 
 def memory_of(model: nn.Module | None) -> dict[str, int]:
-    """Return bytes: of the model's parameters, gradients and buffers, `total`, and around it.
+    """Bytes of the model's `parameters`, `gradients` and `buffers`, their `total`, and of the rest.
 
     `process` is the resident memory of the process, `system_used` of all processes; `cuda_*` are
     the allocator's figures, 0 without CUDA.
     """
-    found = {"parameters": 0, "gradients": 0, "buffers": 0, "total": 0}
-    if model is not None:
-        held = model_bytes(model)
-        sizes = (held.parameters, held.gradients, held.buffers, held.total)
-        found = dict(zip(found, sizes, strict=True))
+    size = ModelBytes(0, 0, 0, {}) if model is None else model_bytes(model)
     has_cuda = torch.cuda.is_available()
-    return found | {
+    return {
+        "parameters": size.parameters,
+        "gradients": size.gradients,
+        "buffers": size.buffers,
+        "total": size.total,
         "process": int(psutil.Process().memory_info().rss),
         "system_used": int(psutil.virtual_memory().used),
         "cuda_allocated": torch.cuda.memory_allocated() if has_cuda else 0,
@@ -74,7 +74,7 @@ def memory_of(model: nn.Module | None) -> dict[str, int]:
 
 
 def tensors_in(output: object) -> Iterator[Tensor]:
-    """Return the tensors in what a forward returned: tuples, lists, dicts, model outputs."""
+    """Yield the tensors in a model's output: tuples, lists, dicts, model outputs."""
     yield from _tensors_in(output, set())
 
 
@@ -95,7 +95,7 @@ def _tensors_in(output: object, above: set[int]) -> Iterator[Tensor]:
 
 
 def has_nonfinite(tensors: Iterable[Tensor]) -> bool:
-    """Say whether any of some tensors has a NaN or Inf."""
+    """Whether any of the tensors has NaN or Inf."""
     return any(_nan_and_inf([one.detach() for one in tensors]))
 
 
@@ -118,7 +118,7 @@ def _nan_and_inf(values: list[Tensor]) -> tuple[bool, bool]:
 
 
 def output_problems(infos: Iterable[TensorInfo]) -> Iterator[str]:
-    """Say which outputs of a model are not finite."""
+    """Sentences on the non-finite outputs of a model."""
     for info in infos:
         for is_bad, what in ((info.has_nan, "NaN"), (info.has_inf, "Inf")):
             if is_bad:

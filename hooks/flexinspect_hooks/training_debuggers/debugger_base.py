@@ -1,7 +1,7 @@
-"""What all debuggers share: a level, a bounded history, the count of anomalies, alerts.
+"""What all debuggers share: a level, a bounded history, counts of anomalies, alerts and the log.
 
-They are held weakly. Of each kind the newest living one answers; a clearing and a level that are
-asked for from outside go to all of them.
+Also the registry for the control server, which holds debuggers weakly. It reports the counts of the
+newest live debugger of each kind; clearing and setting a level apply to all of them.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _debuggers: dict[Kind, list[weakref.ref[Any]]] = {}
 
 
 class NewestDebugger:
-    """What the control server asks of a kind of debugger."""
+    """A kind of debugger for the control server."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
 
     def counts(self) -> AnomalyCounts:
-        """Return the counts of the newest living debugger, zeros without one."""
+        """The counts of the newest live debugger, zeros without one."""
         debugger = newest_debugger(self._kind)
         return AnomalyCounts() if debugger is None else debugger.counts()
 
     def clear(self) -> None:
-        """Clear every living debugger of the kind."""
+        """Clear every live debugger of the kind."""
         for debugger in _live_debuggers(self._kind):
             debugger.clear_debug_history()
 
     def set_level(self, level: str) -> None:
-        """Set the level of every living debugger of the kind. Raises `UsageError`: unknown."""
+        """Set the level of every live debugger of the kind. Raises `UsageError` if unknown."""
         for debugger in _live_debuggers(self._kind):
             debugger.level = level
 
@@ -61,7 +61,7 @@ _newest_by_kind: dict[Kind, NewestDebugger] = {
 
 
 def register_debugger(debugger: BaseDebugger) -> None:
-    """Let a debugger answer for its kind, until a newer one does or it is gone."""
+    """Make a debugger the newest of its kind, until a newer one exists or it is deleted."""
     kind = debugger.kind
     _debuggers[kind] = [weakref.ref(each) for each in (*_live_debuggers(kind), debugger)]
     weakref.finalize(debugger, _on_collected, kind)
@@ -69,9 +69,9 @@ def register_debugger(debugger: BaseDebugger) -> None:
 
 
 def newest_debugger(kind: Kind) -> BaseDebugger | None:
-    """Return the newest living debugger of a kind."""
-    found = _live_debuggers(kind)
-    return found[-1] if found else None
+    """The newest live debugger of a kind, None without one."""
+    debuggers = _live_debuggers(kind)
+    return debuggers[-1] if debuggers else None
 
 
 def _live_debuggers(kind: Kind) -> list[BaseDebugger]:
@@ -83,7 +83,7 @@ def _on_collected(kind: Kind) -> None:
         unregister_counter(kind, _newest_by_kind[kind])
 
 
-LOGGER = "flexinspect.records.debug_switches"
+LOGGER = "flexinspect.debugging"
 """The logger of all debuggers; figures are DEBUG, anomalies WARNING, errors ERROR."""
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 LEVEL_EMOJI = {"DEBUG": "🔍", "INFO": "✅", "WARNING": "⚠️", "ERROR": "❌", "CRITICAL": "❌"}
@@ -91,12 +91,12 @@ LEVEL_EMOJI = {"DEBUG": "🔍", "INFO": "✅", "WARNING": "⚠️", "ERROR": "�
 
 class _EmojiFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Put the level's sign before the line."""
+        """Put the level's emoji before the line."""
         return f"{LEVEL_EMOJI.get(record.levelname, '·')} {super().format(record)}"
 
 
 class DebugLog:
-    """A handler of the debuggers' log, from when it is made until `close` or the block's end."""
+    """A handler of the debuggers' log, active until `close` or the end of the `with` block."""
 
     def __init__(self, handler: logging.Handler, level: int) -> None:
         self._handler = handler
@@ -106,7 +106,7 @@ class DebugLog:
         self._logger.setLevel(level)
 
     def close(self) -> None:
-        """Take the handler out, put the level back, and close the file."""
+        """Remove the handler, restore the level, and close the file."""
         if self._handler in self._logger.handlers:
             self._logger.removeHandler(self._handler)
             self._logger.setLevel(self._level_before)
@@ -132,12 +132,12 @@ def debug_logging(
     backups: int = 5,
     signs: bool = False,
 ) -> DebugLog:
-    """Write what the debuggers say to `file`, or to stderr without one; returns what ends it.
+    """Write the debuggers' log to `file`, or to stderr without one, until the result is closed.
 
     The file is rotated at `max_bytes`, and `backups` older ones are kept. `signs` puts an emoji for
-    the level before each line. Records have their figures as `record.facts` too.
+    the level before each line. Records also have their figures as `record.facts`.
 
-    Raises `UsageError` for a file that cannot be written, and for a level that is no number of
+    Raises `UsageError` for a file that cannot be written, and for a level that is not a number of
     `logging`.
     """
     argument_checks.check_count(level, "level", 0)
@@ -157,12 +157,12 @@ def debug_logging(
 
 
 DEFAULT_HISTORY = 1000
-"""Entries that a debugger keeps unless told otherwise."""
+"""Entries that a debugger keeps by default."""
 MIN_ANALYSES_FOR_ALERT = 10
-"""Analyses before a rate of anomalies says anything."""
+"""Analyses before the rate of anomalies can raise an alert."""
 
 MAX_LOGGED_ANOMALIES = 10
-"""Anomalies of one analysis that the log names; the others are counted, and kept."""
+"""Anomalies of one analysis that are logged; the others are only counted and kept."""
 _OWN_FILES = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
 
 log = logging.getLogger(LOGGER)
@@ -171,11 +171,11 @@ OnAnomaly = Callable[[Anomaly], Any]
 
 
 class BaseDebugger:
-    """Base of the debuggers; `kind` is the name under which the control server asks for it.
+    """Base of the debuggers; `kind` is its name in the control server.
 
-    `history` bounds the entries kept (older ones go). `alert_above` is the rate of anomalies from
-    which a warning is logged, and `on_anomaly` is called with each one; when it raises, that is
-    logged. Counts and history may be read, added to and cleared from several threads.
+    `history` is the maximum number of entries; older ones are dropped. A rate of anomalies above
+    `alert_above` logs a warning. `on_anomaly` is called with each anomaly; an exception in it is
+    logged. Counts and history are safe to use from several threads.
     """
 
     kind: ClassVar[Kind] = "general"
@@ -199,7 +199,7 @@ class BaseDebugger:
         register_debugger(self)
 
     def _reset(self) -> None:
-        """Count from 0; called with the lock held."""
+        """Reset counts and history; called with the lock held."""
         self._kinds: Counter[str] = Counter()
         self._n_anomalies = self._n_analyses = self._n_anomalous = 0
         self._alerts: deque[str] = deque(maxlen=20)
@@ -209,7 +209,7 @@ class BaseDebugger:
 
     @property
     def level(self) -> DebugLevel:
-        """How much is looked at; may be changed at any time, effective from the next call."""
+        """How much is measured; a new value applies from the next call on."""
         return self._level
 
     @level.setter
@@ -218,12 +218,12 @@ class BaseDebugger:
 
     @property
     def history(self) -> tuple[Any, ...]:
-        """What is kept, the oldest first."""
+        """The entries in the history, the oldest first."""
         with self._lock:
             return tuple(self._history)
 
     def get_debug_summary(self) -> DebugSummary:
-        """Return the counts since the debugger was made or cleared."""
+        """The counts since the debugger was created or cleared."""
         with self._lock:
             return DebugSummary(
                 level=self._level.value,
@@ -236,12 +236,12 @@ class BaseDebugger:
             )
 
     def clear_debug_history(self) -> None:
-        """Forget what is kept, and count from 0 again."""
+        """Clear the history, and count from 0 again."""
         with self._lock:
             self._reset()
 
     def counts(self) -> AnomalyCounts:
-        """Return the counts that the control server gives out; may be called from any thread."""
+        """The counts for the control server; may be called from any thread."""
         with self._lock:
             return AnomalyCounts(
                 total_anomalies=self._n_anomalies,
@@ -252,10 +252,10 @@ class BaseDebugger:
 
     @contextmanager
     def autograd_anomaly_detection(self) -> Iterator[None]:
-        """Run forward and backward so that autograd names the operation that made a NaN.
+        """Run the block in autograd's anomaly mode, which names the operation that made a NaN.
 
-        What is raised inside is recorded with its full stack, and raised on. The mode is afterwards
-        what it was before. Slow: for small models several times.
+        An exception inside is recorded with its full stack and raised again. The mode is restored
+        afterwards. It is slow: small models take several times as long.
         """
         before = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         torch.autograd.set_detect_anomaly(True)
@@ -268,7 +268,7 @@ class BaseDebugger:
             torch.autograd.set_detect_anomaly(*before)
 
     def report_error(self, error: BaseException, tensor: TensorInfo | None = None) -> Anomaly:
-        """Record an exception with its full stack, and what is known of the tensor it is about."""
+        """Record an exception with its full stack, and facts of the tensor that it is about."""
         stack = "".join(traceback.format_exception(error))
         sentence = f"{type(error).__name__}: {error}"
         anomaly = Anomaly("error", "exception", sentence, tensor=tensor, stack=stack)
@@ -284,10 +284,10 @@ class BaseDebugger:
         return Anomaly(kind, where, sentence, step, advice(kind), tensor, stack)
 
     def _current_stack(self) -> str:
-        """Return where the program is; made once for the anomalies of one analysis."""
+        """The program's stack, formatted once for all anomalies of one analysis."""
         analysis = (threading.get_ident(), self._n_analyses)
-        of, text = self._cached_stack
-        if of != analysis:
+        cached_analysis, text = self._cached_stack
+        if cached_analysis != analysis:
             frames = traceback.extract_stack()
             text = "".join(
                 traceback.format_list([one for one in frames if one.filename not in _OWN_FILES])
@@ -296,15 +296,15 @@ class BaseDebugger:
         return text
 
     def _record_analysis(self, entries: Iterable[Any], anomalies: Iterable[Anomaly]) -> None:
-        """Count one analysis, keep its entries, and meet its anomalies."""
-        found = list(anomalies)
+        """Count one analysis, keep its entries, and report its anomalies."""
+        anomalies = list(anomalies)
         with self._lock:
             self._n_analyses += 1
-            self._n_anomalous += bool(found)
+            self._n_anomalous += bool(anomalies)
             self._history.extend(entries)
-            self._count_anomalies(found)
+            self._count_anomalies(anomalies)
             alert = self._check_alert()
-        self._report(found)
+        self._report(anomalies)
         if alert:
             with suppress(Exception):
                 log.warning("%s", alert)
@@ -322,7 +322,7 @@ class BaseDebugger:
                 self._call_on_anomaly(self._on_anomaly, anomaly)
         if len(anomalies) > MAX_LOGGED_ANOMALIES:
             log.warning(
-                "… and %d more anomalies of the same time", len(anomalies) - MAX_LOGGED_ANOMALIES
+                "… and %d more anomalies of the same step", len(anomalies) - MAX_LOGGED_ANOMALIES
             )
 
     def _call_on_anomaly(self, callback: OnAnomaly, anomaly: Anomaly) -> None:
@@ -332,26 +332,26 @@ class BaseDebugger:
             log.warning("on_anomaly failed: %s: %s", type(error).__name__, error)
 
     def _check_alert(self) -> str:
-        """Return what is to be said once the rate of anomalies is high, else nothing."""
-        said = ""
+        """The alert if the rate of anomalies has just become high, else ""."""
+        alert = ""
         rate = self._n_anomalous / self._n_analyses
         is_high = self._n_analyses >= MIN_ANALYSES_FOR_ALERT and rate > self._alert_above
         if is_high and not self._is_above_alert:
-            said = (
+            alert = (
                 f"High anomaly rate: {rate:.1%} of {self._n_analyses} analyses, above "
                 f"{self._alert_above:.1%}. {' '.join(advice('anomaly rate'))}"
             )
-            self._alerts.append(said)
+            self._alerts.append(alert)
         self._is_above_alert = is_high
-        return said
+        return alert
 
 
 def find_nonfinite(info: TensorInfo) -> list[tuple[str, str]]:
-    """Return (kind, sentence) for the NaN and the Inf of a tensor."""
+    """(kind, sentence) for NaN and for Inf in a tensor."""
     shape = "x".join(map(str, info.shape)) or "a single value"
-    found = []
+    problems = []
     if info.has_nan:
-        found.append(("nan", f"NaN in {info.name} ({info.n_nan} values, {shape})."))
+        problems.append(("nan", f"NaN in {info.name} ({info.n_nan} values, {shape})."))
     if info.has_inf:
-        found.append(("inf", f"Inf in {info.name} ({info.n_inf} values, {shape})."))
-    return found
+        problems.append(("inf", f"Inf in {info.name} ({info.n_inf} values, {shape})."))
+    return problems

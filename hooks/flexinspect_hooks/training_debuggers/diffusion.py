@@ -1,4 +1,4 @@
-"""`DiffusionModelDebugger`: any pipeline whose denoiser, text encoder and VAE are modules."""
+"""`DiffusionModelDebugger`: for any pipeline whose denoiser, text encoder and VAE are modules."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ from flexinspect_hooks.training_debuggers.result_types import (
 from flexinspect_hooks.training_debuggers.tensor_checks import tensor_info
 
 MAX_SPREAD_GROWTH = 5.0
-"""From ADVANCED on: latents whose spread is this many times that of the step before are wrong."""
+"""From ADVANCED on: a spread of the latents this many times the one before is an anomaly."""
 
 COMPONENT_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "denoiser": ("unet", "transformer", "denoiser", "prior"),
     "text encoder": ("text_encoder",),
     "vae": ("vae", "vqvae", "movq", "decoder"),
 }
-"""Role → how the names of its parts begin in the pipelines of diffusers."""
+"""Prefixes of component names by role, as in the pipelines of diffusers."""
 
 
 class DiffusionModelDebugger(BaseDebugger):
-    """Looks at a pipeline's parts, and at the latents of each denoising step.
+    """Checks a pipeline's components, and the latents of each denoising step.
 
-    `jump` is how many times the spread of the latents may grow in one step (from ADVANCED on).
+    `jump` is the largest factor by which the spread of the latents may grow in one step (from
+    ADVANCED on).
     """
 
     kind = "diffusion"
@@ -73,7 +74,7 @@ class DiffusionModelDebugger(BaseDebugger):
         super()._reset()
 
     def analyze_diffusion_pipeline(self, pipeline: Any) -> PipelineAnalysis:
-        """Return what a pipeline consists of: sizes, dtypes, devices, weights that are not finite.
+        """The components of a pipeline: sizes, dtypes, devices, and non-finite weights.
 
         Raises `UsageError` for an object without any module.
         """
@@ -95,16 +96,14 @@ class DiffusionModelDebugger(BaseDebugger):
     def monitor_diffusion_step(
         self, pipeline: Any, step: int, latents: Tensor
     ) -> DiffusionStepInfo:
-        """Look at the latents that a denoising step left; step 0 starts a new image.
+        """Check the latents after a denoising step; step 0 starts a new image.
 
-        Raises `UsageError` for latents that are no tensor, and what is no step's number.
+        Raises `UsageError` if `latents` is not a tensor, or `step` is not a count.
         """
         argument_checks.check_tensor(latents, "monitor_diffusion_step")
         step = argument_checks.check_count(step, "step", 0)
-        before, spread = self._previous_step or (
-            -1,
-            None,
-        )  # at once: a clearing may come in between
+        # Read at once: another thread may clear it.
+        before, spread = self._previous_step or (-1, None)
         if step <= before or step == 0:
             self._previous_latents = spread = None
         info = tensor_info(latents, f"latents of step {step}", self.level)
@@ -112,11 +111,11 @@ class DiffusionModelDebugger(BaseDebugger):
         made_by, self._nonfinite_source = self._nonfinite_source, None
         by = f" First made by {made_by}." if made_by else ""
         anomalies = [
-            self._make_anomaly(kind, "latents", said + by, step=step, tensor=info)
-            for kind, said in find_nonfinite(info)
+            self._make_anomaly(kind, "latents", sentence + by, step=step, tensor=info)
+            for kind, sentence in find_nonfinite(info)
         ]
         anomalies += self._check_spread(step, spread, info.std)
-        found = DiffusionStepInfo(
+        step_info = DiffusionStepInfo(
             step=step,
             latents=info,
             change=self._relative_change(latents) if is_advanced else None,
@@ -125,17 +124,17 @@ class DiffusionModelDebugger(BaseDebugger):
             made_by=made_by,
         )
         self._previous_step = (step, info.std)
-        self._record_analysis([found], anomalies)
+        self._record_analysis([step_info], anomalies)
         if self.level is DebugLevel.EXTREME:
             log.info("Denoising step %d: %s", step, info)
-        return found
+        return step_info
 
     @contextmanager
     def watching(self, pipeline: Any) -> Iterator[None]:
-        """Find which part makes the first NaN or Inf of a step, while the block runs.
+        """Find which component makes the first NaN or Inf of a step, while the block runs.
 
-        Costs one reduction of each output of the pipeline's parts. `unet(...)` calls are seen, not
-        other methods (such as `vae.decode`).
+        Costs one reduction of each output of the pipeline's components. Only calls such as
+        `unet(...)` are observed, not other methods (such as `vae.decode`).
         """
         handles = [
             module.register_forward_hook(partial(self._on_component_output, name), with_kwargs=True)
@@ -152,17 +151,17 @@ class DiffusionModelDebugger(BaseDebugger):
     ) -> None:
         if self._nonfinite_source is not None or not has_nonfinite(tensors_in(output)):
             return
-        was_fed = has_nonfinite(tensors_in([args, kwargs]))
-        self._nonfinite_source = f"{name} (from inputs that were not finite)" if was_fed else name
+        is_from_inputs = has_nonfinite(tensors_in([args, kwargs]))
+        self._nonfinite_source = f"{name} (from non-finite inputs)" if is_from_inputs else name
 
     def _check_spread(self, step: int, before: float | None, spread: float | None) -> list[Anomaly]:
         if spread is None or not before or not spread > self._max_growth * before:
             return []
-        said = (
+        sentence = (
             f"The latents of step {step} spread {spread / before:.1f} times as far as those "
             f"of the step before ({before:.4g}, now {spread:.4g})."
         )
-        return [self._make_anomaly("jump", "latents", said, step=step)]
+        return [self._make_anomaly("jump", "latents", sentence, step=step)]
 
     @torch.no_grad()
     def _relative_change(self, latents: Tensor) -> float | None:
@@ -174,7 +173,7 @@ class DiffusionModelDebugger(BaseDebugger):
 
 
 def components_of(pipeline: Any) -> dict[str, nn.Module]:
-    """Return the modules of a pipeline by name: of its `components`, else its attributes.
+    """The modules of a pipeline by name: from its `components`, else from its attributes.
 
     Raises `UsageError` for an object without any module.
     """
@@ -182,18 +181,18 @@ def components_of(pipeline: Any) -> dict[str, nn.Module]:
         return dict(pipeline.named_children()) or {"(model)": pipeline}
     parts = getattr(pipeline, "components", None)
     named = parts if isinstance(parts, Mapping) else getattr(pipeline, "__dict__", {})
-    found = {str(name): part for name, part in named.items() if isinstance(part, nn.Module)}
-    if not found:
+    modules = {str(name): part for name, part in named.items() if isinstance(part, nn.Module)}
+    if not modules:
         kind = type(pipeline).__name__
         raise UsageError(
             f"The {kind} has no module among its components; a pipeline with a unet or "
             "transformer, a text encoder or a VAE is needed."
         )
-    return found
+    return modules
 
 
 def roles_of(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
-    """Return which parts are denoiser, text encoder and VAE, by the names that pipelines use."""
+    """The names of the denoiser, text encoder and VAE, by the prefixes that pipelines use."""
     return {
         role: tuple(name for name in modules if name.startswith(starts))
         for role, starts in COMPONENT_PREFIXES.items()

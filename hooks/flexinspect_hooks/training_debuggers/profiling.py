@@ -1,4 +1,4 @@
-"""`profile_model_performance`: some batches under `torch.profiler`, and what they say, typed."""
+"""`profile_model_performance` and the profiler switches: `torch.profiler` with typed results."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from flexinspect_hooks.training_debuggers.debugger_base import log
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 WAIT_BATCHES, WARMUP_BATCHES = 1, 1
-"""Batches that are run before those that are profiled: one unprofiled, one to warm up."""
+"""Batches that run before the profiled ones: one unprofiled, one to warm up."""
 PROFILE_FOLDER = "./logs/profiler"
 N_OPERATORS = 15
-"""Operators that a summary names, those with the most time of their own first."""
+"""Operators in a summary, those with the most self time first."""
 
 
 @dataclass(frozen=True, eq=False)
 class OperatorCost(DictDataclass):
-    """What one operator took over the profiled batches; times in ms, memory in bytes.
+    """The cost of one operator over the profiled batches; times in ms, memory in bytes.
 
-    `self_*` is without the operators it called; `share` is its part of all `self_*` time. `flops`
-    is 0 where torch knows no formula.
+    `self_*` is without the operators it called; `share` is its share of all `self_*` time. `flops`
+    is 0 if torch has no formula for it.
     """
 
     name: str
@@ -46,13 +46,17 @@ class OperatorCost(DictDataclass):
 
 @dataclass(frozen=True, eq=False)
 class ProfileSummary(DictDataclass):
-    """What `profile_model_performance` found.
+    """The results of `profile_model_performance`.
 
-    `batches` were profiled. `batch_ms` is their wall time each (profiling included), `batch_memory`
-    the bytes of CUDA that each left allocated (empty without CUDA). `cpu_ms` and `cuda_ms` are the
-    operators' own time, `flops` those that torch can count, all over all batches. `operators` come
-    with the dearest first. `files` are the exported traces, for TensorBoard, Perfetto or
-    chrome://tracing. `advice` says in sentences what stands out.
+    Attributes:
+        batches: the number of profiled batches.
+        batch_ms: wall time of each batch, profiling included.
+        batch_memory: bytes of CUDA memory that each batch left allocated; () without CUDA.
+        cpu_ms, cuda_ms: self time of all operators over all batches.
+        flops: floating-point operations that torch can count, over all batches.
+        operators: the most expensive first.
+        files: exported traces, for TensorBoard, Perfetto or chrome://tracing.
+        advice: sentences on what stands out.
     """
 
     batches: int
@@ -78,12 +82,12 @@ def profile_model_performance(
     with_flops: bool = True,
     scopes: Iterable[str] = (),
 ) -> ProfileSummary:
-    """Run `step(batch)` over a loader under `torch.profiler` and say where the time went.
+    """Run `step(batch)` over a loader under `torch.profiler`, and summarise where the time went.
 
-    Of the loader's batches the first is run unprofiled, the second to warm up, and the next
-    `num_batches` are profiled (fewer when it has fewer: it needs three). The traces are exported to
-    `folder` as TensorBoard's plug-in reads them (None: not at all). `scopes` are names given to
-    `torch.profiler.record_function` in your code, which the summary then always lists.
+    The first batch runs unprofiled, the second warms up, and the next `num_batches` are profiled
+    (fewer if the loader has fewer; it needs at least three batches). The traces are exported to
+    `folder` for TensorBoard's plug-in (None: no export). `scopes` are names that your code passes
+    to `torch.profiler.record_function`; the summary always lists them.
 
     Raises `UsageError` for a loader with too few batches or a folder that cannot be written.
     """
@@ -107,26 +111,26 @@ def profile_model_performance(
         for number, batch in enumerate(
             islice(batches, WAIT_BATCHES + WARMUP_BATCHES + num_batches)
         ):
-            started, held = time.perf_counter(), _allocated_bytes()
+            started, allocated = time.perf_counter(), _allocated_bytes()
             step(batch)
             _synchronize()
             if number >= WAIT_BATCHES + WARMUP_BATCHES:
                 timed.append((time.perf_counter() - started) * 1e3)
-                memory += [_allocated_bytes() - held] if torch.cuda.is_available() else []
+                memory += [_allocated_bytes() - allocated] if torch.cuda.is_available() else []
             profiler.step()
     return _profile_summary(profiler, timed, memory, _trace_files(folder) - before, tuple(scopes))
 
 
 def activities() -> list[ProfilerActivity]:
-    """Return what can be profiled here: the CPU, and CUDA where it is."""
+    """The activities that can be profiled here: the CPU, and CUDA if available."""
     with_cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     return [ProfilerActivity.CPU, *with_cuda]
 
 
 def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
-    """Return what writes a profile into `folder`, as TensorBoard's plug-in reads it.
+    """The handler that exports a profile to `folder` for TensorBoard's plug-in.
 
-    Raises `UsageError` for a folder that cannot be made.
+    Raises `UsageError` if the folder cannot be created.
     """
     if folder is None:
         return None
@@ -134,7 +138,7 @@ def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"The folder {folder} for profiles cannot be made: {error.strerror}."
+            f"The folder {folder} for profiles cannot be created: {error.strerror}."
         ) from error
     handler: Callable[[Any], None] = tensorboard_trace_handler(str(folder))
     return handler
@@ -149,7 +153,7 @@ def _require_batches(batches: Iterable[Any], needed: int) -> Iterable[Any]:
     first = list(islice(iterator, needed))
     if len(first) < needed:
         raise UsageError(
-            f"The loader has {len(first)} batches, and profiling needs {needed} or more: one to "
+            f"The loader has {len(first)} batches, but profiling needs at least {needed}: one to "
             "wait, one to warm up, one to profile."
         )
     return chain(first, iterator)
@@ -188,7 +192,7 @@ def _profile_summary(
 
 
 def operator_costs(profiler: Any) -> list[OperatorCost]:
-    """Return what a profiler that has ended says of each operator, the dearest first."""
+    """The cost of each operator from a finished profiler, the most expensive first."""
     events = [event for event in profiler.key_averages() if not _is_profiler_event(event.key)]
     cpu = sum(event.self_cpu_time_total for event in events) / 1e3
     cuda = sum(event.self_device_time_total for event in events) / 1e3
@@ -198,7 +202,7 @@ def operator_costs(profiler: Any) -> list[OperatorCost]:
 
 
 def _is_profiler_event(name: str) -> bool:
-    """Say whether an event is the profiler's own, or a Python frame that `with_stack` records."""
+    """Whether an event is the profiler's own, or a Python frame that `with_stack` records."""
     return "ProfilerStep" in name or name.startswith("<") or ".py(" in name
 
 
@@ -230,7 +234,7 @@ _SYNC_OPERATORS = (
 def _profile_advice(
     costs: list[OperatorCost], wall: float, cpu: float, cuda: float
 ) -> Iterable[str]:
-    """Say what stands out; a sentence each."""
+    """Sentences on what stands out in a profile."""
     top = costs[0]
     if top.share >= 0.5:
         yield f"{top.name} takes {top.share:.0%} of the time: a change elsewhere gains little."
@@ -253,15 +257,15 @@ PROFILER_SWITCH = "enable_autograd_profiler"
 TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
 N_LOGGED_OPERATORS = 5
 PAUSE_FACTOR = 5
-"""A window is followed by a rest of so many times what it took to end it and to read it."""
+"""A window is followed by a pause of this many times the time it took to end and read it."""
 
 
 class ProfilerWindows:
-    """Profiles from step to step; each window of steps ends in a line of the log or an export.
+    """Profiles windows of steps for the profiler switches; each ends in a log line or an export.
 
-    torch takes long to read what it recorded (0.1 ms for each operator called), so that a rest of
-    five times that lies between two windows; the first begins at once. `clock` gives seconds.
-    `boundary` is called once per step, in the thread that trains.
+    torch takes long to read a recording (0.1 ms for each operator call), so a pause of
+    `PAUSE_FACTOR` times that follows each window; the first begins at once. `clock` returns
+    seconds. `on_step` is called once per step, in the thread that trains.
     """
 
     def __init__(
@@ -279,7 +283,7 @@ class ProfilerWindows:
         self._exports = False
 
     def on_step(self, step: int) -> None:
-        """End a window that is full, or that nobody wants any more; begin one that is wanted."""
+        """End a window that is full or switched off; begin one if a switch is on."""
         wanted = [
             switch
             for switch in (PROFILER_SWITCH, TENSORBOARD_SWITCH)
@@ -295,7 +299,7 @@ class ProfilerWindows:
             self._board.run_guarded(wanted[0], lambda: self._begin(TENSORBOARD_SWITCH in wanted))
 
     def close(self) -> None:
-        """End the window that is open, and say what it saw."""
+        """End the open window, and log its result."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             switch, began = TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH, self._clock()

@@ -1,4 +1,4 @@
-"""`PyTorchDebugger`: tensors, parameters, gradients and memory, looked at when asked."""
+"""`PyTorchDebugger`: checks of tensors, parameters, gradients and memory on demand."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from flexinspect_hooks.training_debuggers.tensor_checks import (
 
 
 class PyTorchDebugger(BaseDebugger):
-    """Looks at tensors and models when asked, counts what is wrong, and keeps a bounded history.
+    """Checks tensors and models on demand, counts anomalies, and keeps a bounded history.
 
-    `explosion` and `vanishing` are the norms of one parameter's gradient beyond which it is an
-    anomaly: choose them per model.
+    A gradient of one parameter with a norm above `explosion` or below `vanishing` is an anomaly:
+    choose these limits per model.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class PyTorchDebugger(BaseDebugger):
         shape: Sequence[int | None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> TensorInfo:
-        """Return what this level measures of a tensor, and count NaN, Inf and what differs.
+        """Measure a tensor at this level, and count NaN, Inf and wrong shapes or dtypes.
 
-        `shape` (None stands for any size) and `dtype` are what the tensor is meant to have.
+        `shape` (None is any size) and `dtype` are the expected ones.
         """
         info = tensor_info(argument_checks.check_tensor(tensor, "analyze_tensor"), name, self.level)
         anomalies = [
@@ -86,7 +86,7 @@ class PyTorchDebugger(BaseDebugger):
         return info
 
     def analyze_model_parameters(self, model: nn.Module) -> dict[str, TensorInfo]:
-        """Return what this level measures of each parameter, by name."""
+        """Measure each parameter at this level, by name."""
         argument_checks.check_module(model, "analyze_model_parameters")
         infos = tensor_infos(dict(model.named_parameters()), self.level)
         self._record_analysis(
@@ -96,25 +96,25 @@ class PyTorchDebugger(BaseDebugger):
         return infos
 
     def analyze_gradients(self, model: nn.Module) -> GradientAnalysis:
-        """Return each parameter's gradient by name; those that have none are left out."""
+        """Measure each parameter's gradient, by name; parameters without one are left out."""
         level, limits = self.level, (self._explosion, self._vanishing)
         argument_checks.check_module(model, "analyze_gradients")
-        facts = gradients_of(trainable(model), level)
-        found = gradient_analysis(model, facts, level, *limits)
+        gradients = gradients_of(trainable(model), level)
+        analysis = gradient_analysis(model, gradients, level, *limits)
         anomalies = [
-            self._make_anomaly(kind, one.name, said, tensor=found[one.name].tensor)
-            for one in facts.outliers(*limits)
-            for kind, said in gradient_problems(one, *limits)
+            self._make_anomaly(kind, one.name, sentence, tensor=analysis[one.name].tensor)
+            for one in gradients.outliers(*limits)
+            for kind, sentence in gradient_problems(one, *limits)
         ]
-        self._record_analysis(self._history_entries(found), anomalies)
-        return found
+        self._record_analysis(self._history_entries(analysis), anomalies)
+        return analysis
 
     def check_gradient_explosion(
         self, model: nn.Module, threshold: float = EXPLODING_NORM
     ) -> list[str]:
-        """Return the parameters whose gradient norm is above the threshold.
+        """The parameters whose gradient norm is above the threshold.
 
-        A gradient with Inf or NaN is not among them: `analyze_gradients` names those.
+        Gradients with Inf or NaN are not included: see `analyze_gradients`.
         """
         argument_checks.check_module(model, "check_gradient_explosion")
         argument_checks.check_limit(threshold, "threshold")
@@ -126,7 +126,7 @@ class PyTorchDebugger(BaseDebugger):
     def check_gradient_vanishing(
         self, model: nn.Module, threshold: float = VANISHING_NORM
     ) -> list[str]:
-        """Return the parameters whose gradient norm is below the threshold, 0 too."""
+        """The parameters whose gradient norm is below the threshold, including 0."""
         argument_checks.check_module(model, "check_gradient_vanishing")
         argument_checks.check_limit(threshold, "threshold")
         facts = gradient_statistics.model_gradients(model, with_max=False)
@@ -137,17 +137,17 @@ class PyTorchDebugger(BaseDebugger):
     # -- models ----------------------------------------------------------------------------------
 
     def profile_memory_usage(self, model: nn.Module) -> dict[str, int]:
-        """Return bytes: `parameters`, `gradients`, `buffers`, their `total`, and around the model.
+        """Bytes of `parameters`, `gradients`, `buffers`, their `total`, and of the rest.
 
-        `process` is resident, `system_used` that of all processes, `cuda_allocated` and
-        `cuda_reserved` are 0 without CUDA.
+        `process` is the resident memory of this process, `system_used` that of all processes;
+        `cuda_allocated` and `cuda_reserved` are 0 without CUDA.
         """
         return memory_of(argument_checks.check_module(model, "profile_memory_usage"))
 
     def validate_model(self, model: nn.Module, *inputs: Any, **named_inputs: Any) -> ModelReport:
-        """Look at a model's weights and parts and, with inputs, run it once and look at its output.
+        """Check a model's weights and parts; with inputs, also run it once and check its output.
 
-        The run is without gradients and in the mode that the model is in.
+        The run has no gradients, and the model stays in its mode.
         """
         parts = component_infos(argument_checks.check_module(model, "validate_model"))
         output: tuple[TensorInfo, ...] = ()
@@ -162,7 +162,7 @@ class PyTorchDebugger(BaseDebugger):
         )
         return ModelReport(not problems, problems, parts, memory_of(model), output)
 
-    # -- what is wrong ---------------------------------------------------------------------------
+    # -- anomalies -------------------------------------------------------------------------------
 
     def _nonfinite_anomalies(self, info: TensorInfo) -> list[Anomaly]:
         return [
@@ -178,30 +178,33 @@ class PyTorchDebugger(BaseDebugger):
         dtype: torch.dtype | None,
     ) -> Iterator[Anomaly]:
         if shape is not None and not _shape_matches(info.shape, shape):
-            said = f"{info.name} has shape {info.shape}, and {tuple(shape)} is meant."
-            yield self._make_anomaly("shape", info.name, said, tensor=info)
+            sentence = f"{info.name} has shape {info.shape}, but {tuple(shape)} is expected."
+            yield self._make_anomaly("shape", info.name, sentence, tensor=info)
         if dtype is not None and tensor.dtype != dtype:
-            meant = str(dtype).removeprefix("torch.")
-            said = f"{info.name} is {info.dtype}, and {meant} is meant."
-            yield self._make_anomaly("dtype", info.name, said, tensor=info)
+            expected = str(dtype).removeprefix("torch.")
+            sentence = f"{info.name} is {info.dtype}, but {expected} is expected."
+            yield self._make_anomaly("dtype", info.name, sentence, tensor=info)
 
     def _record_threshold_check(self, kind: str, names: list[str], threshold: float) -> list[str]:
-        beyond = "above" if kind == "explosion" else "below"
-        said = f"Gradient {kind} in {{}}: its norm is {beyond} {threshold:g}."
-        self._record_analysis(
-            [], [self._make_anomaly(kind, name, said.format(name)) for name in names]
-        )
+        side = "above" if kind == "explosion" else "below"
+        anomalies = [
+            self._make_anomaly(
+                kind, name, f"Gradient {kind} in {name}: its norm is {side} {threshold:g}."
+            )
+            for name in names
+        ]
+        self._record_analysis([], anomalies)
         return names
 
     def _history_entries(self, infos: Any) -> list[Any]:
-        """Return what of an analysis of many tensors the history keeps: at EXTREME each."""
+        """The entries of an analysis of many tensors for the history: all of them at EXTREME."""
         return list(infos.values()) if self.level is DebugLevel.EXTREME else []
 
 
 def gradient_problems(
     facts: ParameterGradient, explosion: float, vanishing: float
 ) -> Iterator[tuple[str, str]]:
-    """Return (kind, sentence) for what is wrong with a gradient; only a matrix vanishes."""
+    """(kind, sentence) for each problem of a gradient; only those of matrices can vanish."""
     name, norm = facts.name, facts.norm
     if facts.has_nonfinite:
         value = "nan" if facts.n_nan else "inf"
@@ -214,7 +217,7 @@ def gradient_problems(
 
 def _shape_matches(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
     return len(shape) == len(expected) and all(
-        want is None or have == want for have, want in zip(shape, expected, strict=True)
+        size is None or size == actual for actual, size in zip(shape, expected, strict=True)
     )
 
 
@@ -222,10 +225,10 @@ def _shape_matches(shape: Sequence[int], expected: Sequence[int | None]) -> bool
 def debug_context(
     level: DebugLevel | str = DebugLevel.BASIC, **options: Any
 ) -> Iterator[PyTorchDebugger]:
-    """Give a `PyTorchDebugger` for a block, with its options, and log its summary at the end.
+    """A `PyTorchDebugger` with these options for a block; its summary is logged at the end.
 
-    From ADVANCED on, what is raised inside is recorded with its full stack; at EXTREME the block
-    runs under autograd's anomaly mode too. The exception is raised on.
+    From ADVANCED on, an exception inside is recorded with its full stack and raised again; at
+    EXTREME the block also runs in autograd's anomaly mode.
     """
     debugger = PyTorchDebugger(level, **options)
     try:

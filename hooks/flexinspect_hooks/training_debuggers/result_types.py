@@ -1,6 +1,6 @@
-"""What the debuggers return: dataclasses that are dicts too (`flexinspect.records.debug_switches.Facts`).
+"""The results of the debuggers: dataclasses that are also dicts (see `DictDataclass`).
 
-Sizes are bytes. A figure that a level does not measure is None.
+Sizes are in bytes. A value that a level does not measure is None.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flexinspect.records.debug_switches import DictDataclass
 class TensorInfo(DictDataclass):
     """One tensor. `std`, `min` and `max` are measured from ADVANCED on, over finite values.
 
-    `mean_value` is of the finite values (NaN without any). `norm` is the Euclidean one. `first_bad`
-    is the index of the first value that is NaN or Inf (EXTREME).
+    `mean_value` is the mean of the finite values (NaN without any), `norm` the Euclidean norm.
+    `first_bad` is the index of the first NaN or Inf (EXTREME).
     """
 
     name: str
@@ -52,30 +52,30 @@ class GradientInfo(DictDataclass):
 
 
 class GradientAnalysis(dict[str, GradientInfo]):
-    """Name of a parameter → its gradient, for all that have one."""
+    """The gradients by parameter name, for all parameters that have one."""
 
-    def __init__(self, found: Mapping[str, GradientInfo], total_norm: float) -> None:
-        super().__init__(found)
+    def __init__(self, gradients: Mapping[str, GradientInfo], total_norm: float) -> None:
+        super().__init__(gradients)
         self.total_norm = total_norm
-        """The norm of all gradients together; NaN or Inf when one of them is."""
+        """The norm of all gradients together; NaN or Inf if one of them is non-finite."""
 
     @property
     def params_with_nan_grad(self) -> list[str]:
-        """Parameters with a NaN in their gradient."""
+        """Parameters whose gradient has NaN."""
         return [name for name, info in self.items() if info.has_nan]
 
     @property
     def params_with_inf_grad(self) -> list[str]:
-        """Parameters with an Inf in their gradient."""
+        """Parameters whose gradient has Inf."""
         return [name for name, info in self.items() if info.has_inf]
 
 
 @dataclass(frozen=True, eq=False)
 class Anomaly(DictDataclass):
-    """One thing that is wrong: what, where, and what usually helps.
+    """One anomaly: what, where, and what usually helps.
 
     `kind` is one of nan, inf, explosion, vanishing, loss, shape, dtype, model, jump, error.
-    `tensor` is what is known of the tensor, `stack` (EXTREME, or an error) where the program was.
+    `tensor` has facts of the tensor, `stack` (at EXTREME, or of an error) is the program's stack.
     """
 
     kind: str
@@ -89,11 +89,11 @@ class Anomaly(DictDataclass):
 
 @dataclass(frozen=True, eq=False)
 class DebugSummary(DictDataclass):
-    """What a debugger has met since it was made or cleared.
+    """The counts of a debugger since it was created or cleared.
 
-    `total_anomalies` and `analyses` count all, `debug_history_length` is what is still kept.
-    `anomaly_rate` is the part of the analyses with any anomaly. `alerts` are sentences about what
-    passed a threshold of the user's.
+    `total_anomalies` and `analyses` count all, `debug_history_length` only what is still kept.
+    `anomaly_rate` is the share of the analyses with an anomaly. `alerts` are sentences on
+    thresholds that were exceeded.
     """
 
     level: str
@@ -122,7 +122,7 @@ class ComponentInfo(DictDataclass):
 
 @dataclass(frozen=True, eq=False)
 class ModelReport(DictDataclass):
-    """Whether a model is fit to run: see `PyTorchDebugger.validate_model`."""
+    """Whether a model has problems: see `PyTorchDebugger.validate_model`."""
 
     is_valid: bool
     problems: tuple[str, ...]
@@ -135,9 +135,9 @@ class ModelReport(DictDataclass):
 class StepInfo(DictDataclass):
     """One training step. `memory` is measured from ADVANCED on.
 
-    `anomalies` are this step's; `params_*` name parameters. `memory` is as `profile_memory_usage`
-    returns it; `parameters` and `gradients` are figures of the weights that were looked at in this
-    step and of their gradients (EXTREME). `metrics` are the user's own.
+    `params_*`, `exploding` and `vanishing` are names of parameters. `memory` is as
+    `profile_memory_usage` returns it; `parameters` and `gradients` are measurements of the weights
+    that were checked in this step and of their gradients (EXTREME). `metrics` are the user's.
     """
 
     step: int
@@ -157,13 +157,13 @@ class StepInfo(DictDataclass):
 
     @property
     def is_anomaly(self) -> bool:
-        """Whether anything of this step is wrong."""
+        """Whether the step has an anomaly."""
         return bool(self.anomalies)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingFigures(DictDataclass):
-    """How many monitored steps were wrong, and in what; all rates are of `total_steps`."""
+    """How many monitored steps had which anomalies; all rates are relative to `total_steps`."""
 
     total_steps: int
     anomaly_steps: int
@@ -178,7 +178,7 @@ class TrainingFigures(DictDataclass):
 
 @dataclass(frozen=True, eq=False)
 class PipelineAnalysis(DictDataclass):
-    """What a diffusion pipeline consists of; `roles` maps denoiser, text encoder, VAE to names."""
+    """The components of a diffusion pipeline; `roles` has names of denoiser, text encoder, VAE."""
 
     total_parameters: int
     trainable_parameters: int
@@ -190,10 +190,10 @@ class PipelineAnalysis(DictDataclass):
 
 @dataclass(frozen=True, eq=False)
 class DiffusionStepInfo(DictDataclass):
-    """One denoising step. `change` is the norm of what moved over that of the latents before.
+    """One denoising step. `change` is the norm of the change relative to the latents before.
 
     `change` and `memory` are measured from ADVANCED on; `made_by` is the component whose output was
-    the first with a NaN or Inf since the last step, under `watching`.
+    the first with NaN or Inf since the last step, under `watching`.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The thirteen switches of running debuggers: turned at any time, effective from the next step."""
+"""The thirteen switches of debuggers: set at any time, effective from the next step on."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from flexinspect.core.errors import UsageError
 from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 
-_log = logging.getLogger("flexinspect.records.debug_switches")
+_log = logging.getLogger("flexinspect.debugging")
 
 StepCondition = Callable[[int], bool]
-"""Says of a step's number whether a switch is to act in it."""
+"""Takes the number of a step; returns whether a switch acts in it."""
 
 
 class SwitchBoard:
     """Thirteen switches, for one debugger or several.
 
-    Reading one costs an attribute; turning one takes effect from the next step on, from whatever
-    thread. A switch whose work fails is turned off (`guarded`), and the training goes on.
+    Reading a switch costs an attribute access. Setting one takes effect from the next step on and
+    works from any thread. A switch whose work fails is turned off (`run_guarded`), and the training
+    goes on.
     """
 
     def __init__(self, switches: DebugSwitches | None = None) -> None:
@@ -37,31 +38,31 @@ class SwitchBoard:
     def enable_debugging(
         self, names: str | Iterable[str] | None = None, *, when: StepCondition | None = None
     ) -> None:
-        """Turn on the switches named, short ("memory_usage") or in full; without names, all.
+        """Turn on switches by short ("memory_usage") or full name; without names, all.
 
-        `when` says of a step's number whether the switches act in it (default: in every one).
-        Raises `UsageError`, listing all, for a name that no switch has; then nothing is turned.
+        `when` takes a step's number and returns whether the switches act in it (default: always).
+        Raises `UsageError`, which lists all switches, for an unknown name; then nothing changes.
         """
         chosen = _full_names(names)
         if when is not None and not callable(when):
-            raise UsageError("when needs a function of the step's number.")
-        conditions = {name: held for name, held in self._conditions.items() if name not in chosen}
+            raise UsageError("when must be a function of the step's number.")
+        conditions = {name: old for name, old in self._conditions.items() if name not in chosen}
         if when is not None:
             conditions |= dict.fromkeys(chosen, when)
         self._set(self.now.with_switches(chosen, True), conditions)
 
     def disable_debugging(self, names: str | Iterable[str] | None = None) -> None:
-        """Turn off the switches named; without names, all."""
+        """Turn off switches by name; without names, all."""
         chosen = _full_names(names)
-        conditions = {name: held for name, held in self._conditions.items() if name not in chosen}
+        conditions = {name: old for name, old in self._conditions.items() if name not in chosen}
         self._set(self.now.with_switches(chosen, False), conditions)
 
     def get_debugging_status(self) -> dict[str, bool]:
-        """Return each of the thirteen switches by its full name."""
+        """The state of each of the thirteen switches by full name."""
         return self.now.status()
 
     def is_active(self, switch: str, step: int) -> bool:
-        """Say whether a switch, by its full name, is on and acts in this step.
+        """Whether a switch, by its full name, is on and acts in this step.
 
         A switch whose `when` fails is turned off.
         """
@@ -70,12 +71,12 @@ class SwitchBoard:
         when = self._conditions.get(switch)
         if when is None:
             return True
-        said: list[bool] = []
-        self.run_guarded(switch, lambda: said.append(bool(when(step))))
-        return said == [True]
+        results: list[bool] = []
+        self.run_guarded(switch, lambda: results.append(bool(when(step))))
+        return results == [True]
 
     def run_guarded(self, switch: str, work: Callable[[], Any]) -> None:
-        """Do a switch's work; when that fails, say so and turn the switch off."""
+        """Do a switch's work; if that fails, log a warning and turn the switch off."""
         try:
             work()
         except Exception as error:
@@ -97,12 +98,12 @@ def _full_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
     if names is None:
         return SWITCHES
     if not isinstance(names, Iterable):
-        raise UsageError(f"Switches are turned by their names, and {names!r} is none.")
+        raise UsageError(f"Switches have names, and {names!r} is not a name.")
     return tuple(parse_switch(name) for name in ([names] if isinstance(names, str) else names))
 
 
 class _AnomalyMode:
-    """Autograd's anomaly mode is one for the process: on while any board wants it."""
+    """Autograd's anomaly mode of the process: on while any board requests it."""
 
     def __init__(self) -> None:
         self._requesters: set[int] = set()
@@ -110,11 +111,11 @@ class _AnomalyMode:
         self._lock = threading.Lock()
 
     def request(self, board: int, enabled: bool) -> None:
-        """Note what a board wants, and turn the mode accordingly."""
+        """Register the request of a board, and set the mode accordingly."""
         with self._lock:
-            had = bool(self._requesters)
+            was_on = bool(self._requesters)
             (self._requesters.add if enabled else self._requesters.discard)(board)
-            if had == bool(self._requesters):
+            if was_on == bool(self._requesters):
                 return
             if enabled:
                 self._turn_on()
@@ -135,14 +136,14 @@ _common_boards: list[SwitchBoard] = []
 
 
 def check_board(board: SwitchBoard | None) -> SwitchBoard | None:
-    """Return a board as it is. Raises `UsageError` for what is none."""
+    """Return the board unchanged. Raises `UsageError` if it is not a `SwitchBoard`."""
     if board is not None and not isinstance(board, SwitchBoard):
-        raise UsageError(f"switches must be a SwitchBoard, and is of type {type(board).__name__}.")
+        raise UsageError(f"switches must be a SwitchBoard, not a {type(board).__name__}.")
     return board
 
 
 def common_board() -> SwitchBoard:
-    """Return the board of all debuggers that were given none, set by the section [debugging].
+    """The board of all debuggers without their own, set by the settings section [debugging].
 
     Raises `UsageError` for a settings file that cannot be used.
     """
@@ -152,9 +153,9 @@ def common_board() -> SwitchBoard:
 
 
 def board_of_settings(profile: str = "") -> SwitchBoard:
-    """Return a board set by `[debugging.PROFILE]` of the settings, or by `[debugging]` itself.
+    """A board set by `[debugging.PROFILE]` of the settings, or by `[debugging]` without a profile.
 
-    Raises `UsageError` for a profile that no settings file has.
+    Raises `UsageError` for an unknown profile.
     """
     profiles = load_config().debugging
     if profile and profile not in profiles:
@@ -176,5 +177,5 @@ def disable_debugging(names: str | Iterable[str] | None = None) -> None:
 
 
 def get_debugging_status() -> dict[str, bool]:
-    """Return the thirteen switches of the common board by their full names."""
+    """The state of the thirteen switches of the common board by full name."""
     return common_board().get_debugging_status()

@@ -1,8 +1,9 @@
-"""What each switch says: one line of the log per batch, its figures beside it as `record.facts`."""
+"""The log lines of each switch: one per batch, with its figures as `record.facts`."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +25,9 @@ GradientLimits = tuple[float, float]
 
 
 class SwitchLog:
-    """Says what the switches that are on ask for; what is off costs one attribute.
+    """Logs for the switches that are on; a switch that is off costs one attribute access.
 
-    The loop, or `monitor_training_step`, calls it; a switch that fails turns itself off.
+    The training loop, or `monitor_training_step`, calls it; a switch that fails is turned off.
     """
 
     def __init__(self, board: SwitchBoard) -> None:
@@ -43,7 +44,7 @@ class SwitchLog:
     # -- at the start ----------------------------------------------------------------------------
 
     def log_setup(self, model: nn.Module) -> None:
-        """Say at the start: the anomaly mode, the devices, the memory."""
+        """Log at the start: anomaly mode, devices, memory."""
         if self.board.now.enable_autograd_anomaly:
             _log_line("Debugging tools: autograd anomaly detection is on", {"anomaly_mode": True})
         self._log_if_active(
@@ -56,7 +57,7 @@ class SwitchLog:
     # -- a batch ---------------------------------------------------------------------------------
 
     def log_forward(self, batch: int, inputs: Any, output: Any, loss: float | None) -> None:
-        """Say what went into a forward pass and what came out."""
+        """Log the inputs and the output of a forward pass."""
         self._log_if_active(
             "debug_forward_pass", batch, lambda: _describe_forward(batch, inputs, output, loss)
         )
@@ -65,15 +66,15 @@ class SwitchLog:
         self,
         batch: int,
         model: nn.Module,
-        found: Sequence[ParameterGradient],
+        gradients: Sequence[ParameterGradient],
         limits: GradientLimits,
     ) -> None:
-        """Say what the backward pass left, before the optimizer used it."""
+        """Log the gradients after the backward pass, before the optimizer's step."""
         self._log_if_active(
-            "debug_gradient_norms", batch, lambda: _describe_norms(batch, found, limits)
+            "debug_gradient_norms", batch, lambda: _describe_norms(batch, gradients, limits)
         )
         self._log_if_active(
-            "debug_backward_pass", batch, lambda: self._describe_backward(batch, model, found)
+            "debug_backward_pass", batch, lambda: self._describe_backward(batch, model, gradients)
         )
 
     def log_environment(
@@ -83,7 +84,7 @@ class SwitchLog:
         scaler: Any = None,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Say what surrounds a batch: memory, devices where they changed, precision."""
+        """Log memory, devices if they changed, and precision."""
         self._log_if_active(
             "debug_memory_usage",
             batch,
@@ -100,34 +101,34 @@ class SwitchLog:
             )
 
     def log_data_loading(self, batch: int, inputs: Any, waited_ms: float) -> None:
-        """Say what a loader gave, and how long it was waited for."""
+        """Log the batch of a loader, and how long the training waited for it."""
         self._log_if_active(
             "debug_data_loading", batch, lambda: _describe_loading(batch, inputs, waited_ms)
         )
 
-    def log_dataset(self, name: str, sizes: Mapping[str, int], about: Mapping[str, Any]) -> None:
-        """Say what a dataset consists of."""
-        self._log_if_active("debug_data_loading", 0, lambda: _describe_dataset(name, sizes, about))
+    def log_dataset(self, name: str, sizes: Mapping[str, int], facts: Mapping[str, Any]) -> None:
+        """Log the parts of a dataset."""
+        self._log_if_active("debug_data_loading", 0, lambda: _describe_dataset(name, sizes, facts))
 
     # -- between batches -------------------------------------------------------------------------
 
     def log_validation(self, facts: Mapping[str, Any], model: nn.Module) -> None:
-        """Say what a validation saw."""
+        """Log the result of a validation."""
 
-        def words() -> tuple[str, dict[str, Any]]:
-            held = memory_of(model)
+        def describe() -> tuple[str, dict[str, Any]]:
+            memory = memory_of(model)
             text = (
                 f"Validation debugging: {facts['samples']} samples in {facts['batches']} batches, "
-                f"loss {facts['loss']:.6g}, memory {_format_memory(held)}"
+                f"loss {facts['loss']:.6g}, memory {_format_memory(memory)}"
             )
-            return text, {**facts, "memory": held}
+            return text, {**facts, "memory": memory}
 
-        self._log_if_active("debug_validation", 0, words)
+        self._log_if_active("debug_validation", 0, describe)
 
     def log_early_stopping(self, value: float, stops: bool, stopping: Any) -> None:
-        """Say what early stopping looked at and decided."""
+        """Log the values and the decision of early stopping."""
 
-        def words() -> tuple[str, dict[str, Any]]:
+        def describe() -> tuple[str, dict[str, Any]]:
             facts = {
                 "value": value,
                 "best": getattr(stopping, "best", None),
@@ -144,14 +145,14 @@ class SwitchLog:
             text = f"Early stopping debugging: {shown}: {decided}"
             return text, facts
 
-        self._log_if_active("debug_early_stopping", 0, words)
+        self._log_if_active("debug_early_stopping", 0, describe)
 
     def log_learning_rate(
         self, batch: int, scheduler: Any, when: str, before: tuple[float, ...]
     ) -> None:
-        """Say the learning rates when the scheduler has made its step, and what they were."""
+        """Log the learning rates before and after the scheduler's step."""
 
-        def words() -> tuple[str, dict[str, Any]]:
+        def describe() -> tuple[str, dict[str, Any]]:
             rates = learning_rates(scheduler.optimizer)
             kind = type(scheduler).__name__
             change = "unchanged" if before == rates else f"was {_format_rates(before)}"
@@ -160,24 +161,24 @@ class SwitchLog:
             )
             return text, {"scheduler": kind, "rates": rates, "before": before, "each": when}
 
-        self._log_if_active("debug_lr_scheduling", batch, words)
+        self._log_if_active("debug_lr_scheduling", batch, describe)
 
-    # -- in words --------------------------------------------------------------------------------
+    # -- descriptions ----------------------------------------------------------------------------
 
     def _describe_backward(
-        self, batch: int, model: nn.Module, found: Sequence[ParameterGradient]
+        self, batch: int, model: nn.Module, gradients: Sequence[ParameterGradient]
     ) -> tuple[str, dict[str, Any]]:
-        wanted = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        versions = {name: one._version for name, one in wanted.items()}
+        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        versions = {name: one._version for name, one in trained.items()}
         moved = [name for name in versions if versions[name] != self._parameter_versions.get(name)]
         is_first, self._parameter_versions = not self._parameter_versions, versions
-        given = {facts.name for facts in found}
-        without = [name for name in wanted if name not in given]
-        bad = [facts.name for facts in found if facts.has_nonfinite]
-        updated = "" if is_first else f", {len(moved)} of {len(wanted)} updated since the last"
+        with_gradient = {facts.name for facts in gradients}
+        without = [name for name in trained if name not in with_gradient]
+        bad = [facts.name for facts in gradients if facts.has_nonfinite]
+        updated = "" if is_first else f", {len(moved)} of {len(trained)} updated since the last"
         text = (
-            f"Backward pass debugging - Batch {batch}: {len(found)} of {len(wanted)} parameters "
-            f"have gradients{updated}, {len(bad)} with NaN or Inf"
+            f"Backward pass debugging - Batch {batch}: {len(gradients)} of {len(trained)} "
+            f"parameters have gradients{updated}, {len(bad)} with NaN or Inf"
         )
         return text, {"without_gradient": without, "updated": moved, "not_finite": bad}
 
@@ -193,21 +194,21 @@ def _log_line(text: str, facts: dict[str, Any]) -> None:
 
 
 def _describe_norms(
-    batch: int, found: Sequence[ParameterGradient], limits: GradientLimits
+    batch: int, gradients: Sequence[ParameterGradient], limits: GradientLimits
 ) -> tuple[str, dict[str, Any]]:
-    troubles = [
-        (facts, sentence) for facts in found for _, sentence in gradient_problems(facts, *limits)
+    problems = [
+        (facts, sentence)
+        for facts in gradients
+        for _, sentence in gradient_problems(facts, *limits)
     ]
-    for facts, sentence in troubles[:MAX_LOGGED_ANOMALIES]:
+    for facts, sentence in problems[:MAX_LOGGED_ANOMALIES]:
         log.warning("%s", sentence, extra={"facts": facts})
-    norms = {facts.name: facts.norm for facts in found}
-    total = total_norm(found)
+    norms = {facts.name: facts.norm for facts in gradients}
+    total = total_norm(gradients)
     if not norms:
         return f"Gradient norms - Batch {batch}: no parameter has a gradient", {}
-    low, high = (
-        min(norms, key=lambda name: norms[name]),
-        max(norms, key=lambda name: norms[name]),
-    )
+    low = min(norms, key=lambda name: norms[name])
+    high = max(norms, key=lambda name: norms[name])
     text = (
         f"Gradient norms - Batch {batch}: total {total:.4g}, largest {high} "
         f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
@@ -233,7 +234,7 @@ _INPUT_NAMES = {"input_ids": "input", "inputs": "input", "attention_mask": "atte
 
 
 def named_inputs(inputs: Any) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors of a batch with what they are called: input, attention-mask, labels."""
+    """Yield the tensors of a batch with their names: input, attention-mask, labels."""
     if isinstance(inputs, Mapping):
         for name, one in inputs.items():
             if isinstance(one, Tensor):
@@ -244,8 +245,8 @@ def named_inputs(inputs: Any) -> Iterable[tuple[str, Tensor]]:
 
 
 def _describe_memory(title: str, model: nn.Module) -> tuple[str, dict[str, Any]]:
-    held = memory_of(model)
-    return f"{title}: {_format_memory(held)}", dict(held)
+    memory = memory_of(model)
+    return f"{title}: {_format_memory(memory)}", memory
 
 
 def _format_memory(memory: Mapping[str, int]) -> str:
@@ -266,35 +267,31 @@ def _describe_precision(
     dtype = None if autocast is None else str(autocast).removeprefix("torch.")
     scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
     facts = {"scaler": type(scaler).__name__ if scaler is not None else None, "scale": scale}
-    said = "no scaler" if scaler is None else f"{facts['scaler']} at {scale}"
-    text = f"Mixed precision - Batch {batch}: {said}, autocast {dtype or 'off'}"
+    scaling = "no scaler" if scaler is None else f"{facts['scaler']} at {scale}"
+    text = f"Mixed precision - Batch {batch}: {scaling}, autocast {dtype or 'off'}"
     return text, {**facts, "autocast": dtype}
 
 
 def _describe_devices(
     title: str, model: nn.Module, batch: int | None
 ) -> tuple[str, dict[str, Any]]:
-    on: dict[str, int] = {}
-    for one in model.parameters():
-        on[str(one.device)] = on.get(str(one.device), 0) + 1
-    cards = [
-        _describe_gpu(number) for number in range(min(torch.cuda.device_count(), MAX_SHOWN_DEVICES))
-    ]
-    placed = ", ".join(f"{count} parameters on {device}" for device, count in on.items())
-    cuda = "; ".join(cards) if cards else "CUDA is not available"
-    return f"{title}: {placed or 'no parameters'}; {cuda}", {"parameters_on": on, "cuda": cards}
+    counts = dict(Counter(str(one.device) for one in model.parameters()))
+    n_gpus = min(torch.cuda.device_count(), MAX_SHOWN_DEVICES)
+    gpus = [_describe_gpu(number) for number in range(n_gpus)]
+    placed = ", ".join(f"{count} parameters on {device}" for device, count in counts.items())
+    cuda = "; ".join(gpus) if gpus else "CUDA is not available"
+    text = f"{title}: {placed or 'no parameters'}; {cuda}"
+    return text, {"parameters_on": counts, "cuda": gpus}
 
 
 def _describe_gpu(number: int) -> str:
-    about = torch.cuda.get_device_properties(number)
-    used = torch.cuda.memory_allocated(number)
-    return (
-        f"cuda:{number} {about.name}, {used / MB:.0f} of {about.total_memory / MB:.0f} MB allocated"
-    )
+    device = torch.cuda.get_device_properties(number)
+    used, total = torch.cuda.memory_allocated(number) / MB, device.total_memory / MB
+    return f"cuda:{number} {device.name}, {used:.0f} of {total:.0f} MB allocated"
 
 
 def batch_size(inputs: Any) -> int:
-    """Return how many samples a batch has: the first dimension of its first tensor."""
+    """The number of samples in a batch: the first dimension of its first tensor."""
     first = next((one for _, one in named_inputs(inputs)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
 
@@ -308,13 +305,13 @@ def _describe_loading(batch: int, inputs: Any, waited_ms: float) -> tuple[str, d
 
 
 def _describe_dataset(
-    name: str, sizes: Mapping[str, int], about: Mapping[str, Any]
+    name: str, sizes: Mapping[str, int], facts: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     whole = sum(sizes.values())
     parts = ", ".join(f"{part} {size} ({size / whole:.0%})" for part, size in sizes.items())
-    more = "".join(f", {key} {value}" for key, value in about.items())
+    more = "".join(f", {key} {value}" for key, value in facts.items())
     text = f"Data loading - dataset {name}: {whole} samples, {parts}{more}"
-    return text, {"name": name, "sizes": dict(sizes), **about}
+    return text, {"name": name, "sizes": dict(sizes), **facts}
 
 
 def _format_rates(rates: Iterable[float]) -> str:

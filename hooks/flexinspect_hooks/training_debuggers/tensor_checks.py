@@ -1,4 +1,4 @@
-"""Tensors and gradients at the three levels: the engine's figures, under the debuggers' names."""
+"""Measurements of tensors and gradients at the three levels, as the debuggers' result types."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ from flexinspect_hooks.training_debuggers.result_types import (
 
 
 def tensor_info(tensor: Tensor, name: str, level: DebugLevel) -> TensorInfo:
-    """Return what a level measures of one tensor."""
+    """Measure one tensor at a level."""
     return tensor_infos({name: tensor}, level)[name]
 
 
 def tensor_infos(tensors: Mapping[str, Tensor], level: DebugLevel) -> dict[str, TensorInfo]:
-    """Return what a level measures of some tensors.
+    """Measure tensors at a level.
 
-    All of them are reduced before any is waited for; at BASIC a norm that is finite rules NaN and
-    Inf out.
+    All of them are reduced before the first wait; at BASIC a finite norm rules out NaN and Inf.
     """
     if level.includes(DebugLevel.ADVANCED):
         facts = facts_of_tensors(tensors)
         return {name: _full_info(facts[name], tensor, level) for name, tensor in tensors.items()}
-    found, plain = {}, {}
+    infos, plain = {}, {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.is_sparse and tensor.numel():
             plain[name] = tensor.detach()
         else:
-            found[name] = _full_info(tensor_facts(tensor, name), tensor, level)
-    found |= _basic_infos(plain)
-    return {name: found[name] for name in tensors}
+            infos[name] = _full_info(tensor_facts(tensor, name), tensor, level)
+    infos |= _basic_infos(plain)
+    return {name: infos[name] for name in tensors}
 
 
 @torch.no_grad()
@@ -64,16 +63,16 @@ def _basic_infos(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
 
 
 def _means(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the mean of each tensor, with one transfer per device."""
+    """The mean of each tensor, with one transfer per device."""
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(index)
-    found = [0.0] * len(tensors)
-    for where in by_device.values():
-        means = [tensors[index].mean(dtype=_accumulation_dtype(tensors[index])) for index in where]
-        for index, mean in zip(where, torch.stack(means).tolist(), strict=True):
-            found[index] = mean
-    return found
+    numbers = [0.0] * len(tensors)
+    for indices in by_device.values():
+        means = [tensors[at].mean(dtype=_accumulation_dtype(tensors[at])) for at in indices]
+        for index, mean in zip(indices, torch.stack(means).tolist(), strict=True):
+            numbers[index] = mean
+    return numbers
 
 
 def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
@@ -87,7 +86,7 @@ def _tensor_header(tensor: Tensor) -> tuple[tuple[int, ...], str, str, int]:
 
 def _full_info(facts: TensorStats, tensor: Tensor, level: DebugLevel) -> TensorInfo:
     has_spread = level.includes(DebugLevel.ADVANCED)
-    looks_for_place = facts.has_nonfinite and level is DebugLevel.EXTREME
+    finds_index = facts.has_nonfinite and level is DebugLevel.EXTREME
     return TensorInfo(
         name=facts.name,
         shape=facts.shape,
@@ -102,7 +101,7 @@ def _full_info(facts: TensorStats, tensor: Tensor, level: DebugLevel) -> TensorI
         max=facts.max_value if has_spread else None,
         n_nan=facts.n_nan,
         n_inf=facts.n_inf,
-        first_bad=_first_bad(tensor) if looks_for_place else None,
+        first_bad=_first_bad(tensor) if finds_index else None,
     )
 
 
@@ -114,12 +113,12 @@ def _first_bad(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def gradients_of(named: NamedParameters, level: DebugLevel) -> Gradients:
-    """Return the engine's facts of every gradient; the largest values from ADVANCED on."""
+    """The statistics of every gradient; with the largest values from ADVANCED on."""
     return gradient_facts(named, with_max=level.includes(DebugLevel.ADVANCED))
 
 
 def gradient_infos(named: Mapping[str, nn.Parameter], level: DebugLevel) -> dict[str, TensorInfo]:
-    """Return what a level measures of the gradients of some parameters."""
+    """Measure the gradients of parameters at a level."""
     grads = {name: gradient_of(one) for name, one in named.items()}
     return tensor_infos({name: grad for name, grad in grads.items() if grad is not None}, level)
 
@@ -131,23 +130,23 @@ def gradient_analysis(
     explosion: float,
     vanishing: float,
 ) -> GradientAnalysis:
-    """Return every gradient by name; at EXTREME with the figures of its tensor."""
+    """Every gradient by name; at EXTREME with the measurements of its tensor."""
     is_extreme = level is DebugLevel.EXTREME
     tensors = gradient_infos(dict(model.named_parameters()), level) if is_extreme else {}
-    found = {one.name: _gradient_info(one, explosion, vanishing, tensors) for one in facts}
-    return GradientAnalysis(found, facts.total)
+    infos = {one.name: _gradient_info(one, explosion, vanishing, tensors) for one in facts}
+    return GradientAnalysis(infos, facts.total)
 
 
 def _gradient_info(
     facts: ParameterGradient, explosion: float, vanishing: float, tensors: Mapping[str, TensorInfo]
 ) -> GradientInfo:
     return GradientInfo(
-        facts.name,
-        facts.norm,
-        facts.n_nan > 0,
-        facts.n_inf > 0,
-        facts.explodes(explosion),
-        facts.is_matrix and facts.vanishes(vanishing),
-        facts.max,
-        tensors.get(facts.name),
+        name=facts.name,
+        norm=facts.norm,
+        has_nan=facts.n_nan > 0,
+        has_inf=facts.n_inf > 0,
+        explodes=facts.explodes(explosion),
+        vanishes=facts.is_matrix and facts.vanishes(vanishing),
+        largest=facts.max,
+        tensor=tensors.get(facts.name),
     )

@@ -1,4 +1,4 @@
-"""`TrainingDebugger`: one call per training step, and the figures of the run."""
+"""`TrainingDebugger`: one call per training step, and the counts of the run."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ from flexinspect_hooks.training_debuggers.tensor_checks import (
 PROFILED_STEPS = 10
 """Steps in one window of the profiler switches."""
 ROTATION_STEPS = 16
-"""At EXTREME every weight is looked at once in so many steps, or in fewer where they are few."""
+"""At EXTREME every weight is checked once in this many steps, or more often if there are few."""
 MIN_WEIGHTS_PER_STEP = 4
-"""Weights that are looked at in one step."""
+"""The fewest weights that are checked in one step."""
 
 Metric = Callable[[nn.Module, float, int], float]
 
 
 class TrainingDebugger(BaseDebugger):
-    """Looks at each training step once its gradients are there, before the optimizer uses them.
+    """Checks each training step after its backward pass, before the optimizer uses the gradients.
 
-    `switches` are its own board, or the one that all debuggers share. `explosion` and `vanishing`
-    are the norms of one parameter's gradient beyond which a step is an anomaly. At all levels:
-    loss, norms, NaN and Inf. From ADVANCED on: the largest gradient, memory, the norms of each
-    parameter over time. EXTREME: figures of weights and gradients, a sixteenth of them at each step
-    in turn and all of them at a step with an anomaly, and a line per step.
+    `switches` is its own board, by default the common one. A step is an anomaly if the norm of one
+    parameter's gradient is above `explosion` or below `vanishing`. All levels check the loss,
+    gradient norms, NaN and Inf. ADVANCED adds the largest gradient, memory, and the norms of each
+    parameter over time. EXTREME adds measurements of weights and gradients (a sixteenth of them at
+    each step in turn, all of them at a step with an anomaly), and a log line per step.
     """
 
     kind = "training"
@@ -104,7 +104,7 @@ class TrainingDebugger(BaseDebugger):
         self._parameter_names: tuple[str, ...] = ()
         self._parameters = ParameterList()
         self._last_rates: tuple[float, ...] = ()
-        self._vanishing_limit = 0.0  # below which a gradient vanishes in the step that is looked at
+        self._vanishing_limit = 0.0  # of the current step
         self._next_weight = 0
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
@@ -118,15 +118,15 @@ class TrainingDebugger(BaseDebugger):
     def enable_debugging(
         self, names: str | list[str] | None = None, *, when: StepCondition | None = None
     ) -> None:
-        """Turn switches on, short names or full; without names all. See `SwitchBoard`."""
+        """Turn switches on by short or full name; without names, all. See `SwitchBoard`."""
         self.switches.enable_debugging(names, when=when)
 
     def disable_debugging(self, names: str | list[str] | None = None) -> None:
-        """Turn switches off; without names all."""
+        """Turn switches off; without names, all."""
         self.switches.disable_debugging(names)
 
     def get_debugging_status(self) -> dict[str, bool]:
-        """Return the thirteen switches by their full names."""
+        """The state of the thirteen switches by full name."""
         return self.switches.get_debugging_status()
 
     # -- a step ----------------------------------------------------------------------------------
@@ -141,17 +141,19 @@ class TrainingDebugger(BaseDebugger):
         scaler: Any = None,
         autocast: torch.dtype | None = None,
     ) -> StepInfo:
-        """Look at a step: call it after `backward()`, and before `optimizer.step()`.
+        """Check a step: call it after `backward()` and before `optimizer.step()`.
 
-        With a gradient scaler call `scaler.unscale_(optimizer)` first; it and the dtype of
-        `torch.autocast`, if the forward ran under it, are what the switch mixed_precision says. The
-        step is counted in `get_training_summary`, its anomalies are logged and kept; gradients that
-        are not finite are none where an enabled scaler will leave the step out, and with the
-        `optimizer` small ones are none while its learning rate rises.
+        The step is counted in `get_training_summary`; its anomalies are logged and kept. An error
+        in the debugger itself is logged, and the training goes on.
 
-        Where the debugger itself fails, that is logged, and the training goes on. Raises
-        `UsageError` for what is no model, no optimizer, no step's number, and for a loss that is
-        not a single number.
+        Args:
+            optimizer: with it, small gradients are not anomalies while its learning rate rises.
+            scaler: a gradient scaler; call `scaler.unscale_(optimizer)` first. Non-finite
+                gradients are not anomalies if an enabled scaler will skip the step.
+            autocast: the dtype of `torch.autocast`, for the switch mixed_precision.
+
+        Raises `UsageError` for arguments of a wrong type, and for a loss that is not a single
+        number.
         """
         value = argument_checks.check_number(loss, "The loss")
         argument_checks.check_module(model, "monitor_training_step")
@@ -164,12 +166,12 @@ class TrainingDebugger(BaseDebugger):
             self.switch_log.log_environment(step, model, scaler, autocast)
         except Exception as error:
             kind = type(error).__name__
-            log.warning("Step %d could not be looked at: %s: %s", step, kind, error)
+            log.warning("Step %d could not be checked: %s: %s", step, kind, error)
             return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
         return info
 
     def _current_vanishing_limit(self, optimizer: Any) -> float:
-        """Return the norm below which a gradient vanishes in this step: 0 while a rate rises."""
+        """The norm below which a gradient vanishes in this step: 0 while a learning rate rises."""
         if optimizer is None:
             return self._vanishing
         before, self._last_rates = self._last_rates, learning_rates(optimizer)
@@ -178,13 +180,13 @@ class TrainingDebugger(BaseDebugger):
     def _monitor(self, model: nn.Module, value: float, step: int, *, has_scaler: bool) -> StepInfo:
         self._windows.on_step(step)
         gradients = gradients_of(self._parameters.trainable_of(model), self.level)
-        odd = gradients.outliers(self._explosion, self._vanishing_limit)
-        # The scaler leaves such a step out; it finds its scale that way.
+        outliers = gradients.outliers(self._explosion, self._vanishing_limit)
+        # The scaler skips such a step; that is how it finds its scale.
         is_skipped = has_scaler and gradients.has_nonfinite
-        record = self._step_record(value, len(gradients), odd, is_skipped=is_skipped)
+        record = self._step_record(value, len(gradients), outliers, is_skipped=is_skipped)
         with self._lock:
             self._summary_count.add(record)
-        info = self._step_info(model, value, step, gradients, odd, is_skipped=is_skipped)
+        info = self._step_info(model, value, step, gradients, outliers, is_skipped=is_skipped)
         self._store_norms(step, gradients)
         tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
         self._record_analysis([info, *tensors], info.anomalies)
@@ -196,23 +198,23 @@ class TrainingDebugger(BaseDebugger):
         return info
 
     def add_metric(self, name: str, measure: Metric) -> None:
-        """Measure something of your own each step: `measure(model, loss, step)` gives a number."""
+        """Measure your own value at each step: `measure(model, loss, step)` returns a number."""
         self._metrics[name] = argument_checks.check_function(
             measure, f"The metric {name}", "(model, loss, step)"
         )
 
     def close(self) -> None:
-        """End a profile that a switch began."""
+        """End the open window of the profiler switches."""
         self._windows.close()
 
-    # -- figures ---------------------------------------------------------------------------------
+    # -- counts and history ----------------------------------------------------------------------
 
     def get_training_summary(self) -> TrainingFigures:
-        """Return how many steps were wrong, and in what, since the debugger was made or cleared."""
+        """How many steps had which anomalies since the debugger was created or cleared."""
         return TrainingFigures(**self._summary_count.summary.as_dict())  # type: ignore[arg-type]
 
     def counts(self) -> AnomalyCounts:
-        """Return the counts that the control server gives out; may be called from any thread."""
+        """The counts for the control server; may be called from any thread."""
         with self._lock:
             summary = self._summary_count.summary
             return replace(
@@ -226,7 +228,7 @@ class TrainingDebugger(BaseDebugger):
             )
 
     def get_debug_summary(self) -> DebugSummary:
-        """Return the counts; `total_anomalies` counts steps with any, and reported errors."""
+        """The counts; `total_anomalies` counts steps with an anomaly, and reported errors."""
         with self._lock:
             return replace(super().get_debug_summary(), total_anomalies=self._total_anomalies())
 
@@ -234,21 +236,21 @@ class TrainingDebugger(BaseDebugger):
         return self._summary_count.summary.anomaly_steps + self._kinds["error"]
 
     def gradient_history(self, name: str | None = None) -> list[tuple[int, float]]:
-        """Return (step, norm) of all gradients together, or of one parameter's (from ADVANCED on).
+        """(step, norm) of all gradients together, or of one parameter (from ADVANCED on).
 
-        As many steps as the history holds, the oldest first.
+        It has the steps in the history, the oldest first.
         """
-        kept = tuple(self._norm_history)  # another thread may add to it or clear it
+        history = tuple(self._norm_history)  # another thread may add to it or clear it
         if name is None:
-            return [(step, norms[0]) for step, _, norms in kept]
+            return [(step, norms[0]) for step, _, norms in history]
         return [
-            (step, norms[names.index(name) + 1]) for step, names, norms in kept if name in names
+            (step, norms[names.index(name) + 1]) for step, names, norms in history if name in names
         ]
 
     def save_baseline(self, path: str | Path) -> None:
-        """Write the summary to a JSON file, to compare a later run with.
+        """Write the summary to a JSON file, to compare later runs with it.
 
-        Raises `UsageError` where it cannot be written.
+        Raises `UsageError` if the file cannot be written.
         """
         text = json.dumps(self.get_training_summary(), indent=1) + "\n"
         try:
@@ -257,7 +259,7 @@ class TrainingDebugger(BaseDebugger):
             raise UsageError(f"The baseline {path} cannot be written: {error.strerror}.") from error
 
     def compare_with_baseline(self, path: str | Path, *, tolerance: float = 0.001) -> list[str]:
-        """Return a sentence for each rate that is above the baseline's by more than `tolerance`.
+        """A sentence for each rate that is above the baseline by more than `tolerance`.
 
         Raises `UsageError` for a file that `save_baseline` did not write.
         """
@@ -269,10 +271,10 @@ class TrainingDebugger(BaseDebugger):
                 if each.name.endswith("_rate")
             }
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} is no baseline: save_baseline writes one.") from error
+            raise UsageError(f"{path} is not a baseline: save_baseline writes one.") from error
         now = self.get_training_summary()
         return [
-            f"The {name.replace('_', ' ')} is {now[name]:.4g}, and was {rate:.4g}."
+            f"The {name.replace('_', ' ')} is {now[name]:.4g}, but was {rate:.4g}."
             for name, rate in rates.items()
             if now[name] > rate + tolerance
         ]
@@ -285,11 +287,11 @@ class TrainingDebugger(BaseDebugger):
         loss: float,
         step: int,
         gradients: Gradients,
-        odd: Sequence[ParameterGradient],
+        outliers: Sequence[ParameterGradient],
         *,
         is_skipped: bool,
     ) -> StepInfo:
-        anomalies = self._find_anomalies(loss, step, () if is_skipped else odd)
+        anomalies = self._find_anomalies(loss, step, () if is_skipped else outliers)
         weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
         return StepInfo(
             step=step,
@@ -297,8 +299,8 @@ class TrainingDebugger(BaseDebugger):
             has_nan=math.isnan(loss),
             has_inf=math.isinf(loss),
             gradient_norm=gradients.total if gradients else None,
-            params_with_nan_grad=tuple(one.name for one in odd if one.n_nan),
-            params_with_inf_grad=tuple(one.name for one in odd if one.n_inf),
+            params_with_nan_grad=tuple(one.name for one in outliers if one.n_nan),
+            params_with_inf_grad=tuple(one.name for one in outliers if one.n_inf),
             exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
             vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
             anomalies=tuple(anomalies),
@@ -311,41 +313,40 @@ class TrainingDebugger(BaseDebugger):
     def _find_anomalies(
         self, loss: float, step: int, gradients: Sequence[ParameterGradient]
     ) -> list[Anomaly]:
-        found = []
+        anomalies = []
         if not math.isfinite(loss):
-            said = f"The loss is {loss} at step {step}."
-            found.append(self._make_anomaly("loss", "loss", said, step=step))
+            sentence = f"The loss is {loss} at step {step}."
+            anomalies.append(self._make_anomaly("loss", "loss", sentence, step=step))
         for one in gradients:
-            for kind, said in gradient_problems(one, self._explosion, self._vanishing_limit):
-                found.append(self._make_anomaly(kind, one.name, said, step=step))
-        return found
+            for kind, sentence in gradient_problems(one, self._explosion, self._vanishing_limit):
+                anomalies.append(self._make_anomaly(kind, one.name, sentence, step=step))
+        return anomalies
 
     def _inspect_tensors(
         self, model: nn.Module, *, is_full: bool
     ) -> tuple[dict[str, TensorInfo] | None, dict[str, TensorInfo] | None]:
-        """At EXTREME, return figures of weights and gradients: of some in turn, or of all."""
+        """At EXTREME, measure weights and gradients: some of them in turn, or all of them."""
         if self.level is not DebugLevel.EXTREME:
             return None, None
         named = dict(model.named_parameters())
         if not is_full:
             count = max(MIN_WEIGHTS_PER_STEP, math.ceil(len(named) / ROTATION_STEPS))
             names = list(named)[self._next_weight : self._next_weight + count]
-            self._next_weight = (
-                self._next_weight + count if self._next_weight + count < len(named) else 0
-            )
+            end = self._next_weight + count
+            self._next_weight = end if end < len(named) else 0
             named = {name: named[name] for name in names}
         return tensor_infos(named, self.level), gradient_infos(named, self.level)
 
     def _run_metrics(self, model: nn.Module, loss: float, step: int) -> dict[str, float]:
-        found = {}
+        values = {}
         for name, measure in list(self._metrics.items()):
             try:
-                found[name] = float(measure(model, loss, step))
+                values[name] = float(measure(model, loss, step))
             except Exception as error:
                 del self._metrics[name]
                 kind = type(error).__name__
                 log.warning("The metric %s failed and is off: %s: %s", name, kind, error)
-        return found
+        return values
 
     def _store_norms(self, step: int, gradients: Gradients) -> None:
         norms = array("d", [gradients.total])
@@ -360,18 +361,24 @@ class TrainingDebugger(BaseDebugger):
         self._norm_history.append((step, names, norms))
 
     def _step_record(
-        self, loss: float, n_parameters: int, odd: Sequence[ParameterGradient], *, is_skipped: bool
+        self,
+        loss: float,
+        n_parameters: int,
+        outliers: Sequence[ParameterGradient],
+        *,
+        is_skipped: bool,
     ) -> TrainingStepRecord:
-        """Return a step as the engine counts it."""
+        """The record of a step, as the engine counts it."""
+        limit = self._vanishing_limit
         return TrainingStepRecord(
             loss=loss,
             loss_source=LOSS_REPORTED,
             learning_rates=(),
             n_parameters=n_parameters,
-            n_exploding=sum(one.explodes(self._explosion) for one in odd),
-            n_vanishing=sum(one.is_matrix and one.vanishes(self._vanishing_limit) for one in odd),
-            n_dead=sum(one.is_dead for one in odd),
-            n_sick=sum(one.has_nonfinite for one in odd),
+            n_exploding=sum(one.explodes(self._explosion) for one in outliers),
+            n_vanishing=sum(one.is_matrix and one.vanishes(limit) for one in outliers),
+            n_dead=sum(one.is_dead for one in outliers),
+            n_sick=sum(one.has_nonfinite for one in outliers),
             is_skipped=is_skipped,
         )
 

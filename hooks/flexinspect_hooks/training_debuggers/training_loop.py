@@ -1,4 +1,4 @@
-"""`TrainingLoop`: a small training loop in which every switch has its place."""
+"""`TrainingLoop`: a small training loop that supports every switch, and its datasets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebug
 
 @dataclass(frozen=True, eq=False)
 class EvaluationInfo(DictDataclass):
-    """A validation; `accuracy` is None where the outputs are not classes."""
+    """A validation; `accuracy` is None if the outputs are not classes."""
 
     batches: int
     samples: int
@@ -40,7 +40,10 @@ class EvaluationInfo(DictDataclass):
 
 @dataclass(frozen=True, eq=False)
 class EpochInfo(DictDataclass):
-    """An epoch: its mean loss over samples, the steps with an anomaly, and what validation said."""
+    """An epoch: its mean loss over samples, the steps with an anomaly, and the validation.
+
+    `stops` is whether early stopping ended the training.
+    """
 
     batches: int
     samples: int
@@ -52,7 +55,7 @@ class EpochInfo(DictDataclass):
 
 @dataclass(slots=True)
 class EarlyStopping:
-    """Says when to stop: no better value by `min_delta` in `patience` validations."""
+    """Stops after `patience` validations without an improvement of at least `min_delta`."""
 
     patience: int = 3
     min_delta: float = 0.0
@@ -60,7 +63,7 @@ class EarlyStopping:
     waited: int = 0
 
     def step(self, value: float) -> bool:
-        """Take in the newest value, the lower the better; True when it is time to stop."""
+        """Add the newest value (lower is better); returns whether to stop."""
         if self.best is None or value < self.best - self.min_delta:
             self.best, self.waited = value, 0
         else:
@@ -69,13 +72,14 @@ class EarlyStopping:
 
 
 class TrainingLoop:
-    """Trains a model, with a `TrainingDebugger` (`debugger`) and the thirteen switches in place.
+    """Trains a model, with a `TrainingDebugger` (`debugger`) and the thirteen switches.
 
-    A batch is a dict that the model takes by name and answers with its own `.loss` (as models of
-    transformers do), or, with `loss_fn`, a dict with "labels" or a pair (inputs, labels). `scaler`
-    and `autocast` (a dtype) are for mixed precision. The `scheduler` steps `scheduler_each` "epoch"
-    or "batch". `switches` are a board, or a set of switches to start with (default: the common
-    board); their `when` gets the number of the step since the loop was made.
+    Without `loss_fn`, a batch is a dict of the model's keyword arguments, and the model returns
+    `.loss` (as models of transformers do). With it, a batch is a dict with "labels" or a pair
+    (inputs, labels). `scaler` and `autocast` (a dtype) are for mixed precision. The `scheduler`
+    steps after each `scheduler_each`, "epoch" or "batch". `switches` is a board, or the switches to
+    start with (default: the common board); their `when` gets the number of the step since the loop
+    was created.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class TrainingLoop:
         self._setup_debugging_tools()
 
     def _setup_debugging_tools(self) -> None:
-        """Say what the switches ask for at the start: anomaly mode, devices, memory."""
+        """Log what the switches report at the start: anomaly mode, devices, memory."""
         self._switch_log.log_setup(self.model)
 
     # -- the switches ----------------------------------------------------------------------------
@@ -119,15 +123,15 @@ class TrainingLoop:
     def enable_debugging(
         self, names: str | list[str] | None = None, *, when: StepCondition | None = None
     ) -> None:
-        """Turn switches on, short names or full; without names all. See `SwitchBoard`."""
+        """Turn switches on by short or full name; without names, all. See `SwitchBoard`."""
         self.debugger.enable_debugging(names, when=when)
 
     def disable_debugging(self, names: str | list[str] | None = None) -> None:
-        """Turn switches off; without names all."""
+        """Turn switches off; without names, all."""
         self.debugger.disable_debugging(names)
 
     def get_debugging_status(self) -> dict[str, bool]:
-        """Return the thirteen switches by their full names."""
+        """The state of the thirteen switches by full name."""
         return self.debugger.get_debugging_status()
 
     # -- training --------------------------------------------------------------------------------
@@ -138,9 +142,9 @@ class TrainingLoop:
         val_loader: Iterable[Any] | None = None,
         early_stopping: Any = None,
     ) -> EpochInfo:
-        """Train on each batch once, then validate, and ask early stopping (`step(loss)`).
+        """Train on each batch once, then validate, and call `early_stopping.step(loss)`.
 
-        Raises `UsageError` for what has no batches, and for what cannot be asked.
+        Raises `UsageError` if a loader is not iterable, or `early_stopping` has no `step`.
         """
         argument_checks.check_batches(train_loader, "train_epoch")
         if early_stopping is not None:
@@ -169,7 +173,7 @@ class TrainingLoop:
 
     @torch.no_grad()
     def evaluate_model(self, dataloader: Iterable[Any]) -> EvaluationInfo:
-        """Return loss and accuracy over a loader; the model is left in the mode that it was in."""
+        """The loss and accuracy over a loader; the mode of each module is restored."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         batches = samples = right = judged = 0
@@ -202,13 +206,14 @@ class TrainingLoop:
     ) -> DatasetSplits:
         """Tokenise texts and split them at random into training, validation and test.
 
-        Raises `UsageError` without a tokenizer, for lengths that differ, and for odd ratios.
+        Raises `UsageError` without a tokenizer, if the numbers of texts and labels differ, and if
+        the ratios do not add up to 1.
         """
         if self._tokenizer is None:
             raise UsageError("create_training_dataset needs TrainingLoop(..., tokenizer=...).")
         splits = make_splits(self._tokenizer, texts, labels, name, ratios=ratios, seed=seed)
-        about = {"classes": len(set(labels)), "tokens": splits.length}
-        self._switch_log.log_dataset(name, splits.sizes(), about)
+        facts = {"classes": len(set(labels)), "tokens": splits.length}
+        self._switch_log.log_dataset(name, splits.sizes(), facts)
         return splits
 
     def profile_model_performance(
@@ -315,7 +320,7 @@ def _parse_device(device: torch.device | str) -> torch.device:
 
 
 def labels_in(batch: Any) -> Tensor | None:
-    """Return the labels of a batch, None where it has none."""
+    """The labels of a batch, None if it has none."""
     labels = _split_batch(batch)[1] if isinstance(batch, (Mapping, tuple, list)) else None
     return labels if isinstance(labels, Tensor) else None
 
@@ -329,7 +334,7 @@ def _split_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def _count_correct(output: Any, labels: Tensor | None) -> tuple[int, int]:
-    """Return how many of the outputs' classes are right, of how many; 0 of 0 where not classes."""
+    """The numbers of correct and of all predictions; (0, 0) if the outputs are not classes."""
     scores = getattr(output, "logits", output)
     if labels is None or labels.is_floating_point() or not isinstance(scores, Tensor):
         return 0, 0
@@ -339,7 +344,7 @@ def _count_correct(output: Any, labels: Tensor | None) -> tuple[int, int]:
 
 
 def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
-    """Give each batch with the milliseconds that it was waited for."""
+    """Yield each batch with the milliseconds that the loop waited for it."""
     batches = iter(loader)
     while True:
         started = time.perf_counter()
@@ -351,13 +356,13 @@ def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
 
 
 class TokenizedDataset(Dataset[dict[str, Tensor]]):
-    """Samples as dicts: what the tokenizer gave, and "labels"."""
+    """Samples as dicts of the tokenizer's tensors and "labels"."""
 
     def __init__(self, columns: Mapping[str, Tensor]) -> None:
         self._columns = dict(columns)
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """The number of samples."""
         return len(self._columns["labels"])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -365,14 +370,14 @@ class TokenizedDataset(Dataset[dict[str, Tensor]]):
         return {name: column[index] for name, column in self._columns.items()}
 
     def subset(self, indices: Sequence[int]) -> TokenizedDataset:
-        """Return the samples of these numbers."""
-        where = torch.tensor(list(indices), dtype=torch.long)
-        return TokenizedDataset({name: column[where] for name, column in self._columns.items()})
+        """The dataset of the samples with these indices."""
+        index = torch.tensor(list(indices), dtype=torch.long)
+        return TokenizedDataset({name: column[index] for name, column in self._columns.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSplits:
-    """The three parts of a dataset; `length` is the tokens of each padded sample."""
+    """The three parts of a dataset; `length` is the number of tokens of each padded sample."""
 
     name: str
     train: TokenizedDataset
@@ -381,7 +386,7 @@ class DatasetSplits:
     length: int
 
     def sizes(self) -> dict[str, int]:
-        """Return how many samples each part has."""
+        """The number of samples of each part."""
         parts = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: len(part) for name, part in parts.items()}
 
@@ -397,15 +402,16 @@ def make_splits(
 ) -> DatasetSplits:
     """Tokenise and split; the order is drawn from `seed`.
 
-    Raises `UsageError` for no texts, for lengths that differ, and for ratios that are no split.
+    Raises `UsageError` without texts, if the numbers of texts and labels differ, and if the ratios
+    do not add up to 1.
     """
     if not texts or len(texts) != len(labels):
         raise UsageError(
-            f"The dataset {name} has {len(texts)} texts and {len(labels)} labels; it needs as many "
-            "of each, and one at least."
+            f"The dataset {name} has {len(texts)} texts and {len(labels)} labels; it needs the "
+            "same number of each, and at least one."
         )
     if min(ratios) < 0 or abs(sum(ratios) - 1) > 1e-6:
-        raise UsageError(f"The split ratios of {name} must add up to 1, and are {ratios}.")
+        raise UsageError(f"The split ratios of {name} must add up to 1, but are {ratios}.")
     coded = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
     columns = {key: value for key, value in coded.items() if isinstance(value, Tensor)}
     whole = TokenizedDataset({**columns, "labels": torch.as_tensor(list(labels))})

@@ -1,4 +1,4 @@
-"""The generation is right: against model.generate, against a dense run, and under isolation."""
+"""Generation equals model.generate and a dense run, also with isolated segments."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ CPU = torch.device("cpu")
 NEW = 8
 
 
-def source(rule: algebra.MaskSpec) -> SpecMaskSource:
-    return SpecMaskSource(rule, length=256, device=CPU, compiled=False)
+def source(spec: algebra.MaskSpec) -> SpecMaskSource:
+    return SpecMaskSource(spec, length=256, device=CPU, compiled=False)
 
 
 def run(
-    model: Any, prompt: Prompt, rule: algebra.MaskSpec, **options: Any
+    model: Any, prompt: Prompt, spec: algebra.MaskSpec, **options: Any
 ) -> tuple[list[int], list[torch.Tensor]]:
     logits: list[torch.Tensor] = []
 
     def keep(choice: Choice) -> None:
         logits.append(choice.logits.clone())
 
-    with FlexPatch(model, source(rule)):
+    with FlexPatch(model, source(spec)):
         out = generate(model, prompt, max_new_tokens=NEW, on_choice=keep, **options)
     return list(out.token_ids), logits
 
 
 def windows_of(model: Any) -> dict[str, int] | None:
-    """Return the window of each layer type where a model's layers differ or slide."""
+    """The sliding window of each layer type, None for a model without one."""
     kinds = set(getattr(model.config, "layer_types", None) or ())
     sliding = getattr(model.config, "sliding_window", None)
     if not sliding:
@@ -59,10 +59,10 @@ def test_causal_greedy_tokens_and_logits_equal_generate_under_sdpa(
     family: str, family_model: Callable[[str], Any], prompt: Prompt
 ) -> None:
     model = family_model(family)
-    fed = torch.tensor([prompt.ids])
+    input_ids = torch.tensor([prompt.ids])
     theirs = model.generate(
-        fed,
-        attention_mask=torch.ones_like(fed),
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
         max_new_tokens=NEW,
         do_sample=False,
         output_logits=True,
@@ -82,13 +82,13 @@ def test_every_preset_equals_a_dense_run_at_prefill_and_each_decode_step(
 ) -> None:
     model = family_model(family)
     prompt = compose_prompt(make_pieces(), max_new_tokens=NEW, positions=positions)
-    rule = algebra.preset(name, prompt.segments)
-    tokens, logits = run(model, prompt, rule)
+    spec = algebra.preset(name, prompt.segments)
+    tokens, logits = run(model, prompt, spec)
     whole = torch.tensor([[*prompt.ids, *tokens[:-1]]])
-    places = [*prompt.position_ids, *(prompt.next_position(i) for i in range(NEW - 1))]
-    cells = rule.dense(whole.shape[1])
+    positions = [*prompt.position_ids, *(prompt.next_position(i) for i in range(NEW - 1))]
+    cells = spec.dense(whole.shape[1])
     dense = dense_forward(
-        model, whole, torch.tensor([places]), cells, windows=windows_of(model)
+        model, whole, torch.tensor([positions]), cells, windows=windows_of(model)
     ).logits[0]
     for step, mine in enumerate(logits):
         expected = dense[len(prompt.ids) - 1 + step]
@@ -100,11 +100,11 @@ def test_the_remaining_families_equal_a_dense_run_under_isolation(
     family: str, family_model: Callable[[str], Any], prompt: Prompt
 ) -> None:
     model = family_model(family)
-    rule = algebra.preset("segment-isolation", prompt.segments)
-    tokens, logits = run(model, prompt, rule)
+    spec = algebra.preset("segment-isolation", prompt.segments)
+    tokens, logits = run(model, prompt, spec)
     whole = torch.tensor([[*prompt.ids, *tokens[:-1]]])
     rows = np.arange(whole.shape[1])
-    cells = rule.dense(len(rows))
+    cells = spec.dense(len(rows))
     if family == "mistral":  # all of its layers slide
         cells &= rows[:, None] - rows < model.config.sliding_window
     dense = dense_forward(model, whole, torch.from_numpy(rows)[None], cells).logits[0]
@@ -113,14 +113,14 @@ def test_the_remaining_families_equal_a_dense_run_under_isolation(
 
 
 def test_isolated_separators_leave_empty_rows_that_stay_finite(llama: Any, prompt: Prompt) -> None:
-    rule = algebra.preset("segment-isolation", prompt.segments, separators="isolated")
-    assert algebra.empty_rows(rule.dense(len(prompt.ids))).size == 3
-    _, logits = run(llama, prompt, rule)
+    spec = algebra.preset("segment-isolation", prompt.segments, separators="isolated")
+    assert algebra.empty_rows(spec.dense(len(prompt.ids))).size == 3
+    _, logits = run(llama, prompt, spec)
     assert all(torch.isfinite(row).all() for row in logits)
 
 
-def hidden_states(model: Any, prompt: Prompt, rule: algebra.MaskSpec) -> list[torch.Tensor]:
-    with FlexPatch(model, source(rule)), torch.no_grad():
+def hidden_states(model: Any, prompt: Prompt, spec: algebra.MaskSpec) -> list[torch.Tensor]:
+    with FlexPatch(model, source(spec)), torch.no_grad():
         out = model(
             input_ids=torch.tensor([prompt.ids]),
             position_ids=torch.tensor([prompt.position_ids]),
@@ -134,8 +134,8 @@ def test_changing_one_paraphrase_leaves_the_others_bit_equal(llama: Any, name: s
     before = compose_prompt(make_pieces(), max_new_tokens=1)
     changed = (ids(7, 1), ids(5, 77), ids(8, 3))
     after = compose_prompt(make_pieces(paraphrases=changed), max_new_tokens=1)
-    rule = algebra.preset(name, before.segments)
-    a, b = hidden_states(llama, before, rule), hidden_states(llama, after, rule)
+    spec = algebra.preset(name, before.segments)
+    a, b = hidden_states(llama, before, spec), hidden_states(llama, after, spec)
     second = [s for s in before.segments if s.label in ("paraphrase 2", "separator 2")]
     moved = np.zeros(len(before.ids), bool)
     for segment in second:
@@ -154,21 +154,21 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 @pytest.mark.timeout(600)
-def test_compiled_generation_equals_uncompiled_and_is_told(
+def test_compiled_generation_equals_uncompiled_and_reports_compilation(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex_patch, "_compiled_calls", {})
     prompt = compose_prompt(make_pieces(paraphrases=(ids(90, 1), ids(120, 2))), max_new_tokens=NEW)
-    rule = algebra.preset("segment-isolation", prompt.segments)
-    _, expected = run(llama, prompt, rule)
+    spec = algebra.preset("segment-isolation", prompt.segments)
+    _, expected = run(llama, prompt, spec)
     logits: list[torch.Tensor] = []
-    told: list[str] = []
-    made = SpecMaskSource(rule, length=256, device=CPU, compiled=True)
-    with FlexPatch(llama, made, compiled=True, on_compile=told.append):
+    compiled_kinds: list[str] = []
+    made = SpecMaskSource(spec, length=256, device=CPU, compiled=True)
+    with FlexPatch(llama, made, compiled=True, on_compile=compiled_kinds.append):
         generate(
             llama, prompt, max_new_tokens=NEW, on_choice=lambda c: logits.append(c.logits.clone())
         )
-    assert told == ["prefill", "decode"]
+    assert compiled_kinds == ["prefill", "decode"]
     for mine, other in zip(logits, expected, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=0)
 
@@ -193,16 +193,16 @@ def test_the_executed_formula_is_that_of_the_compiled_kernel() -> None:
     for compiled, call in ((False, flex_attention), (True, torch.compile(flex_attention))):
         shown = algebra.executed_mask(cells(), tables, (size, size), compiled=compiled)
         expected = scaled_dot_product_attention(q, k, v, attn_mask=torch.from_numpy(shown))
-        got = call(q, k, v, block_mask=block_mask)
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+        result = call(q, k, v, block_mask=block_mask)
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
 
 
 def test_sampling_is_seeded_and_goes_through_the_processors(llama: Any, prompt: Prompt) -> None:
-    rule = algebra.causal()
+    spec = algebra.causal()
     warm = SamplingOptions(do_sample=True, temperature=1.5, top_k=3)
-    first, _ = run(llama, prompt, rule, sampling=warm, seed=1)
-    again, _ = run(llama, prompt, rule, sampling=warm, seed=1)
-    other, _ = run(llama, prompt, rule, sampling=warm, seed=2)
+    first, _ = run(llama, prompt, spec, sampling=warm, seed=1)
+    again, _ = run(llama, prompt, spec, sampling=warm, seed=1)
+    other, _ = run(llama, prompt, spec, sampling=warm, seed=2)
     assert first == again
     assert first != other
 

@@ -1,4 +1,4 @@
-"""The patch puts FlexAttention in, falls back nowhere, and restores the model exactly."""
+"""The patch runs FlexAttention, never falls back, and restores the model exactly."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flexinspect.masks import algebra
 from flexinspect.records.prompt import Prompt
 from flexinspect_hooks.generation import flex_patch
 from flexinspect_hooks.generation.decoding import generate
-from flexinspect_hooks.generation.flex_patch import FlexPatch, patch_model
+from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import SpecMaskSource
 
 CPU = torch.device("cpu")
 
 
-def source(rule: algebra.MaskSpec | None = None) -> SpecMaskSource:
-    return SpecMaskSource(rule or algebra.causal(), length=128, device=CPU, compiled=False)
+def source(spec: algebra.MaskSpec | None = None) -> SpecMaskSource:
+    return SpecMaskSource(spec or algebra.causal(), length=128, device=CPU, compiled=False)
 
 
 def state(model: Any) -> tuple[Any, ...]:
@@ -40,7 +40,7 @@ def state(model: Any) -> tuple[Any, ...]:
 
 def test_a_patch_restores_the_model_exactly(llama: Any, prompt: Prompt) -> None:
     before = state(llama)
-    with patch_model(llama, source()):
+    with FlexPatch(llama, source()):
         generate(llama, prompt, max_new_tokens=2)
         assert state(llama) != before
     assert state(llama) == before
@@ -48,21 +48,21 @@ def test_a_patch_restores_the_model_exactly(llama: Any, prompt: Prompt) -> None:
 
 def test_a_patch_restores_the_model_after_an_exception(llama: Any, prompt: Prompt) -> None:
     before = state(llama)
-    with pytest.raises(KeyError), patch_model(llama, source()):
+    with pytest.raises(KeyError), FlexPatch(llama, source()):
         generate(llama, prompt, max_new_tokens=1)
         raise KeyError
     assert state(llama) == before
 
 
 def test_nested_patches_restore_in_order(llama: Any, prompt: Prompt) -> None:
-    fed = torch.tensor([prompt.ids])
-    rule = algebra.preset("segment-isolation", prompt.segments)
+    input_ids = torch.tensor([prompt.ids])
+    spec = algebra.preset("segment-isolation", prompt.segments)
     before = state(llama)
-    with torch.no_grad(), patch_model(llama, source(rule)):
-        isolated = llama(fed).logits
-        with patch_model(llama, source()):
-            causal = llama(fed).logits
-        again = llama(fed).logits
+    with torch.no_grad(), FlexPatch(llama, source(spec)):
+        isolated = llama(input_ids).logits
+        with FlexPatch(llama, source()):
+            causal = llama(input_ids).logits
+        again = llama(input_ids).logits
     assert torch.equal(isolated, again)
     assert not torch.allclose(isolated, causal)
     assert state(llama) == before
@@ -82,7 +82,7 @@ def test_models_with_sliding_layers_get_one_mask_per_layer_type(prompt: Prompt) 
     assert (patch.counts.forwards, patch.counts.builds) == (3, 6)
 
 
-def test_a_flex_call_that_fails_fails_and_names_layer_and_step(
+def test_a_failing_flex_call_raises_and_names_layer_and_step(
     llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = FlexPatch._flex
@@ -102,11 +102,11 @@ def test_a_flex_call_that_fails_fails_and_names_layer_and_step(
     assert state(llama) == before
 
 
-def test_a_padded_batch_is_refused_in_a_sentence(llama: Any) -> None:
-    fed = torch.tensor([[0, 0, 5, 6], [4, 5, 6, 7]])
+def test_a_padded_batch_is_refused(llama: Any) -> None:
+    input_ids = torch.tensor([[0, 0, 5, 6], [4, 5, 6, 7]])
     padded = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    with pytest.raises(MaskError, match="padded"), patch_model(llama, source()):
-        llama(fed, attention_mask=padded)
+    with pytest.raises(MaskError, match="padded"), FlexPatch(llama, source()):
+        llama(input_ids, attention_mask=padded)
 
 
 def test_a_model_outside_the_attention_interface_is_refused() -> None:
@@ -114,14 +114,14 @@ def test_a_model_outside_the_attention_interface_is_refused() -> None:
         pass
 
     with (
-        pytest.raises(ModelError, match="Other does not go through"),
-        patch_model(Other(), source()),
+        pytest.raises(ModelError, match="Other does not use"),
+        FlexPatch(Other(), source()),
     ):
         pass
     model = make_model("llama")
     type(model)._can_set_attn_implementation_cached_value = False
     try:
-        with pytest.raises(ModelError, match="attention interface"), patch_model(model, source()):
+        with pytest.raises(ModelError, match="attention interface"), FlexPatch(model, source()):
             pass
     finally:
         del type(model)._can_set_attn_implementation_cached_value
@@ -129,5 +129,5 @@ def test_a_model_outside_the_attention_interface_is_refused() -> None:
 
 def test_dropout_is_refused_rather_than_ignored(prompt: Prompt) -> None:
     model = make_model("llama", attention_dropout=0.5).train()
-    with pytest.raises(AttentionCallError, match="dropout"), patch_model(model, source()):
+    with pytest.raises(AttentionCallError, match="dropout"), FlexPatch(model, source()):
         model(torch.tensor([prompt.ids]))

@@ -1,4 +1,4 @@
-"""Gradients of generated tokens: equal to autograd's own, of what ran, and nothing is touched."""
+"""Gradients of generated tokens: equal to autograd's own, and the model is not changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain(run: Run, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """
     model, before = run.model, run.before(step)
     n = len(before.ids)
-    cells = run.source.rule.dense(n, n)  # type: ignore[attr-defined]
+    cells = run.source.spec.dense(n, n)  # type: ignore[attr-defined]
     parameters = dict(model.named_parameters())
     model.requires_grad_(True)
     try:
@@ -65,7 +65,7 @@ def plain(run: Run, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_they_are_those_of_a_plain_pass_through_eager_attention(run: Run, step: int) -> None:
+def test_gradients_equal_those_of_eager_attention(run: Run, step: int) -> None:
     record = run.gradients(step)
     embeddings, at_input, parameters = plain(run, step)
     assert record.matches_recorded
@@ -80,7 +80,7 @@ def test_they_are_those_of_a_plain_pass_through_eager_attention(run: Run, step: 
     np.testing.assert_allclose(record.tokens, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_they_are_the_slopes_that_finite_differences_give() -> None:
+def test_gradients_equal_finite_differences() -> None:
     """Moving a word's embedding along itself by h moves the log-probability by h x its part."""
     run = generated(make_model("gpt_neox").double())  # whose norms are in float64 too
     record, model, before = run.gradients(1), run.model, run.before(1)
@@ -111,7 +111,7 @@ def test_they_are_the_slopes_that_finite_differences_give() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_gate_is_green_for_what_ran_and_red_for_another_mask(
+def test_the_logits_check_passes_for_the_executed_mask_and_fails_for_another(
     family: str, dtype: torch.dtype
 ) -> None:
     run = generated(make_model(family).to(dtype))
@@ -131,7 +131,7 @@ def test_restarting_positions_are_not_taken_for_a_packed_batch() -> None:
     assert run.gradients(2).matches_recorded
 
 
-def test_only_words_that_the_mask_opens_to_the_newest_row_have_gradients() -> None:
+def test_only_tokens_that_the_newest_row_may_attend_to_have_gradients() -> None:
     def last_six(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx <= q_idx) & (kv_idx > q_idx - 6)
 
@@ -170,7 +170,7 @@ def test_a_margin_is_to_the_next_best_token(run: Run) -> None:
     assert record.scale == pytest.approx(math.sqrt(2))
 
 
-def test_a_sure_token_has_gradients_though_its_own_dtype_could_not_hold_them() -> None:
+def test_a_token_with_probability_near_one_has_gradients() -> None:
     model = make_model("llama")
     model.lm_head.weight.data.mul_(30)
     run = generated(model.to(torch.float16))
@@ -207,10 +207,10 @@ def test_no_parameters_gradient_stays_in_memory(run: Run) -> None:
         out = run.model(
             input_ids=torch.tensor([before.ids]), position_ids=torch.tensor([before.positions])
         )
-        held = torch.autograd.grad(out.logits[0, -1].sum(), observer.parameters)
+        grads = torch.autograd.grad(out.logits[0, -1].sum(), observer.parameters)
         seen = observer.reduced
-    assert len(seen.stats) == len(held)
-    assert {gradient.untyped_storage().nbytes() for gradient in held} == {8}
+    assert len(seen.stats) == len(grads)
+    assert {gradient.untyped_storage().nbytes() for gradient in grads} == {8}
     assert all(stat.norm > 0 for stat in seen.stats.values())
 
 
@@ -284,7 +284,7 @@ def test_a_gate_of_zero_makes_the_mlp_behind_it_dead() -> None:
 
 @pytest.mark.parametrize("cut", ["detach", "no_grad"])
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_layer_that_lets_no_gradient_through_is_named_with_what_it_cuts_off(
+def test_a_layer_that_blocks_gradients_is_named_with_the_layers_it_cuts_off(
     cut: str, at: int
 ) -> None:
     model = make_model("llama")
@@ -316,7 +316,7 @@ def test_a_layer_that_lets_no_gradient_through_is_named_with_what_it_cuts_off(
     assert [row.norms[-1] == 0 for row in rows] == [number < at for number in range(n_layers)]
 
 
-def test_next_to_no_weight_vanishes() -> None:
+def test_tiny_weights_make_gradients_vanish() -> None:
     model = make_model("llama")
     for parameter in model.model.layers[1].parameters():
         parameter.data.mul_(1e-4)
@@ -325,7 +325,7 @@ def test_next_to_no_weight_vanishes() -> None:
     assert 0 < finding.evidence["largest_norm"] < 1e-6
 
 
-def test_a_nan_weight_makes_all_of_it_nan_and_the_forward_is_blamed() -> None:
+def test_a_nan_weight_makes_all_gradients_nan_and_the_forward_is_named() -> None:
     model = make_model("llama")
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
     found = ids_of(generated(model))
@@ -376,7 +376,7 @@ def rooted() -> Run:
     return generated(model)
 
 
-def test_a_nan_of_the_backward_alone_begins_in_its_layer(rooted: Run) -> None:
+def test_a_nan_only_in_the_backward_begins_in_its_layer(rooted: Run) -> None:
     finding = ids_of(rooted)["gradient.nan"]
     assert finding.layer == 1
     assert "it begins in layer 1: finite at its output, but not at its input" in finding.sentence
@@ -391,7 +391,7 @@ def test_anomaly_mode_names_the_line_of_the_forward(rooted: Run) -> None:
     assert not torch.is_anomaly_enabled()
 
 
-def test_anomaly_mode_says_nothing_of_a_clean_model(run: Run) -> None:
+def test_anomaly_mode_reports_nothing_for_a_clean_model(run: Run) -> None:
     assert run.gradients(1, GradientSpec(detect_anomaly=True)).anomaly is None
 
 

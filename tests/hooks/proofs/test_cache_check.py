@@ -1,4 +1,4 @@
-"""Cache check: faults of a cache are found at their step and layer, and rounding is let pass."""
+"""Cache check: cache faults are found at their step and layer, and rounding is tolerated."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def cache(model: Any, **options: Any) -> Proof:
 def stepwise(model: Any, *, after: int = 99, spoil: Any = None) -> Any:
     """Return a run that decodes with a cache, which `spoil` changes before step `after`."""
 
-    def run(fed: Tensor) -> None:
-        held = DynamicCache(config=model.config)
+    def run(input_ids: Tensor) -> None:
+        kv_cache = DynamicCache(config=model.config)
         for step in range(NEW + 1):
             if step == after:
-                spoil(held)
-            fed = model(fed, past_key_values=held).logits[:, -1:].argmax(-1)
+                spoil(kv_cache)
+            input_ids = model(input_ids, past_key_values=kv_cache).logits[:, -1:].argmax(-1)
 
     return run
 
 
 @contextmanager
-def given(module: nn.Module, change: Any) -> Iterator[None]:
+def changed_arguments(module: nn.Module, change: Any) -> Iterator[None]:
     """While entered, a module's keyword arguments are changed when it gets one row."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -78,27 +78,27 @@ def test_greedy_steps_of_a_family_differ_by_rounding_alone(
 def test_generate_with_any_cache_can_be_the_run(kind: str) -> None:
     model = model_of()
 
-    def run(fed: Tensor) -> None:
+    def run(input_ids: Tensor) -> None:
         options = {} if kind == "dynamic" else {"cache_implementation": kind}
-        model.generate(fed, max_new_tokens=NEW, do_sample=False, **options)
+        model.generate(input_ids, max_new_tokens=NEW, do_sample=False, **options)
 
     assert serious(cache(model, run=run)) == []
 
 
 def test_a_left_padded_batch_is_recomputed_with_its_padding() -> None:
-    fed = torch.tensor([[0] * 4 + list(ids(5, 1)), list(ids(9, 2))])
+    input_ids = torch.tensor([[0] * 4 + list(ids(5, 1)), list(ids(9, 2))])
     real = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
     model = model_of()
-    own = flexinspect.prove("cache", model, fed, attention_mask=real, new_tokens=4)
+    own = flexinspect.prove("cache", model, input_ids, attention_mask=real, new_tokens=4)
     assert serious(own) == []
 
     def run(prompt: Tensor) -> None:
         model.generate(prompt, attention_mask=real, max_new_tokens=4, do_sample=False)
 
-    assert serious(flexinspect.prove("cache", model, fed, run=run)) == []
+    assert serious(flexinspect.prove("cache", model, input_ids, run=run)) == []
 
 
-def test_position_ids_that_begin_again_are_fed_again_as_they_were() -> None:
+def test_restarting_position_ids_are_recomputed_unchanged() -> None:
     positions = [0, *range(1, 7), *range(1, 9), *range(9, 14)]
     assert serious(cache(model_of(), position_ids=positions)) == []
 
@@ -117,7 +117,7 @@ def test_a_layer_whose_decode_row_sees_only_the_first_key_is_named(
         n = kwargs["past_key_values"].get_seq_length(2) + 1
         return {"attention_mask": (torch.arange(n) == 0)[None, None, None]}
 
-    with given(model.model.layers[layer].self_attn, first_key_alone):
+    with changed_arguments(model.model.layers[layer].self_attn, first_key_alone):
         differs = only(cache(model), DIFFERS)
     assert differs.severity is Severity.ERROR
     assert (differs.step, differs.layer) == (1, layer)
@@ -126,20 +126,22 @@ def test_a_layer_whose_decode_row_sees_only_the_first_key_is_named(
     assert serious(cache(model)) == []
 
 
-def test_a_layer_that_is_handed_no_cache_is_named() -> None:
+def test_a_layer_that_receives_no_cache_is_named() -> None:
     model = model_of()
-    with given(model.model.layers[1].self_attn, lambda kwargs: {"past_key_values": None}):
+    with changed_arguments(
+        model.model.layers[1].self_attn, lambda kwargs: {"past_key_values": None}
+    ):
         differs = only(cache(model), DIFFERS)
     assert (differs.step, differs.layer, differs.layers) == (1, 1, (1, 2))
 
 
 @pytest.mark.parametrize("step", [1, 3, 6])
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_cache_that_is_spoilt_at_a_step_differs_from_that_step_on(step: int, every: int) -> None:
+def test_a_cache_corrupted_at_a_step_differs_from_that_step_on(step: int, every: int) -> None:
     model = model_of()
 
-    def spoil(held: DynamicCache) -> None:
-        held.layers[1].keys[:, :, 5] = 0
+    def spoil(kv_cache: DynamicCache) -> None:
+        kv_cache.layers[1].keys[:, :, 5] = 0
 
     differs = only(cache(model, run=stepwise(model, after=step, spoil=spoil), every=every), DIFFERS)
     assert (differs.step, differs.layer) == (step, 1)
@@ -150,11 +152,11 @@ def test_a_cache_that_is_spoilt_at_a_step_differs_from_that_step_on(step: int, e
 def test_values_that_are_shifted_by_one_in_the_cache_are_found() -> None:
     model = model_of()
 
-    def run(fed: Tensor) -> None:
-        held = DynamicCache(config=model.config)
-        first = model(fed, past_key_values=held).logits[:, -1:].argmax(-1)
-        held.layers[2].values = held.layers[2].values.roll(1, 2)
-        model(first, past_key_values=held)
+    def run(input_ids: Tensor) -> None:
+        kv_cache = DynamicCache(config=model.config)
+        first = model(input_ids, past_key_values=kv_cache).logits[:, -1:].argmax(-1)
+        kv_cache.layers[2].values = kv_cache.layers[2].values.roll(1, 2)
+        model(first, past_key_values=kv_cache)
 
     differs = only(cache(model, run=run), DIFFERS)
     assert (differs.step, differs.layer) == (1, 2)
@@ -167,12 +169,12 @@ def test_position_ids_that_are_one_off_in_steps_are_found() -> None:
         cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 1), torch.tensor([[24]]))
         return {"position_embeddings": (cos, sin)}
 
-    with given(model.model.layers[1], late):
+    with changed_arguments(model.model.layers[1], late):
         differs = only(cache(model), DIFFERS)
     assert (differs.step, differs.layer) == (1, 1)
 
 
-def test_rows_of_a_prompt_that_see_the_future_are_told_of_first() -> None:
+def test_prompt_rows_that_attend_to_the_future_are_reported_first() -> None:
     model = model_of()
     with hooked(model.model.layers[1], lambda out: out + out.mean(1, keepdim=True)):
         differs = only(cache(model), DIFFERS)
@@ -186,28 +188,28 @@ def test_rows_of_a_prompt_that_see_the_future_are_told_of_first() -> None:
 def test_a_run_without_steps_or_without_a_cache_is_refused() -> None:
     model = model_of()
 
-    def without_cache(fed: Tensor) -> None:
+    def without_cache(input_ids: Tensor) -> None:
         for _ in range(3):
-            token = model(fed, use_cache=False).logits[:, -1:].argmax(-1)
-            fed = torch.cat((fed, token), 1)
+            token = model(input_ids, use_cache=False).logits[:, -1:].argmax(-1)
+            input_ids = torch.cat((input_ids, token), 1)
 
     with pytest.raises(UsageError, match="no step after the prompt"):
-        cache(model, run=lambda fed: model(fed))
-    with pytest.raises(UsageError, match="it uses no cache"):
+        cache(model, run=lambda input_ids: model(input_ids))
+    with pytest.raises(UsageError, match="does not use a cache"):
         cache(model, run=without_cache)
     with pytest.raises(UsageError, match="every= must be 1 or more"):
         cache(model, every=0)
 
 
-def test_the_recompute_can_be_ones_own() -> None:
+def test_the_user_can_pass_recompute() -> None:
     model = model_of()
-    fed: list[int] = []
+    lengths: list[int] = []
 
     def recompute(whole: Tensor) -> None:
-        fed.append(whole.shape[1])
+        lengths.append(whole.shape[1])
         model(whole, use_cache=False)
 
     proof = flexinspect.prove("cache", model, prompt(), new_tokens=4, recompute=recompute, every=2)
     assert serious(proof) == []
-    assert fed == [22, 24]
+    assert lengths == [22, 24]
     assert "4 steps are the same in all 3 layers" in only(proof, SAME).sentence

@@ -1,4 +1,4 @@
-"""Isolation: planted leaks are found where they enter, and clean runs stay exactly as they were."""
+"""Isolation: planted leaks are found where they enter, and clean runs stay bit-equal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_family_under_an_isolating_mask_moves_nothing_at_all(
     model = model_of(family, backend).to(dtype)
     proof = proved(model, isolated(), mask="segment-isolation")
     assert serious(proof) == []
-    assert "bit by bit as it was in all 3 layers" in only(proof, ISOLATED).sentence
+    assert "bit-equal in all 3 layers" in only(proof, ISOLATED).sentence
     assert all(change["largest"] == 0.0 for change in proof.facts["changed"])
     first = proof.facts["changed"][0]
     assert (first["label"], first["rows_kept"], first["rows_moved"]) == ("paraphrase 1", 9, 0)
@@ -60,7 +60,7 @@ def test_a_plain_causal_model_never_moves_what_comes_before() -> None:
     assert [one["rows_kept"] for one in proof.facts["changed"]] == [1, 7, 9, 17]
 
 
-def test_segments_alone_leave_separators_open_to_all() -> None:
+def test_without_a_mask_separators_are_open_to_all_rows() -> None:
     cells = isolated()
     cells[9:, 7:9] = True  # paraphrase 2 reads the separator, which reads only itself
     assert serious(proved(model_of(), cells)) == []
@@ -68,11 +68,11 @@ def test_segments_alone_leave_separators_open_to_all() -> None:
 
 def test_a_left_padded_batch_is_compared_over_real_rows() -> None:
     short, long = ids(8, 1), ids(12, 2)
-    fed = torch.tensor([[0] * 4 + list(short), list(long)])
+    input_ids = torch.tensor([[0] * 4 + list(short), list(long)])
     real = torch.tensor([[0] * 4 + [1] * 8, [1] * 12])
     for backend in BACKENDS:
         proof = flexinspect.prove(
-            *("isolation", model_of("llama", backend), fed),
+            *("isolation", model_of("llama", backend), input_ids),
             segments=[(4, 7, "a"), (7, 10, "b")],
             mask="causal",
             attention_mask=real,
@@ -83,22 +83,22 @@ def test_a_left_padded_batch_is_compared_over_real_rows() -> None:
         assert first["rows_kept"] == 12
 
 
-def test_a_sliding_window_is_no_leak_and_what_it_cuts_off_is_a_note() -> None:
+def test_a_sliding_window_is_not_a_leak_and_unread_segments_are_a_note() -> None:
     model = model_of("mistral", num_hidden_layers=1)
     proof = proved(model, mask="causal")
     assert serious(proof) == []
     unread = only(proof, "proof.unread")
     assert unread.evidence["unread"] == ["paraphrase 1"]
-    assert "does not read paraphrase 1, which it may see" in unread.sentence
+    assert "does not read paraphrase 1, which it may attend to" in unread.sentence
 
 
-def test_steps_of_a_cache_are_rows_like_any_other() -> None:
+def test_decode_steps_are_rows_like_any_other() -> None:
     model = model_of()
 
-    def run(fed: Tensor) -> None:
-        cache = model(fed[:, :16], use_cache=True).past_key_values
+    def run(input_ids: Tensor) -> None:
+        cache = model(input_ids[:, :16], use_cache=True).past_key_values
         for pos in range(16, ROWS):
-            cache = model(fed[:, pos : pos + 1], past_key_values=cache).past_key_values
+            cache = model(input_ids[:, pos : pos + 1], past_key_values=cache).past_key_values
 
     proof = proved(model, run=run, mask="causal")
     assert serious(proof) == []
@@ -108,8 +108,10 @@ def test_steps_of_a_cache_are_rows_like_any_other() -> None:
 def test_a_whole_call_of_generate_can_be_the_run() -> None:
     model = model_of()
 
-    def run(fed: Tensor) -> None:
-        model.generate(fed, attention_mask=torch.ones_like(fed), max_new_tokens=3, do_sample=False)
+    def run(input_ids: Tensor) -> None:
+        model.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=3, do_sample=False
+        )
 
     assert serious(proved(model, run=run, mask="causal")) == []
     leak = only(proved(model, run=run), LEAK)
@@ -147,15 +149,15 @@ def test_a_leak_through_separators_names_them_and_the_layer_after() -> None:
     assert "in layer 1 by " in leak.sentence
     assert ", through position 7 " in leak.sentence
     assert ", position 8 " in leak.sentence
-    assert "with these set back to what they were, it stays" in leak.sentence
+    assert "with these rows restored, it does not move" in leak.sentence
 
 
-def test_a_separator_that_only_carries_is_no_second_finding() -> None:
+def test_a_carrier_separator_gets_no_second_finding() -> None:
     leak = only(proved(model_of(), through_separators(), mask="segment-isolation"), LEAK)
     assert leak.evidence["changed"] == ["paraphrase 1"]
 
 
-def test_separators_that_were_cut_leak_no_more() -> None:
+def test_isolated_separators_do_not_leak() -> None:
     cells = through_separators()
     cells[7:9, 1:7] = False
     assert serious(proved(model_of(), cells)) == []
@@ -182,7 +184,7 @@ def test_a_leak_in_one_head_names_the_head(backend: str, head: int) -> None:
     cells[head, 12, 2] = True
     leak = only(proved(model_of("qwen3", backend), cells), LEAK)
     assert (leak.layer, leak.head, leak.positions) == (0, head, (12,))
-    assert f"in head {head} alone of 4" in leak.sentence
+    assert f"only in head {head} of 4" in leak.sentence
 
 
 def test_spans_counted_without_the_bos_leak_at_the_last_row() -> None:
@@ -194,12 +196,12 @@ def test_spans_counted_without_the_bos_leak_at_the_last_row() -> None:
 
 
 def test_padding_that_is_read_is_a_leak_from_the_padding() -> None:
-    fed = torch.tensor([[0] * 4 + list(ids(8, 1))])
+    input_ids = torch.tensor([[0] * 4 + list(ids(8, 1))])
     real = torch.tensor([[0] * 4 + [1] * 8])
     model = model_of()
     options: dict[str, Any] = {"segments": [(4, 7, "a"), (7, 10, "b")], "mask": "causal"}
     proof = flexinspect.prove(
-        *("isolation", model, fed),
+        *("isolation", model, input_ids),
         attention_mask=real,
         run=lambda changed: model(changed),  # the padding mask never reaches the model
         **options,
@@ -211,18 +213,20 @@ def test_padding_that_is_read_is_a_leak_from_the_padding() -> None:
 
 def test_another_sequence_of_the_batch_that_moves_is_a_leak() -> None:
     model = model_of()
-    fed = torch.cat((prompt(1), prompt(2)))
+    input_ids = torch.cat((prompt(1), prompt(2)))
     mix = lambda out: out + 0.1 * out.mean(0, keepdim=True)  # noqa: E731
     with hooked(model.model.layers[1], mix):
-        leak = only(flexinspect.prove("isolation", model, fed, segments=SPANS, mask="causal"), LEAK)
+        leak = only(
+            flexinspect.prove("isolation", model, input_ids, segments=SPANS, mask="causal"), LEAK
+        )
     assert leak.layer == 1
     assert leak.evidence["batch_row"] == 1
     assert "of sequence 1 of the batch in layer 1" in leak.sentence
-    clean = flexinspect.prove("isolation", model, fed, segments=SPANS, mask="causal")
+    clean = flexinspect.prove("isolation", model, input_ids, segments=SPANS, mask="causal")
     assert serious(clean) == []
 
 
-def test_rows_that_something_beside_attention_mixes_are_said_to_be() -> None:
+def test_rows_mixed_outside_attention_are_reported() -> None:
     model = model_of()
     with hooked(model.model.layers[2].mlp, lambda out: out + out.mean(1, keepdim=True)):
         leak = only(proved(model, isolated(), mask="segment-isolation"), LEAK)
@@ -230,7 +234,7 @@ def test_rows_that_something_beside_attention_mixes_are_said_to_be() -> None:
     assert "not by the layer's attention" in leak.sentence
 
 
-def test_rows_that_are_mixed_before_the_layers_are_said_to_be() -> None:
+def test_rows_mixed_before_the_layers_are_reported() -> None:
     model = model_of()
     with hooked(model.model.embed_tokens, lambda out: out - out.mean(1, keepdim=True)):
         leak = only(proved(model, isolated(), mask="segment-isolation"), LEAK)
@@ -238,38 +242,38 @@ def test_rows_that_are_mixed_before_the_layers_are_said_to_be() -> None:
     assert "before the first layer" in leak.sentence
 
 
-def test_a_mask_that_sees_the_future_moves_what_comes_before() -> None:
+def test_a_mask_open_to_the_future_moves_earlier_rows() -> None:
     everything = np.ones((ROWS, ROWS), np.bool_)
     leak = only(proved(model_of(), everything, mask="causal"), LEAK)
     assert (leak.layer, leak.positions[0]) == (0, 0)
 
 
-def test_a_decode_step_that_sees_too_much_is_found_in_its_row() -> None:
+def test_a_decode_step_with_too_many_keys_is_found_in_its_row() -> None:
     model = model_of()
     rule = MaskSpec("own", (0, 18), (0, 0), (0, 9))  # rows from 18 on begin at position 9
     cells = rule.dense(ROWS)
 
-    def run(fed: Tensor, *, offset: int) -> None:
+    def run(input_ids: Tensor, *, offset: int) -> None:
         whole = mask_for(model, cells)
-        cache = model(fed[:, :18], attention_mask=whole[:, :, :18, :18]).past_key_values
+        cache = model(input_ids[:, :18], attention_mask=whole[:, :, :18, :18]).past_key_values
         for pos in (18, 19):
             row = whole[:, :, pos : pos + 1, : pos + 1] if offset else None
             cache = model(
-                fed[:, pos : pos + 1], attention_mask=row, past_key_values=cache
+                input_ids[:, pos : pos + 1], attention_mask=row, past_key_values=cache
             ).past_key_values
 
     # What rows 9 to 17 read of paraphrase 1 reaches row 18 through them, from layer 1 on.
-    reached = only(proved(model, run=lambda fed: run(fed, offset=1), mask=rule), LEAK)
+    reached = only(proved(model, run=lambda input_ids: run(input_ids, offset=1), mask=rule), LEAK)
     assert (reached.layer, reached.positions) == (1, (18, 19))
-    assert "the declared mask itself leads that way" in reached.sentence
-    leaky = proved(model, run=lambda fed: run(fed, offset=0), mask=rule)
+    assert "the declared mask itself allows that path" in reached.sentence
+    leaky = proved(model, run=lambda input_ids: run(input_ids, offset=0), mask=rule)
     assert (only(leaky, LEAK).layer, only(leaky, LEAK).positions) == (0, (18, 19))
 
 
 # -- chance ----------------------------------------------------------------------------------------
 
 
-def test_a_run_that_differs_from_itself_is_judged_above_its_noise() -> None:
+def test_a_nondeterministic_run_is_judged_above_its_noise() -> None:
     model = model_of()
     noise = lambda out: out + 1e-6 * torch.randn_like(out)  # noqa: E731
     with hooked(model.model.layers[0], noise):
@@ -302,14 +306,14 @@ def rounded_by_company(out: Tensor) -> Tensor:
     return out * (1 + company * torch.finfo(out.dtype).eps)
 
 
-def test_experts_that_round_otherwise_with_other_company_are_no_leak() -> None:
+def test_rounding_in_expert_layers_is_not_a_leak() -> None:
     model = experts()
     with hooked(model.model.layers[0].mlp, rounded_by_company):
         proof = proved(model, isolated(), mask="segment-isolation")
         assert serious(proof) == []
         noise = only(proof, "proof.unstable")
         assert noise.evidence["rounding"]
-        assert "Rounding moves rows that read nothing of what was changed" in noise.sentence
+        assert "Rounding moves rows that do not read the changed segment" in noise.sentence
         causal = mask_for(model, np.tri(ROWS, dtype=np.bool_))
         with other_mask(model.model.layers[1], causal):
             leak = only(proved(model, isolated(), mask="segment-isolation"), LEAK)
@@ -323,7 +327,7 @@ def test_dropout_is_a_warning_that_names_the_training_mode() -> None:
     assert unstable.sentence.endswith("The model is in training mode.")
 
 
-def test_nan_in_both_runs_is_no_leak() -> None:
+def test_nan_in_both_runs_is_not_a_leak() -> None:
     model = model_of()
 
     def nan_in_row_3(out: Tensor) -> Tensor:
@@ -337,29 +341,32 @@ def test_nan_in_both_runs_is_no_leak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ({"segments": None}, "Nothing says what is isolated from what."),
-        ({"segments": [(1, 7, "a")]}, "Nothing says what is isolated from what."),
+        ({"segments": None}, "Nothing declares which segments are isolated."),
+        ({"segments": [(1, 7, "a")]}, "Nothing declares which segments are isolated."),
         ({"segments": [(1, 7, "a"), (9, 40, "b")]}, "declared up to position 40"),
         ({"segments": ["What is it?", (9, 12, "b")]}, "is not in the prompt fed"),
         ({"mask": "isolation"}, "The mask 'isolation' is unknown"),
         ({"mask": 3}, "mask must be the name of a preset"),
         ({"seed": 0, "masks": 1}, "takes no option masks="),
-        ({"run": lambda fed: None}, "The run showed 0 rows of what feeds the layers, and 20 ids"),
+        (
+            {"run": lambda input_ids: None},
+            "The run had 0 rows in the input of the layers, but 20 ids",
+        ),
     ],
 )
-def test_what_cannot_be_proved_is_refused_in_a_sentence(options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
         proved(model_of(), **options)
-    assert said in error.value.sentence()
+    assert message in error.value.sentence()
 
 
-def test_a_run_that_does_not_feed_what_it_is_given_is_refused() -> None:
-    model, fed = model_of(), prompt()
-    with pytest.raises(UsageError, match="what feeds the layers did not change"):
-        proved(model, run=lambda changed: model(fed))
-    with pytest.raises(UsageError, match="The run showed 12 rows"):
+def test_a_run_that_ignores_its_ids_is_refused() -> None:
+    model, input_ids = model_of(), prompt()
+    with pytest.raises(UsageError, match="the input of the layers did not change"):
+        proved(model, run=lambda changed: model(input_ids))
+    with pytest.raises(UsageError, match="The run had 12 rows"):
         proved(model, run=lambda changed: model(changed[:, :12]))
 
 
@@ -371,7 +378,7 @@ def test_an_unknown_proof_names_the_known_ones() -> None:
 # -- words -----------------------------------------------------------------------------------------
 
 
-def test_texts_are_found_and_rows_named_by_their_words() -> None:
+def test_segments_as_texts_are_located_and_rows_have_token_texts() -> None:
     folder = DEMO
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = model_of(vocab_size=len(tokenizer))

@@ -1,4 +1,4 @@
-"""Kernel truth: the weights that a kernel used are recovered, and one wrong cell is found."""
+"""Kernel check: the weights that a kernel used are recovered, and one wrong cell is found."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ DIFFERS, SAME, UNSEEN = "proof.kernel-differs", "proof.kernel-same", "proof.kern
 Own = Callable[..., tuple[Tensor, None]]
 
 
-def kernel(model: Any, fed: Any = None, **options: Any) -> Proof:
-    fed = prompt() if fed is None else fed
-    proof: Proof = flexinspect.prove("kernel", model, fed, segments=SPANS, **options)
+def kernel(model: Any, input_ids: Any = None, **options: Any) -> Proof:
+    input_ids = prompt() if input_ids is None else input_ids
+    proof: Proof = flexinspect.prove("kernel", model, input_ids, segments=SPANS, **options)
     return proof
 
 
-def generated(model: Any, **given: Any) -> Callable[[Tensor], Any]:
-    return lambda fed: model.generate(fed, max_new_tokens=3, do_sample=False, **given)
+def generated(model: Any, **kwargs: Any) -> Callable[[Tensor], Any]:
+    return lambda input_ids: model.generate(input_ids, max_new_tokens=3, do_sample=False, **kwargs)
 
 
 @pytest.fixture
@@ -55,16 +55,16 @@ def own_name() -> Iterator[Callable[[Own], str]]:
 
 def flex_with(cells: np.ndarray, compiled: bool = False, **kernel_given: Any) -> Own:
     """Return an attention function that calls flex with cells (heads or 1, n, n)."""
-    held = torch.from_numpy(cells if cells.ndim == 3 else cells[None])
+    allowed = torch.from_numpy(cells if cells.ndim == 3 else cells[None])
     call = torch.compile(flex_attention) if compiled else flex_attention
 
-    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **given: Any) -> Any:
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **kwargs: Any) -> Any:
         def rule(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return held[h if len(held) > 1 else 0, q_idx + k.shape[2] - q.shape[2], kv_idx]
+            return allowed[h if len(allowed) > 1 else 0, q_idx + k.shape[2] - q.shape[2], kv_idx]
 
-        n_heads = len(held) if len(held) > 1 else None
+        n_heads = len(allowed) if len(allowed) > 1 else None
         mask = create_block_mask(rule, None, n_heads, q.shape[2], k.shape[2], device="cpu")
-        scale = given["scaling"]
+        scale = kwargs["scaling"]
         out = call(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, **kernel_given)
         return out.transpose(1, 2).contiguous(), None
 
@@ -78,8 +78,8 @@ def test_the_weights_recovered_are_those_of_the_softmax_to_the_last_cell() -> No
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 9, 8, generator=generator)
     key, value = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
-    given = {"query": query, "key": key, "value": value, "is_causal": True, "enable_gqa": True}
-    call = KernelCall(SDPA, given, compiled=False)
+    kwargs = {"query": query, "key": key, "value": value, "is_causal": True, "enable_gqa": True}
+    call = KernelCall(SDPA, kwargs, compiled=False)
     ref = AttentionCall(
         *(0, "direct", "sdpa", torch.nn.Identity(), query, key, value, (None,), {}),
         *(value, "", None, None),
@@ -99,7 +99,7 @@ def test_the_weights_recovered_are_those_of_the_softmax_to_the_last_cell() -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_drawn_as_it_ran_at_the_prompt_and_in_steps(
+def test_drawn_weights_of_every_family_equal_the_kernel_in_prefill_and_decode(
     family: str, backend: str, dtype: torch.dtype
 ) -> None:
     model = model_of(family, backend).to(dtype)
@@ -112,33 +112,35 @@ def test_every_family_is_drawn_as_it_ran_at_the_prompt_and_in_steps(
     assert worst < (1e-4 if dtype is torch.float32 else 0.1)
 
 
-def test_a_mask_of_ones_own_is_drawn_as_it_ran_on_every_path(own_name: Any) -> None:
+def test_drawn_weights_of_a_user_mask_equal_the_kernel_on_every_path(own_name: Any) -> None:
     cells = isolated()
     for backend in ("eager", "sdpa"):
         model = model_of("llama", backend)
         assert serious(kernel(model, attention_mask=mask_for(model, cells))) == []
     by_head = np.stack([cells, np.tri(ROWS, dtype=np.bool_), cells, cells])
-    for held in (cells, by_head):
+    for allowed in (cells, by_head):
         model = model_of()
-        model.set_attn_implementation(own_name(flex_with(held)))
+        model.set_attn_implementation(own_name(flex_with(allowed)))
         proof = kernel(model)
         assert serious(proof) == []
         assert {call["path"] for call in proof.facts["calls"]} == {"flex uncompiled"}
 
 
-def test_a_left_padded_batch_is_drawn_as_it_ran_but_for_rows_without_a_key() -> None:
-    fed = torch.tensor([[0] * 4 + list(ids(5, 1)), list(ids(9, 2))])
+def test_a_left_padded_batch_is_compared_except_rows_without_keys() -> None:
+    input_ids = torch.tensor([[0] * 4 + list(ids(5, 1)), list(ids(9, 2))])
     real = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
     for backend in ("eager", "sdpa"):
         model = model_of("llama", backend)
         proof = flexinspect.prove(
-            *("kernel", model, fed), run=generated(model, attention_mask=real), attention_mask=real
+            *("kernel", model, input_ids),
+            run=generated(model, attention_mask=real),
+            attention_mask=real,
         )
         assert serious(proof) == []
         assert only(proof, SAME).evidence["largest_difference"] < 1e-4
 
 
-def test_a_bool_mask_that_is_added_is_drawn_as_open_to_all() -> None:
+def test_an_added_bool_mask_is_open_everywhere() -> None:
     model = model_of("llama", "eager")
     causal = torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool).tril()
     assert serious(kernel(model, attention_mask=causal)) == []
@@ -149,7 +151,7 @@ def test_a_bool_mask_that_is_added_is_drawn_as_open_to_all() -> None:
     assert "and a closed cell is drawn" in differs.sentence
 
 
-def test_a_bias_that_is_no_mask_is_part_of_the_scores() -> None:
+def test_an_attention_bias_is_part_of_the_scores() -> None:
     model = model_of("llama", "eager")
     distance = torch.arange(ROWS)[None] - torch.arange(ROWS)[:, None]
     bias = torch.where(distance <= 0, 0.3 * distance, torch.finfo(torch.float32).min)
@@ -158,16 +160,16 @@ def test_a_bias_that_is_no_mask_is_part_of_the_scores() -> None:
 
 def test_a_patched_forward_that_calls_the_kernel_itself_is_seen() -> None:
     model = model_of()
-    held = torch.from_numpy(isolated())
+    allowed = torch.from_numpy(isolated())
 
-    def forward(hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+    def forward(hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         own = model.model.layers[1].self_attn
         shape = (*hidden_states.shape[:2], -1, own.head_dim)
         q, k, v = (
             project(hidden_states).view(shape).transpose(1, 2)
             for project in (own.q_proj, own.k_proj, own.v_proj)
         )
-        out = scaled_dot_product_attention(q, k, v, attn_mask=held, enable_gqa=True)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
         return own.o_proj(out.transpose(1, 2).flatten(2)), None
 
     model.model.layers[1].self_attn.forward = forward
@@ -239,7 +241,7 @@ def test_one_cell_recorded_wrongly_as_executed_is_found(monkeypatch: pytest.Monk
 
 
 def test_a_kernel_that_changes_its_queries_differs_in_weights_and_in_no_cell(own_name: Any) -> None:
-    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **given: Any) -> Any:
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **kwargs: Any) -> Any:
         weights = torch.softmax(1.1 * sharpness * (q @ k.repeat_interleave(2, 1).mT), -1)
         return (weights @ v.repeat_interleave(2, 1)).transpose(1, 2).contiguous(), None
 
@@ -251,12 +253,12 @@ def test_a_kernel_that_changes_its_queries_differs_in_weights_and_in_no_cell(own
     assert "weights of that layer differ by more than rounding" in differs.sentence
 
 
-def test_a_decode_row_without_its_offset_differs_from_the_mask_that_is_meant(own_name: Any) -> None:
-    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **given: Any) -> Any:
+def test_a_decode_row_without_offset_differs_from_the_declared_mask(own_name: Any) -> None:
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **kwargs: Any) -> Any:
         mask = create_block_mask(
             lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, None, None, q.shape[2], k.shape[2], "cpu"
         )
-        out = flex_attention(q, k, v, block_mask=mask, scale=given["scaling"], enable_gqa=True)
+        out = flex_attention(q, k, v, block_mask=mask, scale=kwargs["scaling"], enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 
     model = model_of()
@@ -281,38 +283,40 @@ def test_under_a_score_mod_only_closed_cells_are_compared(own_name: Any) -> None
     model.set_attn_implementation(own_name(flex_with(cells, score_mod=steep)))
     proof = kernel(model)
     assert serious(proof) == []
-    assert "only closed cells compared, as scores are changed by a score_mod" in str(proof)
+    assert "only closed cells compared, because a score_mod changes the scores" in str(proof)
     drawn = cells.copy()
     drawn[12, 10] = False
     assert only(kernel(model, drawn=drawn), DIFFERS).positions == (12, 10)
 
 
-def test_dropout_and_layers_that_call_no_kernel_are_said_not_to_be_compared() -> None:
+def test_dropout_and_layers_without_a_kernel_call_are_reported_as_not_compared() -> None:
     model = model_of("llama", "eager")
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     proof = kernel(model)
-    assert only(proof, UNSEEN).sentence == "Not compared: all 3 layers, as the call has dropout."
+    assert (
+        only(proof, UNSEEN).sentence == "Not compared: all 3 layers, because the call has dropout."
+    )
     model = model_of()
-    model.model.layers[1].self_attn.forward = lambda hidden_states, **given: (hidden_states, None)
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     proof = kernel(model)
     assert "2 of 3 layers" in only(proof, UNSEEN).sentence
     assert "layers 0, 2" in only(proof, SAME).sentence
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"drawn": np.ones((3, 3))}, "drawn= must be bool"),
-        ({"drawn": np.tri(9, dtype=np.bool_)}, "drawn= is (1, 9, 9), and the call has 4 heads"),
-        ({"run": lambda fed: None}, "No attention call was seen in this run."),
+        ({"drawn": np.tri(9, dtype=np.bool_)}, "drawn= is (1, 9, 9), but the call has 4 heads"),
+        ({"run": lambda input_ids: None}, "No attention call was seen in this run."),
     ],
 )
-def test_what_cannot_be_compared_is_refused(options: dict[str, Any], said: str) -> None:
+def test_an_unsuitable_drawn_mask_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
         kernel(model_of(), **options)
-    assert said in error.value.message
+    assert message in error.value.message
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -1,4 +1,4 @@
-"""Order: how far the next token's logits move when two segments change places."""
+"""Order: how far the next token's logits move when two segments are swapped."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ RESET = [0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7]
 def order(**options: Any) -> Proof:
     model = model_of()
     cells = isolated(SPANS, len(FED))
-    given = {"attention_mask": mask_for(model, cells), "segments": SPANS, **options}
-    proof: Proof = flexinspect.prove("order", model, FED, **given)
+    arguments = {"attention_mask": mask_for(model, cells), "segments": SPANS, **options}
+    proof: Proof = flexinspect.prove("order", model, FED, **arguments)
     return proof
 
 
-def test_under_positions_that_run_on_the_order_moves_the_logits() -> None:
+def test_with_continuous_positions_the_order_moves_the_logits() -> None:
     proof = order()
     finding = only(proof, "proof.order")
     assert finding.severity is Severity.NOTE
@@ -37,12 +37,12 @@ def test_under_positions_that_run_on_the_order_moves_the_logits() -> None:
     assert proof.facts["swaps"][0]["first"] == "a"
 
 
-def test_under_positions_that_begin_again_it_does_not() -> None:
+def test_with_restarting_positions_the_order_does_not() -> None:
     finding = only(order(position_ids=RESET), "proof.order")
     assert finding.evidence["moved"] < 1e-4
     assert finding.sentence.startswith("The order of the segments does not matter: 1 pair swapped")
 
 
-def test_segments_of_unlike_length_cannot_change_places_in_ids() -> None:
-    with pytest.raises(UsageError, match="No two segments have as many tokens"):
+def test_segments_of_different_length_cannot_be_swapped_in_ids() -> None:
+    with pytest.raises(UsageError, match="No two segments have the same number of tokens"):
         order(segments=[(1, 5, "a"), (6, 11, "b")])

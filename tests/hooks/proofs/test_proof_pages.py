@@ -1,4 +1,4 @@
-"""All that a proof may find has its words, its page, and a query that a trace answers."""
+"""Every finding of a proof has its texts, its page, and a query that a trace answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARTS = (
 
 
 @pytest.mark.parametrize("finding_id", PROOF_FINDINGS)
-def test_an_id_has_all_its_words(finding_id: str) -> None:
+def test_an_id_has_all_its_texts(finding_id: str) -> None:
     kind = PROOF_FINDINGS[finding_id]
     assert finding_id.startswith("proof.")
     for text in (kind.meaning, kind.why, kind.confirm, kind.fix, kind.query):
@@ -77,14 +77,14 @@ def test_a_proof_is_stored_with_the_generation_of_its_sample(tmp_path: Path) -> 
     assert other.add_to(path, 0) == 0
 
 
-def test_words_of_a_model_cannot_move_the_cursor() -> None:
+def test_token_texts_cannot_move_the_cursor() -> None:
     proof = Proof("isolation", ("a\x1b[31m",), (proof_finding("proof.leak", "b\nc"),))
     assert "\x1b" not in str(proof)
     assert str(proof).count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "text"),
     [
         (0.0, "0"),
         (3e-7, "3e-07"),
@@ -94,8 +94,8 @@ def test_words_of_a_model_cannot_move_the_cursor() -> None:
         (3e5, "3e+05"),
     ],
 )
-def test_sizes_are_short(value: float, said: str) -> None:
-    assert format_amount(value) == said
+def test_sizes_are_short(value: float, text: str) -> None:
+    assert format_amount(value) == text
 
 
 def test_there_is_a_prover_for_every_kind() -> None:

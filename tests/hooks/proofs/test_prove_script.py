@@ -1,4 +1,4 @@
-"""`flexinspect prove KIND SCRIPT`: a program of one's own is proved where it calls its model."""
+"""`flexinspect prove KIND SCRIPT`: the user's program is proved where it calls its model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TWO = segments((1, 7), (9, 15))
 def prove(tmp_path: Path, kind: str, script: Path, *flags: str, declare: str = TWO) -> Ran:
     file = tmp_path / "prompt.toml"
     file.write_text(declare)
-    given = ("--declare", str(file)) if declare else ()
-    return run_alone(["-m", "flexinspect", "prove", kind, *given, *flags, str(script)])
+    declare_flags = ("--declare", str(file)) if declare else ()
+    return run_alone(["-m", "flexinspect", "prove", kind, *declare_flags, *flags, str(script)])
 
 
 def test_a_leak_is_named_with_layer_and_row_and_stored_in_the_trace(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_leak_is_named_with_layer_and_row_and_stored_in_the_trace(tmp_path: Pa
     assert [one["id"] for one in json.loads(listed.out)["findings"]] == ["proof.leak"]
 
 
-def test_patches_that_are_taken_back_after_the_call_are_there_when_it_is_proved(
+def test_patches_that_the_program_removes_later_are_proved(
     tmp_path: Path,
 ) -> None:
     """The wrapper keeps its segments apart, and a token that all see carries one to the other."""
@@ -56,19 +56,19 @@ def test_patches_that_are_taken_back_after_the_call_are_there_when_it_is_proved(
     assert "through " in ran.out.split("error: ")[1].splitlines()[0]
 
 
-def test_order_is_told_with_the_logits_that_move(tmp_path: Path) -> None:
+def test_order_reports_how_far_logits_move(tmp_path: Path) -> None:
     declare = segments((0, 5), (5, 10))
     ran = prove(tmp_path, "order", CASES / "s03_order_of_paraphrases.py", declare=declare)
     assert ran.code == 0, ran
     assert "moves the next token's logits by up to 5.8 (contiguous positions)" in ran.out
 
 
-def test_a_program_without_such_a_call_is_refused(tmp_path: Path) -> None:
+def test_a_program_without_a_suitable_call_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("print('nothing here')\n")
     ran = prove(tmp_path, "kernel", script, declare="")
     assert ran.code == 2
-    assert "made 0 calls of a transformers model that fit" in ran.err
+    assert "made 0 suitable calls of a transformers model" in ran.err
 
 
 @pytest.mark.parametrize(

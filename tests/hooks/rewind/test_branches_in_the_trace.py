@@ -1,4 +1,4 @@
-"""What a journey leaves in the trace: branches beside a base that is never touched."""
+"""Branches in the trace; the base generation is never changed."""
 
 from __future__ import annotations
 
@@ -48,30 +48,30 @@ def demo() -> LoadedModel:
     )
 
 
-class Script:
-    """A gate that gives its orders one after the other once the base is over."""
+class ScriptedBarrier:
+    """A step barrier that returns its commands one after the other once the base has ended."""
 
-    def __init__(self, *wishes: Any, then: Callable[[], object] = lambda: None) -> None:
-        self._wishes, self._then = list(wishes), then
+    def __init__(self, *commands: Any, then: Callable[[], object] = lambda: None) -> None:
+        self._commands, self._then = list(commands), then
         self.results: list[tuple[str, StepRef | FlexInspectError, str]] = []
-        self.places: list[StepRef] = []
+        self.steps: list[StepRef] = []
 
-    def between_steps(self, place: StepRef) -> QueuedRewind | None:
-        self.places.append(place)
+    def between_steps(self, step_ref: StepRef) -> QueuedRewind | None:
+        self.steps.append(step_ref)
         return None
 
-    def hold(self, place: StepRef) -> QueuedRewind | None:
+    def hold(self, step_ref: StepRef) -> QueuedRewind | None:
         self._then()
-        return QueuedRewind(1, self._wishes.pop(0)) if self._wishes else None
+        return QueuedRewind(1, self._commands.pop(0)) if self._commands else None
 
     def report_result(
-        self, order: QueuedRewind, result: StepRef | FlexInspectError, said: str = ""
+        self, order: QueuedRewind, result: StepRef | FlexInspectError, message: str = ""
     ) -> None:
-        self.results.append((order.kind, result, said))
+        self.results.append((order.kind, result, message))
 
 
 class Run:
-    """One generation of the demo model into a trace, its gate driven by a script."""
+    """One generation of the demo model into a trace, with a scripted step barrier."""
 
     def __init__(self, loaded: LoadedModel, path: Path, *, level: str = "advanced") -> None:
         sampling = SamplingOptions(do_sample=True, temperature=1.5, top_k=50)
@@ -80,15 +80,19 @@ class Run:
         self.ensemble = EnsembleRunner(loaded, job, compiled=False)
         self.ensemble._eos = ()
         self.writer = TraceWriter.create(path, {"model": {"name": "demo"}})
-        words = self.ensemble.vocabulary
+        vocabulary = self.ensemble.vocabulary
         self.session = CaptureSession(
-            *(loaded.model, self.writer), level=level, text_of=words.text_of, copy_logits=False
+            loaded.model,
+            self.writer,
+            level=level,
+            text_of=vocabulary.text_of,
+            copy_logits=False,
         )
         (sample,) = datasets.load("demo", max_samples=1)
         self.plan = self.ensemble.plan(datasets.choose_paraphrases(sample, 3, None))
 
-    def go(self, gate: Script) -> TraceReader:
-        self.session.barrier = gate  # type: ignore[assignment]
+    def go(self, barrier: ScriptedBarrier) -> TraceReader:
+        self.session.barrier = barrier  # type: ignore[assignment]
         state = "failed"
         try:
             with self.session:
@@ -116,7 +120,7 @@ def at(step: int, branch: int = 0) -> StepRef:
 
 
 def hash_of_base(path: Path) -> str:
-    """Return a hash of every row of branch 0, in every table that has branches."""
+    """A hash of every row of branch 0, in every table that has branches."""
     digest = hashlib.sha256()
     with closing(sqlite3.connect(path)) as db:
         tables = [name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE sql <> ''")]
@@ -129,7 +133,7 @@ def hash_of_base(path: Path) -> str:
     return digest.hexdigest()
 
 
-WISHES = (
+COMMANDS = (
     Fork(at(2), token_id=300),
     EditMask(at(3), (MaskEdit("preset", name="causal"),)),
     EditMask(at(3), (MaskEdit("drop", segments=(1,)), MaskEdit("cell", row=45, key=3))),
@@ -146,12 +150,12 @@ def test_the_base_is_never_touched(new_run: Callable[..., Run]) -> None:
         run.session.recorder.drain()
         hashes.append(hash_of_base(run.path))
 
-    gate = Script(*WISHES, then=look)
-    reader = run.go(gate)
-    assert [kind for kind, _, _ in gate.results] == [
+    barrier = ScriptedBarrier(*COMMANDS, then=look)
+    reader = run.go(barrier)
+    assert [kind for kind, _, _ in barrier.results] == [
         *("fork", "edit", "edit", "edit", "restore", "fork")
     ]
-    assert all(isinstance(result, StepRef) for _, result, _ in gate.results), gate.results
+    assert all(isinstance(result, StepRef) for _, result, _ in barrier.results), barrier.results
     assert [row.parent for row in reader.branches(0)] == [None, 0, 0, 0, 0, 1]
     assert len(hashes) == 7
     assert len(set(hashes)) == 1
@@ -161,7 +165,7 @@ def test_the_base_is_never_touched(new_run: Callable[..., Run]) -> None:
 def test_a_branch_holds_its_own_steps_tokens_segments_end_and_answer(
     new_run: Callable[..., Run],
 ) -> None:
-    reader = new_run().go(Script(Fork(at(5), text=" Paris")))
+    reader = new_run().go(ScriptedBarrier(Fork(at(5), text=" Paris")))
     base, branch = reader.branches(0)
     assert (branch.parent, branch.fork_step, branch.state) == (0, 5, "finished")
     assert branch.stop_reason == "length"
@@ -187,31 +191,31 @@ def test_a_branch_holds_its_own_steps_tokens_segments_end_and_answer(
     assert [c.logit for c in mine] == [c.logit for c in theirs]  # before the choice nothing differs
 
 
-def test_orders_are_events_of_the_trace(new_run: Callable[..., Run]) -> None:
+def test_commands_are_events_of_the_trace(new_run: Callable[..., Run]) -> None:
     run = new_run()
-    gate = Script(
+    barrier = ScriptedBarrier(
         Fork(at(1), token_id=300),
         EditMask(at(0), (MaskEdit("see", segments=(5, 1)),)),
         Restore(at(6)),
-        then=lambda: len(gate.results) == 2 and run.session.switch(level="basic"),
+        then=lambda: len(barrier.results) == 2 and run.session.switch(level="basic"),
     )
-    reader = run.go(gate)
-    told = {row.event.kind: row.event for row in reader.events()}
-    assert told["forked"].data["branch"] == 1
-    assert told["forked"].step == 1
-    assert "paraphrase 3 see paraphrase 1" in told["mask-edited"].text
-    assert told["restored"].text == "Step 6 of branch 0 was restored, its cache cropped."
-    assert [said for _, _, said in gate.results] == [
-        told[kind].text for kind in ("forked", "mask-edited", "restored")
+    reader = run.go(barrier)
+    events = {row.event.kind: row.event for row in reader.events()}
+    assert events["forked"].data["branch"] == 1
+    assert events["forked"].step == 1
+    assert "paraphrase 3 see paraphrase 1" in events["mask-edited"].text
+    assert events["restored"].text == "Step 6 of branch 0 was restored, its cache cropped."
+    assert [message for _, _, message in barrier.results] == [
+        events[kind].text for kind in ("forked", "mask-edited", "restored")
     ]
-    assert gate.results[-1][1] == at(6)
+    assert barrier.results[-1][1] == at(6)
     # Asked for before a step that the trace holds already, and that is not written again.
-    assert (told["level"].generation, told["level"].step) == (0, 7)
-    assert told["level"].data == {"level": "basic", "before": "advanced"}
+    assert (events["level"].generation, events["level"].step) == (0, 7)
+    assert events["level"].data == {"level": "basic", "before": "advanced"}
 
 
-def test_a_mask_that_was_edited_is_the_mask_that_ran(new_run: Callable[..., Run]) -> None:
-    reader = new_run().go(Script(EditMask(at(2), (MaskEdit("cell", row=20, key=2),))))
+def test_an_edited_mask_is_the_mask_that_ran(new_run: Callable[..., Run]) -> None:
+    reader = new_run().go(ScriptedBarrier(EditMask(at(2), (MaskEdit("cell", row=20, key=2),))))
     about = reader.step(0, 2, 1)
     assert about is not None
     # Row 20 was computed before, so the branch begins with all rows under the edited mask.
@@ -227,31 +231,31 @@ def test_a_mask_that_was_edited_is_the_mask_that_ran(new_run: Callable[..., Run]
     assert [*zip(*differs.nonzero(), strict=True)] == [(20, 2)]
 
 
-def test_no_rule_blames_a_branch_for_being_one(new_run: Callable[..., Run]) -> None:
-    reader = new_run().go(Script(*WISHES))
+def test_no_rule_reports_a_branch_for_being_a_branch(new_run: Callable[..., Run]) -> None:
+    reader = new_run().go(ScriptedBarrier(*COMMANDS))
     base = {finding.id for finding in reader.findings() if finding.branch == 0}
     for finding in reader.findings():
         assert finding.branch == 0 or finding.id in base, (finding.branch, finding.sentence)
     assert not [row for row in reader.events() if row.event.kind == "rule-off"]
 
 
-def test_a_finding_of_a_branch_says_so(new_run: Callable[..., Run]) -> None:
-    # Paraphrases that see nothing at all: their rows are empty in the branch alone.
+def test_a_finding_of_a_branch_names_the_branch(new_run: Callable[..., Run]) -> None:
+    # A paraphrase that attends to nothing: its rows are empty in the branch only.
     rows = tuple(
         MaskEdit("see", segments=(number, other), is_open=False)
         for number, other in ((1, 0), (1, 1))
     )
-    reader = new_run().go(Script(EditMask(at(3), rows)))
-    found = [f for f in reader.findings() if f.id == "mask.empty-row"]
-    assert {(finding.branch, finding.step) for finding in found} == {(1, 3)}
+    reader = new_run().go(ScriptedBarrier(EditMask(at(3), rows)))
+    empty_rows = [f for f in reader.findings() if f.id == "mask.empty-row"]
+    assert {(finding.branch, finding.step) for finding in empty_rows} == {(1, 3)}
 
 
 def test_ctrl_c_in_a_branch_leaves_a_valid_trace(new_run: Callable[..., Run]) -> None:
     run = new_run()
 
-    class Interrupting(Script):
-        def between_steps(self, place: StepRef) -> QueuedRewind | None:
-            if place.branch == 1 and place.step == 4:
+    class Interrupting(ScriptedBarrier):
+        def between_steps(self, step_ref: StepRef) -> QueuedRewind | None:
+            if step_ref.branch == 1 and step_ref.step == 4:
                 raise KeyboardInterrupt
             return None
 
@@ -265,10 +269,10 @@ def test_ctrl_c_in_a_branch_leaves_a_valid_trace(new_run: Callable[..., Run]) ->
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_orders_that_cannot_be_obeyed_are_answered_and_change_nothing(
+def test_invalid_commands_are_answered_and_change_nothing(
     new_run: Callable[..., Run],
 ) -> None:
-    gate = Script(
+    barrier = ScriptedBarrier(
         Restore(StepRef(3, 0, 1)),
         Restore(at(99)),
         Fork(at(2), text=""),
@@ -278,23 +282,23 @@ def test_orders_that_cannot_be_obeyed_are_answered_and_change_nothing(
         EditMask(at(2), (MaskEdit("row"),)),
         EditMask(at(2), ()),
     )
-    reader = new_run().go(gate)
-    sentences = [str(result) for _, result, _ in gate.results]
+    reader = new_run().go(barrier)
+    sentences = [str(result) for _, result, _ in barrier.results]
     assert sentences == [
-        "Generation 3 is not the one that runs, which is 0: its live state is gone.",
+        "Generation 3 is not running any more; the running generation is 0.",
         "Branch 0 has no step 99; its steps go from 0 to 7.",
         "A fork needs a token or a text of at least one token.",
         "There is no segment '77'.",
         "Row 3 comes before key 9, and a row sees no later key.",
         "paraphrase 1 comes before paraphrase 3, and a row sees no later key.",
         "'row' needs a row.",
-        "An edit of the mask needs something to edit.",
+        "Editing the mask needs at least one edit.",
     ]
     assert len(reader.branches(0)) == 1
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory\nand more")])
-def test_an_order_that_the_model_fails_on_is_answered_and_the_run_goes_on(
+def test_a_command_that_fails_in_the_model_is_answered_and_the_run_goes_on(
     new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     run = new_run()
@@ -303,48 +307,48 @@ def test_an_order_that_the_model_fails_on_is_answered_and_the_run_goes_on(
         raise error
 
     monkeypatch.setattr(run.ensemble.rewind_handler, "execute", fail)
-    gate = Script(Fork(at(2), token_id=300))
-    reader = run.go(gate)
-    ((_, result, _),) = gate.results
+    barrier = ScriptedBarrier(Fork(at(2), token_id=300))
+    reader = run.go(barrier)
+    ((_, result, _),) = barrier.results
     assert isinstance(result, FlexInspectError)
     assert result.message.startswith(f"The fork failed: {type(error).__name__}: ")
     assert "and more" not in result.message
     assert reader.branches(0)[0].state == "finished"
 
 
-def test_the_cost_is_said_before(new_run: Callable[..., Run]) -> None:
-    run, said = new_run(), []
+def test_the_cost_is_estimated_before(new_run: Callable[..., Run]) -> None:
+    run, costs = new_run(), []
 
     def ask() -> None:
-        orders = run.ensemble.rewind_handler
-        for wish in (
+        handler = run.ensemble.rewind_handler
+        for command in (
             Restore(at(2)),
             Fork(at(2), token_id=300),
             EditMask(at(2), (MaskEdit("preset", name="causal"),)),
             EditMask(at(2), (MaskEdit("row", row=45, is_open=False),)),
         ):
-            said.append(orders.estimate_cost(QueuedRewind(0, wish)))
+            costs.append(handler.estimate_cost(QueuedRewind(0, command)))
         with pytest.raises(MaskError, match="changes nothing"):
-            orders.estimate_cost(
+            handler.estimate_cost(
                 QueuedRewind(0, EditMask(at(2), (MaskEdit("preset", name="segment-isolation"),)))
             )
         with pytest.raises(UsageError, match="no step 50"):
-            orders.estimate_cost(QueuedRewind(0, Restore(at(50))))
+            handler.estimate_cost(QueuedRewind(0, Restore(at(50))))
 
-    reader = run.go(Script(then=ask))
-    assert said[0].sentence.startswith("the cache is cropped; the caches hold ")
-    assert said[1].sentence.startswith("1 row in 1 forward, about 0.")
-    assert "rows computed already changed: " in said[2].sentence
-    assert said[3].sentence.startswith("No row computed already is touched: 1 row in 1 forward")
-    assert all(not cost.is_expensive and cost.bytes for cost in said)
+    reader = run.go(ScriptedBarrier(then=ask))
+    assert costs[0].sentence.startswith("the cache is cropped; the caches will hold ")
+    assert costs[1].sentence.startswith("1 row in 1 forward, about 0.")
+    assert "computed rows changed: " in costs[2].sentence
+    assert costs[3].sentence.startswith("No computed row changes: 1 row in 1 forward")
+    assert all(not cost.is_expensive and cost.bytes for cost in costs)
     assert len(reader.branches(0)) == 1  # asking changes nothing
-    with pytest.raises(UsageError, match="No generation runs"):
+    with pytest.raises(UsageError, match="No generation is running"):
         run.ensemble.rewind_handler.estimate_cost(QueuedRewind(0, Restore(at(2))))
 
 
 def test_a_review_afterwards_finds_nothing_new_in_branches(new_run: Callable[..., Run]) -> None:
     run = new_run()
-    run.go(Script(*WISHES)).close()
+    run.go(ScriptedBarrier(*COMMANDS)).close()
     with TraceReader(run.path) as reader:
         before = {finding.id for finding in reader.findings()}
     with TraceReader(run.path) as reader:
@@ -358,7 +362,7 @@ def test_branches_of_level_extreme_are_compared_by_all_logits(
     new_run: Callable[..., Run],
 ) -> None:
     edit = EditMask(at(3), (MaskEdit("preset", name="causal"),))
-    with new_run(level="extreme").go(Script(edit)) as reader:
+    with new_run(level="extreme").go(ScriptedBarrier(edit)) as reader:
         change = branch_comparison.step_change(reader, 0, 4, 0, 1)
         listed = branch_comparison._change_from_candidates(
             4, reader.candidates(0, 4), reader.candidates(0, 4, 1)
@@ -376,11 +380,11 @@ def test_branches_of_level_extreme_are_compared_by_all_logits(
         assert (masks.n_opened, masks.n_closed) == (seen + separators, 0)
 
 
-def test_the_python_of_the_page_says_where_the_branches_part(
+def test_the_python_example_of_the_page_shows_where_branches_differ(
     new_run: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = new_run()
-    run.go(Script(Fork(at(2), token_id=300))).close()
+    run.go(ScriptedBarrier(Fork(at(2), token_id=300))).close()
     page = (DOCS / "branches.md").read_text("utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(block.replace('"run.flextrace"', repr(str(run.path))), {})
@@ -392,27 +396,27 @@ def test_the_python_of_the_page_says_where_the_branches_part(
     assert mask.startswith("MaskChange(step=1, layer=0, n_rows=41, n_opened=0, n_closed=0, ")
 
 
-def test_a_replayed_step_that_differs_is_judged_with_what_was_seen_of_it(
+def test_a_replayed_step_that_differs_is_evaluated_with_its_observations(
     new_run: Callable[..., Run], demo: LoadedModel
 ) -> None:
-    run, told = new_run(), list[EventRecord]()
-    book, head = BreakpointStore(), demo.model.get_output_embeddings()
+    run, events = new_run(), list[EventRecord]()
+    store, head = BreakpointStore(), demo.model.get_output_embeddings()
     before = head.weight.detach().clone()
-    book.add("inf @ *self_attn and step == 4")
+    store.add("inf @ *self_attn and step == 4")
     breaking = BreakpointEvaluator(
-        book, PauseAction(StepBarrier(), lambda _: None, told.append), told.append
+        store, PauseAction(StepBarrier(), lambda _: None, events.append), events.append
     )
     run.session.break_on(breaking)
 
     def spoil() -> None:
-        run.session.recorder.drain()  # as the gate does where there are breakpoints
+        run.session.recorder.drain()  # as the step barrier does if there are breakpoints
         with torch.no_grad():
             head.weight.copy_(before * 1.5)
 
     try:
-        reader = run.go(Script(Restore(at(3)), then=spoil))
+        reader = run.go(ScriptedBarrier(Restore(at(3)), then=spoil))
     finally:
         with torch.no_grad():
             head.weight.copy_(before)
     assert [row.fork_step for row in reader.branches(0)] == [None, 4]
-    assert told == []
+    assert events == []

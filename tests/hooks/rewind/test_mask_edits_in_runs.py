@@ -1,4 +1,4 @@
-"""Edited masks in a live generation: a branch equals a run of its own under its mask."""
+"""Edited masks in a running generation: a branch equals a separate run with its mask."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.journeys import (
-    Trip,
+from support.branching import (
+    BranchingRun,
+    branching_run,
     fresh_run,
     one_thread,
     other_token,
-    own_source,
+    preset_source,
     prompt_of,
-    rule_source,
-    travelling,
+    user_source,
 )
 from support.tiny import make_model
 from torch import Tensor
@@ -38,11 +38,11 @@ def small() -> Any:
 
 
 @pytest.fixture
-def trip(small: Any) -> Iterator[Trip]:
+def run(small: Any) -> Iterator[BranchingRun]:
     """A sampled generation of 10 tokens at its end."""
-    with travelling(small, prompt_of(10)) as trip:
-        trip.go()
-        yield trip
+    with branching_run(small, prompt_of(10)) as run:
+        run.advance()
+        yield run
 
 
 def agree(mine: Tensor, fresh: Tensor, to: float = 1e-5) -> bool:
@@ -65,129 +65,129 @@ EDITS = [
 
 @pytest.mark.parametrize(("text", "recomputes"), EDITS)
 def test_an_edit_equals_a_fresh_run_under_its_mask(
-    trip: Trip, small: Any, text: str, recomputes: bool
+    run: BranchingRun, small: Any, text: str, recomputes: bool
 ) -> None:
-    step, before = 4, list(trip.decoder.token_ids[:4])
-    line = trip.journey.edit_mask(0, step, [edits.parse_edit(text)])
-    assert line.recomputed is recomputes
-    tokens = trip.go()
-    fresh, logits = fresh_run(small, prompt_of(10), line.source, dict(enumerate(before)))
+    step, before = 4, list(run.decoder.token_ids[:4])
+    branch = run.branching.edit_mask(0, step, [edits.parse_edit(text)])
+    assert branch.recomputed is recomputes
+    tokens = run.advance()
+    fresh, logits = fresh_run(small, prompt_of(10), branch.source, dict(enumerate(before)))
     assert tokens == fresh
     for number in range(step, 10):
-        mine = trip.notes.logits[line.number, number]
+        mine = run.recorder.logits[branch.number, number]
         assert agree(mine, logits[number]) if recomputes else torch.equal(mine, logits[number])
-    assert not torch.equal(logits[5 if "35" not in text else 6], trip.notes.logits[0, 6])
+    assert not torch.equal(logits[5 if "35" not in text else 6], run.recorder.logits[0, 6])
 
 
-def test_what_an_edit_differs_by_is_the_rounding_of_a_row_that_is_fed_alone() -> None:
-    """A matrix times one row adds up in another order than times many; in float64 it is nothing."""
+def test_an_edit_differs_only_by_the_rounding_of_a_single_row() -> None:
+    """A matrix product of one row sums in another order than of many; negligible in float64."""
     model, prompt = make_model("llama").double(), prompt_of(8)
-    with travelling(model, prompt) as trip:
-        before = trip.go()[:4]
-        line = trip.journey.edit_mask(0, 4, [edits.parse_edit("preset causal")])
-        tokens = trip.go()
-        fresh, logits = fresh_run(model, prompt, line.source, dict(enumerate(before)))
+    with branching_run(model, prompt) as run:
+        before = run.advance()[:4]
+        branch = run.branching.edit_mask(0, 4, [edits.parse_edit("preset causal")])
+        tokens = run.advance()
+        fresh, logits = fresh_run(model, prompt, branch.source, dict(enumerate(before)))
         assert tokens == fresh
-        assert all(agree(trip.notes.logits[1, n], logits[n], 1e-14) for n in range(4, 8))
+        assert all(agree(run.recorder.logits[1, n], logits[n], 1e-14) for n in range(4, 8))
 
 
 @pytest.mark.parametrize("text", ["drop paraphrase 1", "cell 33 3 close"])
-def test_an_edit_of_an_own_rule_equals_a_fresh_run(small: Any, text: str) -> None:
+def test_an_edit_of_a_user_mask_mod_equals_a_fresh_run(small: Any, text: str) -> None:
     prompt = prompt_of(6)
-    with travelling(small, prompt, own_source()) as trip:
-        before = trip.go()[:3]
-        line = trip.journey.edit_mask(0, 3, [edits.parse_edit(text)])
-        assert line.recomputed is text.startswith("drop")
-        tokens = trip.go()
-        fresh, logits = fresh_run(small, prompt, line.source, dict(enumerate(before)))
+    with branching_run(small, prompt, user_source()) as run:
+        before = run.advance()[:3]
+        branch = run.branching.edit_mask(0, 3, [edits.parse_edit(text)])
+        assert branch.recomputed is text.startswith("drop")
+        tokens = run.advance()
+        fresh, logits = fresh_run(small, prompt, branch.source, dict(enumerate(before)))
         assert tokens == fresh
-        mine = trip.notes.logits[1, 5]
+        mine = run.recorder.logits[1, 5]
         assert agree(mine, logits[5])
 
 
 def test_edits_of_a_sliding_model_equal_a_fresh_run(family_model: Callable[[str], Any]) -> None:
     model, prompt = family_model("mistral"), prompt_of(6)
-    with travelling(model, prompt) as trip:
-        before = trip.go()[:3]
+    with branching_run(model, prompt) as run:
+        before = run.advance()[:3]
         for text in ("preset causal", "cell 32 31 close"):
-            line = trip.journey.edit_mask(0, 3, [edits.parse_edit(text)])
-            tokens = trip.go()
-            fresh, logits = fresh_run(model, prompt, line.source, dict(enumerate(before)))
+            branch = run.branching.edit_mask(0, 3, [edits.parse_edit(text)])
+            tokens = run.advance()
+            fresh, logits = fresh_run(model, prompt, branch.source, dict(enumerate(before)))
             assert tokens == fresh
-            mine = trip.notes.logits[line.number, 5]
+            mine = run.recorder.logits[branch.number, 5]
             assert agree(mine, logits[5])
 
 
-def test_a_recomputed_branch_is_restored_and_forked_with_equal_bits(trip: Trip) -> None:
-    trip.journey.edit_mask(0, 4, [edits.parse_edit("preset causal")])
-    tokens = trip.go()
-    trip.journey.restore(1, 2)  # before the edit, under the mask of the base
-    assert trip.go() == tokens
-    trip.journey.restore(1, 6)
-    assert trip.go() == tokens
-    fork = trip.journey.fork(1, 4, [other_token(trip, 4)])
-    assert fork.change["recomputed"] is True  # a review shows rules what was given then
-    forked = trip.go()
+def test_a_recomputed_branch_is_restored_and_forked_with_equal_bits(run: BranchingRun) -> None:
+    run.branching.edit_mask(0, 4, [edits.parse_edit("preset causal")])
+    tokens = run.advance()
+    run.branching.restore(1, 2)  # before the edit, under the mask of the base
+    assert run.advance() == tokens
+    run.branching.restore(1, 6)
+    assert run.advance() == tokens
+    fork = run.branching.fork(1, 4, [other_token(run, 4)])
+    assert fork.change["recomputed"] is True  # offline rules need to know what was prompt then
+    forked = run.advance()
     assert forked[:4] == tokens[:4]
     for branch in (0, 2):
-        trip.journey.restore(branch, 4)
-        trip.go()
-    assert len(trip.journey.branches) == 3
-    assert not [told for told in trip.notes.told if told[0] == "replay-differs"]
+        run.branching.restore(branch, 4)
+        run.advance()
+    assert len(run.branching.branches) == 3
+    assert not [event for event in run.recorder.events if event[0] == "replay-differs"]
 
 
 def test_an_edit_of_later_rows_at_a_recomputed_step_equals_a_fresh_run(
-    trip: Trip, small: Any
+    run: BranchingRun, small: Any
 ) -> None:
-    before = list(trip.decoder.token_ids[:4])
-    trip.journey.edit_mask(0, 4, [edits.parse_edit("preset causal")])
-    trip.go()
+    before = list(run.decoder.token_ids[:4])
+    run.branching.edit_mask(0, 4, [edits.parse_edit("preset causal")])
+    run.advance()
     again = [edits.parse_edit("cell 33 3 close")]
-    price, changed = trip.journey.edit_cost(1, 4, again)
-    assert (price.n_rows, price.n_forwards, changed) == (34, 1, 0)
-    line = trip.journey.edit_mask(1, 4, again)
-    assert (line.recomputed, line.change["recomputed"]) == (True, True)
-    assert "no row computed before is touched, but all keys" in describe_branch(line)
-    tokens = trip.go()
-    fresh, logits = fresh_run(small, prompt_of(10), line.source, dict(enumerate(before)))
+    cost, n_changed = run.branching.edit_cost(1, 4, again)
+    assert (cost.n_rows, cost.n_forwards, n_changed) == (34, 1, 0)
+    branch = run.branching.edit_mask(1, 4, again)
+    assert (branch.recomputed, branch.change["recomputed"]) == (True, True)
+    assert "no computed row changes, but all keys" in describe_branch(branch)
+    tokens = run.advance()
+    fresh, logits = fresh_run(small, prompt_of(10), branch.source, dict(enumerate(before)))
     assert tokens == fresh
     for number in range(4, 10):
-        assert agree(trip.notes.logits[2, number], logits[number])
+        assert agree(run.recorder.logits[2, number], logits[number])
 
 
-def test_a_recomputed_step_that_comes_out_differently_is_computed_whole_again() -> None:
+def test_a_recomputed_step_that_differs_is_recomputed_as_a_whole() -> None:
     model, forced = make_model("llama", initializer_range=0.3), [7, 8, 9]
-    with travelling(model, prompt_of(10)) as trip:
-        trip.go()
-        trip.journey.edit_mask(0, 4, [edits.parse_edit("preset causal")])
-        trip.go(2)
-        trip.journey.fork(1, 4, forced)
-        trip.go()
-        trip.journey.restore(2, 3)
+    with branching_run(model, prompt_of(10)) as run:
+        run.advance()
+        run.branching.edit_mask(0, 4, [edits.parse_edit("preset causal")])
+        run.advance(2)
+        run.branching.fork(1, 4, forced)
+        run.advance()
+        run.branching.restore(2, 3)
         with torch.no_grad():
             model.lm_head.weight.mul_(1.01)
-        tokens = trip.go()
-        line = trip.journey.current_branch
-        assert (line.number, line.fork_step, line.recomputed) == (3, 4, True)
-        assert line.change["recomputed"] is True
+        tokens = run.advance()
+        branch = run.branching.current_branch
+        assert (branch.number, branch.fork_step, branch.recomputed) == (3, 4, True)
+        assert branch.change["recomputed"] is True
         assert tokens[4:7] == forced
-        first = trip.seen[4]
-        trip.journey.restore(3, 3)
-        assert trip.go() == tokens
-        assert torch.equal(trip.seen[4], first)
-        assert len(trip.journey.branches) == 4
+        first = run.seen[4]
+        run.branching.restore(3, 3)
+        assert run.advance() == tokens
+        assert torch.equal(run.seen[4], first)
+        assert len(run.branching.branches) == 4
 
 
-def test_an_edit_at_the_prompt_runs_it_under_the_edited_mask(trip: Trip, small: Any) -> None:
-    line = trip.journey.edit_mask(0, 0, [edits.parse_edit("preset document")])
-    tokens = trip.go()
-    fresh, logits = fresh_run(small, prompt_of(10), rule_source(prompt_of(10), "document"), {})
+def test_an_edit_at_the_prompt_runs_it_under_the_edited_mask(run: BranchingRun, small: Any) -> None:
+    branch = run.branching.edit_mask(0, 0, [edits.parse_edit("preset document")])
+    tokens = run.advance()
+    fresh, logits = fresh_run(small, prompt_of(10), preset_source(prompt_of(10), "document"), {})
     assert tokens == fresh
-    assert torch.equal(trip.notes.logits[line.number, 0], logits[0])
+    assert torch.equal(run.recorder.logits[branch.number, 0], logits[0])
 
 
-def test_an_edit_that_cannot_be_leaves_everything_as_it_was(trip: Trip) -> None:
+def test_an_invalid_edit_changes_nothing(run: BranchingRun) -> None:
     with pytest.raises(MaskError, match="changes nothing"):
-        trip.journey.edit_mask(0, 4, [edits.parse_edit("preset segment-isolation")])
-    assert len(trip.journey.branches) == 1
-    assert trip.journey.is_over
+        run.branching.edit_mask(0, 4, [edits.parse_edit("preset segment-isolation")])
+    assert len(run.branching.branches) == 1
+    assert run.branching.is_over

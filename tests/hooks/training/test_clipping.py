@@ -1,4 +1,4 @@
-"""Norms that clipping tells: taken instead of reading gradients, and only while they are true."""
+"""Norms from clipping: used instead of reading gradients, and only while they are correct."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def replaced(model: nn.Module, step: int) -> None:
         one.grad = torch.ones_like(one)
 
 
-def sick(model: nn.Module, step: int) -> None:
+def set_nonfinite(model: nn.Module, step: int) -> None:
     if step == 5:
         gradients(model)[2][0, 0] = math.nan
 
@@ -121,7 +121,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("limit", [0.1, 100.0], ids=["above", "below"])
-def test_gradients_that_were_clipped_are_read_in_every_tenth_step_alone(
+def test_clipped_gradients_are_read_only_every_tenth_step(
     tmp_path: Path, readings: list[int], limit: float
 ) -> None:
     steps, got = trained(tmp_path / "a.flextrace", nothing, limit=limit)
@@ -144,7 +144,7 @@ def test_what_a_scaler_divides_after_clipping_is_recorded_as_divided(tmp_path: P
 
 
 def test_a_nan_put_in_after_clipping_is_found_in_its_step(tmp_path: Path) -> None:
-    steps, _ = trained(tmp_path / "a.flextrace", sick)
+    steps, _ = trained(tmp_path / "a.flextrace", set_nonfinite)
     assert min(at for at in steps if steps[at].n_sick) == 5
     producer = steps[5].producer
     assert producer is not None
@@ -152,7 +152,7 @@ def test_a_nan_put_in_after_clipping_is_found_in_its_step(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_the_norm_that_clipping_returns_is_bit_equal_while_somebody_watches(
+def test_the_norm_from_clipping_is_bit_equal_while_observed(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     model = nn.Linear(3, 3)
@@ -170,7 +170,7 @@ def test_the_norm_that_clipping_returns_is_bit_equal_while_somebody_watches(
         assert one.dtype == other.dtype
 
 
-def test_a_torch_whose_clipping_has_other_parts_is_watched_without_it(
+def test_a_torch_with_other_clipping_functions_is_supported_without_them(
     tmp_path: Path, readings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_calls, "_CLIPPING", ("_get_total_norm", "gone_in_a_later_torch"))
@@ -181,7 +181,7 @@ def test_a_torch_whose_clipping_has_other_parts_is_watched_without_it(
     assert clip_grad._get_total_norm is untouched
 
 
-def test_norms_that_clipping_told_of_a_large_gradient_are_trusted() -> None:
+def test_norms_from_clipping_a_large_gradient_are_used() -> None:
     torch.manual_seed(0)
     grad = torch.randn(30_000_000) * 1e-3  # where torch's norms in float32 are off by 0.2 %
     before = torch_calls.measure_clipping([grad], 2.0, None)

@@ -1,4 +1,4 @@
-"""The governor: detail is dropped above the band, said, and comes back."""
+"""The governor: detail is dropped above the band, reported, and restored."""
 
 from __future__ import annotations
 
@@ -7,80 +7,82 @@ import pytest
 from flexinspect_hooks.training.cost_governor import RECOVERY_STEPS, WINDOW, DetailChange, Governor
 
 
-def fed(governor: Governor, cost: float, steps: int) -> list[DetailChange]:
+def changes_after(governor: Governor, cost: float, steps: int) -> list[DetailChange]:
     changes = [governor.on_step(cost, 1.0 + cost) for _ in range(steps)]
     return [change for change in changes if change is not None]
 
 
 def test_without_a_band_nothing_changes() -> None:
     governor = Governor("extreme", None)
-    assert fed(governor, 0.9, 100) == []
+    assert changes_after(governor, 0.9, 100) == []
     assert governor.detail.name == "extreme"
 
 
 def test_within_the_band_nothing_changes() -> None:
     governor = Governor("advanced", 1.02)
-    assert fed(governor, 0.019, 300) == []
+    assert changes_after(governor, 0.019, 300) == []
 
 
-def test_above_the_band_detail_goes_step_by_step_and_says_what_was_dropped() -> None:
+def test_above_the_band_detail_is_reduced_step_by_step_and_reported() -> None:
     governor = Governor("extreme", 1.02)
-    changes = fed(governor, 0.05, WINDOW)
+    changes = changes_after(governor, 0.05, WINDOW)
     assert [change.kind for change in changes] == ["thinned"]
     assert (
         "took 5.0% of what the last 10 steps took without it, above the band of 2.0%"
         in changes[0].text
     )
     assert "instead of everything" in changes[0].text
-    fed(governor, 0.05, 4 * WINDOW)
+    changes_after(governor, 0.05, 4 * WINDOW)
     assert governor.detail.gradients_every == 16
     assert (
-        fed(governor, 0.05, 2 * (WINDOW + RECOVERY_STEPS)) == []
+        changes_after(governor, 0.05, 2 * (WINDOW + RECOVERY_STEPS)) == []
     )  # there is no less, and it is no calm
     assert governor.detail.gradients_every == 16
 
 
-def test_one_dear_step_among_long_ones_changes_nothing() -> None:
+def test_one_expensive_step_among_long_ones_changes_nothing() -> None:
     governor = Governor("advanced", 1.02)
     assert governor.on_step(0.001, 0.002) is None
-    assert fed(governor, 0.01, 100) == []
+    assert changes_after(governor, 0.01, 100) == []
 
 
-def test_the_summary_says_how_often_and_what_was_dropped() -> None:
+def test_the_summary_reports_how_often_and_what_was_dropped() -> None:
     governor = Governor("extreme", 1.02)
     assert governor.summary() == ""
-    fed(governor, 0.05, 2 * WINDOW)
+    changes_after(governor, 0.05, 2 * WINDOW)
     assert governor.summary() == (
         "Above the band of 2.0% detail was dropped 2 times, down to gradients by group and the "
         "layers' outputs from then on."
     )
-    fed(governor, 0.001, WINDOW + RECOVERY_STEPS)
+    changes_after(governor, 0.001, WINDOW + RECOVERY_STEPS)
     assert governor.summary().endswith(
         "the layers' outputs for a time, now gradients of every parameter and every module's "
         "output."
     )
 
 
-def test_detail_comes_back_after_calm_steps_and_less_often_where_it_was_too_dear() -> None:
+def test_detail_is_restored_after_cheap_steps_and_less_often_if_it_was_too_expensive() -> None:
     governor = Governor("advanced", 1.02)
-    fed(governor, 0.05, WINDOW)
+    changes_after(governor, 0.05, WINDOW)
     assert governor.detail.name == "basic"
-    back = fed(governor, 0.001, WINDOW + RECOVERY_STEPS)
+    back = changes_after(governor, 0.001, WINDOW + RECOVERY_STEPS)
     assert [change.kind for change in back] == ["restored"]
     assert governor.detail.name == "advanced"
-    fed(governor, 0.05, WINDOW)
-    assert fed(governor, 0.001, WINDOW + RECOVERY_STEPS) == []
-    assert [change.kind for change in fed(governor, 0.001, RECOVERY_STEPS)] == ["restored"]
+    changes_after(governor, 0.05, WINDOW)
+    assert changes_after(governor, 0.001, WINDOW + RECOVERY_STEPS) == []
+    assert [change.kind for change in changes_after(governor, 0.001, RECOVERY_STEPS)] == [
+        "restored"
+    ]
 
 
 def test_it_never_goes_above_the_level() -> None:
     governor = Governor("basic", 1.02)
-    assert fed(governor, 0.0, 500) == []
+    assert changes_after(governor, 0.0, 500) == []
 
 
 @pytest.mark.parametrize(("level", "name"), [("basic", "basic"), ("extreme", "extreme")])
-def test_a_level_begins_anew(level: str, name: str) -> None:
+def test_setting_a_level_starts_again(level: str, name: str) -> None:
     governor = Governor("advanced", 1.02)
-    fed(governor, 0.5, 3 * WINDOW)
+    changes_after(governor, 0.5, 3 * WINDOW)
     governor.set_level(level)
     assert governor.detail.name == name

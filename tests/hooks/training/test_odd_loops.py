@@ -1,4 +1,4 @@
-"""Training loops that are not the usual one: what is counted of them, and what is not known."""
+"""Unusual training loops: what is counted, and what stays unknown."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def step_of(number: int, training: TrainingStepRecord) -> StepRecord:
     return StepRecord(0, number, "train", 0, 0, 0, 0.0, 100.0, 0.0, training=training)
 
 
-def test_a_learning_rate_that_the_optimizer_does_not_tell_is_unknown(path: Path) -> None:
+def test_a_learning_rate_that_is_not_a_number_is_unknown(path: Path) -> None:
     model = Net()
     optimizer = Adafactor(model.parameters(), lr=None, relative_step=True)
     with watch_training(model, optimizer, out=path, quiet=True) as trace:
@@ -97,9 +97,9 @@ def test_parameters_that_are_unfrozen_or_replaced_later_are_measured(path: Path)
     assert [len(step.group_norms) for step in steps] == [1, 2, 2]
     assert all(ratio > 0 for step in steps for ratio in step.group_ratios)
     with trace.reader() as reader:
-        told = [row.event for row in reader.events() if row.event.kind == "parameters"]
-    assert [event.step for event in told] == [1, 2]
-    assert "4 parameters are trained from this step on; new groups: body." in told[0].text
+        events = [row.event for row in reader.events() if row.event.kind == "parameters"]
+    assert [event.step for event in events] == [1, 2]
+    assert "4 parameters are trained from this step on; new groups: body." in events[0].text
 
 
 def test_a_parameter_that_gets_another_memory_is_compared_with_itself(path: Path) -> None:
@@ -121,14 +121,14 @@ def test_a_parameter_that_gets_another_memory_is_compared_with_itself(path: Path
         (AnomalyOrigin("backward", "head.bias"), "; the gradient of head.bias is not finite."),
     ],
 )
-def test_steps_left_out_by_the_scaler_are_laid_to_what_is_not_finite(
+def test_steps_skipped_by_the_scaler_have_the_nonfinite_gradient_as_origin(
     producer: AnomalyOrigin, words: str
 ) -> None:
     rule = TrainingRule()
     training = TrainingStepRecord(1.0, "told", (), is_skipped=True, producer=producer)
-    said = [finding for n in range(10) for finding in rule.on_step(step_of(n, training))]
-    assert said[-1].id == "training.scaler-skips"
-    assert said[-1].sentence.endswith(words)
+    findings = [finding for n in range(10) for finding in rule.on_step(step_of(n, training))]
+    assert findings[-1].id == "training.scaler-skips"
+    assert findings[-1].sentence.endswith(words)
 
 
 class Slow(torch.autograd.Function):
@@ -208,18 +208,14 @@ def test_a_model_that_returns_its_parameter_is_left_without_hooks(path: Path) ->
 
 
 @pytest.mark.parametrize(("device", "is_found"), [("cpu", True), ("cuda:0", False)])
-def test_time_outside_of_the_passes_is_a_wait_for_data_only_where_nothing_else_works_in_it(
-    device: str, is_found: bool
-) -> None:
+def test_other_time_is_a_wait_for_data_only_without_other_work(device: str, is_found: bool) -> None:
     rule = TrainingRule()
     training = TrainingStepRecord(1.0, "told", (), other_ms=90.0, device=device)
-    said = [finding for n in range(40) for finding in rule.on_step(step_of(n, training))]
-    assert bool(said) is is_found
+    findings = [finding for n in range(40) for finding in rule.on_step(step_of(n, training))]
+    assert bool(findings) is is_found
 
 
-def test_the_wait_for_a_gpu_is_no_time_outside_of_the_passes(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_a_gpu_is_not_other_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(0.2))
@@ -231,7 +227,7 @@ def test_the_wait_for_a_gpu_is_no_time_outside_of_the_passes(
     assert step.other_ms < 200
 
 
-def test_nothing_of_a_step_waits_for_a_gpu_but_where_gradients_are_measured(
+def test_a_step_waits_for_a_gpu_only_if_gradients_are_measured(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_waits, read = 0, list[tuple[int, int]]()

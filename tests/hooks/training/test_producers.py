@@ -1,4 +1,4 @@
-"""What made numbers that are not finite: the batch, weights, a module or the loss."""
+"""The origin of NaN and Inf: the batch, weights, a module or the loss."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_on_an_accelerator_the_producer_is_found_when_the_step_is_measured(
         *(0, "module"),
         "2",
     )
-    sick = mlp(8, 16, 16, 1)
+    nonfinite = mlp(8, 16, 16, 1)
     with torch.no_grad():
-        sick[2].weight[3, 4] = math.nan
-    found, _ = trained(path.with_name("b.flextrace"), sick, steps=2, level=level)
+        nonfinite[2].weight[3, 4] = math.nan
+    found, _ = trained(path.with_name("b.flextrace"), nonfinite, steps=2, level=level)
     assert the(found, "training.loss-nan").evidence["name"] == "2.weight"
 
 
-def test_on_an_accelerator_large_values_and_empty_outputs_are_no_trouble(
+def test_on_an_accelerator_large_values_and_empty_outputs_are_not_anomalies(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_an_accelerator(monkeypatch)
@@ -58,7 +58,7 @@ def test_on_an_accelerator_large_values_and_empty_outputs_are_no_trouble(
 
 
 @pytest.mark.parametrize("has_optimizer", [False, True])
-def test_weights_that_the_update_itself_made_nan_are_not_blamed(
+def test_weights_that_the_update_made_nan_are_not_the_origin(
     path: Path, has_optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class LogLinear(nn.Linear):
@@ -85,7 +85,7 @@ def test_weights_that_the_update_itself_made_nan_are_not_blamed(
 
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("has_loss", [False, True])
-def test_every_value_of_every_output_is_looked_at_before_the_loss_is_blamed(
+def test_every_output_is_checked_before_the_loss_is_named(
     path: Path, remote: bool, has_loss: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Pair(nn.Module):
@@ -117,7 +117,7 @@ class Masked(nn.Module):
         return x.masked_fill(torch.eye(*x.shape, dtype=torch.bool), -math.inf)
 
 
-def test_on_an_accelerator_a_mask_within_the_model_is_no_trouble(
+def test_on_an_accelerator_a_mask_within_the_model_is_not_an_anomaly(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_an_accelerator(monkeypatch)
@@ -127,7 +127,7 @@ def test_on_an_accelerator_a_mask_within_the_model_is_no_trouble(
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_batch_that_is_nan_is_blamed_on_the_batch(
+def test_a_nan_batch_has_the_batch_as_origin(
     path: Path, remote: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if remote:
@@ -142,7 +142,7 @@ def test_a_batch_that_is_nan_is_blamed_on_the_batch(
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "module"), (math.nan, "input")])
-def test_a_float_mask_is_no_sick_batch(path: Path, value: float, kind: str) -> None:
+def test_a_float_mask_is_not_an_anomaly_of_the_batch(path: Path, value: float, kind: str) -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,8 +162,14 @@ def test_a_float_mask_is_no_sick_batch(path: Path, value: float, kind: str) -> N
 
 
 def test_statistics_that_wait_for_a_device_are_those_read_at_once() -> None:
-    sick = torch.tensor([1.0, math.nan, -math.inf, math.inf]).half()
-    outs = [torch.randn(5, 7), sick, torch.zeros(0), torch.randn(9).double(), torch.ones(3).long()]
+    nonfinite = torch.tensor([1.0, math.nan, -math.inf, math.inf]).half()
+    outs = [
+        torch.randn(5, 7),
+        nonfinite,
+        torch.zeros(0),
+        torch.randn(9).double(),
+        torch.ones(3).long(),
+    ]
     kept = [(str(number), nn.Identity(), (out,)) for number, out in enumerate(outs)]
     pending = forward_passes.pending_stats(kept, torch.device("cpu"))
     assert pending is not None
@@ -198,7 +204,7 @@ def test_on_an_accelerator_a_forward_reads_nothing_at_any_level(
         assert [one.module for one in reader.layer_stats(0, 0)] == ["0", "1", "2"]
 
 
-def test_sick_weights_of_a_compiled_model_are_named_as_it_names_them(path: Path) -> None:
+def test_nonfinite_weights_of_a_compiled_model_have_its_own_names(path: Path) -> None:
     model = mlp(8, 4, 1)
     with torch.no_grad():
         model[2].weight[0, 1] = math.nan

@@ -1,4 +1,4 @@
-"""Statistics of gradients and tensors, and the figures of a training summary."""
+"""Statistics of gradients and tensors, and the counts of a training summary."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_nan_and_inf_are_counted_apart() -> None:
     assert (found[1].n_nan, found[1].n_inf, found[1].has_nonfinite) == (0, 0, False)
 
 
-def test_a_norm_that_overflows_float32_is_no_infinity() -> None:
+def test_a_norm_that_overflows_float32_stays_finite() -> None:
     found = model_gradients(with_gradients(torch.full((4,), 1e30)))
     assert found[0].n_inf == 0
     assert found[0].norm == pytest.approx(2e30)
@@ -74,13 +74,13 @@ def test_a_float16_gradient_has_a_norm_beyond_float16() -> None:
     assert not found[0].has_nonfinite
 
 
-def test_sparse_gradients_are_read_by_what_they_hold() -> None:
+def test_sparse_gradients_are_measured_by_their_stored_values() -> None:
     embedding = nn.Embedding(10, 2, sparse=True)
     embedding(torch.tensor([3, 3])).sum().backward()
     assert model_gradients(embedding)[0].norm == pytest.approx(math.sqrt(8))
 
 
-def test_odd_gradients_are_the_sick_the_dead_and_those_beyond_a_threshold() -> None:
+def test_outliers_are_nonfinite_zero_and_beyond_a_threshold() -> None:
     values = [1.0, 0.0, 20.0, 1e-9, math.nan, math.inf]
     found = model_gradients(with_gradients(*(torch.full((1,), value) for value in values)))
     assert [one.name for one in found.outliers()] == ["p1", "p2", "p3", "p4", "p5"]
@@ -89,7 +89,7 @@ def test_odd_gradients_are_the_sick_the_dead_and_those_beyond_a_threshold() -> N
     assert found.has_nonfinite
 
 
-def test_a_parameter_list_sees_what_is_added_replaced_frozen_and_taken_away() -> None:
+def test_a_parameter_list_follows_added_replaced_frozen_and_removed_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     known = ParameterList()
 
@@ -108,7 +108,7 @@ def test_a_parameter_list_sees_what_is_added_replaced_frozen_and_taken_away() ->
     assert [one.name for one in known.trainable_of(nn.Linear(1, 1))] == ["weight", "bias"]
 
 
-def test_a_parameter_list_keeps_no_model_alive() -> None:
+def test_a_parameter_list_does_not_keep_the_model_alive() -> None:
     model, known = nn.Linear(2, 2), ParameterList()
     weight = weakref.ref(known.trainable_of(model)[0].parameter)
     del model
@@ -195,9 +195,11 @@ def test_whole_numbers_and_bools_have_facts_too() -> None:
 def test_a_model_holds_parameters_gradients_and_buffers() -> None:
     model = nn.BatchNorm1d(4)
     model.weight.grad = torch.zeros(4)
-    held = model_bytes(model)
-    assert (held.parameters, held.gradients) == (32, 16)
-    assert held.total == held.parameters + held.gradients + held.buffers == held.by_device["cpu"]
+    sizes = model_bytes(model)
+    assert (sizes.parameters, sizes.gradients) == (32, 16)
+    assert (
+        sizes.total == sizes.parameters + sizes.gradients + sizes.buffers == sizes.by_device["cpu"]
+    )
     assert set(parameter_facts(model)) == {"weight", "bias"}
 
 
@@ -207,7 +209,7 @@ def a_step(**fields: object) -> TrainingStepRecord:
     )  # type: ignore[arg-type]
 
 
-def test_the_published_figures_come_out_exactly() -> None:
+def test_the_published_figures_are_reproduced_exactly() -> None:
     bad = [
         a_step(loss=math.nan, n_exploding=1),
         a_step(loss=math.nan, n_exploding=3),
@@ -229,15 +231,15 @@ def test_the_published_figures_come_out_exactly() -> None:
     }
 
 
-def test_a_summary_of_nothing_has_rates_of_nothing() -> None:
+def test_an_empty_summary_has_zero_rates() -> None:
     assert summarise([]).anomaly_rate == 0.0
 
 
-def test_a_loss_that_nobody_told_is_no_anomaly() -> None:
+def test_an_unknown_loss_is_not_an_anomaly() -> None:
     assert not a_step(loss=math.nan, loss_source="").is_anomaly
 
 
-def test_a_step_that_the_scaler_left_out_is_no_anomaly() -> None:
+def test_a_step_that_the_scaler_skipped_is_not_an_anomaly() -> None:
     step = TrainingStepRecord(1.0, "told", (), n_sick=3, n_exploding=1, n_vanishing=1)
     assert step.is_anomaly
     left_out = dataclasses.replace(step, is_skipped=True)

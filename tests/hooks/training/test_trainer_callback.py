@@ -136,7 +136,7 @@ def test_of_several_processes_only_the_first_records(tmp_path: Path) -> None:
     assert not (tmp_path / "a.flextrace").exists()
 
 
-def test_what_cannot_be_is_said_before_the_training_begins() -> None:
+def test_invalid_arguments_are_refused_before_the_training_begins() -> None:
     with pytest.raises(UsageError, match="level huge is unknown"):
         TrainerCallback(level="huge")
     with pytest.raises(UsageError, match=r"band is 0\.9"):

@@ -1,4 +1,4 @@
-"""Small networks driven into trouble: found at the first bad step, parameter and producer named."""
+"""Small networks with training problems: the first bad step, parameter and origin are found."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_a_bad_learning_rate_explodes_first_and_then_is_nan(path: Path, level: s
     first = next(n for n, step in steps.items() if step.n_exploding)
     explosion = the(found, "training.explosion")
     assert (explosion.step, explosion.evidence["name"]) == (first, "2.bias")
-    sick = next(n for n, step in steps.items() if not math.isfinite(step.loss))
+    first_nonfinite = next(n for n, step in steps.items() if not math.isfinite(step.loss))
     loss = the(found, "training.loss-nan")
-    assert loss.step == sick > first
-    assert loss.times == len(steps) - sick
+    assert loss.step == first_nonfinite > first
+    assert loss.times == len(steps) - first_nonfinite
     assert f"gradients explode from step {first} on, first 2.bias" in loss.sentence
     assert the(found, "training.learning-rate").severity is Severity.NOTE
 
@@ -83,7 +83,7 @@ def log_of_zero(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
     return -(torch.relu(out) if step == 4 else torch.sigmoid(out)).log().mean()
 
 
-def test_a_log_of_zero_in_the_loss_is_told_from_the_model(path: Path) -> None:
+def test_a_log_of_zero_in_the_loss_is_distinguished_from_the_model(path: Path) -> None:
     found, _ = trained(path, mlp(8, 16, 1), steps=5, loss_of=log_of_zero)
     finding = the(found, "training.loss-nan")
     assert (finding.step, finding.evidence["producer"]) == (4, "loss")
@@ -120,7 +120,7 @@ def test_an_output_beyond_float16_names_its_module(path: Path) -> None:
     assert not [one for one in found if one.id == "training.loss-nan"]
 
 
-def test_a_unit_that_nothing_uses_is_told(path: Path) -> None:
+def test_an_unused_unit_is_reported(path: Path) -> None:
     model = nn.ModuleDict({"used": nn.Linear(8, 1), "spare": nn.Linear(8, 1)})
     model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
     found, _ = trained(path, model, steps=2)
@@ -149,7 +149,7 @@ def test_a_jump_of_the_loss_is_a_spike(path: Path) -> None:
     assert finding.evidence["loss"] == steps[30].loss > 1000
 
 
-def test_losses_of_small_batches_that_scatter_over_powers_of_ten_are_no_spikes() -> None:
+def test_widely_scattered_losses_of_small_batches_are_not_spikes() -> None:
     scattered = [0.01 * 10 ** (step % 7 / 3) for step in range(50)]
     assert not is_spike(10.0, scattered, first=0.7)
     assert is_spike(1e6, scattered, first=0.7)
@@ -187,7 +187,7 @@ def test_small_batches_with_momentum_and_warm_up_have_no_finding(path: Path) -> 
     assert trace.findings() == []
 
 
-def test_a_scaler_that_never_steps_is_told(path: Path) -> None:
+def test_a_scaler_that_never_steps_is_reported(path: Path) -> None:
     model = mlp(8, 16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**16)
@@ -211,7 +211,7 @@ def test_a_scaler_that_never_steps_is_told(path: Path) -> None:
     assert not [one for one in found if one.id == "training.nan-gradient"]
 
 
-def test_waiting_for_the_loader_is_told(path: Path) -> None:
+def test_waiting_for_the_loader_is_reported(path: Path) -> None:
     def loader() -> Any:
         for _ in range(40):
             Event().wait(0.012)

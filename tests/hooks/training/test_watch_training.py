@@ -1,4 +1,4 @@
-"""A watched training loop: which steps are found, what is known of them, and what is left alone."""
+"""A watched training loop: the steps, their values, and that training is not changed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def loop(model: Net, optimizer: torch.optim.Optimizer, n: int, each: Callable[[]
         each()
 
 
-def test_the_steps_of_a_plain_loop_are_found_by_themselves(path: Path) -> None:
+def test_the_steps_of_a_plain_loop_are_detected(path: Path) -> None:
     model = Net()
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path, quiet=True) as trace:
@@ -195,7 +195,7 @@ def test_micro_batches_are_one_step(path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_before", [False, True])
-def test_a_told_loss_belongs_to_its_step(path: Path, is_before: bool) -> None:
+def test_a_reported_loss_belongs_to_its_step(path: Path, is_before: bool) -> None:
     model = Net()
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path, quiet=True) as trace:
@@ -225,7 +225,7 @@ def test_without_an_optimizer_a_call_ends_a_step(path: Path) -> None:
     assert all(step.total_norm for step in steps.values())
 
 
-def test_validation_between_steps_is_no_part_of_them(path: Path) -> None:
+def test_validation_between_steps_does_not_belong_to_them(path: Path) -> None:
     model = Net()
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path, quiet=True) as trace:
@@ -254,7 +254,7 @@ def test_an_optimizer_with_a_closure_is_measured_after_it(path: Path) -> None:
     assert all(step.n_backward >= 3 and step.total_norm for step in steps.values())
 
 
-def test_the_change_of_the_weights_is_told_by_group(path: Path) -> None:
+def test_the_change_of_the_weights_is_recorded_by_group(path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(X, Y).loss.backward()
@@ -304,7 +304,7 @@ def test_only_modules_whose_outputs_a_level_keeps_have_hooks(path: Path) -> None
     assert hooked == {"basic": ["0.0"], "advanced": ["0.0.0", "0.0.1"]}
 
 
-def test_above_its_band_capture_thins_itself_and_says_what_it_dropped(
+def test_above_its_band_capture_reduces_detail_and_reports_it(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     judge = Governor.on_step
@@ -315,17 +315,17 @@ def test_above_its_band_capture_thins_itself_and_says_what_it_dropped(
         loop(model, optimizer, 60, lambda: None)
     steps = steps_of(trace)
     with trace.reader() as reader:
-        told = [row.event for row in reader.events() if row.event.kind == "thinned"]
-    assert [event.data["detail"] for event in told] == ["advanced", "basic", "sparse", "sparse"]
-    assert [event.step for event in told] == [11, 21, 31, 41]
-    assert "instead of everything" in told[0].text
+        events = [row.event for row in reader.events() if row.event.kind == "thinned"]
+    assert [event.data["detail"] for event in events] == ["advanced", "basic", "sparse", "sparse"]
+    assert [event.step for event in events] == [11, 21, 31, 41]
+    assert "instead of everything" in events[0].text
     assert all(math.isfinite(step.loss) for step in steps.values())
     measured = [number for number, step in steps.items() if step.total_norm is not None]
     assert measured[-2:] == [40, 48]
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
         "Above the band of 50.0% detail was dropped 4 times, down to gradients of every 16th step "
-        "from then on." in said
+        "from then on." in printed
     )
 
 
@@ -355,7 +355,7 @@ def test_a_model_is_copied_and_saved_without_our_hooks(path: Path) -> None:
     assert [step.n_backward for step in steps_of(trace).values()] == [1, 1]
 
 
-def test_a_failure_of_ours_ends_capture_and_not_the_training(
+def test_a_capture_failure_ends_capture_and_not_the_training(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **kwargs: object) -> None:
@@ -387,24 +387,24 @@ def test_the_programs_exception_goes_on_and_ends_the_trace(path: Path) -> None:
         assert "ZeroDivisionError" in reader.generation(0).stop_reason
 
 
-def test_the_run_says_what_it_cost(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_reports_its_cost(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Net()
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path):
         loop(model, optimizer, 2, lambda: None)
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert re.search(
-        r"2 training steps, 0 of them wrong; capture took .+ \(\d+\.\d\d ms a step\)", said
+        r"2 training steps, 0 of them wrong; capture took .+ \(\d+\.\d\d ms a step\)", printed
     )
 
 
-def test_what_cannot_be_watched_is_said_in_one_sentence(path: Path) -> None:
+def test_invalid_arguments_of_watch_training_are_refused(path: Path) -> None:
     model = Net()
     with pytest.raises(UsageError, match="a torch module, not the int 3"):
         watch_training(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a torch optimizer, not an object of type str"):
         watch_training(model, "adam")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="no parameter that gradients are wanted for"):
+    with pytest.raises(UsageError, match="no parameter that requires gradients"):
         watch_training(Net().requires_grad_(False))
     with pytest.raises(UsageError, match=r"band is 0\.5"):
         watch_training(model, band=0.5)
@@ -425,11 +425,11 @@ def test_a_model_is_watched_once_at_a_time(tmp_path: Path) -> None:
     with watch_training(model, out=tmp_path / "a.flextrace", quiet=True) as trace:
         with pytest.raises(UsageError, match="being watched already"):
             watch_training(model, out=tmp_path / "b.flextrace").__enter__()
-    with pytest.raises(UsageError, match="This watch is over"):
+    with pytest.raises(UsageError, match="This watch has ended"):
         trace.__enter__()
 
 
-def test_a_loss_that_is_no_number_is_refused_in_one_sentence(path: Path) -> None:
+def test_a_loss_that_is_not_a_number_is_refused(path: Path) -> None:
     model = Net()
     with watch_training(model, adam(model), out=path, quiet=True) as watch:
         with pytest.raises(
@@ -438,7 +438,7 @@ def test_a_loss_that_is_no_number_is_refused_in_one_sentence(path: Path) -> None
             watch.step(torch.ones(2))
 
 
-def test_everything_is_taken_out_when_the_last_step_cannot_be_written(
+def test_all_hooks_are_removed_if_the_last_step_cannot_be_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, scaler_step = Net(), torch.amp.GradScaler.step
@@ -455,7 +455,7 @@ def test_everything_is_taken_out_when_the_last_step_cannot_be_written(
     assert torch.amp.GradScaler.step is scaler_step
 
 
-def test_a_batch_that_the_program_leaves_out_is_no_part_of_the_next_step(path: Path) -> None:
+def test_a_batch_that_the_program_skips_does_not_belong_to_the_next_step(path: Path) -> None:
     model = Net()
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path, quiet=True) as watch:
@@ -482,7 +482,7 @@ def test_a_loss_that_the_program_changes_in_place_is_kept_as_it_was(path: Path) 
     assert steps_of(watch)[0].loss == was
 
 
-def test_a_forward_that_raises_is_let_go_of(path: Path) -> None:
+def test_a_forward_that_raises_keeps_no_references(path: Path) -> None:
     model = Net()
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path, quiet=True) as watch:
@@ -508,7 +508,7 @@ def test_a_model_compiled_in_place_is_watched_from_outside(path: Path) -> None:
     assert model._compiled_call_impl is was
 
 
-def test_a_prediction_of_one_value_is_no_loss(path: Path) -> None:
+def test_a_prediction_of_one_value_is_not_a_loss(path: Path) -> None:
     model = Net()
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path, quiet=True) as watch:
@@ -526,7 +526,7 @@ def test_the_sample_of_a_large_parameter_is_a_small_view_of_it(shape: tuple[int,
         assert sample.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
 
 
-def test_waiting_for_the_device_is_no_cost_of_capture(
+def test_waiting_for_the_device_is_not_a_cost_of_capture(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Net()
@@ -541,7 +541,7 @@ def test_waiting_for_the_device_is_no_cost_of_capture(
     assert 0 < watch.cost["capture_s"] < slow < watch.cost["total_s"]
 
 
-def test_clipping_of_another_model_is_none_of_ours(path: Path) -> None:
+def test_clipping_of_another_model_is_ignored(path: Path) -> None:
     model, other = Net(), Net()
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path, quiet=True) as watch:

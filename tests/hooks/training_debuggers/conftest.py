@@ -1,4 +1,4 @@
-"""What the tests of the debuggers share: switches that are off again, and the lines of the log."""
+"""Shared fixtures of the debugger tests: switches that are reset, and the lines of the log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _no_board_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: object) 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Catch what the debuggers log; `lines.messages` has the texts."""
-    caplog.set_level(logging.DEBUG, logger="flexinspect.records.debug_switches")
+    caplog.set_level(logging.DEBUG, logger="flexinspect.debugging")
     return caplog
 
 

@@ -1,4 +1,4 @@
-"""`AsyncTrainingLogger`: the loop of the mission, and an event loop that goes on meanwhile."""
+"""`AsyncTrainingLogger`: the loop of the mission, and an event loop that is not blocked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def logger(**options: object) -> async_logger.AsyncTrainingLogger:
     return made
 
 
-def test_training_starts_autograd_debugging_and_its_end_puts_it_back() -> None:
+def test_training_enables_anomaly_mode_and_its_end_restores_it() -> None:
     log = logger(enable_autograd_debug=True)
     assert (log.user_id, log.model_name, log.phase) == ("ada", "tiny", TrainingPhase.SETUP)
     assert not torch.is_anomaly_enabled()
@@ -36,13 +36,13 @@ def test_training_starts_autograd_debugging_and_its_end_puts_it_back() -> None:
     assert log.phase is TrainingPhase.FINISHED
 
 
-def test_autograd_debugging_is_off_unless_asked_for() -> None:
+def test_anomaly_mode_is_off_by_default() -> None:
     log = logger()
     log.start_training(total_epochs=1, total_steps=1)
     assert not torch.is_anomaly_enabled()
 
 
-async def test_nan_and_inf_of_a_tensor_are_told() -> None:
+async def test_nan_and_inf_of_a_tensor_are_reported() -> None:
     log = logger()
     for value, has_nan, has_inf in (
         (1.0, False, False),
@@ -54,7 +54,7 @@ async def test_nan_and_inf_of_a_tensor_are_told() -> None:
         assert found.is_anomaly == (has_nan or has_inf)
 
 
-async def test_parameters_with_sick_gradients_are_named() -> None:
+async def test_parameters_with_nonfinite_gradients_are_named() -> None:
     log, model = logger(), nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     found = await log.check_gradient_anomalies_async(model)
@@ -87,7 +87,7 @@ async def test_checks_run_in_a_thread_and_the_event_loop_goes_on(
     assert seen[0] is not threading.main_thread()
 
 
-async def test_progress_says_share_and_time_left(lines: pytest.LogCaptureFixture) -> None:
+async def test_progress_has_share_and_remaining_time(lines: pytest.LogCaptureFixture) -> None:
     log = logger()
     log.start_training(total_epochs=2, total_steps=10)
     await asyncio.sleep(0.02)
@@ -117,7 +117,7 @@ async def test_the_loss_is_waited_for_in_a_thread() -> None:
     assert log.progress == (progress,)
 
 
-async def test_without_totals_nothing_is_foretold() -> None:
+async def test_without_totals_share_and_remaining_time_are_none() -> None:
     progress = await logger().update_progress_async(epoch=0, step=4, loss=0.5)
     assert (progress.share, progress.remaining_s) == (None, None)
 
@@ -146,7 +146,7 @@ async def test_entries_are_bounded() -> None:
     assert (len(log.entries), len(log.progress)) == (5, 5)
 
 
-def test_what_cannot_be_is_one_sentence() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match="total_steps must be 1 or more, and is 0"):
         logger().start_training(total_epochs=1, total_steps=0)
     with pytest.raises(UsageError, match="'lunch' is unknown; the phases are setup, training"):

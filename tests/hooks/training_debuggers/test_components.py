@@ -1,4 +1,4 @@
-"""Parts of a model that have no values to look at, or unusual ones."""
+"""Parts of a model that have no values to check, or unusual ones."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def test_a_line_has_time_name_level_and_message(tmp_path: Path) -> None:
     )
 
 
-def test_the_level_is_put_back_and_the_handler_taken_out(tmp_path: Path) -> None:
-    logger = logging.getLogger("flexinspect.records.debug_switches")
+def test_the_level_is_restored_and_the_handler_removed(tmp_path: Path) -> None:
+    logger = logging.getLogger("flexinspect.debugging")
     before = (logger.level, list(logger.handlers))
     log = debug_logging(tmp_path / "debug.log")
     assert logger.level == logging.DEBUG
@@ -39,7 +39,7 @@ def test_the_level_is_put_back_and_the_handler_taken_out(tmp_path: Path) -> None
 def test_the_file_is_rotated_and_so_many_are_kept(tmp_path: Path) -> None:
     with debug_logging(tmp_path / "debug.log", max_bytes=500, backups=2):
         for number in range(50):
-            logging.getLogger("flexinspect.records.debug_switches").debug("line %d", number)
+            logging.getLogger("flexinspect.debugging").debug("line %d", number)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "debug.log",
         "debug.log.1",
@@ -49,19 +49,19 @@ def test_the_file_is_rotated_and_so_many_are_kept(tmp_path: Path) -> None:
     assert "line 49" in (tmp_path / "debug.log").read_text("utf-8")
 
 
-def test_signs_stand_before_the_line_when_asked_for(tmp_path: Path) -> None:
+def test_signs_precede_the_line_on_request(tmp_path: Path) -> None:
     with debug_logging(tmp_path / "debug.log", signs=True):
-        logging.getLogger("flexinspect.records.debug_switches").error("bad")
+        logging.getLogger("flexinspect.debugging").error("bad")
     assert (tmp_path / "debug.log").read_text("utf-8").startswith("❌ ")
 
 
 def test_without_a_file_lines_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     with debug_logging():
-        logging.getLogger("flexinspect.records.debug_switches").debug("here")
+        logging.getLogger("flexinspect.debugging").debug("here")
     captured = capsys.readouterr()
     assert (captured.out, captured.err.endswith("DEBUG - here\n")) == ("", True)
 
 
-def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
         debug_logging(tmp_path / "absent" / "debug.log")

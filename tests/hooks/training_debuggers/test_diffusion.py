@@ -1,4 +1,4 @@
-"""`DiffusionModelDebugger`, on a small pipeline that is made here and really denoises."""
+"""`DiffusionModelDebugger`, on a small pipeline that really denoises."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_parts_and_all_parameters_of_a_pipeline_are_counted() -> None:
 
 
 @pytest.mark.parametrize("denoiser", ["unet", "transformer"])
-def test_the_roles_of_the_parts_are_told(denoiser: str) -> None:
+def test_the_roles_of_the_parts_are_reported(denoiser: str) -> None:
     analysis = DiffusionModelDebugger().analyze_diffusion_pipeline(Pipeline(denoiser))
     assert analysis.roles == {
         "denoiser": (denoiser,),
@@ -139,7 +139,7 @@ def test_weights_that_are_not_finite_and_mixed_dtypes_are_problems() -> None:
     assert debugger.get_debug_summary().total_anomalies == 2
 
 
-def test_an_object_without_modules_is_refused_in_a_sentence() -> None:
+def test_an_object_without_modules_is_refused() -> None:
     with pytest.raises(UsageError, match="The SimpleNamespace has no module"):
         DiffusionModelDebugger().analyze_diffusion_pipeline(SimpleNamespace(unet=1))
 
@@ -191,7 +191,7 @@ def test_the_part_that_makes_the_nan_is_named_under_watching(part: str) -> None:
         found = denoise(pipeline, debugger, steps=2)
     assert found[0].made_by == part
     assert found[0].anomalies[0].sentence.endswith(f"First made by {part}.")
-    assert found[1].made_by == "unet (from inputs that were not finite)"
+    assert found[1].made_by == "unet (from non-finite inputs)"
     assert not any(
         len(m._forward_hooks) for m in vars(pipeline).values() if isinstance(m, nn.Module)
     )

@@ -1,4 +1,4 @@
-"""`TrainingLoop`: it trains, validates, stops, and takes the batches that people have."""
+"""`TrainingLoop`: it trains, validates, stops, and accepts the usual kinds of batches."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_dataset_is_split_once_each_and_the_same_for_a_seed(classifier: nn.Mod
     ]
 
 
-def test_what_cannot_be_is_one_sentence(classifier: nn.Module) -> None:
+def test_invalid_arguments_are_refused(classifier: nn.Module) -> None:
     loop = loop_of(classifier, None, tokenizer=lambda texts, **options: {})
     with pytest.raises(UsageError, match=r"returned no \.loss"):
         loop.train_epoch([torch.ones(1, 4)])

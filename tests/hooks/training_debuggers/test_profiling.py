@@ -1,4 +1,4 @@
-"""`profile_model_performance`: the batches asked for are profiled, exported, and summed up."""
+"""`profile_model_performance`: the requested batches are profiled, exported and summarised."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_without_a_folder_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_operators_are_told_with_the_dearest_first_and_shares_of_one(model: nn.Module) -> None:
+def test_operators_are_sorted_by_cost_with_shares_of_one(model: nn.Module) -> None:
     def step(batch: torch.Tensor) -> None:
         with torch.profiler.record_function("my part"):
             model(batch).sum().backward()
@@ -84,7 +84,7 @@ def test_operators_are_told_with_the_dearest_first_and_shares_of_one(model: nn.M
     )
 
 
-def test_a_product_that_takes_most_of_the_time_is_pointed_out() -> None:
+def test_a_dominant_product_is_reported() -> None:
     model = nn.Linear(800, 800, bias=False)
     data = [torch.ones(800, 800) for _ in range(5)]
     summary = profile_model_performance(data, 3, step=model, folder=None)
@@ -97,16 +97,19 @@ def test_fewer_batches_than_asked_are_all_profiled(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "asked", "words"), [(2, 10, "has 2 batches, and profiling needs 3"), (9, 0, "1 or more")]
+    ("n", "num_batches", "message"),
+    [(2, 10, "has 2 batches, but profiling needs at least 3"), (9, 0, "1 or more")],
 )
-def test_what_cannot_be_is_one_sentence(model: nn.Module, n: int, asked: int, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        profile_model_performance(batches(n), asked, step=model, folder=None)
+def test_invalid_arguments_are_refused(
+    model: nn.Module, n: int, num_batches: int, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        profile_model_performance(batches(n), num_batches, step=model, folder=None)
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(model: nn.Module, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be made"):
+    with pytest.raises(UsageError, match="cannot be created"):
         profile_model_performance(batches(5), 1, step=model, folder=tmp_path / "file")
 
 

@@ -1,4 +1,4 @@
-"""The debuggers are had from `flexinspect`, and importing it loads no torch."""
+"""The debuggers are importable from `flexinspect`, and importing it does not load torch."""
 
 from __future__ import annotations
 

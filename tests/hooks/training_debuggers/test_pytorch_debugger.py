@@ -63,7 +63,7 @@ def test_basic_gives_the_mean_and_leaves_the_spread_to_advanced() -> None:
     assert (info.std, info.min, info.max) == (None, None, None)
 
 
-def test_extreme_says_where_the_first_bad_value_is_and_where_the_program_was() -> None:
+def test_extreme_reports_the_first_bad_value_and_the_stack() -> None:
     tensor = torch.ones(2, 3)
     tensor[1, 0] = math.nan
     for level in DebugLevel:
@@ -72,7 +72,7 @@ def test_extreme_says_where_the_first_bad_value_is_and_where_the_program_was() -
         (anomaly,) = [one for one in debugger.history if "kind" in one]
         is_extreme = level is DebugLevel.EXTREME
         assert info.first_bad == ((1, 0) if is_extreme else None)
-        assert ("test_extreme_says_where" in anomaly.stack) == is_extreme
+        assert ("test_extreme_reports" in anomaly.stack) == is_extreme
 
 
 @pytest.mark.parametrize("level", list(DebugLevel))
@@ -89,24 +89,24 @@ def test_extreme_says_where_the_first_bad_value_is_and_where_the_program_was() -
     ],
     ids=["int", "bool", "scalar", "empty", "bfloat16", "complex", "sparse"],
 )
-def test_any_tensor_can_be_looked_at(level: DebugLevel, tensor: torch.Tensor) -> None:
+def test_any_tensor_can_be_analyzed(level: DebugLevel, tensor: torch.Tensor) -> None:
     debugger = PyTorchDebugger(level)
     info = debugger.analyze_tensor(tensor, "x")
     assert info.shape == tuple(tensor.shape)
     assert debugger.get_debug_summary().total_anomalies == 0
 
 
-def test_a_shape_and_a_dtype_that_are_not_those_meant_are_anomalies() -> None:
+def test_an_unexpected_shape_or_dtype_is_an_anomaly() -> None:
     debugger = PyTorchDebugger()
     tensor = torch.zeros(2, 3)
     debugger.analyze_tensor(tensor, "x", shape=(2, None), dtype=torch.float32)
     assert debugger.get_debug_summary().total_anomalies == 0
     debugger.analyze_tensor(tensor, "x", shape=(3, None), dtype=torch.float16)
     assert debugger.get_debug_summary().anomalies_by_kind == {"shape": 1, "dtype": 1}
-    said = [one.sentence for one in debugger.history if "kind" in one]
-    assert said == [
-        "x has shape (2, 3), and (3, None) is meant.",
-        "x is float32, and float16 is meant.",
+    sentences = [one.sentence for one in debugger.history if "kind" in one]
+    assert sentences == [
+        "x has shape (2, 3), but (3, None) is expected.",
+        "x is float32, but float16 is expected.",
     ]
 
 
@@ -148,7 +148,7 @@ def test_a_parameter_without_gradient_is_left_out(classifier: nn.Module) -> None
     assert list(found) == ["classifier.weight", "classifier.bias"]
 
 
-def test_parameters_with_sick_gradients_are_named(classifier: nn.Module) -> None:
+def test_parameters_with_nonfinite_gradients_are_named(classifier: nn.Module) -> None:
     with_gradients(classifier)
     classifier.first.weight.grad[0, 0] = math.nan
     classifier.classifier.bias.grad[1] = math.inf
@@ -157,7 +157,7 @@ def test_parameters_with_sick_gradients_are_named(classifier: nn.Module) -> None
     assert found.params_with_inf_grad == ["classifier.bias"]
 
 
-def test_explosion_is_a_norm_above_ten_unless_told(classifier: nn.Module) -> None:
+def test_explosion_is_a_norm_above_ten_by_default(classifier: nn.Module) -> None:
     debugger = PyTorchDebugger(DebugLevel.ADVANCED)
     for parameter, norm in zip(classifier.parameters(), (9.9, 10.1, 99.0, 0.0), strict=True):
         parameter.grad = torch.zeros_like(parameter)
@@ -167,7 +167,7 @@ def test_explosion_is_a_norm_above_ten_unless_told(classifier: nn.Module) -> Non
     assert debugger.check_gradient_explosion(classifier, threshold=100.0) == []
 
 
-def test_vanishing_is_a_norm_below_a_millionth_unless_told(classifier: nn.Module) -> None:
+def test_vanishing_is_a_norm_below_a_millionth_by_default(classifier: nn.Module) -> None:
     debugger = PyTorchDebugger(DebugLevel.ADVANCED)
     for parameter, norm in zip(classifier.parameters(), (1.1e-6, 0.9e-6, 1.0, 0.0), strict=True):
         parameter.grad = torch.zeros_like(parameter)
@@ -224,7 +224,7 @@ def test_a_model_is_not_valid_for_weights_dtypes_and_outputs(classifier: nn.Modu
 # -- summary and history --------------------------------------------------------------------------
 
 
-def test_the_summary_counts_all_and_clearing_starts_anew() -> None:
+def test_the_summary_counts_all_and_clearing_starts_again() -> None:
     debugger = PyTorchDebugger(DebugLevel.ADVANCED)
     for value in (1.0, math.nan, math.inf, 2.0):
         debugger.analyze_tensor(torch.tensor([value]), "x")
@@ -260,7 +260,7 @@ def test_the_log_names_ten_anomalies_of_an_analysis_and_counts_the_others(
     debugger = PyTorchDebugger(DebugLevel.EXTREME)
     debugger.analyze_model_parameters(model)
     assert len(lines.messages) == 11
-    assert lines.messages[-1] == "… and 14 more anomalies of the same time"
+    assert lines.messages[-1] == "… and 14 more anomalies of the same step"
     assert debugger.get_debug_summary().total_anomalies == 24
     stacks = {one.stack for one in debugger.history if "kind" in one}
     assert len(stacks) == 1
@@ -284,11 +284,11 @@ def test_a_level_can_be_changed_while_running() -> None:
     assert debugger.analyze_tensor(torch.ones(2), "x").std == 0.0
 
 
-def test_an_anomaly_brings_advice_and_is_told_to_whoever_asked() -> None:
-    told: list[Any] = []
-    debugger = PyTorchDebugger(on_anomaly=told.append)
+def test_an_anomaly_has_advice_and_calls_on_anomaly() -> None:
+    anomalies: list[Any] = []
+    debugger = PyTorchDebugger(on_anomaly=anomalies.append)
     debugger.analyze_tensor(torch.tensor([math.nan]), "loss")
-    (anomaly,) = told
+    (anomaly,) = anomalies
     assert (anomaly.kind, anomaly.where) == ("nan", "loss")
     assert anomaly.sentence == "NaN in loss (1 values, 1)."
     assert any("learning rate" in one for one in anomaly.advice)
@@ -302,7 +302,7 @@ def test_a_callback_that_fails_is_logged_and_breaks_nothing(
     assert "on_anomaly failed: ZeroDivisionError: division by zero" in lines.messages
 
 
-def test_a_clearing_by_another_thread_in_the_midst_of_an_analysis_breaks_nothing() -> None:
+def test_clearing_from_another_thread_during_an_analysis_is_safe() -> None:
     def clear(_: object) -> None:
         server = threading.Thread(target=debugger.clear_debug_history)
         server.start()
@@ -327,13 +327,13 @@ def test_a_clearing_waits_until_an_analysis_is_counted() -> None:
         seen.append(debugger.counts())
 
     seen: list[AnomalyCounts] = []
-    debugger._keep(entries(), [])
+    debugger._record_analysis(entries(), [])
     server.join(5)
     assert [one.total_steps for one in seen] == [1]
     assert debugger.counts() == AnomalyCounts()
 
 
-def test_a_high_rate_of_anomalies_is_said_once(lines: pytest.LogCaptureFixture) -> None:
+def test_a_high_rate_of_anomalies_is_reported_once(lines: pytest.LogCaptureFixture) -> None:
     debugger = PyTorchDebugger(alert_above=0.2)
     for number in range(30):
         debugger.analyze_tensor(torch.tensor([math.nan if number % 2 else 1.0]), "x")
@@ -369,7 +369,7 @@ def test_anomaly_detection_leaves_the_mode_that_was_on_on() -> None:
 
 
 @pytest.mark.parametrize("level", list(DebugLevel))
-def test_the_context_gives_a_debugger_and_says_its_summary(
+def test_the_context_yields_a_debugger_and_logs_its_summary(
     level: DebugLevel, lines: pytest.LogCaptureFixture
 ) -> None:
     with debug_context(level) as debugger:
@@ -382,7 +382,7 @@ def test_the_context_gives_a_debugger_and_says_its_summary(
 
 
 @pytest.mark.parametrize("level", list(DebugLevel))
-def test_the_context_raises_on_and_records_from_advanced_on(level: DebugLevel) -> None:
+def test_the_context_raises_again_and_records_from_advanced_on(level: DebugLevel) -> None:
     with pytest.raises(ValueError, match="mine"), debug_context(level) as debugger:
         raise ValueError("mine")
     reports = [one for one in debugger.history if one.kind == "error"]

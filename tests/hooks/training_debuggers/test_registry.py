@@ -1,4 +1,4 @@
-"""The control server's training routes get their figures from the debuggers that live."""
+"""The control server's training routes get their counts from the live debuggers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_training_figures_are_those_of_the_newest_debugger() -> None:
     assert (summary.total_steps, summary.loss_anomalies) == (4, 1)
 
 
-def test_an_older_debugger_answers_again_when_the_newer_is_gone_and_nobody_at_last() -> None:
+def test_an_older_debugger_is_used_again_after_the_newer_is_deleted() -> None:
     gc.collect()
     model, older = nn.Linear(2, 2), TrainingDebugger()
     older.monitor_training_step(model, 0.5, 0)
@@ -53,7 +53,7 @@ def test_an_older_debugger_answers_again_when_the_newer_is_gone_and_nobody_at_la
     assert active_counter("training") is None
 
 
-def test_the_other_two_kinds_have_counts_of_their_own() -> None:
+def test_the_other_two_kinds_have_their_own_counts() -> None:
     general, diffusion = PyTorchDebugger(), DiffusionModelDebugger()
     general.analyze_tensor(torch.tensor([math.nan, math.inf]), "x")
     diffusion.monitor_diffusion_step(SimpleNamespace(unet=nn.Linear(1, 1)), 0, torch.ones(2))
@@ -63,7 +63,7 @@ def test_the_other_two_kinds_have_counts_of_their_own() -> None:
     assert (found.total_anomalies, found.debug_history_length) == (0, 1)
 
 
-def test_clearing_and_levels_from_outside_go_to_all_that_live() -> None:
+def test_clearing_and_levels_apply_to_all_live_debuggers() -> None:
     both = (PyTorchDebugger(), PyTorchDebugger())
     for debugger in both:
         debugger.analyze_tensor(torch.tensor([math.nan]), "x")

@@ -1,4 +1,4 @@
-"""The routes below /training-logs/debug answer from what runs in the process."""
+"""The routes below /training-logs/debug report what runs in the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each of the thirteen switches changes what is said, alone, while a training runs."""
+"""Each of the thirteen switches changes only its own log lines, while a training runs."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def test_the_switches_have_the_names_of_the_mission_and_are_off() -> None:
     assert list(SAID) == [short_name(name) for name in NAMES]
 
 
-def test_nothing_is_said_with_all_switches_off(lines: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_with_all_switches_off(lines: pytest.LogCaptureFixture) -> None:
     train(made())
     assert lines.messages == []
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_a_switch_alone_says_its_lines_and_no_others(
+def test_a_switch_logs_only_its_own_lines(
     name: str, lines: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     board = SwitchBoard()
@@ -136,15 +136,15 @@ def test_a_switch_takes_effect_while_the_training_runs_and_ends_with_it(
     assert lines.messages == []
     loop.enable_debugging([name])
     train(loop)
-    said = list(lines.messages)
-    assert any(line.startswith(tuple(SAID[name])) for line in said)
+    messages = list(lines.messages)
+    assert any(line.startswith(tuple(SAID[name])) for line in messages)
     loop.disable_debugging()
     lines.clear()
     train(loop)
     assert lines.messages == []
 
 
-def test_all_are_turned_on_without_names_and_off_again(tmp_path: Path) -> None:
+def test_without_names_all_switches_are_set(tmp_path: Path) -> None:
     board = SwitchBoard()
     board.enable_debugging()
     assert board.get_debugging_status() == dict.fromkeys(NAMES, True)
@@ -155,7 +155,7 @@ def test_all_are_turned_on_without_names_and_off_again(tmp_path: Path) -> None:
     assert not torch.is_anomaly_enabled()
 
 
-def test_short_and_full_names_turn_the_same_switches() -> None:
+def test_short_and_full_names_set_the_same_switches() -> None:
     board = SwitchBoard()
     board.enable_debugging(["memory_usage", "debug_gradient_norms"])
     assert [name for name, on in board.get_debugging_status().items() if on] == [
@@ -170,7 +170,7 @@ def test_short_and_full_names_turn_the_same_switches() -> None:
     ]
 
 
-def test_an_unknown_name_is_one_sentence_with_the_list_and_turns_nothing() -> None:
+def test_an_unknown_name_is_refused_with_the_list_and_sets_nothing() -> None:
     board = SwitchBoard()
     with pytest.raises(UsageError) as caught:
         board.enable_debugging(["memory_usage", "speed"])
@@ -183,7 +183,7 @@ def test_an_unknown_name_is_one_sentence_with_the_list_and_turns_nothing() -> No
     assert not any(board.get_debugging_status().values())
 
 
-def test_the_functions_of_the_package_turn_the_board_that_all_share(
+def test_the_functions_of_the_package_set_the_common_board(
     lines: pytest.LogCaptureFixture,
 ) -> None:
     debugger, model = TrainingDebugger(), nn.Linear(2, 2)
@@ -217,7 +217,9 @@ def test_the_section_of_the_settings_sets_the_common_board(
         flexinspect.board_of_settings("test")
 
 
-def test_a_condition_says_in_which_steps_a_switch_acts(lines: pytest.LogCaptureFixture) -> None:
+def test_a_condition_selects_the_steps_in_which_a_switch_acts(
+    lines: pytest.LogCaptureFixture,
+) -> None:
     board = SwitchBoard()
     board.enable_debugging(["memory_usage"], when=lambda step: step % 10 == 0)
     debugger, model = TrainingDebugger(switches=board), nn.Linear(2, 2)
@@ -245,11 +247,11 @@ def test_a_switch_that_fails_is_turned_off_and_the_training_goes_on(
     assert [epoch.batches for epoch in epochs] == [2, 2]
     status = loop.get_debugging_status()
     assert (status["debug_memory_usage"], status["debug_gradient_norms"]) == (False, True)
-    said = "The switch memory_usage failed and is off: OSError: no counters here"
-    assert lines.messages.count(said) == 1
+    message = "The switch memory_usage failed and is off: OSError: no counters here"
+    assert lines.messages.count(message) == 1
 
 
-def test_training_is_the_same_with_all_switches_bit_by_bit(tmp_path: Path) -> None:
+def test_training_is_bit_equal_with_all_switches(tmp_path: Path) -> None:
     plain, watched = made(), made(SwitchBoard(), profile_folder=tmp_path)
     watched.enable_debugging()
     assert train(plain) == train(watched)
@@ -261,7 +263,9 @@ def test_training_is_the_same_with_all_switches_bit_by_bit(tmp_path: Path) -> No
 # -- what the lines say ---------------------------------------------------------------------------
 
 
-def said(name: str, lines: pytest.LogCaptureFixture, **options: Any) -> list[logging.LogRecord]:
+def log_records(
+    name: str, lines: pytest.LogCaptureFixture, **options: Any
+) -> list[logging.LogRecord]:
     loop = made(SwitchBoard(), **options)
     loop.enable_debugging([name])
     train(loop)
@@ -269,8 +273,8 @@ def said(name: str, lines: pytest.LogCaptureFixture, **options: Any) -> list[log
     return lines.records
 
 
-def test_the_forward_pass_says_shapes_loss_and_device(lines: pytest.LogCaptureFixture) -> None:
-    first = said("forward_pass", lines)[0]
+def test_the_forward_pass_logs_shapes_loss_and_device(lines: pytest.LogCaptureFixture) -> None:
+    first = log_records("forward_pass", lines)[0]
     assert first.getMessage().startswith(
         "Forward pass debugging - Batch 0: input shape (8, 12), attention-mask shape (8, 12), "
         "labels shape (8,), output shape (8, 2), device cpu, loss 0.8"
@@ -279,14 +283,14 @@ def test_the_forward_pass_says_shapes_loss_and_device(lines: pytest.LogCaptureFi
     assert first.facts["input shape"] == (8, 12)  # type: ignore[attr-defined]
 
 
-def test_memory_says_what_is_allocated_and_reserved(lines: pytest.LogCaptureFixture) -> None:
-    record = said("memory_usage", lines)[0]
+def test_memory_logs_allocated_and_reserved(lines: pytest.LogCaptureFixture) -> None:
+    record = log_records("memory_usage", lines)[0]
     assert record.getMessage().startswith("Memory usage - Batch 0: Allocated 0.0 MB, Reserved ")
     assert record.facts["process"] > 50 * 2**20  # type: ignore[attr-defined]
     assert record.facts["parameters"] == (40 * 6 + 14) * 4  # type: ignore[attr-defined]
 
 
-def test_a_sick_gradient_is_a_warning_that_names_the_parameter(
+def test_a_nonfinite_gradient_is_a_warning_that_names_the_parameter(
     lines: pytest.LogCaptureFixture, classifier: nn.Module
 ) -> None:
     board = SwitchBoard()
@@ -302,8 +306,8 @@ def test_a_sick_gradient_is_a_warning_that_names_the_parameter(
     assert lines.messages[-1].startswith("Gradient norms - Batch 0: total nan, ")
 
 
-def test_the_backward_pass_says_gradients_and_updates(lines: pytest.LogCaptureFixture) -> None:
-    texts = [record.getMessage() for record in said("backward_pass", lines)]
+def test_the_backward_pass_logs_gradients_and_updates(lines: pytest.LogCaptureFixture) -> None:
+    texts = [record.getMessage() for record in log_records("backward_pass", lines)]
     assert texts[:2] == [
         "Backward pass debugging - Batch 0: 3 of 3 parameters have gradients, 0 with NaN or Inf",
         (
@@ -313,7 +317,7 @@ def test_the_backward_pass_says_gradients_and_updates(lines: pytest.LogCaptureFi
     ]
 
 
-def test_devices_are_said_at_the_start_and_when_they_change(
+def test_devices_are_logged_at_the_start_and_when_they_change(
     lines: pytest.LogCaptureFixture,
 ) -> None:
     board = SwitchBoard()
@@ -325,20 +329,20 @@ def test_devices_are_said_at_the_start_and_when_they_change(
     ]
 
 
-def test_mixed_precision_says_scaler_and_autocast(lines: pytest.LogCaptureFixture) -> None:
+def test_mixed_precision_logs_scaler_and_autocast(lines: pytest.LogCaptureFixture) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    records = said("mixed_precision", lines, scaler=scaler, autocast=torch.bfloat16)
+    records = log_records("mixed_precision", lines, scaler=scaler, autocast=torch.bfloat16)
     assert records[0].getMessage() == (
         "Mixed precision - Batch 0: GradScaler at 1024.0, autocast bfloat16"
     )
     lines.clear()
-    assert said("mixed_precision", lines)[0].getMessage() == (
+    assert log_records("mixed_precision", lines)[0].getMessage() == (
         "Mixed precision - Batch 0: no scaler, autocast off"
     )
 
 
-def test_data_loading_says_the_splits_and_each_wait(lines: pytest.LogCaptureFixture) -> None:
-    texts = [record.getMessage() for record in said("data_loading", lines)]
+def test_data_loading_logs_the_splits_and_each_wait(lines: pytest.LogCaptureFixture) -> None:
+    texts = [record.getMessage() for record in log_records("data_loading", lines)]
     assert texts[0] == (
         "Data loading - dataset reviews: 20 samples, train 16 (80%), validation 2 (10%), "
         "test 2 (10%), classes 2, tokens 12"
@@ -347,13 +351,13 @@ def test_data_loading_says_the_splits_and_each_wait(lines: pytest.LogCaptureFixt
     assert "ms, input (8, 12)" in texts[1]
 
 
-def test_validation_says_samples_batches_loss_and_memory(lines: pytest.LogCaptureFixture) -> None:
-    text = said("validation", lines)[0].getMessage()
+def test_validation_logs_samples_batches_loss_and_memory(lines: pytest.LogCaptureFixture) -> None:
+    text = log_records("validation", lines)[0].getMessage()
     assert text.startswith("Validation debugging: 2 samples in 1 batches, loss 0.")
     assert "memory Allocated " in text
 
 
-def test_early_stopping_says_value_patience_and_decision(lines: pytest.LogCaptureFixture) -> None:
+def test_early_stopping_logs_value_patience_and_decision(lines: pytest.LogCaptureFixture) -> None:
     loop = made(SwitchBoard())
     loop.enable_debugging(["early_stopping"])
     stopping = EarlyStopping(patience=2, best=0.0)
@@ -367,8 +371,8 @@ def test_early_stopping_says_value_patience_and_decision(lines: pytest.LogCaptur
     ]
 
 
-def test_lr_scheduling_says_type_change_and_condition(lines: pytest.LogCaptureFixture) -> None:
-    assert [record.getMessage() for record in said("lr_scheduling", lines)] == [
+def test_lr_scheduling_logs_type_change_and_condition(lines: pytest.LogCaptureFixture) -> None:
+    assert [record.getMessage() for record in log_records("lr_scheduling", lines)] == [
         "LR scheduling debugging: StepLR, each epoch, 0.05 (was 0.1)",
         "LR scheduling debugging: StepLR, each epoch, 0.025 (was 0.05)",
     ]
@@ -377,16 +381,16 @@ def test_lr_scheduling_says_type_change_and_condition(lines: pytest.LogCaptureFi
 def test_the_profiler_switch_names_operators_and_the_other_exports(
     lines: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    (record, *_) = said("autograd_profiler", lines, profile_folder=tmp_path)
+    (record, *_) = log_records("autograd_profiler", lines, profile_folder=tmp_path)
     assert any(cost.name.startswith("aten::") for cost in record.facts["operators"])  # type: ignore[attr-defined]
     assert list(tmp_path.iterdir()) == []
     lines.clear()
-    (record, *_) = said("tensorboard_profiler", lines, profile_folder=tmp_path)
+    (record, *_) = log_records("tensorboard_profiler", lines, profile_folder=tmp_path)
     assert record.getMessage().endswith(f"exported to {tmp_path}")
     assert [path.name.endswith(".pt.trace.json") for path in tmp_path.iterdir()] == [True]
 
 
-def test_profiling_rests_for_five_times_what_reading_a_window_takes(
+def test_profiling_pauses_for_five_times_the_time_to_read_a_window(
     lines: pytest.LogCaptureFixture,
 ) -> None:
     from flexinspect_hooks.training_debuggers.profiling import ProfilerWindows
@@ -395,12 +399,12 @@ def test_profiling_rests_for_five_times_what_reading_a_window_takes(
     board = SwitchBoard()
     board.enable_debugging(["autograd_profiler"])
     windows = ProfilerWindows(board, steps=3, clock=lambda: next(seconds))
-    said = []
+    counts = []
     for step in range(12):
         windows.on_step(step)
-        said.append(len(lines.messages))
+        counts.append(len(lines.messages))
     # Ended at second 2, after a second; step 7 is looked at in second 7, and begins the next.
-    assert said == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
+    assert counts == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
 
 
 def test_a_window_ends_with_its_switch(lines: pytest.LogCaptureFixture) -> None:

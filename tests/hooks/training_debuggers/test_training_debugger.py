@@ -1,4 +1,4 @@
-"""`TrainingDebugger`: a call per step, and the figures of the run."""
+"""`TrainingDebugger`: a call per step, and the counts of the run."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_healthy_run_has_no_anomaly() -> None:
     assert debugger.get_debug_summary().total_anomalies == 0
 
 
-def test_monitoring_leaves_the_training_as_it_is_bit_by_bit() -> None:
+def test_training_is_bit_equal_with_monitoring() -> None:
     class Nothing:
         def monitor_training_step(self, *args: Any) -> None:
             """Look at nothing."""
@@ -150,7 +150,7 @@ def test_a_step_says_what_each_level_measures() -> None:
     assert extreme.gradients["weight"].max == float(gradient.max())
 
 
-def test_extreme_looks_at_weights_in_turn_and_at_all_when_a_step_is_bad() -> None:
+def test_extreme_checks_weights_in_turn_and_all_of_them_at_an_anomaly() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
     debugger = TrainingDebugger(DebugLevel.EXTREME)
     infos = [debugger.monitor_training_step(model, 0.5, step) for step in range(10)]
@@ -161,7 +161,7 @@ def test_extreme_looks_at_weights_in_turn_and_at_all_when_a_step_is_bad() -> Non
     assert list(bad.parameters) == names
 
 
-def test_a_spoilt_step_names_its_parameters() -> None:
+def test_a_corrupted_step_names_its_parameters() -> None:
     training, debugger = Training(), TrainingDebugger()
     info = debugger.monitor_training_step(training.model, training.loss(scale=math.nan), 0)
     assert (info.has_nan, info.has_inf) == (True, False)
@@ -181,7 +181,7 @@ def test_thresholds_are_chosen_per_model() -> None:
     assert strict.vanishing == ("weight",)
 
 
-def test_norms_are_followed_over_steps_and_by_parameter() -> None:
+def test_norms_are_kept_over_steps_and_by_parameter() -> None:
     training, debugger = Training(), TrainingDebugger(DebugLevel.ADVANCED, history=20)
     norms = []
     for step in range(30):
@@ -214,7 +214,7 @@ def test_clearing_counts_steps_from_zero() -> None:
     assert debugger.gradient_history() == []
 
 
-def test_extreme_says_every_step(lines: pytest.LogCaptureFixture) -> None:
+def test_extreme_logs_every_step(lines: pytest.LogCaptureFixture) -> None:
     training = Training()
     for level in DebugLevel:
         TrainingDebugger(level).monitor_training_step(training.model, training.loss(), 3)
@@ -222,7 +222,7 @@ def test_extreme_says_every_step(lines: pytest.LogCaptureFixture) -> None:
     assert line.startswith("Step 3: loss ")
 
 
-def test_a_metric_of_ones_own_is_measured_until_it_fails(lines: pytest.LogCaptureFixture) -> None:
+def test_a_user_metric_is_measured_until_it_fails(lines: pytest.LogCaptureFixture) -> None:
     training, debugger = Training(), TrainingDebugger()
     debugger.add_metric("weight", lambda model, loss, step: float(model.weight.abs().max()))
     debugger.add_metric("fails", lambda model, loss, step: 1 / step)
@@ -239,17 +239,17 @@ def test_a_later_run_is_compared_with_a_baseline(tmp_path: Path) -> None:
         healthy.monitor_training_step(training.model, training.loss(), step)
     healthy.save_baseline(tmp_path / "good.json")
     assert healthy.compare_with_baseline(tmp_path / "good.json") == []
-    sick = TrainingDebugger()
+    anomalous = TrainingDebugger()
     for step in range(10):
         scale = math.nan if step == 4 else 1.0
-        sick.monitor_training_step(training.model, training.loss(scale), step)
-    assert sick.compare_with_baseline(tmp_path / "good.json") == [
-        "The anomaly rate is 0.1, and was 0.",
-        "The loss anomaly rate is 0.1, and was 0.",
+        anomalous.monitor_training_step(training.model, training.loss(scale), step)
+    assert anomalous.compare_with_baseline(tmp_path / "good.json") == [
+        "The anomaly rate is 0.1, but was 0.",
+        "The loss anomaly rate is 0.1, but was 0.",
     ]
     (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(UsageError, match="is no baseline"):
-        sick.compare_with_baseline(tmp_path / "bad.json")
+    with pytest.raises(UsageError, match="is not a baseline"):
+        anomalous.compare_with_baseline(tmp_path / "bad.json")
 
 
 def test_a_step_without_gradients_is_a_step() -> None:
@@ -259,7 +259,7 @@ def test_a_step_without_gradients_is_a_step() -> None:
     assert debugger.get_training_summary().total_steps == 1
 
 
-def test_a_debugger_that_fails_says_so_and_the_training_goes_on(
+def test_a_debugger_failure_is_logged_and_the_training_goes_on(
     lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexinspect_hooks.training_debuggers import training_debugger
@@ -272,16 +272,16 @@ def test_a_debugger_that_fails_says_so_and_the_training_goes_on(
         patch.setattr(training_debugger, "gradients_of", broken)
         info = debugger.monitor_training_step(training.model, training.loss(), 3)
     assert (info.step, info.gradient_norm) == (3, None)
-    assert lines.messages == ["Step 3 could not be looked at: RuntimeError: no norms here"]
+    assert lines.messages == ["Step 3 could not be checked: RuntimeError: no norms here"]
     assert debugger.monitor_training_step(training.model, training.loss(), 4).gradient_norm > 0
 
 
-def test_a_loss_that_is_not_one_number_is_refused_in_a_sentence() -> None:
+def test_a_loss_that_is_not_one_number_is_refused() -> None:
     with pytest.raises(UsageError, match=r"single number, and has shape \(2,\)"):
         TrainingDebugger().monitor_training_step(nn.Linear(1, 1), torch.ones(2), 0)
 
 
-def test_gradients_of_a_step_that_the_scaler_will_leave_out_are_no_anomaly() -> None:
+def test_gradients_of_a_step_that_the_scaler_will_skip_are_not_an_anomaly() -> None:
     model = nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
@@ -294,7 +294,7 @@ def test_gradients_of_a_step_that_the_scaler_will_leave_out_are_no_anomaly() -> 
     assert debugger.get_training_summary()["anomaly_steps"] == 1
 
 
-def test_small_gradients_are_none_while_the_learning_rate_rises() -> None:
+def test_small_gradients_are_not_anomalies_while_the_learning_rate_rises() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     debugger = TrainingDebugger()

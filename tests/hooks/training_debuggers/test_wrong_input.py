@@ -1,4 +1,4 @@
-"""What cannot be is refused in one sentence: what, where, and what is wanted instead."""
+"""Wrong input is refused in one sentence: what, where, and what is expected instead."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def progress(loss: Any) -> Any:
     return asyncio.run(logger().update_progress_async(epoch=0, step=0, loss=loss))
 
 
-def step(**given: Any) -> Any:
+def step(**arguments: Any) -> Any:
     usual = {"model": MODEL, "loss": 1.0, "step": 0}
-    return TrainingDebugger().monitor_training_step(**{**usual, **given})
+    return TrainingDebugger().monitor_training_step(**{**usual, **arguments})
 
 
 WRONG: dict[str, Callable[[Any], Any]] = {
@@ -68,7 +68,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "on_anomaly needs a function of an anomaly, not the int 3.": lambda none: PyTorchDebugger(
         on_anomaly=none or 3
     ),
-    "switches must be a SwitchBoard, and is of type list.": lambda none: TrainingDebugger(
+    "switches must be a SwitchBoard, not a list.": lambda none: TrainingDebugger(
         switches=none or ["memory_usage"]
     ),
     "analyze_tensor needs a torch tensor, not an object of type list.": lambda none: (
@@ -105,7 +105,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "The baseline /dev/null/x cannot be written: Not a directory.": lambda _: (
         TrainingDebugger().save_baseline("/dev/null/x")
     ),
-    "Switches are turned by their names, and 3 is none.": lambda none: enable_debugging(none or 3),
+    "Switches have names, and 3 is not a name.": lambda none: enable_debugging(none or 3),
     "monitor_diffusion_step needs a torch tensor, not None.": lambda none: (
         DiffusionModelDebugger().monitor_diffusion_step(PARTS, 0, none)
     ),

@@ -1,7 +1,7 @@
-"""What exhibits share: the demo model with a prompt of three wordings, and attention of one's own.
+"""What the broken runs share: the demo model, a prompt of three wordings, and correct attention.
 
-`attend` and `Stage.own_attention` are how FlexAttention is registered with transformers when
-nothing is wrong; an exhibit brings the part that is.
+`flex_attend` and `BrokenRunSetup.register_attention` register FlexAttention with transformers
+correctly; each broken run replaces the part that is wrong.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ QUESTIONS = (
 )
 ANSWER_CUE = "Answer:"
 NEW_TOKENS = 3
+MAX_POSITIONS = 512
+"""Positions that a mask of segments covers: more than any prompt of a broken run has."""
 
 Span = tuple[int, int, str]
 """Start, stop and label of a piece of the prompt."""
 
 MaskPredicate = Callable[[Any, Any], Any]
-"""Takes row and key as positions of the sequence and says whether the cell is open."""
+"""Whether a row may attend to a key, both as positions in the sequence."""
 
 _DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 
 
 @dataclass
 class BrokenRunSetup:
-    """Where an exhibit plays: a name of its own for attention, and a file for the trace."""
+    """The model and prompt of one run, its own name for attention, and the file for its trace."""
 
     name: str
     out: Path
@@ -57,35 +59,35 @@ class BrokenRunSetup:
 
     @cached_property
     def model(self) -> Any:
-        """The demo model, new for each exhibit: some of them break it."""
+        """The demo model, loaded for each run: some of them break it."""
         model = AutoModelForCausalLM.from_pretrained(_DEMO).eval().requires_grad_(False)
         model.name_or_path = model.config._name_or_path = "demo"
-        model.generation_config.eos_token_id = None  # as many tokens as are asked for
+        model.generation_config.eos_token_id = None  # always generate max_new_tokens
         return model
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens."""
+        """The token ids of a text, without special tokens."""
         return [int(n) for n in self.tokenizer.encode(text, add_special_tokens=False)]
 
     @cached_property
     def pieces(self) -> list[list[int]]:
-        """The ids of the wordings, each with the line break behind it."""
+        """The ids of the wordings, each with the line break after it."""
         return [self.encode(f"{question}\n") for question in QUESTIONS]
 
     @cached_property
     def ids(self) -> list[int]:
-        """The prompt: BOS, the wordings, the cue."""
+        """The prompt: BOS, the wordings, the answer cue."""
         bos = [int(self.tokenizer.bos_token_id)]
         return [*bos, *(n for piece in self.pieces for n in piece), *self.encode(ANSWER_CUE)]
 
     @cached_property
     def spans(self) -> list[Span]:
-        """Where the wordings lie in `ids`."""
+        """The spans of the wordings in `ids`."""
         return spans_of(self.pieces, start=1)
 
     @property
     def input_ids(self) -> Tensor:
-        """The prompt as a model takes it, (1, positions)."""
+        """The prompt as model input, (1, positions)."""
         return torch.tensor([self.ids])
 
     def register_attention(
@@ -96,44 +98,42 @@ class BrokenRunSetup:
         make_mask: Callable[..., Any] | None = None,
         has_mask: bool = True,
     ) -> None:
-        """Give the model FlexAttention under `rule`, registered under the exhibit's name.
+        """Register FlexAttention with the mask of `predicate` under this run's name, and use it.
 
-        `attend` and `make_mask` take the place of what is right; without `has_mask` no mask
+        `attend` and `make_mask` replace the correct functions; without `has_mask` no mask
         function is registered.
         """
-        AttentionInterface.register(self.name, attend or globals()["attend"])
+        AttentionInterface.register(self.name, attend or flex_attend)
         if has_mask:
             AttentionMaskInterface.register(self.name, make_mask or mask_function(predicate))
         self.model.set_attn_implementation(self.name)
 
     @contextmanager
-    def recorded(self, model: Any = None, **said: Any) -> Iterator[None]:
-        """Record what runs inside; declared are the wordings, kept apart, unless `said` is."""
-        declared = {"segments": self.spans, "mask": "segment-isolation", **said}
-        model = self.model if model is None else model
-        tokenizer = self.tokenizer if model is self.model else None
+    def recorded(self, **declared: Any) -> Iterator[None]:
+        """Record what runs inside. Unless declared otherwise, the wordings are isolated."""
+        declared = {"segments": self.spans, "mask": "segment-isolation", **declared}
         with (
             warnings.catch_warnings(),
             torch.no_grad(),
-            flexinspect.watch(model, tokenizer, out=self.out, **declared),
+            flexinspect.watch(self.model, self.tokenizer, out=self.out, **declared),
         ):
             warnings.simplefilter("ignore")
             yield
 
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Tensor:
-        """Generate `NEW_TOKENS` tokens, greedily."""
+        """Generate greedily, `NEW_TOKENS` tokens unless `options` say otherwise."""
         input_ids = self.input_ids if input_ids is None else input_ids
-        asked = {
+        arguments = {
             "attention_mask": torch.ones_like(input_ids),
             "max_new_tokens": NEW_TOKENS,
             **options,
         }
-        out: Tensor = self.model.generate(input_ids, do_sample=False, **asked)
+        out: Tensor = self.model.generate(input_ids, do_sample=False, **arguments)
         return out
 
 
 def spans_of(pieces: Sequence[Sequence[int]], *, start: int) -> list[Span]:
-    """Return where pieces lie that follow each other from `start` on."""
+    """The spans of pieces that follow each other, the first one at position `start`."""
     spans: list[Span] = []
     for number, piece in enumerate(pieces, 1):
         spans.append((start, start + len(piece), f"wording {number}"))
@@ -142,36 +142,40 @@ def spans_of(pieces: Sequence[Sequence[int]], *, start: int) -> list[Span]:
 
 
 def span_numbers(spans: Sequence[Span], n: int) -> Tensor:
-    """Return the number of the wording at each of n positions, 0 for none."""
+    """The number of the wording at each of n positions, from 1; 0 outside the wordings."""
     numbers = torch.zeros(n, dtype=torch.long)
     for number, (start, stop, _) in enumerate(spans, 1):
         numbers[start:stop] = number
     return numbers
 
 
-def isolation(
-    spans: Sequence[Span], n: int = 512, *, cue_start: int | None = None
-) -> MaskPredicate:
-    """Return the rule that keeps wordings apart: BOS is open to all.
+def isolation(spans: Sequence[Span]) -> MaskPredicate:
+    """The predicate that isolates wordings from each other; every row may attend to BOS.
 
-    Rows from `sees_all` on (the end of the last wording, unless given) see everything before them.
+    Rows after the last wording attend to every earlier token.
     """
-    numbers = span_numbers(spans, n)
-    cue = spans[-1][1] if cue_start is None else cue_start
+    numbers = span_numbers(spans, MAX_POSITIONS)
+    cue = spans[-1][1]
 
-    def rule(q: Any, kv: Any) -> Any:
+    def predicate(q: Any, kv: Any) -> Any:
         return (kv <= q) & ((numbers[q] == numbers[kv]) | (kv == 0) | (q >= cue))
 
-    return rule
+    return predicate
 
 
 def causal(q: Any, kv: Any) -> Any:
-    """The causal rule."""
+    """The causal predicate: a row attends to itself and to every earlier token."""
     return kv <= q
 
 
+def additive_mask(allowed: Tensor) -> Tensor:
+    """Cells (rows, keys) as a mask (1, 1, rows, keys): 0 where open, the lowest float elsewhere."""
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(1, 1, *allowed.shape).masked_fill(~allowed, lowest)
+
+
 def block_mask(predicate: MaskPredicate, q_len: int, kv_len: int, *, offset: int = 0) -> BlockMask:
-    """Return the mask of a forward whose first row is at position `offset`."""
+    """The mask of a forward pass whose first row is at position `offset`."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return predicate(q_idx + offset, kv_idx)
@@ -180,17 +184,17 @@ def block_mask(predicate: MaskPredicate, q_len: int, kv_len: int, *, offset: int
 
 
 def mask_function(predicate: MaskPredicate) -> Callable[..., BlockMask]:
-    """Return what transformers calls for the mask of a forward: once, for all layers."""
+    """The function that transformers calls once per forward pass to build the mask."""
 
     def make_mask(
-        batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, *rest: Any, **facts: Any
+        batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, *args: Any, **kwargs: Any
     ) -> BlockMask:
         return block_mask(predicate, q_length, kv_length, offset=int(q_offset))
 
     return make_mask
 
 
-def attend(
+def flex_attend(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -199,7 +203,7 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers takes it: FlexAttention under the mask that it is handed."""
+    """FlexAttention with the mask it receives, as an attention function of transformers."""
     out = flex_attention(
         query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
     )

@@ -1,4 +1,4 @@
-"""Journeys through tiny models, and a scribe that keeps what it is told."""
+"""Branching decoders on tiny models, with a recorder that keeps what it receives."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SEED = 5
 N_PROMPT = 30
 
 
-class Notes:
-    """A scribe that keeps the logits of each recorded step, and what else it is told."""
+class RecordedCalls:
+    """A branch recorder that keeps the logits of each recorded step, and the other calls."""
 
     def __init__(self) -> None:
         self.logits: dict[tuple[int, int], Tensor] = {}
         self.ends: list[tuple[int, str, str]] = []
-        self.begun: list[Mapping[str, Any]] = []
-        self.told: list[tuple[str, str]] = []
+        self.changes: list[Mapping[str, Any]] = []
+        self.events: list[tuple[str, str]] = []
         self.n_dropped = 0
 
     def set_next_step(self, branch: int, step: int) -> None: ...
@@ -40,30 +40,32 @@ class Notes:
     def no_capture(self) -> Any:
         return nullcontext()
 
-    def drop_step(self, line: BranchState) -> None:
+    def drop_step(self, branch: BranchState) -> None:
         self.n_dropped += 1
 
-    def on_token_chosen(self, line: BranchState, choice: Choice) -> None:
-        assert (line.number, choice.step) not in self.logits, "a step was recorded twice"
-        self.logits[line.number, choice.step] = choice.logits.clone()
+    def on_token_chosen(self, branch: BranchState, choice: Choice) -> None:
+        assert (branch.number, choice.step) not in self.logits, "a step was recorded twice"
+        self.logits[branch.number, choice.step] = choice.logits.clone()
 
-    def begin_branch(self, line: BranchState) -> None:
-        self.begun.append(line.change)
+    def begin_branch(self, branch: BranchState) -> None:
+        self.changes.append(branch.change)
 
-    def end_branch(self, line: BranchState, state: str, reason: str) -> None:
-        self.ends.append((line.number, state, reason))
+    def end_branch(self, branch: BranchState, state: str, reason: str) -> None:
+        self.ends.append((branch.number, state, reason))
 
     def record_event(
-        self, kind: str, text: str, line: BranchState, step: int, facts: Mapping[str, Any]
+        self, kind: str, text: str, branch: BranchState, step: int, facts: Mapping[str, Any]
     ) -> None:
-        self.told.append((kind, text))
+        self.events.append((kind, text))
 
 
-class Trip:
-    """A journey with the eyes on every logit: `seen` holds them by step of the last run."""
+class BranchingRun:
+    """A branching decoder; `seen` has the logits of each step that it ran, by step."""
 
-    def __init__(self, journey: BranchingDecoder, notes: Notes, decoder: Decoder) -> None:
-        self.journey, self.notes, self.decoder = journey, notes, decoder
+    def __init__(
+        self, branching: BranchingDecoder, recorder: RecordedCalls, decoder: Decoder
+    ) -> None:
+        self.branching, self.recorder, self.decoder = branching, recorder, decoder
         self.seen: dict[int, Tensor] = {}
         inner = decoder.choose
 
@@ -73,50 +75,53 @@ class Trip:
 
         decoder.choose = choose  # type: ignore[method-assign]
 
-    def go(self, n_steps: int = 1000) -> list[int]:
-        """Go on for some steps, or to the end; returns all tokens."""
+    def advance(self, n_steps: int = 1000) -> list[int]:
+        """Run some steps, or all to the end; returns all tokens."""
         for _ in range(n_steps):
-            if self.journey.is_over:
+            if self.branching.is_over:
                 break
-            self.journey.advance()
+            self.branching.advance()
         return list(self.decoder.token_ids)
 
 
-def rule_source(prompt: Prompt, name: str = "segment-isolation") -> SpecMaskSource:
-    rule = algebra.preset(name, prompt.segments)
-    return SpecMaskSource(rule, length=prompt.segments[-1].stop, device=CPU, compiled=False)
+def preset_source(prompt: Prompt, name: str = "segment-isolation") -> SpecMaskSource:
+    spec = algebra.preset(name, prompt.segments)
+    return SpecMaskSource(spec, length=prompt.segments[-1].stop, device=CPU, compiled=False)
 
 
-def own_source() -> UserMaskSource:
+def user_source() -> UserMaskSource:
     return UserMaskSource(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, name="own", device=CPU)
 
 
 @contextmanager
-def travelling(
+def branching_run(
     model: Any,
     prompt: Prompt,
     source: MaskSource | None = None,
     *,
     sampling: SamplingOptions = WARM,
-) -> Iterator[Trip]:
-    """Yield a trip that stands before the first step, the model patched meanwhile."""
-    patch = FlexPatch(model, source or rule_source(prompt))
-    decoder, notes = Decoder(model, prompt, sampling=sampling, seed=SEED), Notes()
+) -> Iterator[BranchingRun]:
+    """Yield a run before its first step, with the model patched."""
+    patch = FlexPatch(model, source or preset_source(prompt))
+    decoder, recorder = Decoder(model, prompt, sampling=sampling, seed=SEED), RecordedCalls()
     n_new = len(prompt.segments[-1])
     with patch:
-        yield Trip(
-            BranchingDecoder(model, decoder, patch, notes, StopCriteria(n_new)), notes, decoder
+        yield BranchingRun(
+            BranchingDecoder(model, decoder, patch, recorder, StopCriteria(n_new)),
+            recorder,
+            decoder,
         )
 
 
 def fresh_run(
     model: Any, prompt: Prompt, source: MaskSource, forced: Mapping[int, int], **options: Any
 ) -> tuple[list[int], list[Tensor]]:
-    """Return tokens and logits of a run of its own, with some tokens forced."""
+    """Tokens and logits of a separate run, with some tokens forced."""
     logits: list[Tensor] = []
     with FlexPatch(model, source):
         out = generate(
-            *(model, prompt),
+            model,
+            prompt,
             max_new_tokens=len(prompt.segments[-1]),
             sampling=options.get("sampling", WARM),
             seed=SEED,
@@ -127,15 +132,15 @@ def fresh_run(
 
 
 def prompt_of(n_new: int) -> Prompt:
-    """Return a prompt of `N_PROMPT` tokens, to be gone on with `n_new`."""
-    made = compose_prompt(make_pieces(), max_new_tokens=n_new)
-    assert len(made.ids) == N_PROMPT
-    return made
+    """A prompt of `N_PROMPT` tokens, to continue with `n_new`."""
+    prompt = compose_prompt(make_pieces(), max_new_tokens=n_new)
+    assert len(prompt.ids) == N_PROMPT
+    return prompt
 
 
-def other_token(trip: Trip, step: int) -> int:
-    """Return a token that a step of the base did not choose."""
-    return (trip.journey.branches[0].checkpoint(step).token_id + 7) % 290 + 3
+def other_token(run: BranchingRun, step: int) -> int:
+    """A token that a step of the base did not choose."""
+    return (run.branching.branches[0].checkpoint(step).token_id + 7) % 290 + 3
 
 
 @contextmanager
