@@ -199,7 +199,7 @@ def test_the_reason_names_place_values_and_token() -> None:
 
 def test_what_cannot_be_judged_is_told_with_the_step() -> None:
     sentence = describe_unknown("rss > 1", Unknown(("rss",)), observe_step(STEP))
-    assert "rss > 1 could not be judged in step 5 (decode) of generation 1: rss is" in sentence
+    assert "rss > 1 could not be evaluated in step 5 (decode) of generation 1: rss is" in sentence
 
 
 @pytest.mark.parametrize(

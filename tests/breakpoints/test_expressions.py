@@ -88,41 +88,41 @@ def test_escapes_are_those_of_python() -> None:
 
 REFUSED = {
     # text: (what the mark is under, a piece of the sentence, a piece of the hint)
-    "entropi > 3": ("entropi", "no name", "Did you mean entropy?"),
+    "entropi > 3": ("entropi", "not a known name", "Did you mean entropy?"),
     "step = 3": ("=", "two signs: ==", ""),
     "nan && inf": ("&&", "the word and", ""),
     "!nan": ("!", "the word not", ""),
-    "entropy": ("entropy", "no condition by itself", "entropy > 3"),
+    "entropy": ("entropy", "not a condition", "entropy > 3"),
     'step > "a"': ('step > "a"', "step is a number", ""),
     "step > 2 GiB": ("step > 2", "an amount of memory", ""),
-    "rss > 2 GiX": ("GiX", "no unit", "Did you mean GiB?"),
+    "rss > 2 GiX": ("GiX", "not a unit", "Did you mean GiB?"),
     'path == "spda"': ('"spda"', "path is never this", 'Did you mean "sdpa"?'),
-    "phase == decode": ("decode", "no name", 'Did you mean "decode", in quotes?'),
-    "nan > 3": ("nan", "a condition by itself", ""),
+    "phase == decode": ("decode", "not a known name", 'Did you mean "decode", in quotes?'),
+    "nan > 3": ("nan", "a complete condition", ""),
     "(step > 2": ("(", "not closed", ""),
     "step > 2)": (")", "never opened", ""),
     'token == "ab': ('"ab', "no end", ""),
     r'token == "\q"': (r"\q", "escape is unknown", r"\xHH"),
-    r'token == "\ud800"': (r"\ud800", "no such character", ""),
+    r'token == "\ud800"': (r"\ud800", "does not exist", ""),
     "step == 3 nan": ("nan", "is complete", ""),
     "finding x > bad": ("bad", "severity", ""),
     "finding mask.* >= eror": ("eror", "severity", "Did you mean error?"),
-    "empty_row": ("empty_row", "no name", "Did you mean empty-row?"),
-    'token < "a"': ('token < "a"', "none is larger", ""),
+    "empty_row": ("empty_row", "not a known name", "Did you mean empty-row?"),
+    'token < "a"': ('token < "a"', "only be compared with", ""),
     "1 < 2": ("1 < 2", "Neither side", ""),
     "step in (1 2)": ("2", "commas", ""),
-    "step not 3": ("3", "comes in", ""),
-    "prob @ layers": ("prob", "no condition by itself", ""),
-    "step == 3 @ layers": ("@", "looked for @ modules", ""),
-    "__import__('os')": ("__import__", "no name", ""),
+    "step not 3": ("3", "expected after a value and not", ""),
+    "prob @ layers": ("prob", "not a condition", ""),
+    "step == 3 @ layers": ("@", "can be followed by @", ""),
+    "__import__('os')": ("__import__", "not a known name", ""),
     "step ** 2 > 3": ("*", "no meaning", ""),
     "nan @ a.*.*.*.*.*.*.*.*.*": ("a.*.*.*.*.*.*.*.*.*", "at most 8 wildcards", ""),
-    "prob < 1e999": ("1e999", "no number", ""),
+    "prob < 1e999": ("1e999", "not a number", ""),
 }
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_cannot_be_read_is_refused_with_a_mark_under_the_place(text: str) -> None:
+def test_an_invalid_expression_is_refused_with_its_place_underlined(text: str) -> None:
     under, said, hint = REFUSED[text]
     with pytest.raises(ExpressionError) as caught:
         parse(text)

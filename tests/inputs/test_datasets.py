@@ -329,7 +329,7 @@ def test_a_class_may_return_samples_and_mappings(
     with pytest.raises(DatasetError, match="RuntimeError: no file") as raised:
         load("my_questions:Broken")
     assert isinstance(raised.value.__cause__, RuntimeError)
-    with pytest.raises(DatasetError, match="my_questions:Odd, sample 1: an object is expected"):
+    with pytest.raises(DatasetError, match="my_questions:Odd, sample 1: expected an object"):
         load("my_questions:Odd")
     with pytest.raises(DatasetError, match="has no Nothing"):
         load("my_questions:Nothing")
@@ -344,7 +344,7 @@ def test_a_name_can_be_registered_unless_it_is_built_in(
     register_dataset("own", Own)
     assert [sample.id for sample in load("own")] == ["a", "2"]
     assert "own" in datasets.names()
-    with pytest.raises(UsageError, match="'webqa' is taken"):
+    with pytest.raises(UsageError, match="'webqa' is built in"):
         register_dataset("webqa", Own)
 
 

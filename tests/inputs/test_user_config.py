@@ -197,7 +197,7 @@ def test_an_invalid_breakpoint_is_reported_with_file_line_and_column(home: Path)
     with pytest.raises(UsageError) as caught:
         load_config()
     first, shown, mark = caught.value.message.splitlines()
-    assert first.endswith("flexinspect.toml:3: entropi is no name that a breakpoint knows.")
+    assert first.endswith("flexinspect.toml:3: entropi is not a known name.")
     assert (shown, mark) == ("  entropi > 3", "  ^^^^^^^")
     assert caught.value.hint == "Did you mean entropy?"
 

@@ -414,7 +414,7 @@ def test_by_default_a_hit_is_printed_where_there_is_no_terminal(
 
 def test_what_cannot_be_read_is_refused_before_anything_runs(tmp_path: Path, model: Any) -> None:
     out = tmp_path / "run.flextrace"
-    with pytest.raises(ExpressionError, match="entropi is no name"):
+    with pytest.raises(ExpressionError, match="entropi is not a known name"):
         flexinspect.watch(model, out=out, breakpoints=["entropi > 3"])
     with pytest.raises(UsageError, match="on_break is a function"):
         flexinspect.watch(model, out=out, on_break="debugger")
