@@ -85,7 +85,10 @@ BAD = {
     "mask type": ("mask = 1", "mask must be the name of a preset.\nThe presets are"),
     "separators": ("separators = 'no'", "separators must be attached or isolated."),
     "segments type": ("segments = 'x'", "segments must be a list of tables.\nWrite [[segments]]"),
-    "one type": ("segments = [1]", "segments[0] must be a table or a string.\nA segment needs start"),
+    "one type": (
+        "segments = [1]",
+        "segments[0] must be a table or a string.\nA segment needs start",
+    ),
     "missing": ("[[segments]]\nstart = 1", "segments[0].stop is missing."),
     "not a number": ("[[segments]]\nstart = '1'", "start must be a position >= 0, not '1'."),
     "not whole": ("[[segments]]\nstart = true", "start must be a position >= 0, not True."),

@@ -52,7 +52,7 @@ class DebuggerSession:
             )
 
     def begin(self, trace: Path, event: RecordDebugEvent) -> None:
-        """Report where debugpy listens and wait for a client if requested; the trace is open now."""
+        """Report where debugpy listens, and wait for a client if requested."""
         self._trace = trace
         self._import_hooks = PostImportHooks(
             {"pydevd": self._on_pydevd},

@@ -29,9 +29,9 @@ def listen(options: DebuggerOptions) -> tuple[str, int]:
     try:
         host, port = debugpy.listen((options.host, options.port))
     except (RuntimeError, OSError) as error:
-        lines = str(error).strip().splitlines()
+        reason = (str(error).strip().splitlines() or [str(error)])[0]
         raise UsageError(
-            f"debugpy cannot listen on {options.host}:{options.port}: {lines[0] if lines else error}",
+            f"debugpy cannot listen on {options.host}:{options.port}: {reason}",
             hint="Choose another port; --debugpy 0 picks a free one.",
         ) from error
     trace_only_while_attached()

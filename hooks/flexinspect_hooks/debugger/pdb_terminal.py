@@ -230,7 +230,7 @@ class TerminalPdb(pdb.Pdb):
         self._terminal.release()
 
     def interaction(self, frame: FrameType | None, traceback: Any) -> None:
-        """Prompt; pdb keeps the terminal while stepping, and gives it back when the run continues."""
+        """Prompt; pdb keeps the terminal while stepping, and releases it when the run continues."""
         self._terminal.acquire()
         last = traceback if isinstance(traceback, TracebackType) else None
         while last is not None and last.tb_next is not None:

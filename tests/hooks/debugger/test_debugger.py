@@ -213,7 +213,7 @@ def test_a_stop_is_told_while_it_lasts_with_its_reason(trace: Path) -> None:
     assert (found.pid, found.reason, found.file) == (os.getpid(), "nan @ layers.3", __file__)
     assert found.sentence(found.since + 40) == (
         "held by debugpy in test_a_stop_is_told_while_it_lasts_with_its_reason "
-        f"(test_debugging.py:{found.line}) for 40 s: nan @ layers.3"
+        f"(test_debugger.py:{found.line}) for 40 s: nan @ layers.3"
     )
     assert read_stop(trace) is None
 
