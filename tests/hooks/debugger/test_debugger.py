@@ -204,7 +204,7 @@ def trace(tmp_path: Path) -> Any:
     end_announcements()
 
 
-def test_a_stop_is_told_while_it_lasts_with_its_reason(trace: Path) -> None:
+def test_a_stop_is_announced_with_its_reason(trace: Path) -> None:
     frame = sys._getframe()
     assert read_stop(trace) is None
     with stop_reason("nan @ layers.3"), announced_stop("debugpy", frame):
@@ -212,7 +212,7 @@ def test_a_stop_is_told_while_it_lasts_with_its_reason(trace: Path) -> None:
     assert found is not None
     assert (found.pid, found.reason, found.file) == (os.getpid(), "nan @ layers.3", __file__)
     assert found.sentence(found.since + 40) == (
-        "held by debugpy in test_a_stop_is_told_while_it_lasts_with_its_reason "
+        "held by debugpy in test_a_stop_is_announced_with_its_reason "
         f"(test_debugger.py:{found.line}) for 40 s: nan @ layers.3"
     )
     assert read_stop(trace) is None
