@@ -1,7 +1,6 @@
-"""Breakpoints on what the model does: an expression language, and the book of those that are set.
+"""Breakpoints on what the model does: an expression language, and the store of a run's breakpoints.
 
-Expressions are read here and judged on records; nothing of them is ever run as Python. No torch,
-no files.
+Expressions are parsed here and evaluated on records; they never run as Python. No torch, no files.
 """
 
 from __future__ import annotations

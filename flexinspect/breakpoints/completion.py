@@ -1,4 +1,4 @@
-"""What may come next in an expression that is being typed."""
+"""Completion of an expression while it is typed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _COMPLETION_TOKENS = re.compile(
 )
 _VALUE_START = re.compile(r"[+-]?[\d.]|[\"']")
 _MODULE_PATTERNS = ("layers.*", "layers.*.self_attn", "layers.*.mlp", "lm_head")
-_CONNECTIVES = {"and": "both must hold", "or": "one must hold"}
+_CONNECTIVES = {"and": "both conditions hold", "or": "one condition holds"}
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A text that may stand from `start` to `stop`, and what it means."""
+    """A suggestion that replaces the text from `start` to `stop`, and its meaning."""
 
     text: str
     start: int
@@ -45,7 +45,7 @@ def complete(
     modules: Collection[str] = _MODULE_PATTERNS,
     finding_ids: Collection[str] = (),
 ) -> list[Completion]:
-    """Return what may stand at the cursor, in place of the word that it is in or at the end of."""
+    """Return suggestions for the cursor; they replace the word that it is in or at the end of."""
     pieces = [(piece[0], piece.start()) for piece in _COMPLETION_TOKENS.finditer(text[:cursor])]
     start = cursor
     if pieces and not pieces[-1][0].isspace() and _is_word(pieces[-1][0]):
@@ -54,9 +54,11 @@ def complete(
     before = [piece for piece, _ in pieces if not piece.isspace()]
     rest = re.match(r"[\w.*-]*", text[cursor:])
     stop = cursor + (rest.end() if rest and typed else 0)
-    found = _suggestions(before, modules, finding_ids)
+    suggestions = _suggestions(before, modules, finding_ids)
     return [
-        Completion(word, start, stop, said) for word, said in found if _matches_typed(word, typed)
+        Completion(word, start, stop, meaning)
+        for word, meaning in suggestions
+        if _matches_typed(word, typed)
     ]
 
 
@@ -75,13 +77,13 @@ Suggestions = Iterable[tuple[str, str]]
 def _suggestions(
     before: list[str], modules: Collection[str], finding_ids: Collection[str]
 ) -> Suggestions:
-    """Return what may follow these pieces, each with its meaning."""
+    """Return the possible next words after these pieces, each with its meaning."""
     last = before[-1] if before else ""
     name = before[-2] if len(before) > 1 else ""
     if _is_in_options(before):
         return OPTION_HELP.items()
     if last == "@":
-        return [(one, "modules of this name") for one in modules]
+        return [(pattern, "modules with this name") for pattern in modules]
     if last == FINDING:
         return _finding_suggestions(finding_ids)
     if last in COMPARISONS:
@@ -89,7 +91,7 @@ def _suggestions(
     if last in VALUE_NAMES:
         return _operator_suggestions(last)
     if last in OBSERVATIONS:
-        return [("@", "at modules of a name"), *_CONNECTIVES.items()]
+        return [("@", "at modules whose name matches"), *_CONNECTIVES.items()]
     if name == FINDING:
         return [(op, "a severity") for op in ("==", ">=")] + list(_CONNECTIVES.items())
     if _VALUE_START.match(last) or last == ")" or name in ("@", *COMPARISONS):
@@ -104,7 +106,12 @@ def _is_in_options(before: list[str]) -> bool:
 
 def _condition_starts() -> Suggestions:
     words = [(word.name, word.help) for word in VALUE_NAMES.values()]
-    return [*words, *OBSERVATIONS.items(), (FINDING, FINDING_HELP), ("not", "what must not hold")]
+    return [
+        *words,
+        *OBSERVATIONS.items(),
+        (FINDING, FINDING_HELP),
+        ("not", "a condition that does not hold"),
+    ]
 
 
 def _operator_suggestions(name: str) -> Suggestions:
@@ -113,22 +120,22 @@ def _operator_suggestions(name: str) -> Suggestions:
 
 
 def _value_suggestions(before: list[str], name: str) -> Suggestions:
-    """Return what a name may be compared with."""
+    """Return the values that a name can be compared with."""
     if name == FINDING or (len(before) > 2 and before[-3] == FINDING):
-        return [(one, "a severity") for one in SEVERITIES]
+        return [(severity, "a severity") for severity in SEVERITIES]
     word = VALUE_NAMES.get(name)
     if word is None:
-        return [(one.name, one.help) for one in VALUE_NAMES.values()]
+        return [(value.name, value.help) for value in VALUE_NAMES.values()]
     return [(quote(choice), "") for choice in word.choices]
 
 
 def _finding_suggestions(finding_ids: Collection[str]) -> Suggestions:
-    families = dict.fromkeys(f"{one.partition('.')[0]}.*" for one in finding_ids)
-    return [("*", "any"), *((one, "") for one in (*families, *finding_ids))]
+    families = dict.fromkeys(f"{id_.partition('.')[0]}.*" for id_ in finding_ids)
+    return [("*", "any"), *((pattern, "") for pattern in (*families, *finding_ids))]
 
 
 def _unit_suggestions(before: list[str]) -> Suggestions:
-    """Return units of memory after a number that memory is compared with."""
+    """Return units of memory after a number that a memory value is compared with."""
     is_memory = len(before) > 2 and before[-3] in VALUE_NAMES
     if (
         not is_memory

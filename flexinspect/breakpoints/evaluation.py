@@ -1,7 +1,7 @@
-"""What is known of a step when a breakpoint is judged. What is not known is left out.
+"""Evaluation of breakpoint expressions on the observations of a step.
 
-"and", "or" and "not" are those of three values (Kleene): what is not known matters only where it
-could change the answer.
+Names without a value are unknown. "and", "or" and "not" follow three-valued (Kleene) logic: an
+unknown matters only where it could change the result.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ Value = float | str
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Something that was seen: `kind` is one of `words.SIGHTS`, `what` says it in words.
+    """Something that was observed: `kind` is one of `names.OBSERVATIONS`, `text` describes it.
 
-    `module` is empty where it belongs to none.
+    `module` is empty if it belongs to no module.
     """
 
     kind: str
@@ -64,11 +64,11 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepObservations:
-    """Values of the step and of each layer by name, what was seen, and its new findings.
+    """Values of the step and of each layer by name, observations, and new findings.
 
-    A name that is not there is not known. `looked` holds what was looked for everywhere, as
-    "empty-row" or "nan @ layers.*.mlp": what was not seen of it is not so. `findings` is None until
-    the rules have looked.
+    A missing name is unknown. `checked` holds the conditions that were checked everywhere, such as
+    "empty-row" or "nan @ layers.*.mlp": they are false unless observed. `findings` is None until
+    the rules have run.
     """
 
     values: Mapping[str, Value] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def observe_step(
     observed: Iterable[Observation] = (),
     checked: Iterable[str] = (),
 ) -> StepObservations:
-    """Return what a step's record tells, together with what was seen while it ran."""
+    """Return the observations in a step's record, together with those made while it ran."""
     recorded = set(checked)
     if step.logits is not None or step.layer_stats:
         recorded |= {NAN, INF}
@@ -98,7 +98,7 @@ def observe_step(
 
 
 def _step_values(step: StepRecord) -> dict[str, Value]:
-    found: dict[str, Value] = {
+    values: dict[str, Value] = {
         "step": step.step,
         "phase": step.phase,
         "generation": step.generation,
@@ -107,11 +107,11 @@ def _step_values(step: StepRecord) -> dict[str, Value]:
         "kv_len": step.kv_after,
         "wall_ms": step.wall_ms,
     }
-    return found | _token_values(step) | _memory_values(step)
+    return values | _token_values(step) | _memory_values(step)
 
 
 def _token_values(step: StepRecord) -> dict[str, Value]:
-    """Return what is known of the distribution and of the token that was chosen from it."""
+    """Return the values of the distribution and of the token chosen from it."""
     found: dict[str, Value] = {}
     token = next((token for token in step.tokens if token.step == step.step), None)
     if token is not None:
@@ -157,12 +157,12 @@ def _output_values(stats: LayerStatRecord) -> dict[str, Value]:
 
 
 def _without_nan(found: dict[str, Value]) -> dict[str, Value]:
-    """Leave out what is no number: it compares with nothing."""
+    """Remove NaN values: they cannot be compared."""
     return {n: v for n, v in found.items() if isinstance(v, str) or not math.isnan(v)}
 
 
 def _nonfinite_observations(step: StepRecord) -> list[Observation]:
-    """Return NaNs and infinities that were recorded, from the first layer to the logits."""
+    """Return the recorded NaNs and infinities, from the first layer to the logits."""
     places: list[tuple[str, int | None, int, int]] = [
         (stats.module, stats.layer, stats.n_nan, stats.n_inf) for stats in step.layer_stats
     ]
@@ -173,8 +173,8 @@ def _nonfinite_observations(step: StepRecord) -> list[Observation]:
         for kind, n, word in ((NAN, n_nan, "NaN"), (INF, n_inf, "infinite")):
             if n:
                 values = "value" if n == 1 else "values"
-                said = f"{n} {word} {values} in {module}"
-                found.append(Observation(kind, module if layer is not None else "", layer, said))
+                text = f"{n} {word} {values} in {module}"
+                found.append(Observation(kind, module if layer is not None else "", layer, text))
     return found
 
 
@@ -183,7 +183,7 @@ _CONDITION_OF_FINDING = {
     "path.fallback": FALLBACK,
     "path.bypass": FALLBACK,
 }
-"""Findings that say what a condition asks for, where nobody looked while the step ran."""
+"""Findings that fulfil a condition which was not checked while the step ran."""
 
 
 def _finding_observations(step: StepRecord) -> list[Observation]:
@@ -197,18 +197,18 @@ def _finding_observations(step: StepRecord) -> list[Observation]:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Whether it holds cannot be said: these names, or conditions, are not known."""
+    """The result of an expression that depends on unknown names or conditions."""
 
     missing: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        """What is not known stops nothing."""
+        """An unknown result does not stop the run."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Whether an expression holds, and in which layer (None: it names nothing that layers have)."""
+    """Whether an expression holds, and in which layer (None if it is not per layer)."""
 
     holds: bool | Unknown
     layer: int | None = None
@@ -217,7 +217,7 @@ class EvaluationResult:
 def evaluate(expression: Expression, observations: StepObservations) -> bool | Unknown:
     """Return whether an expression holds.
 
-    One that names what each layer has holds if it does so, as a whole, for one of the layers.
+    An expression per layer holds if the whole expression holds for one of the layers.
     """
     return evaluate_with_layer(expression, observations).holds
 
@@ -249,12 +249,12 @@ _OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
 
 
 class _Evaluator:
-    """Judges a tree for the step as a whole, or for one of its layers."""
+    """Evaluates a tree for the whole step, or for one of its layers."""
 
     def __init__(self, observations: StepObservations, layer: int | None) -> None:
-        self._facts, self._layer = observations, layer
-        own = observations.layers.get(layer, {}) if layer is not None else {}
-        self._values = {**observations.values, **own}
+        self._observations, self._layer = observations, layer
+        layer_values = observations.layers.get(layer, {}) if layer is not None else {}
+        self._values = {**observations.values, **layer_values}
 
     def evaluate(self, tree: Expression) -> bool | Unknown:
         """Return whether a tree holds."""
@@ -278,42 +278,42 @@ class _Evaluator:
                 return left
             if isinstance(right, Unknown):
                 return right
-            return _OPERATORS[tree.op](left, right)  # type: ignore[arg-type]  # checked when it was read
+            return _OPERATORS[tree.op](left, right)  # type: ignore[arg-type]  # checked by the parser
         value = self._value(tree.name)
         if isinstance(value, Unknown):
             return value
         if isinstance(tree, Contains):
             return tree.part.value in str(value)
-        return value in [self._value(one) for one in tree.values]
+        return value in [self._value(member) for member in tree.values]
 
     def _value(self, operand: Operand) -> Value | Unknown:
         if isinstance(operand, Name):
-            known = self._values.get(operand.name)
-            return Unknown((operand.name,)) if known is None else known
+            value = self._values.get(operand.name)
+            return Unknown((operand.name,)) if value is None else value
         if isinstance(operand, Text):
             return operand.value
         return _number_value(operand)
 
     def _is_observed(self, tree: ObservationCondition) -> bool | Unknown:
-        if any(self._matches_observation(tree, sighting) for sighting in self._facts.observed):
+        if any(self._matches_observation(tree, seen) for seen in self._observations.observed):
             return True
-        # A record has the NaNs of layers and logits; those of other modules are looked for by name.
+        # A record has the NaNs of layers and logits; other modules are checked by name.
         by_name = tree.module_pattern is not None and tree.kind in (NAN, INF)
-        wanted = to_text(tree) if by_name else tree.kind
-        return False if wanted in self._facts.checked else Unknown((to_text(tree),))
+        condition = to_text(tree) if by_name else tree.kind
+        return False if condition in self._observations.checked else Unknown((to_text(tree),))
 
-    def _matches_observation(self, tree: ObservationCondition, sighting: Observation) -> bool:
-        if sighting.kind != tree.kind or self._layer not in (None, sighting.layer):
+    def _matches_observation(self, tree: ObservationCondition, seen: Observation) -> bool:
+        if seen.kind != tree.kind or self._layer not in (None, seen.layer):
             return False
-        return tree.module_pattern is None or matches_module(tree.module_pattern, sighting.module)
+        return tree.module_pattern is None or matches_module(tree.module_pattern, seen.module)
 
     def _is_this_layer(self, layer: int | None) -> bool:
         return self._layer is None or layer is None or layer == self._layer
 
     def _has_finding(self, tree: FindingCondition) -> bool | Unknown:
-        if self._facts.findings is None:
+        if self._observations.findings is None:
             return Unknown((to_text(tree),))
-        return any(self._matches_finding(tree, finding) for finding in self._facts.findings)
+        return any(self._matches_finding(tree, finding) for finding in self._observations.findings)
 
     def _matches_finding(self, tree: FindingCondition, finding: Finding) -> bool:
         layers = finding.layers or (finding.layer,)
@@ -331,28 +331,28 @@ class _Evaluator:
 def evidence_text(
     tree: ObservationCondition | FindingCondition, observations: StepObservations, layer: int | None
 ) -> str:
-    """Return in words what made a condition true, empty where nothing did."""
-    judged = _Evaluator(observations, layer)
+    """Return what made a condition true as text, empty if it is not true."""
+    evaluator = _Evaluator(observations, layer)
     if isinstance(tree, ObservationCondition):
-        seen = (one.text for one in observations.observed if judged._matches_observation(tree, one))
-        return next(seen, "")
-    found = (one for one in observations.findings or () if judged._matches_finding(tree, one))
-    return next((f"{one.id}: {one.sentence}" for one in found), "")
+        observed = (o for o in observations.observed if evaluator._matches_observation(tree, o))
+        return next((observation.text for observation in observed), "")
+    findings = (f for f in observations.findings or () if evaluator._matches_finding(tree, f))
+    return next((f"{finding.id}: {finding.sentence}" for finding in findings), "")
 
 
 def observed_layer(expression: Expression, observations: StepObservations) -> int | None:
-    """Return the layer of the first sighting that an expression asks for, None without one."""
-    judged, wanted = _Evaluator(observations, None), observations_in(expression)
-    meant = (
-        one
-        for one in observations.observed
-        if any(judged._matches_observation(seen, one) for seen in wanted)
+    """Return the layer of the first observation that matches an expression, or None."""
+    evaluator, conditions = _Evaluator(observations, None), observations_in(expression)
+    layers = (
+        seen.layer
+        for seen in observations.observed
+        if any(evaluator._matches_observation(condition, seen) for condition in conditions)
     )
-    return next((one.layer for one in meant if one.layer is not None), None)
+    return next((layer for layer in layers if layer is not None), None)
 
 
 def _combine(parts: Iterable[bool | Unknown], *, decides: bool) -> bool | Unknown:
-    """Join conditions: one that `decides` settles it, else one that is not known leaves it open."""
+    """Combine results: `decides` determines the result, otherwise an unknown makes it unknown."""
     missing: list[str] = []
     for part in parts:
         if isinstance(part, Unknown):
@@ -372,22 +372,22 @@ def _severity_rank(severity: Severity) -> int:
 
 
 _PLACE_NAMES = ("step", "generation", "branch", "layer")
-"""Names that say where; they are told before the values."""
+"""Names of the location, which is reported before the values."""
 
 
 def hit_reason(
     expression: Expression, observations: StepObservations, result: EvaluationResult
 ) -> str:
-    """Say where an expression holds, and why."""
-    said = [
+    """Return where an expression holds, and why."""
+    reasons = [
         *_evidence_texts(expression, observations, result.layer),
         *_value_texts(expression, observations, result.layer),
     ]
     token = observations.values.get("token")
     if token is not None and "token" not in value_names_in(expression):
-        said.append(f"it chose {quote(str(token))}")
+        reasons.append(f"it chose {quote(str(token))}")
     where = describe_location(observations, result.layer)
-    return f"{to_text(expression)}: {where}" + (f": {'; '.join(said)}" if said else "")
+    return f"{to_text(expression)}: {where}" + (f": {'; '.join(reasons)}" if reasons else "")
 
 
 def describe_location(observations: StepObservations, layer: int | None = None) -> str:
@@ -405,37 +405,38 @@ def describe_location(observations: StepObservations, layer: int | None = None) 
 
 
 def describe_unknown(text: str, unknown: Unknown, observations: StepObservations) -> str:
-    """Say that a breakpoint could not be judged, and what would help."""
+    """Return why a breakpoint could not be evaluated."""
     names = ", ".join(unknown.missing)
     verb = "is" if len(unknown.missing) == 1 else "are"
     where = describe_location(observations)
     return (
-        f"The breakpoint {text} could not be judged in {where}: {names} {verb} not known there. "
-        "It may not be recorded at this level, or not be seen in this kind of run."
+        f"The breakpoint {text} could not be evaluated in {where}: {names} {verb} not known there. "
+        "It may not be recorded at this level, or not be available in this kind of run."
     )
 
 
 def _evidence_texts(
     expression: Expression, observations: StepObservations, layer: int | None
 ) -> list[str]:
-    wanted = [
+    conditions = [
         leaf
         for leaf in leaves(expression)
         if isinstance(leaf, ObservationCondition | FindingCondition)
     ]
-    found = (evidence_text(leaf, observations, layer).rstrip(".") for leaf in wanted)
-    return list(dict.fromkeys(text for text in found if text))
+    texts = (evidence_text(leaf, observations, layer).rstrip(".") for leaf in conditions)
+    return list(dict.fromkeys(text for text in texts if text))
 
 
 def _value_texts(
     expression: Expression, observations: StepObservations, layer: int | None
 ) -> list[str]:
-    own = observations.layers.get(layer, {}) if layer is not None else {}
-    known = {**observations.values, **own}
-    names = [
-        name for name in value_names_in(expression) if name not in _PLACE_NAMES and name in known
+    layer_values = observations.layers.get(layer, {}) if layer is not None else {}
+    values = {**observations.values, **layer_values}
+    return [
+        f"{name} {_format_value(name, values[name])}"
+        for name in value_names_in(expression)
+        if name not in (*_PLACE_NAMES, "phase") and name in values
     ]
-    return [f"{name} {_format_value(name, known[name])}" for name in names if name != "phase"]
 
 
 def _format_value(name: str, value: Value) -> str:

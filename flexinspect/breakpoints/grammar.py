@@ -1,11 +1,11 @@
-"""From text to tokens. Every character is part of a token, between two, or an error.
+"""Tokenizer and parser of breakpoint expressions.
 
     expression  = either, { "or", either } ;
     either      = condition, { "and", condition } ;
-    condition   = "not", condition | "(", expression, ")" | seen | found | comparison ;
+    condition   = "not", condition | "(", expression, ")" | observation | finding | comparison ;
 
-The whole grammar is in docs/breakpoints.md. What cannot be read raises `ExpressionError`, which
-points at the place; nothing of the text is ever run.
+The whole grammar is in docs/breakpoints.md. Invalid text raises `ExpressionError`, which points at
+the place; the text never runs as Python.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from flexinspect.breakpoints.syntax_tree import (
 )
 
 MAX_EXPRESSION_LENGTH = 2000
-"""Characters of the longest expression."""
+"""Length of the longest expression, in characters."""
 
 TokenKind = Literal["word", "number", "text", "op", "glob", "end"]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpressionToken:
-    """A piece of the text, from `start` to `stop`; `value` is what it says.
+    """A token, from `start` to `stop` in the text.
 
     A glob is a name with wildcards, which follows `@` or `finding`.
     """
@@ -76,7 +76,7 @@ _OPERATOR_HINTS = {
     "=": ("A comparison is written with two signs: ==", "="),
     "&": ("Conditions are joined with the word and", "&"),
     "|": ("Conditions are joined with the word or", "|"),
-    "!": ("What must not hold is written with the word not", "!"),
+    "!": ("Negation is written with the word not", "!"),
 }
 _ESCAPE = re.compile(r"\\(?:([ntr0\\\"'])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 _SIMPLE_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\", '"': '"', "'": "'"}
@@ -88,18 +88,19 @@ def tokenize(text: str) -> list[ExpressionToken]:
     Raises `ExpressionError`.
     """
     _check_text(text)
-    found: list[ExpressionToken] = []
+    tokens: list[ExpressionToken] = []
     at = _skip_space(text, 0)
     while at < len(text):
-        found.append(_next_token(text, at, found[-1] if found else None))
-        at = _skip_space(text, found[-1].stop)
-    return [*found, ExpressionToken("end", "", len(text.rstrip()), len(text.rstrip()))]
+        tokens.append(_next_token(text, at, tokens[-1] if tokens else None))
+        at = _skip_space(text, tokens[-1].stop)
+    return [*tokens, ExpressionToken("end", "", len(text.rstrip()), len(text.rstrip()))]
 
 
 def _check_text(text: str) -> None:
     if len(text) > MAX_EXPRESSION_LENGTH:
         raise ExpressionError(
-            f"A breakpoint has at most {MAX_EXPRESSION_LENGTH} characters, and this one has {len(text)}.",
+            f"A breakpoint has at most {MAX_EXPRESSION_LENGTH} characters, and this one has "
+            f"{len(text)}.",
             f"{text[:60]}…",
             60,
             61,
@@ -135,15 +136,15 @@ def _precedes_glob(token: ExpressionToken) -> bool:
 
 
 def _unexpected_character(text: str, at: int) -> ExpressionError:
-    said, sign = _OPERATOR_HINTS.get(text[at], ("", ""))
-    if not said:
+    hint, sign = _OPERATOR_HINTS.get(text[at], ("", ""))
+    if not hint:
         return ExpressionError("This character has no meaning here.", text, at, at + 1)
     stop = at + 2 if text[at : at + 2] == sign * 2 else at + 1
-    return ExpressionError(f"{said}.", text, at, stop)
+    return ExpressionError(f"{hint}.", text, at, stop)
 
 
 def _read_text(text: str, start: int) -> ExpressionToken:
-    """Read a text between quotes of one kind."""
+    """Read a text in single or double quotes."""
     quote, at, parts = text[start], start + 1, []
     while at < len(text) and text[at] != quote:
         if text[at] == "\\":
@@ -167,13 +168,13 @@ def _read_escape(text: str, at: int) -> tuple[str, int]:
             text,
             at,
             min(at + 2, len(text)),
-            hint=r"Known are \n \t \r \0 \\ \" \' \xHH \uHHHH \UHHHHHHHH.",
+            hint=r"The escapes are \n \t \r \0 \\ \" \' \xHH \uHHHH \UHHHHHHHH.",
         )
     if found[1]:
         return _SIMPLE_ESCAPES[found[1]], found.end()
     code = int(found[2] or found[3] or found[4], 16)
     if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise ExpressionError("There is no such character.", text, at, found.end())
+        raise ExpressionError("This character does not exist.", text, at, found.end())
     return chr(code), found.end()
 
 
@@ -182,7 +183,7 @@ _MAX_EXACT_DIGITS = 15
 
 
 def read_operand(text: str, tokens: Sequence[ExpressionToken], at: int) -> tuple[Operand, int]:
-    """Return the operand at a token, and how many tokens it takes. Raises `ExpressionError`."""
+    """Return the operand at a token and its number of tokens. Raises `ExpressionError`."""
     token = tokens[at]
     if token.kind == "word" and token.value in VALUE_NAMES:
         return Name(token.value), 1
@@ -192,7 +193,7 @@ def read_operand(text: str, tokens: Sequence[ExpressionToken], at: int) -> tuple
 
 
 def read_constant(text: str, tokens: Sequence[ExpressionToken], at: int) -> tuple[Operand, int]:
-    """Return the written value at a token, and how many tokens it takes."""
+    """Return the constant at a token and its number of tokens. Raises `ExpressionError`."""
     token = tokens[at]
     if token.kind == "text":
         return Text(token.value), 1
@@ -207,11 +208,11 @@ def read_constant(text: str, tokens: Sequence[ExpressionToken], at: int) -> tupl
         known = ", ".join(UNITS)
         near = difflib.get_close_matches(unit.value, UNITS, 1)
         raise ExpressionError(
-            f"{unit.value} is no unit of memory.",
+            f"{unit.value} is not a unit of memory.",
             text,
             unit.start,
             unit.stop,
-            hint=f"Did you mean {near[0]}?" if near else f"Known are {known}.",
+            hint=f"Did you mean {near[0]}?" if near else f"The units are {known}.",
         )
     return Number(value, unit.value), 2
 
@@ -226,7 +227,7 @@ def _parse_number(text: str, token: ExpressionToken) -> float:
     except ValueError:
         value = math.inf
     if math.isinf(value):
-        raise ExpressionError("This is no number.", text, token.start, token.stop)
+        raise ExpressionError("This is not a number.", text, token.start, token.stop)
     return value
 
 
@@ -238,11 +239,11 @@ def _expected_text(token: ExpressionToken) -> str:
 
 def _unknown_name(text: str, token: ExpressionToken) -> ExpressionError:
     if token.value in KEYWORDS or token.value in OBSERVATIONS or token.value == FINDING:
-        reason = f"A name or a value is expected here, and {token.value} is none."
+        reason = f"A name or a value is expected here, not {token.value}."
         return ExpressionError(reason, text, token.start, token.stop)
     near = _nearest_name(token.value)
-    hint = f"Did you mean {near}?" if near else f"Known are {', '.join(ALL_NAMES)}."
-    reason = f"{token.value} is no name that a breakpoint knows."
+    hint = f"Did you mean {near}?" if near else f"The names are {', '.join(ALL_NAMES)}."
+    reason = f"{token.value} is not a known name."
     return ExpressionError(reason, text, token.start, token.stop, hint=hint)
 
 
@@ -258,16 +259,16 @@ PlacedOperand = tuple[ExpressionToken, Operand]
 
 
 def check_comparison(text: str, left: PlacedOperand, op: str, right: PlacedOperand) -> None:
-    """Raise `ExpressionError` unless both sides can be compared so."""
+    """Raise `ExpressionError` unless `op` can compare the two sides."""
     if not isinstance(left[1], Name) and not isinstance(right[1], Name):
         raise _span_error(text, left[0], right[0], "Neither side of this comparison is a name.")
     kinds = _operand_kind(left[1]), _operand_kind(right[1])
     if not _are_comparable(left[1], right[1]):
-        said = f"{_placed_text(left)} is {kinds[0]}, and {_placed_text(right)} is {kinds[1]}."
-        raise _span_error(text, left[0], right[0], said)
+        reason = f"{_placed_text(left)} is {kinds[0]}, and {_placed_text(right)} is {kinds[1]}."
+        raise _span_error(text, left[0], right[0], reason)
     if ValueKind.TEXT in kinds and op not in ("==", "!="):
-        said = "Texts are equal (==) or not (!=); none is larger than another."
-        raise _span_error(text, left[0], right[0], said)
+        reason = "Texts can only be compared with == and !=."
+        raise _span_error(text, left[0], right[0], reason)
     for name, value in ((left, right), (right, left)):
         _check_choice(text, name[1], value)
 
@@ -275,18 +276,21 @@ def check_comparison(text: str, left: PlacedOperand, op: str, right: PlacedOpera
 def check_membership(
     text: str, token: ExpressionToken, first: Operand, members: Sequence[PlacedOperand]
 ) -> Member | Contains:
-    """Return what `first in members` says. Raises `ExpressionError`."""
+    """Return the condition `first in members`. Raises `ExpressionError`."""
     if len(members) == 1 and isinstance(members[0][1], Name):
         return _check_contains(text, (token, first), members[0])
     if not isinstance(first, Name):
-        raise _span_error(text, token, token, "Before in stands a name, and after it a list.")
+        raise _span_error(text, token, token, "A name is expected before in, and a list after it.")
     values: list[Number | Text] = []
     for member in members:
         value = member[1]
         assert not isinstance(value, Name)
         if not _are_comparable(first, value):
-            said = f"{first.name} is {_operand_kind(first)}, and {_placed_text(member)} is {_operand_kind(value)}."
-            raise _span_error(text, member[0], member[0], said)
+            reason = (
+                f"{first.name} is {_operand_kind(first)}, and {_placed_text(member)} is "
+                f"{_operand_kind(value)}."
+            )
+            raise _span_error(text, member[0], member[0], reason)
         _check_choice(text, first, member)
         values.append(value)
     return Member(first, tuple(values))
@@ -296,8 +300,8 @@ def _check_contains(text: str, part: PlacedOperand, whole: PlacedOperand) -> Con
     name = whole[1]
     assert isinstance(name, Name)
     if not isinstance(part[1], Text) or VALUE_NAMES[name.name].kind is not ValueKind.TEXT:
-        said = f"Only a written text can be in {name.name}, and only if that is a text."
-        raise _span_error(text, part[0], whole[0], said)
+        reason = f"in {name.name} needs a text in quotes before it, and a name that is a text."
+        raise _span_error(text, part[0], whole[0], reason)
     return Contains(part[1], name)
 
 
@@ -310,7 +314,7 @@ def _operand_kind(value: Operand) -> ValueKind:
 
 
 def _are_comparable(left: Operand, right: Operand) -> bool:
-    """Say whether two kinds go together: a number without unit may be bytes."""
+    """Return whether two operands can be compared; a number without unit may be bytes."""
     kinds = {_operand_kind(left), _operand_kind(right)}
     if len(kinds) == 1:
         return True
@@ -319,7 +323,7 @@ def _are_comparable(left: Operand, right: Operand) -> bool:
 
 
 def _check_choice(text: str, name: Operand, value: PlacedOperand) -> None:
-    """Refuse a text that a name never is."""
+    """Refuse a text that is not one of the name's choices."""
     written = value[1]
     if not isinstance(name, Name) or not isinstance(written, Text):
         return
@@ -349,23 +353,22 @@ def _span_error(
 
 
 MAX_DEPTH = 50
-"""Parentheses and "not"s within each other."""
+"""Largest nesting of parentheses and "not"s."""
 
 MAX_WILDCARDS = 8
-"""In the name of a module: the ways to match it grow with the power of these."""
+"""Most wildcards in a module name: the cost of a match grows exponentially with them."""
 
 
 def parse(text: str, *, finding_ids: Collection[str] | None = None) -> Expression:
-    """Return the tree of an expression.
+    """Parse an expression. Raises `ExpressionError`.
 
-    With `finding_ids`, a `finding` that none of them matches is refused. Raises `ExpressionError`.
+    With `finding_ids`, a `finding` pattern that matches none of them is refused.
     """
-    found = tokenize(text)
-    return Parser(text, found, finding_ids).parse()
+    return Parser(text, tokenize(text), finding_ids).parse()
 
 
 class Parser:
-    """Reads one expression, token by token; each method leaves off after what it has read."""
+    """Recursive-descent parser of one expression; each method consumes the tokens that it reads."""
 
     def __init__(
         self, text: str, tokens: Sequence[ExpressionToken], finding_ids: Collection[str] | None
@@ -377,7 +380,7 @@ class Parser:
     # -- the grammar -----------------------------------------------------------------------------
 
     def parse(self) -> Expression:
-        """Read everything."""
+        """Parse the whole text."""
         if self._is_at_end():
             raise self._error("There is no condition here.", hint=_EXAMPLE)
         tree = self.expression()
@@ -386,7 +389,7 @@ class Parser:
         return tree
 
     def expression(self) -> Expression:
-        """Read conditions joined with "or"."""
+        """Parse conditions joined with "or"."""
         parts = self._chain("or", self._conjunction)
         return parts[0] if len(parts) == 1 else Or(_flatten(Or, parts))
 
@@ -415,7 +418,7 @@ class Parser:
     def _nested(self, read: Callable[[], Expression]) -> Expression:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise self._error(f"More than {MAX_DEPTH} parentheses and nots within each other.")
+            raise self._error(f"More than {MAX_DEPTH} nested parentheses and nots.")
         self._at += 1
         inner = read()
         self._depth -= 1
@@ -436,17 +439,17 @@ class Parser:
         token = self._advance()
         if self._current.kind == "op" and self._current.value in COMPARISONS:
             raise self._error(
-                f"{token.value} is a condition by itself, and is not compared.", token
+                f"{token.value} is a complete condition and cannot be compared.", token
             )
         if not self._accept("op", "@"):
             return ObservationCondition(token.value)
         if self._current.kind != "glob":
             raise self._error(
-                "After @ comes the name of a module, in which * stands for one part.",
-                hint=f"For instance {token.value} @ layers.*.self_attn",
+                "A module name is expected after @; * matches one part of it.",
+                hint=f"For example {token.value} @ layers.*.self_attn",
             )
         if count_wildcards(self._current.value) > MAX_WILDCARDS:
-            raise self._error(f"A module's name takes at most {MAX_WILDCARDS} wildcards.")
+            raise self._error(f"A module name has at most {MAX_WILDCARDS} wildcards.")
         return ObservationCondition(token.value, self._advance().value)
 
     def _finding(self) -> FindingCondition:
@@ -459,8 +462,8 @@ class Parser:
             name = "*"
         else:
             raise self._error(
-                "After finding comes which: the id of a finding, in which * stands for any text.",
-                hint="For instance finding mask.*, or finding * >= warning",
+                "The id of a finding is expected after finding; * matches any text.",
+                hint="For example finding mask.*, or finding * >= warning",
             )
         op = self._operator()
         return (
@@ -479,10 +482,10 @@ class Parser:
 
     def _check_finding(self, pattern: ExpressionToken) -> None:
         ids = self._finding_ids
-        if ids is None or any(fnmatchcase(one, pattern.value) for one in ids):
+        if ids is None or any(fnmatchcase(finding_id, pattern.value) for finding_id in ids):
             return
         raise self._error(
-            "No finding has an id like this.",
+            "No finding id matches this.",
             pattern,
             hint=_suggest(pattern, sorted(ids)) or "flexinspect findings --help lists all ids.",
         )
@@ -501,31 +504,31 @@ class Parser:
             parts.append(Compare(left, op, right))
             left_token, left = right_token, right
         if not parts:
-            raise self._bare_value_error(first_token, first)
+            raise self._bare_value_error(first_token)
         return parts[0] if len(parts) == 1 else And(tuple(parts))
 
     def _accept_not_in(self) -> bool:
         if not self._accept("word", "not"):
             return False
         if not self._accept("word", "in"):
-            raise self._error("After a value and not comes in.")
+            raise self._error("in is expected after a value and not.")
         return True
 
     def _members(self) -> list[tuple[ExpressionToken, Operand]]:
-        """Read what comes after "in": a name, or values in parentheses."""
+        """Parse the right side of "in": a name, or constants in parentheses."""
         opening = self._current
         if not self._accept("op", "("):
             return [(opening, self._operand())]
-        found = [(self._current, self._constant())]
+        members = [(self._current, self._constant())]
         while self._accept("op", ","):
             if (self._current.kind, self._current.value) == ("op", ")"):
                 break
-            found.append((self._current, self._constant()))
+            members.append((self._current, self._constant()))
         if not self._accept("op", ")"):
             if self._is_at_end():
                 raise self._error("This parenthesis is not closed.", opening)
-            raise self._error("Between the values of a list stand commas.")
-        return found
+            raise self._error("The values of a list are separated by commas.")
+        return members
 
     # -- operands --------------------------------------------------------------------------------
 
@@ -536,14 +539,14 @@ class Parser:
         return None
 
     def _operand(self) -> Operand:
-        found, used = read_operand(self._text, self._tokens, self._at)
-        self._at += used
-        return found
+        operand, n_tokens = read_operand(self._text, self._tokens, self._at)
+        self._at += n_tokens
+        return operand
 
     def _constant(self) -> Operand:
-        found, used = read_constant(self._text, self._tokens, self._at)
-        self._at += used
-        return found
+        constant, n_tokens = read_constant(self._text, self._tokens, self._at)
+        self._at += n_tokens
+        return constant
 
     # -- tokens ----------------------------------------------------------------------------------
 
@@ -574,7 +577,7 @@ class Parser:
     def _trailing_error(self) -> ExpressionError:
         token = self._current
         if token.value == "@":
-            return self._error(f"Only {', '.join(OBSERVATIONS)} are looked for @ modules.")
+            return self._error(f"Only {', '.join(OBSERVATIONS)} can be followed by @.")
         if token.value == ")":
             return self._error("This parenthesis was never opened.")
         return self._error(
@@ -582,19 +585,19 @@ class Parser:
             hint=_suggest(token, ("and", "or")),
         )
 
-    def _bare_value_error(self, token: ExpressionToken, found: Operand) -> ExpressionError:
+    def _bare_value_error(self, token: ExpressionToken) -> ExpressionError:
         return self._error(
-            f"{token.value or 'This'} is a value, and no condition by itself.",
+            f"{token.value or 'This'} is a value, not a condition.",
             token,
-            hint="Compare it, for instance entropy > 3.",
+            hint="Compare it, for example entropy > 3.",
         )
 
 
-_EXAMPLE = 'For instance entropy > 3 and step > 2, or token == "\\n".'
+_EXAMPLE = 'For example entropy > 3 and step > 2, or token == "\\n".'
 
 
 def _flatten(kind: type[And] | type[Or], parts: Sequence[Expression]) -> tuple[Expression, ...]:
-    """Take the parts of a chain out of chains of the same kind."""
+    """Flatten nested chains of the same kind."""
     flat: list[Expression] = []
     for part in parts:
         if isinstance(part, kind):

@@ -1,4 +1,4 @@
-"""The names of the language: what each means, of what kind it is, and where it is known."""
+"""The names of the expression language: their meaning, their kind, and when they are known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexinspect.records.step import PATHS
 
 
 class ValueKind(StrEnum):
-    """What a name or a written value is; the words are those of an error."""
+    """Kind of a name or a constant; the values are used in error messages."""
 
     NUMBER = "a number"
     BYTES = "an amount of memory"
@@ -19,10 +19,10 @@ class ValueKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ValueName:
-    """A name with a value. `choices` are all the texts that it may be, empty where it is free.
+    """A name with a value. `choices` lists all values of a text; it is empty for a free text.
 
-    `of_layers` says that each layer has one of its own; `early` that it is known at an attention
-    call already, before the step is over.
+    `is_per_layer`: each layer has its own value. `is_known_at_call`: it is known at an attention
+    call, before the step ends.
     """
 
     name: str
@@ -50,21 +50,21 @@ _VALUE_NAMES = (
     ValueName(
         "q_len",
         ValueKind.NUMBER,
-        "rows that the step, or the layer's call, computes",
+        "rows that the step, or the layer's attention call, computes",
         is_known_at_call=True,
     ),
     ValueName(
         "kv_len",
         ValueKind.NUMBER,
-        "keys that its rows may see, these rows included",
+        "keys that these rows may attend to, including themselves",
         is_known_at_call=True,
     ),
-    ValueName("wall_ms", ValueKind.NUMBER, "how long the step took, in milliseconds"),
+    ValueName("wall_ms", ValueKind.NUMBER, "duration of the step, in milliseconds"),
     ValueName("rss", ValueKind.BYTES, "memory of the process"),
     ValueName("kv_cache", ValueKind.BYTES, "memory of the KV cache"),
     ValueName("cuda_allocated", ValueKind.BYTES, "GPU memory in use"),
-    ValueName("cuda_reserved", ValueKind.BYTES, "GPU memory that torch holds"),
-    ValueName("cuda_peak", ValueKind.BYTES, "its highest so far"),
+    ValueName("cuda_reserved", ValueKind.BYTES, "GPU memory reserved by torch"),
+    ValueName("cuda_peak", ValueKind.BYTES, "peak of GPU memory in use"),
     ValueName(
         "layer", ValueKind.NUMBER, "the layer, from 0", is_per_layer=True, is_known_at_call=True
     ),
@@ -76,7 +76,12 @@ _VALUE_NAMES = (
         is_per_layer=True,
         is_known_at_call=True,
     ),
-    ValueName("gate", ValueKind.NUMBER, "how far the attention mass is from 1", is_per_layer=True),
+    ValueName(
+        "gate",
+        ValueKind.NUMBER,
+        "distance of the attention sum from 1 (LSE check)",
+        is_per_layer=True,
+    ),
     ValueName("norm", ValueKind.NUMBER, "norm of the layer's output", is_per_layer=True),
     ValueName(
         "std", ValueKind.NUMBER, "standard deviation of the layer's output", is_per_layer=True
@@ -89,12 +94,12 @@ VALUE_NAMES = {word.name: word for word in _VALUE_NAMES}
 
 NAN, INF, EMPTY_ROW, FALLBACK = "nan", "inf", "empty-row", "fallback"
 OBSERVATIONS = {
-    NAN: "a NaN: in a layer's output or the logits, or @ modules of this name",
+    NAN: "a NaN in a layer's output or the logits, or @ modules whose name matches",
     INF: "an infinity, in the same places",
-    EMPTY_ROW: "a row of attention that sees no key",
-    FALLBACK: "an attention call that left FlexAttention",
+    EMPTY_ROW: "a row that attends to no key",
+    FALLBACK: "an attention call that fell back from FlexAttention",
 }
-"""Conditions by themselves: something was seen, anywhere or @ modules of a name."""
+"""Conditions without a comparison: something was observed, anywhere or @ modules of a name."""
 
 FINDING = "finding"
 FINDING_HELP = "a finding that is new in this step: finding mask.*, finding * >= warning"
@@ -116,9 +121,9 @@ UNITS = {
 }
 
 OPTION_HELP = {
-    "hits=": "stop from this hit on, for instance hits=3",
-    "ignore=": "pass over so many hits first, for instance ignore=10",
-    "once": "stop once, then switch off",
+    "hits=": "stop from this hit on, for example hits=3",
+    "ignore=": "ignore this many hits first, for example ignore=10",
+    "once": "stop once, then disable it",
     "log": "record an event instead of stopping",
-    "off": "begin switched off",
+    "off": "add it disabled",
 }

@@ -1,4 +1,4 @@
-"""What is written in brackets after an expression: `[hits=3 once log off]`."""
+"""The breakpoints of a run: options such as `[hits=3 once log]`, hits, and the store."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _MAX_HITS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class BreakpointOptions:
-    """How a breakpoint stops: from the hit `hits` on (0 and 1: the first), then always.
+    """How a breakpoint stops: at every hit from number `hits` on (0 and 1: the first).
 
-    `once` switches it off after its first stop, `log` records an event in place of a stop, and
-    `off` begins switched off.
+    `once` disables it after its first stop, `log` records an event instead of stopping, and `off`
+    adds it disabled.
     """
 
     hits: int = 0
@@ -49,20 +49,20 @@ class BreakpointOptions:
     off: bool = False
 
     def to_text(self) -> str:
-        """Return them as they are written, empty for none."""
-        said = [f"hits={self.hits}"] if self.hits > 1 else []
-        said += [name for name in ("once", "log", "off") if getattr(self, name)]
-        return f"[{' '.join(said)}]" if said else ""
+        """Return the options in brackets, empty without options."""
+        parts = [f"hits={self.hits}"] if self.hits > 1 else []
+        parts += [name for name in ("once", "log", "off") if getattr(self, name)]
+        return f"[{' '.join(parts)}]" if parts else ""
 
 
 def split_options(text: str) -> tuple[str, BreakpointOptions]:
-    """Return an expression without its options, and these. Raises `ExpressionError`."""
-    found = _BRACKETS.search(text)
-    if found is None:
+    """Split an expression and its options. Raises `ExpressionError`."""
+    brackets = _BRACKETS.search(text)
+    if brackets is None:
         return text, BreakpointOptions()
     hits, switches = 0, set()
-    for word in _OPTION.finditer(found[1]):
-        start = found.start(1) + word.start()
+    for word in _OPTION.finditer(brackets[1]):
+        start = brackets.start(1) + word.start()
         name, equals, number = word[0].partition("=")
         if not equals and name in ("once", "log", "off"):
             switches.add(name)
@@ -70,34 +70,36 @@ def split_options(text: str) -> tuple[str, BreakpointOptions]:
             hits = _parse_hits(text, start, word[0], number) + (name == "ignore")
         else:
             raise _unknown_option(text, start, word[0])
-    given = {name: name in switches for name in ("once", "log", "off")}
-    return text[: found.start()], BreakpointOptions(hits, **given)
+    flags = {name: name in switches for name in ("once", "log", "off")}
+    return text[: brackets.start()], BreakpointOptions(hits, **flags)
 
 
 def _parse_hits(text: str, start: int, word: str, number: str) -> int:
     if number.isascii() and number.isdigit() and len(number) < 10 and int(number) < _MAX_HITS:
         return int(number)
     raise ExpressionError(
-        "After = stands a whole number.", text, start, start + len(word), hint="As in hits=3."
+        "A number is expected after =.", text, start, start + len(word), hint="For example hits=3."
     )
 
 
 def _unknown_option(text: str, start: int, word: str) -> ExpressionError:
     known = [name.rstrip("=") for name in OPTION_HELP]
     near = difflib.get_close_matches(word.partition("=")[0], known, 1)
-    hint = f"Did you mean {near[0]}?" if near else "Known are hits=N, ignore=N, once, log, off."
+    hint = (
+        f"Did you mean {near[0]}?" if near else "The options are hits=N, ignore=N, once, log, off."
+    )
     return ExpressionError(
-        f"{word} is no option of a breakpoint.", text, start, start + len(word), hint=hint
+        f"{word} is not an option of a breakpoint.", text, start, start + len(word), hint=hint
     )
 
 
 @dataclass(frozen=True, slots=True)
 class BreakpointHit:
-    """Which breakpoint was met, where, and why.
+    """A hit of a breakpoint.
 
-    `reason` names condition, step, layer, values and token in words. `step` is None where it was
-    met between steps, `layer` where it is about none. `values` are all that was known of the step
-    and of that layer, by the names of the language. `is_inside` says that the forward still runs.
+    `reason` describes condition, step, layer, values and token. `step` is None for a hit between
+    steps, `layer` for a condition that is not about a layer. `values` holds all known values of the
+    step and of that layer, by name. `is_in_forward`: the forward is still running.
     """
 
     id: int
@@ -115,7 +117,7 @@ class BreakpointHit:
         return f"Breakpoint {self.id}, {self.reason}."
 
     def event_data(self) -> dict[str, Any]:
-        """Return it as the data of an event."""
+        """Return the hit as the data of an event."""
         return {
             "breakpoint": self.id,
             "condition": self.condition,
@@ -125,29 +127,33 @@ class BreakpointHit:
 
 
 def make_hit(
-    met: Breakpoint, observations: StepObservations, result: EvaluationResult, *, in_forward: bool
+    breakpoint_: Breakpoint,
+    observations: StepObservations,
+    result: EvaluationResult,
+    *,
+    in_forward: bool,
 ) -> BreakpointHit:
-    """Return the hit of a breakpoint that holds under these facts."""
+    """Return the hit of a breakpoint whose condition holds for these observations."""
     values = observations.values
     layer = result.layer
-    own = observations.layers.get(layer, {}) if layer is not None else {}
+    layer_values = observations.layers.get(layer, {}) if layer is not None else {}
     if layer is None:
-        layer = observed_layer(met.expression, observations)
+        layer = observed_layer(breakpoint_.expression, observations)
     return BreakpointHit(
-        id=met.id,
-        condition=met.text,
-        reason=hit_reason(met.expression, observations, result),
+        id=breakpoint_.id,
+        condition=breakpoint_.text,
+        reason=hit_reason(breakpoint_.expression, observations, result),
         generation=int(values.get("generation", 0)),
         branch=int(values.get("branch", 0)),
         step=int(values["step"]) if "step" in values else None,
         layer=layer,
-        values={**values, **own},
+        values={**values, **layer_values},
         is_in_forward=in_forward,
     )
 
 
 class HitAction(StrEnum):
-    """What a hit means."""
+    """What to do at a hit."""
 
     STOP = "stop"
     LOG = "log"
@@ -156,9 +162,9 @@ class HitAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """One breakpoint as it stands. `source` says who set it; `note` what there is to know of it.
+    """A breakpoint. `source` is where it was added (such as `--break`), `note` a remark.
 
-    `since` is when it was last switched on, in seconds since the epoch.
+    `enabled_at` is when it was last enabled or disabled, in seconds since the epoch.
     """
 
     id: int
@@ -172,16 +178,16 @@ class Breakpoint:
 
     @property
     def text(self) -> str:
-        """The condition, as it is written again."""
+        """The condition as text."""
         return to_text(self.expression)
 
     @property
     def name(self) -> str:
-        """What it is called in a sentence."""
+        """The name in messages."""
         return f"Breakpoint {self.id}"
 
     def info(self) -> BreakpointInfo:
-        """Return what is told of it."""
+        """Return the breakpoint as a message for clients."""
         options = self.options
         return BreakpointInfo(
             id=self.id,
@@ -196,12 +202,12 @@ class Breakpoint:
 
 
 class BreakpointStore:
-    """All breakpoints of a run. Any thread may ask and change it.
+    """All breakpoints of a run. Thread-safe.
 
-    `version` changes with the set of enabled breakpoints, so that whoever prepares for them can see
-    at the price of one comparison that nothing has changed; it is 0 while none was ever set.
-    `finding_ids` gives the ids that a `finding` is checked against; without any, none is refused.
-    `changed` is called after each change of that set, in the thread that made it.
+    `version` changes with the set of enabled breakpoints, so that one comparison per step tells
+    whether anything has changed; it is 0 until a breakpoint is added. `finding_ids` returns the ids
+    that a `finding` condition is checked against; if it returns none, any id is accepted.
+    `on_change` is called after each change by `add`, `remove` or `enable`, in the same thread.
     """
 
     def __init__(
@@ -226,85 +232,93 @@ class BreakpointStore:
         log_only: bool = False,
         source: str = "",
     ) -> BreakpointInfo:
-        """Set a breakpoint. `text` may end with options in brackets, which the others add to.
+        """Add a breakpoint. `text` may end with options in brackets, combined with the arguments.
 
-        Raises `ExpressionError`, which points at what cannot be read.
+        Raises `ExpressionError`, which points at the invalid part.
         """
-        condition, said = split_options(text)
+        condition, written = split_options(text)
         expression = parse(condition)
         if self._finding_ids is not None and has_finding(expression):
             parse(condition, finding_ids=self._finding_ids() or None)
         options = BreakpointOptions(
-            max(said.hits, hits), said.once or once, said.log or log_only, said.off
+            hits=max(written.hits, hits),
+            once=written.once or once,
+            log=written.log or log_only,
+            off=written.off,
         )
         with self._lock:
-            number = next(self._numbers)
-            about = (number, expression, options, not options.off)
-            made = Breakpoint(*about, source=source, enabled_at=time.time())
-            self._store(made)
+            added = Breakpoint(
+                id=next(self._numbers),
+                expression=expression,
+                options=options,
+                is_enabled=not options.off,
+                source=source,
+                enabled_at=time.time(),
+            )
+            self._store(added)
         self.on_change()
-        return made.info()
+        return added.info()
 
     def list(self) -> tuple[BreakpointInfo, ...]:
-        """Return all of them, in the order in which they were set."""
+        """Return all breakpoints in the order in which they were added."""
         with self._lock:
-            return tuple(each.info() for each in self._breakpoints.values())
+            return tuple(stored.info() for stored in self._breakpoints.values())
 
     def remove(self, number: int) -> None:
-        """Take one out. Raises `KeyError` for a number that none has."""
+        """Remove a breakpoint. Raises `KeyError` for an unknown number."""
         with self._lock:
             del self._breakpoints[number]
             self.version += 1
         self.on_change()
 
     def enable(self, number: int, on: bool) -> BreakpointInfo:
-        """Switch one on or off. Raises `KeyError` for a number that none has."""
+        """Enable or disable a breakpoint. Raises `KeyError` for an unknown number."""
         with self._lock:
-            made = replace(self._breakpoints[number], is_enabled=on, enabled_at=time.time())
-            self._store(made)
+            changed = replace(self._breakpoints[number], is_enabled=on, enabled_at=time.time())
+            self._store(changed)
         self.on_change()
-        return made.info()
+        return changed.info()
 
     def set_note(self, number: int, note: str) -> None:
-        """Say something of a breakpoint to whoever lists it."""
+        """Set the remark that lists show for a breakpoint, if it exists."""
         with self._lock:
             if number in self._breakpoints:
                 self._breakpoints[number] = replace(self._breakpoints[number], note=note)
 
     def enabled(self) -> tuple[Breakpoint, ...]:
-        """Return those that are switched on."""
+        """Return the enabled breakpoints."""
         with self._lock:
-            return tuple(each for each in self._breakpoints.values() if each.is_enabled)
+            return tuple(stored for stored in self._breakpoints.values() if stored.is_enabled)
 
     def record_hit(self, number: int) -> HitAction:
-        """Count a hit; returns what it means.
+        """Count a hit and return what to do.
 
-        One that stops once is switched off by it. `changed` is not called for that, as whoever
-        stops has to do so before he gives up waiting for hits.
+        A `once` breakpoint is disabled. `on_change` is not called for that: the caller has to stop
+        first, as disarming before would let the next step start.
         """
         with self._lock:
-            met = self._breakpoints.get(number)
-            if met is None or not met.is_enabled:
+            stored = self._breakpoints.get(number)
+            if stored is None or not stored.is_enabled:
                 return HitAction.PASS
-            met = self._breakpoints[number] = replace(met, n_hits=met.n_hits + 1)
-            if met.n_hits < met.options.hits:
+            stored = self._breakpoints[number] = replace(stored, n_hits=stored.n_hits + 1)
+            if stored.n_hits < stored.options.hits:
                 return HitAction.PASS
-            if met.options.once:
-                self._store(replace(met, is_enabled=False))
-        return HitAction.LOG if met.options.log else HitAction.STOP
+            if stored.options.once:
+                self._store(replace(stored, is_enabled=False))
+        return HitAction.LOG if stored.options.log else HitAction.STOP
 
-    def _store(self, made: Breakpoint) -> None:
-        self._breakpoints[made.id] = made
+    def _store(self, changed: Breakpoint) -> None:
+        self._breakpoints[changed.id] = changed
         self.version += 1
 
 
 def _evaluation_note(expression: Expression) -> str:
-    """Say where an expression is judged."""
+    """Return where an expression is evaluated."""
     if any(
-        seen.module_pattern is not None and seen.kind in (NAN, INF)
-        for seen in observations_in(expression)
+        condition.module_pattern is not None and condition.kind in (NAN, INF)
+        for condition in observations_in(expression)
     ):
-        return "judged at each of these modules, and after each step"
+        return "evaluated at each of these modules, and after each step"
     if needs_calls(expression):
-        return "judged at each attention call, and after each step"
-    return "judged after each step"
+        return "evaluated at each attention call, and after each step"
+    return "evaluated after each step"

@@ -1,4 +1,4 @@
-"""What is wrong with an expression, with a mark under the place.
+"""The syntax tree of breakpoint expressions, its text form, and the error of an invalid expression.
 
 `parse(to_text(tree)) == tree` for every tree that `parse` returns.
 """
@@ -17,9 +17,9 @@ from flexinspect.core.errors import UsageError
 
 
 class ExpressionError(UsageError):
-    """An expression that cannot be read; `start` and `stop` are the place in `text`.
+    """An invalid expression; the message underlines `text[start:stop]`.
 
-    `reason` is the sentence alone, as an input field shows it below itself.
+    `reason` is the message without the underlined text, as an input field shows it.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class ExpressionError(UsageError):
         self.start, self.stop = start, stop
 
     def with_location(self, where: str) -> ExpressionError:
-        """Return the same error, which says where the expression stands."""
+        """Return the same error with the location of the expression, such as "file:line"."""
         reason = f"{where}: {self.reason}"
         return ExpressionError(reason, self.text, self.start, self.stop, hint=self.hint)
 
 
 def _printable(text: str) -> str:
-    """Return the text in one line, each character of it in place of itself."""
+    """Return the text in one line of as many characters, with unprintable ones replaced."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "\N{MIDDLE DOT}" for c in text)
 
 
@@ -53,7 +53,7 @@ def _cell_width(character: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A written number; with a unit it is an amount of memory."""
+    """A number; with a unit it is an amount of memory."""
 
     value: float
     unit: str = ""
@@ -61,14 +61,14 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A written text."""
+    """A text in quotes."""
 
     value: str
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A name of `WORDS`."""
+    """A name of `VALUE_NAMES`."""
 
     name: str
 
@@ -78,7 +78,7 @@ Operand = Number | Text | Name
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Two operands and what is to hold between them."""
+    """A comparison of two operands."""
 
     left: Operand
     op: str
@@ -87,7 +87,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A name whose value is one of those written."""
+    """A name whose value is in a list."""
 
     name: Name
     values: tuple[Number | Text, ...]
@@ -95,7 +95,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    """A name whose text contains a written one."""
+    """A name whose text contains another text."""
 
     part: Text
     name: Name
@@ -103,7 +103,7 @@ class Contains:
 
 @dataclass(frozen=True, slots=True)
 class ObservationCondition:
-    """One of `SIGHTS`, anywhere or at modules whose names match."""
+    """One of `OBSERVATIONS`, anywhere or at modules whose names match."""
 
     kind: str
     module_pattern: str | None = None
@@ -111,7 +111,7 @@ class ObservationCondition:
 
 @dataclass(frozen=True, slots=True)
 class FindingCondition:
-    """A new finding whose id matches, and whose severity compares so."""
+    """A new finding whose id matches `pattern`, and whose severity satisfies `op`."""
 
     pattern: str
     op: str | None = None
@@ -120,21 +120,21 @@ class FindingCondition:
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """What must not hold."""
+    """Negation."""
 
     inner: Expression
 
 
 @dataclass(frozen=True, slots=True)
 class And:
-    """All of which must hold; none of them is an `And`."""
+    """Conjunction; no part is an `And`."""
 
     parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Or:
-    """One of which must hold; none of them is an `Or`."""
+    """Disjunction; no part is an `Or`."""
 
     parts: tuple[Expression, ...]
 
@@ -144,7 +144,7 @@ Leaf = Compare | Member | Contains | ObservationCondition | FindingCondition
 
 
 def to_text(tree: Expression) -> str:
-    """Write an expression, with no more parentheses than it needs."""
+    """Return an expression as text, without redundant parentheses."""
     if isinstance(tree, Or):
         return " or ".join(to_text(part) for part in tree.parts)
     if isinstance(tree, And):
@@ -171,7 +171,7 @@ def _leaf_text(leaf: Leaf) -> str:
 
 
 def operand_text(operand: Operand) -> str:
-    """Write an operand."""
+    """Return an operand as text."""
     if isinstance(operand, Name):
         return operand.name
     if isinstance(operand, Text):
@@ -183,7 +183,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def quote(text: str) -> str:
-    """Write a text between double quotes, with escapes for what cannot be seen."""
+    """Return a text in double quotes, with escapes for unprintable characters."""
     return '"' + "".join(_ESCAPES.get(c) or _escape_character(c) for c in text) + '"'
 
 
@@ -191,17 +191,13 @@ def _escape_character(character: str) -> str:
     if character.isprintable():
         return character
     code = ord(character)
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 1 << 16
-        else f"\\U{code:08x}"
-    )
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
 
 
 def leaves(tree: Expression) -> Iterator[Leaf]:
-    """Yield what an expression is made of, from left to right."""
+    """Yield the conditions of an expression, from left to right."""
     if isinstance(tree, And | Or):
         for part in tree.parts:
             yield from leaves(part)
@@ -212,9 +208,9 @@ def leaves(tree: Expression) -> Iterator[Leaf]:
 
 
 def value_names_in(tree: Expression) -> tuple[str, ...]:
-    """Return the names with a value that an expression asks for, each once."""
-    found = [operand.name for leaf in leaves(tree) for operand in _name_operands(leaf)]
-    return tuple(dict.fromkeys(found))
+    """Return the value names in an expression, each once."""
+    names = [operand.name for leaf in leaves(tree) for operand in _name_operands(leaf)]
+    return tuple(dict.fromkeys(names))
 
 
 def _name_operands(leaf: Leaf) -> list[Name]:
@@ -224,24 +220,24 @@ def _name_operands(leaf: Leaf) -> list[Name]:
 
 
 def is_per_layer(tree: Expression) -> bool:
-    """Say whether an expression is tried for each layer: it names what every layer has."""
+    """Return whether an expression is evaluated per layer: it has a name with a value per layer."""
     return any(VALUE_NAMES[name].is_per_layer for name in value_names_in(tree))
 
 
 def observations_in(tree: Expression) -> tuple[ObservationCondition, ...]:
-    """Return what an expression wants to see, each once."""
+    """Return the observations in an expression, each once."""
     return tuple(
         dict.fromkeys(leaf for leaf in leaves(tree) if isinstance(leaf, ObservationCondition))
     )
 
 
 def has_finding(tree: Expression) -> bool:
-    """Say whether an expression asks for findings."""
+    """Return whether an expression has a `finding` condition."""
     return any(isinstance(leaf, FindingCondition) for leaf in leaves(tree))
 
 
 def needs_calls(tree: Expression) -> bool:
-    """Say whether attention calls are to be looked at, one by one, while the model runs."""
+    """Return whether an expression is evaluated at each attention call while the model runs."""
     return is_per_layer(tree) or any(s.kind in (EMPTY_ROW, FALLBACK) for s in observations_in(tree))
 
 
@@ -250,21 +246,21 @@ _WILDCARDS = {"*": r"[^.]*", "?": r"[^.]"}
 
 
 def matches_module(pattern: str, name: str) -> bool:
-    """Say whether a module is meant: by its whole name, or by the last parts of it.
+    """Return whether a pattern matches a module's name, or the last parts of it.
 
-    `*` stands for one part (`layers.*.self_attn`) or a piece of one, `**` for any number of parts,
-    `[0-3]` for one of these characters.
+    `*` matches one part (`layers.*.self_attn`) or a piece of one, `**` any number of parts, `[0-3]`
+    one of these characters.
     """
     return _compile_glob(pattern).fullmatch(name) is not None
 
 
 def count_wildcards(pattern: str) -> int:
-    """Return how many pieces of a module's pattern stand for more than themselves."""
+    """Return the number of wildcards in a module pattern."""
     return sum(len(piece) > 1 or piece in _WILDCARDS for piece in _GLOB_PARTS.findall(pattern))
 
 
 def matches_finding(pattern: str, finding_id: str) -> bool:
-    """Say whether a finding is meant; `*` stands for any text."""
+    """Return whether a pattern matches a finding id; `*` matches any text."""
     return fnmatchcase(finding_id, pattern)
 
 
@@ -273,7 +269,7 @@ def _compile_glob(pattern: str) -> re.Pattern[str]:
     body = "".join(map(_glob_part_regex, _GLOB_PARTS.findall(pattern)))
     try:
         return re.compile(rf"(?:.*\.)?(?:{body})", re.DOTALL)
-    except re.error:  # such as [z-a]: then it means itself
+    except re.error:  # an invalid range such as [z-a]: match it literally
         return re.compile(rf"(?:.*\.)?{re.escape(pattern)}", re.DOTALL)
 
 

@@ -1,1 +1,1 @@
-"""Commands to a running capture: what is said, who says it, and where captures are found."""
+"""Commands to a running capture: the messages, the client, and the discovery of captures."""

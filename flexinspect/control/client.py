@@ -1,4 +1,4 @@
-"""The client of a running capture's control server: the command line, the interface and tests."""
+"""The client of a capture's control server, used by the command line, the interface and tests."""
 
 from __future__ import annotations
 
@@ -32,67 +32,68 @@ from flexinspect.control.messages import (
 from flexinspect.core.errors import ControlError
 
 TIMEOUT_S = 10.0
-"""How long an answer is waited for. Commands never wait for the model, so it comes at once, but for
-a process that a debugger holds."""
+"""How long to wait for a response. Commands never wait for the model, so a response is immediate
+unless a debugger has stopped the process."""
 
 T = TypeVar("T")
 
 
 class ControlClient:
-    """Commands to one running capture. One connection per call, so that many may talk to it.
+    """Commands to one running capture. Each call opens its own connection, so clients can share it.
 
-    Every method raises `ControlError`: with the capture's own sentence when it refuses, or saying
-    that it cannot be reached.
+    Every method raises `ControlError`: with the message of the capture when it refuses the command,
+    or with the reason why the capture cannot be reached.
     """
 
     def __init__(self, address: Address, *, timeout_s: float = TIMEOUT_S) -> None:
         self.address = address
         self._timeout_s = timeout_s
 
-    # -- looking ---------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     def status(self) -> StatusResponse:
-        """Return how the capture stands."""
+        """Return the status of the capture."""
         return self._request(StatusResponse, "GET", "/status")
 
     def breakpoints(self) -> Sequence[BreakpointInfo]:
-        """Return its breakpoints."""
+        """Return the breakpoints of the capture."""
         return self._request(Breakpoints, "GET", "/breakpoints").breakpoints
 
     # -- commands --------------------------------------------------------------------------------
 
     def pause(self) -> CommandResponse:
-        """Pause after this step."""
+        """Pause after the current step."""
         return self._request(CommandResponse, "POST", "/pause")
 
     def continue_(self) -> CommandResponse:
-        """Go on; a run that is held ends."""
+        """Continue. A run that `--hold` keeps alive ends."""
         return self._request(CommandResponse, "POST", "/continue")
 
     def step(self, n: int = 1) -> CommandResponse:
-        """Go on for `n` steps, then pause."""
+        """Run `n` steps, then pause."""
         return self._request(CommandResponse, "POST", "/step", StepBody(n))
 
     def run_to(self, step: int, generation: int | None = None) -> CommandResponse:
-        """Go on until a step has finished, of the current generation unless another is named."""
+        """Run until `step` of `generation` (default: the current one) has finished, then pause."""
         return self._request(CommandResponse, "POST", "/run-to", RunToBody(step, generation))
 
     def stop(self) -> CommandResponse:
-        """End the run after this step, as Ctrl-C does."""
+        """End the run after the current step, as Ctrl-C does."""
         return self._request(CommandResponse, "POST", "/stop")
 
     def level(self, name: str) -> CommandResponse:
-        """Record at another level from the next step on."""
+        """Record at level `name` from the next step on."""
         return self._request(CommandResponse, "POST", "/level", {"level": name})
 
     def layers(self, text: str) -> CommandResponse:
-        """Store the activations of other layers at level extreme, "0,3,5-7" or "all"."""
+        """Choose the layers whose activations level extreme stores: "0,3,5-7" or "all"."""
         return self._request(CommandResponse, "POST", "/layers", LayersBody(text))
 
     def restore(self, place: StepRef, *, dry_run: bool = False) -> CommandResponse:
-        """Rebuild the live state after a step and pause there; its order is in the status.
+        """Rebuild the live state after a step and pause there.
 
-        With `dry_run` nothing is done; the answer's `cost` says what it would cost.
+        The progress is in the status as `last_rewind`. With `dry_run` nothing is done, and `cost`
+        of the response is an estimate.
         """
         return self._request(CommandResponse, "POST", "/restore", RestoreBody(place, dry_run))
 
@@ -105,7 +106,7 @@ class ControlClient:
         stay_paused: bool = False,
         dry_run: bool = False,
     ) -> CommandResponse:
-        """Go on from a step with another token, or a text, as a new branch."""
+        """Continue from a step with another token, or with a text, as a new branch."""
         body = ForkBody(place, token_id, text, stay_paused, dry_run)
         return self._request(CommandResponse, "POST", "/fork", body)
 
@@ -117,7 +118,7 @@ class ControlClient:
         stay_paused: bool = False,
         dry_run: bool = False,
     ) -> CommandResponse:
-        """Go on from a step with another mask, as a new branch."""
+        """Continue from a step with another mask, as a new branch."""
         body = EditBody(place, tuple(edits), stay_paused, dry_run)
         return self._request(CommandResponse, "POST", "/edit", body)
 
@@ -126,23 +127,23 @@ class ControlClient:
     def add_breakpoint(
         self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
     ) -> BreakpointInfo:
-        """Set a breakpoint."""
+        """Add a breakpoint."""
         body = BreakpointBody(text, hits, once, log_only)
         return self._request(BreakpointInfo, "POST", "/breakpoints", body)
 
     def remove_breakpoint(self, number: int) -> Sequence[BreakpointInfo]:
-        """Remove one; returns those that are left."""
+        """Remove a breakpoint and return the remaining ones."""
         return self._request(Breakpoints, "DELETE", f"/breakpoints/{number}").breakpoints
 
     def enable_breakpoint(self, number: int, on: bool = True) -> BreakpointInfo:
-        """Switch one on, or off."""
+        """Enable a breakpoint, or disable it with `on=False`."""
         verb = "enable" if on else "disable"
         return self._request(BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
 
     # -- the connection --------------------------------------------------------------------------
 
     def _request(self, kind: type[T], method: str, path: str, body: Any = None) -> T:
-        return from_json(kind, self.request(method, path, body), "the answer")
+        return from_json(kind, self.request(method, path, body), "the response")
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send one request and return its JSON. Raises `ControlError`."""
@@ -150,7 +151,7 @@ class ControlClient:
         if token := self.address.token:
             if not token.isascii() or not token.isprintable():
                 raise ControlError(
-                    "The token holds characters that no capture's token has.",
+                    "The token has characters that a token cannot contain.",
                     hint="Copy the one that --serve printed, without a line break.",
                 )
             headers["Authorization"] = f"Bearer {token}"
@@ -158,9 +159,10 @@ class ControlClient:
         connection = self._connect()
         try:
             connection.request(method, path, body=text, headers=headers)
-            answer = connection.getresponse()
-            status, data = answer.status, answer.read()
-        except (OSError, http.client.HTTPException, UnicodeError) as error:  # a host's name, too
+            response = connection.getresponse()
+            status, data = response.status, response.read()
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            # UnicodeError: a host name that IDNA cannot encode.
             raise self._unreachable(error) from error
         finally:
             connection.close()
@@ -176,7 +178,7 @@ class ControlClient:
             host = port = None
         if parts.scheme != "http" or not host:
             raise ControlError(
-                f"{self.address.url or 'An empty text'} is not the URL of a capture.",
+                f"{self.address.url or 'An empty string'} is not the URL of a capture.",
                 hint="It looks like http://127.0.0.1:8421; --serve prints it.",
             )
         return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
@@ -186,11 +188,11 @@ class ControlClient:
         if isinstance(error, TimeoutError):
             return ControlError(
                 f"The capture at {where} does not answer.",
-                hint="A debugger may hold its process: let that go on.",
+                hint="A debugger may have stopped its process: continue in the debugger.",
             )
         return ControlError(
-            f"No capture answers at {where}: {getattr(error, 'strerror', None) or error}.",
-            hint="It may have ended; flexinspect attach --list shows those that run.",
+            f"No capture responds at {where}: {getattr(error, 'strerror', None) or error}.",
+            hint="It may have ended; flexinspect attach --list shows the running captures.",
         )
 
 
@@ -210,46 +212,40 @@ class _UnixConnection(http.client.HTTPConnection):
 
 def _parse_response(status: int, data: bytes) -> Any:
     try:
-        said = json.loads(data)
+        payload = json.loads(data)
     except ValueError as error:
-        raise ControlError(f"What answered is no capture: {data[:80]!r}.") from error
+        raise ControlError(f"The response is not from a capture: {data[:80]!r}.") from error
     if status < 400:
-        return said
-    if not isinstance(said, dict) or "error" not in said:
-        raise ControlError(f"The capture answered with an error of its own: {status}.")
-    refusal = from_json(ErrorResponse, said, "the answer")
+        return payload
+    if not isinstance(payload, dict) or "error" not in payload:
+        raise ControlError(f"The capture responded with HTTP status {status} and no message.")
+    refusal = from_json(ErrorResponse, payload, "the response")
     raise ControlError(refusal.error, hint=refusal.hint)
 
 
 POLL_INTERVAL_S = 0.02
 
 
-def wait_for_effect(client: ControlClient, answer: CommandResponse) -> StatusResponse | None:
-    """Return the status once nothing is on its way any more, None when the run has ended by then.
+def wait_for_effect(client: ControlClient, response: CommandResponse) -> StatusResponse | None:
+    """Wait until a command has taken effect; return the status, None when the run has ended.
 
-    An order counts when it is done or failed, and then the pause that it ends in. Raises
-    `ControlError` when the capture is there and does not answer.
+    A restore, fork or edit has taken effect when it is done or failed and the pause that it ends in
+    is reached. Raises `ControlError` when the capture is there and does not respond.
     """
-    status = answer.status
-    while _is_pending(status, answer):
+    status = response.status
+    while _is_pending(status, response):
         time.sleep(POLL_INTERVAL_S)
         try:
             status = client.status()
         except ControlError as error:
             if isinstance(error.__cause__, TimeoutError):
-                raise  # it is there, and something holds it
-            return None  # a run that ends does not say so any more
+                raise  # the process is alive but stopped
+            return None  # a run that ends closes its socket without a last status
     return status
 
 
-def _is_pending(status: StatusResponse, answer: CommandResponse) -> bool:
-    order = status.last_rewind
-    if (
-        answer.rewind_number is not None
-        and order is not None
-        and order.number == answer.rewind_number
-    ):
-        if order.state in ("waiting", "working"):
-            return True
-        return status.state == "pausing"
+def _is_pending(status: StatusResponse, response: CommandResponse) -> bool:
+    rewind = status.last_rewind
+    if rewind is not None and rewind.number == response.rewind_number:
+        return rewind.state in ("waiting", "working") or status.state == "pausing"
     return bool(status.until) and status.state in ("loading", "running", "pausing")

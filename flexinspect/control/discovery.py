@@ -1,9 +1,8 @@
-"""Where running captures are found: one JSON file and one socket each, in a folder of the user's.
+"""Discovery of running captures: each one has a JSON file and a socket in a folder of the user.
 
-The folder is `flexinspect` below `XDG_RUNTIME_DIR`, else `flexinspect-UID` in the system's folder
-for temporary files, or in `/tmp` where that one's path is too long for a socket; only the user may
-enter it. What a capture that was killed left there is
-removed by whoever looks next.
+The folder is `flexinspect` in `XDG_RUNTIME_DIR`, otherwise `flexinspect-UID` in the system's folder
+for temporary files, or in `/tmp` if that path is too long for a socket. Only the user can enter it.
+The next `running()` removes the files of captures that were killed.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from flexinspect.control.messages import from_json, to_json
 from flexinspect.core.errors import ControlError, UsageError
 
 LONGEST_SOCKET = 100
-"""Bytes of a socket's path: the system takes 108 at most, some 104."""
+"""Longest path of a socket in bytes: Linux accepts 108, macOS 104."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a capture is controlled: a Unix socket, or the `url` of `--serve` with its token."""
+    """Address of a control server: a Unix socket, or the `url` of `--serve` with its token."""
 
     socket: str = ""
     url: str = ""
@@ -40,7 +39,7 @@ class Address:
 class CaptureEntry:
     """A capture that can be controlled.
 
-    `title` says in a few words what it runs, `trace` is the file being written, absolute.
+    `title` is a short description of the run, `trace` the absolute path of the file being written.
     """
 
     pid: int
@@ -51,7 +50,7 @@ class CaptureEntry:
     kind: Literal["generation", "program", "watch"] = "generation"
 
     def is_recording(self, path: Path) -> bool:
-        """Tell whether `path` leads to the file being written, by a link or another way too."""
+        """Return whether `path` is the file being written, also through a link."""
         mine = Path(self.trace)
         try:
             return mine.samefile(path)
@@ -60,27 +59,27 @@ class CaptureEntry:
 
 
 def runtime_folder() -> Path:
-    """Return the folder of sockets, made if need be, mode 0700.
+    """Return the folder of the sockets, created with mode 0700 if it does not exist.
 
-    Raises `ControlError` when it belongs to somebody else or cannot be made, and on Windows.
+    Raises `ControlError` if it belongs to another user or cannot be created, and on Windows.
     """
     if not hasattr(os, "getuid"):
-        raise ControlError("This system has no Unix sockets, so runs take no commands here.")
+        raise ControlError("This system has no Unix sockets, so runs cannot be controlled here.")
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "flexinspect" if base else _temporary_folder()
     if _is_too_long(folder):
         folder = _temporary_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = folder.lstat()
+        info = folder.lstat()
     except OSError as error:
-        raise ControlError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        raise ControlError(f"The folder {folder} cannot be created: {error.strerror}.") from error
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
         raise ControlError(
-            f"{folder} is not a folder of yours, so no socket is put there.",
+            f"{folder} is not a folder that you own, so no socket is created in it.",
             hint="Remove it, or set XDG_RUNTIME_DIR to a folder that only you can enter.",
         )
-    if stat.S_IMODE(facts.st_mode) != 0o700:
+    if stat.S_IMODE(info.st_mode) != 0o700:
         folder.chmod(0o700)
     return folder
 
@@ -96,7 +95,7 @@ def _is_too_long(folder: Path) -> bool:
 
 
 def new_socket_path(folder: Path) -> Path:
-    """Return where a new capture of this process may put its socket: one may hold several."""
+    """Return a free socket path for a new capture; a process may have several captures."""
     number = 0
     while (path := folder / f"{os.getpid()}-{number}.sock").exists():
         number += 1
@@ -104,7 +103,10 @@ def new_socket_path(folder: Path) -> Path:
 
 
 def register(entry: CaptureEntry) -> Path:
-    """Let a capture be found; returns its file, beside its socket. Raises `ControlError`."""
+    """Write the file that announces a capture, next to its socket, and return its path.
+
+    Raises `ControlError` if it cannot be written.
+    """
     file = Path(entry.address.socket).with_suffix(".json")
     part = file.with_suffix(".part")
     try:
@@ -118,27 +120,27 @@ def register(entry: CaptureEntry) -> Path:
 
 
 def unregister(file: Path) -> None:
-    """Remove a capture's file and its socket."""
+    """Remove the file and the socket of a capture."""
     for path in (file, file.with_suffix(".sock")):
         with suppress(OSError):
             path.unlink()
 
 
 def running() -> Sequence[CaptureEntry]:
-    """Return the captures of this user that live, newest first; what dead ones left is removed."""
-    found = []
+    """Return the running captures of this user, newest first, and remove files of dead ones."""
+    entries = []
     for file in runtime_folder().glob("*.json"):
         entry = _read_entry(file)
         if entry is None or not _is_alive(entry):
             unregister(file)
         else:
-            found.append(entry)
+            entries.append(entry)
     _remove_orphans()
-    return sorted(found, key=lambda entry: -entry.started_at)
+    return sorted(entries, key=lambda entry: -entry.started_at)
 
 
 def _remove_orphans() -> None:
-    """Remove sockets of processes that ended after they made one and before they could be found."""
+    """Remove sockets of processes that ended between binding the socket and `register`."""
     for socket in runtime_folder().glob("*-*.sock"):
         pid = socket.name.partition("-")[0]
         if (
@@ -181,48 +183,48 @@ def find_capture(
     *,
     hint: str = "Name one with --pid or --trace.",
 ) -> CaptureEntry:
-    """Return the capture of a process or a trace, or the only one there is.
+    """Return the capture of a process or a trace, by default the only one that is running.
 
-    Raises `UsageError` when there is none or several, naming them; `hint` says how one is named.
+    Raises `UsageError` if there is none or more than one; the message lists them, and `hint` tells
+    the user how to choose.
     """
-    found = running()
+    entries = running()
     if pid is not None:
-        found = [entry for entry in found if entry.pid == pid]
+        entries = [entry for entry in entries if entry.pid == pid]
     if trace is not None:
-        found = [entry for entry in found if entry.is_recording(trace)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UsageError(
-            f"{len(found)} captures run: {'; '.join(map(capture_label, found))}.",
-            hint=hint,
-        )
-    named = f" of process {pid}" if pid is not None else ""
-    named += f" that records {trace}" if trace is not None else ""
+        entries = [entry for entry in entries if entry.is_recording(trace)]
+    if len(entries) == 1:
+        return entries[0]
+    if entries:
+        listed = "; ".join(map(capture_label, entries))
+        raise UsageError(f"{len(entries)} captures are running: {listed}.", hint=hint)
+    selection = f" of process {pid}" if pid is not None else ""
+    selection += f" that records {trace}" if trace is not None else ""
     raise UsageError(
-        f"No capture{named} is running.",
-        hint="flexinspect run begins one; flexinspect attach --list shows them.",
+        f"No capture{selection} is running.",
+        hint="Start one with flexinspect run; flexinspect attach --list shows running captures.",
     )
 
 
 def capture_label(entry: CaptureEntry) -> str:
-    """Return a capture in a few words."""
+    """Return "PID TITLE → TRACE"."""
     return f"{entry.pid} {entry.title} → {entry.trace}"
 
 
 def capture_address(
     url: str | None, token: str | None, pid: int | None, trace: Path | None
 ) -> Address:
-    """Return the address of `url`, or that of the capture chosen. Raises `UsageError`.
+    """Return the address of `url`, or of the running capture that `pid` or `trace` selects.
 
-    Over TCP the token comes from the environment unless it is given.
+    Over TCP the token defaults to `FLEXINSPECT_TOKEN`. Raises `UsageError` for flags that exclude
+    each other, and if no capture or more than one matches.
     """
     if url is None:
         if token is not None:
             raise UsageError("--token goes with --url.")
         return Address(find_capture(pid, trace).address.socket)
     if pid is not None or trace is not None:
-        raise UsageError("--url names the capture already; leave --pid and --trace out.")
+        raise UsageError("--url already selects the capture; remove --pid and --trace.")
     return Address(url=url, token=token or os.environ.get(TOKEN_VARIABLE, ""))
 
 
@@ -232,7 +234,7 @@ MIN_TOKEN_LENGTH = 16
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where to listen over TCP, and the token that every request must bring. Port 0: a free one."""
+    """Where to listen over TCP (port 0: any free port), and the token that every request needs."""
 
     host: str
     port: int
@@ -240,22 +242,22 @@ class ServeOptions:
 
 
 def parse_serve_address(text: str, *, insecure: bool) -> ServeOptions:
-    """Return what `--serve HOST:PORT` asks for, with a token from the environment or a new one.
+    """Parse `--serve HOST:PORT`; the token is `FLEXINSPECT_TOKEN` or a new one.
 
-    Raises `UsageError` for what is no address, and for one that others than this machine reach
-    unless `insecure` says that this is meant.
+    Raises `UsageError` for an invalid address, and for an address that other machines can reach
+    unless `insecure` is set.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(
             f"--serve {text} is not HOST:PORT.",
-            hint="Write for instance --serve 127.0.0.1:8421, or port 0 for a free one.",
+            hint="For example --serve 127.0.0.1:8421; port 0 picks a free port.",
         )
     if not is_loopback(host) and not insecure:
         raise UsageError(
             f"--serve {text} would let other machines control this run, unencrypted.",
-            hint="Use 127.0.0.1 and an SSH tunnel, or add --insecure-bind if that is meant.",
+            hint="Use 127.0.0.1 and an SSH tunnel, or add --insecure-bind if that is intended.",
         )
     return ServeOptions(host, int(port), _read_token())
 
@@ -267,13 +269,13 @@ def _read_token() -> str:
     if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable():
         raise UsageError(
             f"{TOKEN_VARIABLE} must hold at least {MIN_TOKEN_LENGTH} printable ASCII characters.",
-            hint="Leave it unset to have one made.",
+            hint="Unset it to get a random token.",
         )
     return token
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches a server that listens on `host`."""
+    """Return whether a server that listens on `host` is reachable from this machine only."""
     if host == "localhost":
         return True
     try:

@@ -1,8 +1,8 @@
-"""What is said between a running capture and those who control it. Plain data, no torch.
+"""Messages between a running capture and its clients: plain data, no torch.
 
-A message is a frozen dataclass of whole numbers, numbers, texts, booleans, `Literal`s, other
-messages, tuples of one of these, and None. `metadata` of a field may give its `minimum`,
-`maximum` and `longest`; the schema of the server comes from the same place.
+A message is a frozen dataclass. Its fields are `int`, `float`, `str`, `bool`, `Literal`, another
+message, a tuple of one of these, or None. The `metadata` of a field may hold `minimum`, `maximum`
+and `longest`; `from_json` checks them, and the OpenAPI document is generated from them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_orig
 from flexinspect.core.errors import ControlError
 
 BEFORE_FIRST = -1
-"""The step of a place before any step has finished."""
+"""`StepRef.step` before any step has finished."""
 
 MAX_NUMBER = 2**31 - 1
-"""The largest number that anything may be numbered with."""
+"""The largest step, token id, position or other number that a message may hold."""
 
-PAUSE_REQUESTED: Final = "it was asked to"
-"""Why it has paused, where a command alone is the reason."""
+PAUSE_REQUESTED: Final = "requested"
+"""`StatusResponse.reason` of a pause that a command asked for."""
 
 State = Literal["loading", "running", "pausing", "paused", "holding", "finished"]
-"""loading: no forward yet. pausing: it will pause after this step. holding: the generation is over
-and the model is kept alive. finished: nothing will run any more."""
+"""loading: no forward yet. pausing: pauses after the current step. holding: the last generation has
+ended and `--hold` keeps the model alive. finished: the run has ended."""
 
 STATES: tuple[State, ...] = ("loading", "running", "pausing", "paused", "holding", "finished")
 
@@ -47,47 +47,45 @@ def _text(default: str | None = "", longest: int = 4096) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StepRef:
-    """The last finished step of a generation's branch; `step` is -1 before its first."""
+    """A step of a branch of a generation; `step` is -1 before the first one."""
 
     generation: int = _number(0)
     branch: int = _number(0)
     step: int = _number(BEFORE_FIRST, minimum=BEFORE_FIRST)
 
     def describe(self) -> str:
-        """Return "step 7", with generation and branch where they are not the first."""
+        """Return "step 7", with the generation and the branch if they are not 0."""
         text = "the beginning" if self.step < 0 else f"step {self.step}"
         return text + self._qualifier()
 
     def describe_after(self) -> str:
-        """Return "after step 7", or "before the first step", as `words` does."""
-        return (
-            f"after {self.describe()}"
-            if self.step >= 0
-            else f"before the first step{self._qualifier()}"
-        )
+        """Return "after step 7", or "before the first step"; otherwise as `describe`."""
+        if self.step < 0:
+            return f"before the first step{self._qualifier()}"
+        return f"after {self.describe()}"
 
     def _qualifier(self) -> str:
         text = f" of generation {self.generation}" if self.generation else ""
         return f"{text} (branch {self.branch})" if self.branch else text
 
 
-# -- what the model is asked to do besides going on ------------------------------------------------
+# -- commands that rewind the model ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Rebuild the live state right after a step; the model then stands paused there."""
+    """Rebuild the live state right after a step and pause there."""
 
     place: StepRef
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Go on from a step with another token than the one that it chose, as a new branch.
+    """Continue from a step with another token than the one that it chose, as a new branch.
 
-    `place` is the step whose choice is replaced. Either `token_id` is given, or `text`, whose
-    tokens are all forced one after the other. With `stays` the model stands paused at the new
-    branch instead of going on.
+    `place` is the step whose token is replaced. Exactly one of `token_id` and `text` is set; all
+    tokens of `text` are forced, one per step. With `stay_paused` the model pauses at the start of
+    the new branch.
     """
 
     place: StepRef
@@ -104,14 +102,15 @@ class MaskEdit:
     """One change of the mask.
 
     - preset: use the preset `name` instead.
-    - drop: nobody sees any of `segments` any more.
-    - join: all of `segments` see each other.
-    - see: the first of `segments` sees the second if `is_open`, else it no longer does.
-    - cell: query position `row` sees key position `key` if `is_open`, else it no longer does.
-    - row: query position `row` sees all keys up to itself if `is_open`, else only itself.
+    - drop: no other segment attends to any of `segments`.
+    - join: all of `segments` attend to each other.
+    - see: the first of `segments` attends to the second if `is_open`, otherwise it does not.
+    - cell: query position `row` attends to key position `key` if `is_open`, otherwise it does not.
+    - row: query position `row` attends to all keys up to itself if `is_open`, otherwise only to
+      itself.
 
-    `segments` are numbers of segments, `row` and `key` positions of the sequence. Whether a change
-    makes sense for the generation at hand is for whoever obeys it to say.
+    `segments` are segment numbers, `row` and `key` positions in the sequence. The generation checks
+    whether the segments and positions exist when it applies the change.
     """
 
     op: EditOp
@@ -124,7 +123,7 @@ class MaskEdit:
 
 @dataclass(frozen=True, slots=True)
 class EditMask:
-    """Go on from a step with another mask, as a new branch; `edits` apply one after the other."""
+    """Continue from a step with another mask, as a new branch; `edits` are applied in order."""
 
     place: StepRef
     edits: tuple[MaskEdit, ...] = field(metadata={"longest": 1000})
@@ -137,14 +136,14 @@ RewindKind = Literal["restore", "fork", "edit"]
 
 @dataclass(frozen=True, slots=True)
 class QueuedRewind:
-    """A wish that was accepted, with its number among those of this run, from 1."""
+    """An accepted rewind command; `number` counts the rewind commands of this run from 1."""
 
     number: int
     command: RewindCommand
 
     @property
     def kind(self) -> RewindKind:
-        """What kind of wish it is."""
+        """The kind of the command."""
         if isinstance(self.command, Restore):
             return "restore"
         return "fork" if isinstance(self.command, Fork) else "edit"
@@ -152,9 +151,10 @@ class QueuedRewind:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an order would cost: in words, and in seconds and bytes where they are known.
+    """Estimated cost of a rewind command.
 
-    `is_dear` asks whoever ordered it to confirm it first.
+    `sentence` describes it; `seconds` and `bytes` (of memory) are None where they are unknown. A
+    client asks the user to confirm a command that `is_expensive`.
     """
 
     sentence: str
@@ -165,9 +165,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class RewindState:
-    """What became of an order: `said` is its result or why it could not be obeyed.
+    """Progress of a rewind command: `message` is its result, or the reason why it failed.
 
-    `place` is where the model stands after it; `seconds` is what it took.
+    `place` is the last finished step after it, `seconds` the time that it took.
     """
 
     number: int
@@ -178,17 +178,16 @@ class RewindState:
     seconds: float | None = None
 
 
-# -- answers ---------------------------------------------------------------------------------------
+# -- responses -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class BreakpointInfo:
-    """A breakpoint as its owner lists it.
+    """A breakpoint of a run.
 
-    `text` is its condition as written. It stops from the hit number `hits` on (0 and 1: the first),
-    is switched off by its first stop when `once`, and only leaves an event when `log_only`;
-    `n_hits` is how often it was met so far; `note` says what there is to know of it, for instance
-    where it is judged.
+    `text` is its condition as written. It stops from hit number `hits` on (0 and 1: the first
+    hit). With `once` its first stop disables it, with `log_only` it only records an event. `n_hits`
+    is the number of hits so far, `note` a remark such as where the condition is evaluated.
     """
 
     id: int
@@ -210,13 +209,14 @@ class Breakpoints:
 
 @dataclass(frozen=True, slots=True)
 class StatusResponse:
-    """How a capture stands.
+    """Status of a capture.
 
-    `place` is the last finished step. `says` is the state as a sentence, `reason` why it paused or
-    is about to (empty while it runs), `until` where it will pause or end (empty when nothing is
-    asked for). `kind` is generation (our own), program or watch; only a
-    capture that `travels` obeys restore, fork and edit. `trace` is the file being written, `layers`
-    those whose activations level extreme stores. `order` is the newest order.
+    `place` is the last finished step. `description` is the state as a sentence, `reason` why the
+    run paused or is about to pause (empty while it runs), `until` where it will pause or end (empty
+    without such a command). `kind` is generation (of flexinspect itself), program or watch; only a
+    capture with `can_rewind` accepts restore, fork and edit. `trace` is the file being written,
+    `layers` the layers whose activations level extreme stores, `last_rewind` the newest rewind
+    command.
     """
 
     state: State
@@ -237,9 +237,9 @@ class StatusResponse:
 
 @dataclass(frozen=True, slots=True)
 class CommandResponse:
-    """What a command is answered: `said` is what will happen, `status` how things stand.
+    """Response to a command: `message` is what will happen, `status` the status of the capture.
 
-    `order` is the number of an order that was accepted, `cost` what one would cost.
+    `rewind_number` is the number of an accepted rewind command, `cost` its estimated cost.
     """
 
     message: str
@@ -250,25 +250,25 @@ class CommandResponse:
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """What a command is answered that cannot be obeyed: why, and what to do instead."""
+    """Response to a refused command: the reason, and what to do instead."""
 
     error: str
     hint: str | None = None
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- request bodies --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StepBody:
-    """How many steps to go."""
+    """Number of steps to run."""
 
     n: int = field(default=1, metadata={"minimum": 1, "maximum": MAX_NUMBER})
 
 
 @dataclass(frozen=True, slots=True)
 class RunToBody:
-    """After which step to pause; of the current generation unless another is named."""
+    """The step to pause after, and its generation (default: the current one)."""
 
     step: int = _number()
     generation: int | None = _optional_number()
@@ -276,21 +276,21 @@ class RunToBody:
 
 @dataclass(frozen=True, slots=True)
 class LevelBody:
-    """How much to record."""
+    """The level to record at."""
 
     level: Level
 
 
 @dataclass(frozen=True, slots=True)
 class LayersBody:
-    """Layers as `--layers` takes them: "0,3,5-7" or "all"."""
+    """Layers in the form of `--layers`: "0,3,5-7" or "all"."""
 
     layers: str = field(metadata={"longest": 1000})
 
 
 @dataclass(frozen=True, slots=True)
 class BreakpointBody:
-    """A breakpoint to set: see `BreakpointInfo`."""
+    """A breakpoint to add; the fields are those of `BreakpointInfo`."""
 
     text: str = field(metadata={"longest": 2000})
     hits: int = _number(0)
@@ -300,7 +300,7 @@ class BreakpointBody:
 
 @dataclass(frozen=True, slots=True)
 class RestoreBody:
-    """A restore; with `dry_run` only what it would cost is said."""
+    """A restore; with `dry_run` only its cost is estimated."""
 
     place: StepRef
     dry_run: bool = False
@@ -308,7 +308,7 @@ class RestoreBody:
 
 @dataclass(frozen=True, slots=True)
 class ForkBody:
-    """A fork; with `dry_run` only what it would cost is said."""
+    """A fork; with `dry_run` only its cost is estimated."""
 
     place: StepRef
     token_id: int | None = _optional_number()
@@ -319,7 +319,7 @@ class ForkBody:
 
 @dataclass(frozen=True, slots=True)
 class EditBody:
-    """An edit of the mask; with `dry_run` only what it would cost is said."""
+    """An edit of the mask; with `dry_run` only its cost is estimated."""
 
     place: StepRef
     edits: tuple[MaskEdit, ...] = field(metadata={"longest": 1000})
@@ -332,7 +332,7 @@ class EditBody:
 
 @dataclass(frozen=True, slots=True)
 class AnomalySummary:
-    """How many anomalies a debugger has met, over how long a history."""
+    """Number of anomalies that a debugger found, and the length of its history."""
 
     total_anomalies: int = 0
     debug_history_length: int = 0
@@ -340,7 +340,7 @@ class AnomalySummary:
 
 @dataclass(frozen=True, slots=True)
 class TrainingAnomalySummary:
-    """What a training debugger has met; rates are per step."""
+    """Anomalies that a training debugger found; rates are per step."""
 
     total_anomalies: int = 0
     debug_history_length: int = 0
@@ -360,7 +360,7 @@ class DebugSummaryResponse:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSummaryResponse:
-    """What training met, in steps; rates are per step, 0 before the first."""
+    """Numbers of training steps with each kind of anomaly; rates are per step, 0 without steps."""
 
     total_steps: int = 0
     anomaly_steps: int = 0
@@ -375,41 +375,39 @@ class TrainingSummaryResponse:
 
 T = TypeVar("T")
 
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
 def to_json(message: Any) -> Any:
-    """Return a message as what `json.dumps` takes."""
+    """Return a message as plain data for `json.dumps`."""
     if is_dataclass(message):
         return {f.name: to_json(getattr(message, f.name)) for f in fields(message)}
     if isinstance(message, (tuple, list)):
-        return [to_json(one) for one in message]
+        return [to_json(item) for item in message]
     return message
 
 
 def from_json(kind: type[T], data: Any, where: str = "the body") -> T:
-    """Return the message of this kind that `data` says. Raises `ControlError` naming what is wrong.
+    """Return the message of type `kind` in `data`. Raises `ControlError` with the invalid field.
 
-    What is not a field of the message is refused too: it would be obeyed by nobody.
+    Unknown fields are refused as well: they would have no effect.
     """
     if not isinstance(data, Mapping):
         raise ControlError(f"{where} must be a JSON object.")
     known = {f.name: f for f in fields(cast(Any, kind))}
     if unknown := sorted(set(data) - set(known)):
         listed = ", ".join(known) or "nothing"
-        raise ControlError(f"{where} says {unknown[0]!r}, which is unknown (known: {listed}).")
+        raise ControlError(f"{where} has an unknown field {unknown[0]!r} (known: {listed}).")
     values = {
-        name: _decode_field(kind, f, data, where)
-        for name, f in known.items()
-        if _is_present(f, data)
+        name: _decode_field(kind, f, data, where) for name, f in known.items() if name in data
     }
-    if missing := [name for name in known if name not in values and _is_required(known[name])]:
-        raise ControlError(f"{where} lacks {missing[0]!r}.")
+    if missing := [name for name in known if name not in values and is_required(known[name])]:
+        raise ControlError(f"{where} has no field {missing[0]!r}.")
     return kind(**values)
 
 
 def field_types(kind: type[Any]) -> Mapping[str, Any]:
-    """Return the types of a message's fields."""
+    """Return the types of the fields of a message, by name."""
     if kind not in _field_types:
         _field_types[kind] = get_type_hints(kind)
     return _field_types[kind]
@@ -418,11 +416,8 @@ def field_types(kind: type[Any]) -> Mapping[str, Any]:
 _field_types: dict[type[Any], Mapping[str, Any]] = {}
 
 
-def _is_present(field: Field[Any], data: Mapping[str, Any]) -> bool:
-    return field.name in data
-
-
-def _is_required(field: Field[Any]) -> bool:
+def is_required(field: Field[Any]) -> bool:
+    """Return whether a field of a message has no default."""
     return field.default is MISSING and field.default_factory is MISSING
 
 
@@ -439,7 +434,7 @@ def _decode_value(hint: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        return _decode_value(next(one for one in args if one is not type(None)), value, where)
+        return _decode_value(next(arg for arg in args if arg is not type(None)), value, where)
     if origin is Literal:
         if isinstance(value, str) and value in args:
             return value
@@ -447,7 +442,7 @@ def _decode_value(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise ControlError(f"{where} must be a list.")
-        return tuple(_decode_value(args[0], one, f"an entry of {where}") for one in value)
+        return tuple(_decode_value(args[0], item, f"an entry of {where}") for item in value)
     if is_dataclass(hint):
         return from_json(cast(type[Any], hint), value, where)
     return _decode_scalar(hint, value, where)
@@ -465,7 +460,7 @@ def _decode_scalar(hint: type[Any], value: Any, where: str) -> Any:
 
 
 def _is_encodable(value: str | bool) -> bool:
-    """Say whether a text can be written: JSON may hold halves of characters."""
+    """Return whether a string has a UTF-8 encoding: JSON may hold unpaired surrogates."""
     return isinstance(value, bool) or value.encode("utf-8", "ignore").decode() == value
 
 

@@ -1,24 +1,26 @@
-"""The user's own settings: `flexinspect.toml`, `[tool.flexinspect]` in pyproject.toml, per user.
+"""User settings: `flexinspect.toml`, `[tool.flexinspect]` in pyproject.toml, and a per-user file.
 
-The nearest file from the current folder upwards is the project's; below it lies the per-user file
-`~/.config/flexinspect/config.toml` (`XDG_CONFIG_HOME` and, on Windows, `APPDATA` are respected).
-Four sections exist:
+The project settings are the nearest file from the current folder upwards. They override the
+per-user file `~/.config/flexinspect/config.toml` (in `XDG_CONFIG_HOME` or, on Windows, `APPDATA` if
+set). There are four sections:
 
     [models]
     my_model = "org/name"                              # a hub id, an alias, or
     local = "checkpoints/step-1000"                    # a folder, relative to this file
-    big = { path = "org/name", dtype = "bfloat16" }    # with the dtype it should run in
+    big = { path = "org/name", dtype = "bfloat16" }    # with the dtype to run in
 
-    [keys]                                             # actions of the interface: see keys.py
+    [keys]                                             # keys of the interface's actions
     "step.next" = "w"
     "step.previous" = ["e", "left"]
 
-    [breakpoints]                                      # of every run: see docs/breakpoints.md
+    [breakpoints]                                      # for every run: see docs/breakpoints.md
     leaks = "finding mask.* >= warning"
     unsure = "entropy > 3 and step > 2 [once]"
+
     [debugging]                                        # switches of the training debuggers
     gradient_norms = true                              # the others are off
-    [debugging.production]                             # and of a profile, chosen by its name
+
+    [debugging.production]                             # switches of a named profile
     memory_usage = true
 """
 
@@ -44,7 +46,7 @@ _ALIAS_KEYS = ("path", "dtype")
 
 @dataclass(frozen=True, slots=True)
 class ModelAlias:
-    """One of the user's own names for a model.
+    """A model name that the user defined.
 
     `target` is as written: a hub id, a built-in alias, or a folder relative to `file`'s folder.
     """
@@ -56,7 +58,7 @@ class ModelAlias:
 
     @property
     def folder(self) -> Path:
-        """Where the target lies if it is a folder."""
+        """The absolute path of the target if it is a folder."""
         return (self.file.parent / expand_user(self.target)).resolve()
 
 
@@ -70,10 +72,10 @@ def expand_user(path: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the user configured; `files` are those that were read, the strongest first.
+    """The user's settings; `files` are the files that were read, in order of precedence.
 
-    `keys` maps ids of `flexinspect.core.keys` to keys, separated by commas; `breakpoints` maps names to
-    conditions, `debugging` profiles ("" for the section itself) to the switches they set, by full
+    `keys` maps key ids of `flexinspect.core.keys` to keys separated by commas, `breakpoints` maps
+    names to conditions. `debugging` maps profiles ("" for the section itself) to switches by full
     name.
     """
 
@@ -85,31 +87,31 @@ class Config:
 
 
 def load_config(start: Path | None = None) -> Config:
-    """Read the project's settings upwards from `start` (default: here) and the user's own.
+    """Read the project settings, searched upwards from `start` (default: cwd), and the user's file.
 
-    Raises `UsageError` naming file and line for bad TOML, unknown sections, wrong types, keys that
-    do not exist or that two actions would share, and breakpoints that cannot be read.
+    Raises `UsageError` with file and line for invalid TOML, unknown sections, wrong types, invalid
+    breakpoints, and keys that do not exist or that two actions would share.
     """
     models: dict[str, ModelAlias] = {}
     keys: dict[str, tuple[str, ...]] = {}
-    written: dict[str, tuple[Path, str]] = {}
+    sources: dict[str, tuple[Path, str]] = {}
     breakpoints: dict[str, str] = {}
     debugging: dict[str, dict[str, bool]] = {}
     files = []
-    for found in (_project_settings(start or Path.cwd()), _user_settings()):
-        if found is None:
+    for source in (_project_settings(start or Path.cwd()), _user_settings()):
+        if source is None:
             continue
-        file, text, settings = found
+        file, text, settings = source
         files.append(file)
         for alias, entry in _model_aliases(file, text, settings).items():
             models.setdefault(alias, entry)
         for action, names in _read_keys(file, text, settings.get("keys", {})).items():
             keys.setdefault(action, names)
-            written.setdefault(action, (file, text))
+            sources.setdefault(action, (file, text))
         breakpoints = _read_breakpoints(file, text, settings.get("breakpoints", {})) | breakpoints
         for profile, switches in _read_debugging(file, text, settings.get("debugging", {})).items():
             debugging[profile] = {**switches, **debugging.get(profile, {})}
-    _check_shared_keys(keys, written)
+    _check_shared_keys(keys, sources)
     joined = {name: ",".join(keys[name]) for name in keys}
     return Config(models, joined, breakpoints, debugging, tuple(files))
 
@@ -119,10 +121,10 @@ _SettingsFile = tuple[Path, str, Mapping[str, Any]]
 
 def _project_settings(start: Path) -> _SettingsFile | None:
     for folder in (start.resolve(), *start.resolve().parents):
-        own = folder / "flexinspect.toml"
-        if own.is_file():
-            text = _read_text(own)
-            return own, text, _parse_toml(own, text)
+        file = folder / "flexinspect.toml"
+        if file.is_file():
+            text = _read_text(file)
+            return file, text, _parse_toml(file, text)
         shared = folder / "pyproject.toml"
         # Another project's broken pyproject.toml is not ours to complain about.
         if shared.is_file() and "tool.flexinspect" in (text := _read_text(shared)):
@@ -133,7 +135,7 @@ def _project_settings(start: Path) -> _SettingsFile | None:
 
 
 def user_config_file() -> Path | None:
-    """Return where the per-user file lies (it may not exist), None without a home folder."""
+    """Return the path of the per-user file (it may not exist), None without a home folder."""
     base = os.environ.get("XDG_CONFIG_HOME")
     if not base and sys.platform == "win32":
         base = os.environ.get("APPDATA")
@@ -201,7 +203,7 @@ def _read_keys(file: Path, text: str, table: object) -> dict[str, tuple[str, ...
             raise _settings_error(
                 file, text, action, f"no action is called {action!r}{ask}", hint=_KEYS_HINT
             )
-    return {action: _action_keys(file, text, action, given) for action, given in table.items()}
+    return {action: _action_keys(file, text, action, value) for action, value in table.items()}
 
 
 def _read_breakpoints(file: Path, text: str, table: object) -> dict[str, str]:
@@ -212,40 +214,40 @@ def _read_breakpoints(file: Path, text: str, table: object) -> dict[str, str]:
         return {}
     from flexinspect.breakpoints import BreakpointStore, ExpressionError
 
-    book = BreakpointStore()
+    store = BreakpointStore()
     for name, condition in table.items():
         if not isinstance(condition, str):
             what = f"the breakpoint {name!r} needs a condition in quotes"
             raise _settings_error(file, text, name, what, hint=_BREAKPOINTS_HINT)
         try:
-            book.add(condition)
+            store.add(condition)
         except ExpressionError as error:
             raise error.with_location(f"{file}:{_line_of(text, name)}") from None
     return dict(table)
 
 
-def _action_keys(file: Path, text: str, action: str, given: object) -> tuple[str, ...]:
+def _action_keys(file: Path, text: str, action: str, value: object) -> tuple[str, ...]:
     """Return the keys of one action as Textual names them."""
     from flexinspect.core.keys import KEY_SYNTAX, parse_key
 
-    names = [given] if isinstance(given, str) else given
+    names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         what = f"the action {action!r} needs a key, or a list of keys"
         raise _settings_error(file, text, action, what, hint=_KEYS_HINT)
-    found = []
+    keys = []
     for name in names:
         key = parse_key(name)
         if key is None:
-            what = f"the action {action!r} is given {name!r}, which is no key"
+            what = f"the action {action!r} has {name!r}, which is not a key"
             raise _settings_error(file, text, action, what, hint=KEY_SYNTAX)
-        found.append(key)
-    return tuple(dict.fromkeys(found))
+        keys.append(key)
+    return tuple(dict.fromkeys(keys))
 
 
 def _check_shared_keys(
-    keys: Mapping[str, tuple[str, ...]], written: Mapping[str, tuple[Path, str]]
+    keys: Mapping[str, tuple[str, ...]], sources: Mapping[str, tuple[Path, str]]
 ) -> None:
-    """Let no key lose its action in silence: who takes one has to move the other action."""
+    """Refuse a key that another action uses, unless that action gets another key."""
     if not keys:
         return
     from flexinspect.core.keys import FIXED_KEYS, find_key_conflict
@@ -253,34 +255,34 @@ def _check_shared_keys(
     clash = find_key_conflict(keys)
     if clash is None:
         return
-    what = f"the action {clash.action!r} is given {clash.key!r}, which {clash.other!r} has already"
-    hint = f"Choose another key, or give {clash.other!r} another one here too."
+    what = f"the action {clash.action!r} has {clash.key!r}, which {clash.other!r} already uses"
+    hint = f"Choose another key, or assign another key to {clash.other!r} here as well."
     if FIXED_KEYS.get(clash.other) == clash.key:
-        hint = f"{clash.key!r} cannot be taken from {clash.other!r}; choose another key."
-    raise _settings_error(*written[clash.action], clash.action, what, hint=hint)
+        hint = f"{clash.key!r} always belongs to {clash.other!r}; choose another key."
+    raise _settings_error(*sources[clash.action], clash.action, what, hint=hint)
 
 
-_BREAKPOINTS_HINT = 'For instance unsure = "entropy > 3 and step > 2".'
+_BREAKPOINTS_HINT = 'For example unsure = "entropy > 3 and step > 2".'
 
 
 def _read_debugging(file: Path, text: str, table: object) -> dict[str, dict[str, bool]]:
-    """Return what each profile sets, "" being the section itself."""
+    """Return the switches of each profile; "" is the section itself."""
     if not isinstance(table, dict):
         raise _settings_error(
             file, text, "debugging", "[debugging] must be a table of switches", hint=_SWITCHES_HINT
         )
     profiles = {name: value for name, value in table.items() if isinstance(value, dict)}
-    own = {name: value for name, value in table.items() if name not in profiles}
+    base = {name: value for name, value in table.items() if name not in profiles}
     return {
         profile: _read_switches(file, text, switches)
-        for profile, switches in {"": own, **profiles}.items()
+        for profile, switches in {"": base, **profiles}.items()
     }
 
 
 def _read_switches(file: Path, text: str, table: Mapping[str, object]) -> dict[str, bool]:
     from flexinspect.records.debug_switches import parse_switch
 
-    found = {}
+    settings = {}
     for name, value in table.items():
         try:
             switch = parse_switch(name)
@@ -290,21 +292,21 @@ def _read_switches(file: Path, text: str, table: Mapping[str, object]) -> dict[s
             ) from None
         if not isinstance(value, bool):
             raise _settings_error(
-                file, text, name, f"the switch {name!r} is true or false", hint=_SWITCHES_HINT
+                file, text, name, f"the switch {name!r} must be true or false", hint=_SWITCHES_HINT
             )
-        found[switch] = value
-    return found
+        settings[switch] = value
+    return settings
 
 
-_SWITCHES_HINT = 'For instance, below [debugging]: "memory_usage = true".'
-_KEYS_HINT = 'For instance "step.next" = "w"; the palette of the interface (p) names every action.'
+_SWITCHES_HINT = 'For example, in [debugging]: "memory_usage = true".'
+_KEYS_HINT = 'For example "step.next" = "w"; the palette of the interface (p) lists every action.'
 
 
 def _model_alias(file: Path, text: str, alias: str, value: object) -> ModelAlias:
     entry = {"path": value} if isinstance(value, str) else value
     if not isinstance(entry, dict):
         raise _settings_error(
-            file, text, alias, f"the model {alias!r} must be a text or a table {{ path = ... }}"
+            file, text, alias, f"the model {alias!r} must be a string or a table {{ path = ... }}"
         )
     for key in entry:
         if key not in _ALIAS_KEYS:

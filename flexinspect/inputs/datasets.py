@@ -1,22 +1,23 @@
-"""Questions with their paraphrases: built-in sets, own files, own classes. No torch.
+"""Datasets of questions with paraphrases: built-in sets, files and classes of the user. No torch.
 
-What `load` accepts:
+`load` accepts:
 
 * `demo`: the questions that ship with the demo model;
-* `FILE.jsonl`: own questions, one JSON object per line (fields: `flexinspect.inputs.datasets`);
+* `FILE.jsonl`: questions of the user, one JSON object per line (fields below);
 * `webqa` and `myriadlama`: from the hub, through the extra `flexinspect[datasets]`;
 * `webqa:PATH` and `myriadlama:PATH`: the same from a local .jsonl, .json or .csv file, or from a
   folder written by `Dataset.save_to_disk` (needs the extra);
-* a name registered with `register_dataset` or in the entry-point group `flexinspect.inputs.datasets`;
+* a name registered with `register_dataset`, or in the entry-point group
+  `flexinspect.inputs.datasets`;
 * `package.module:Class`: the user's own class, see `ParaphraseDataset`.
 
-Own files (`plain_samples`), one object per row:
+Files of the user (`plain_samples`) hold one object per row:
 
 * `paraphrases`: list of texts, or `question`: text (both: the question is paraphrase 0);
-* `answers`: list of texts or one text, or `answer`: text; may be absent;
-* `id` (or `uuid`): text or number; the row's number when absent. Everything else goes to `meta`.
+* `answers`: list of texts or one text, or `answer`: text; optional;
+* `id` (or `uuid`): text or number; default: the row number. All other fields go to `meta`.
 
-In a CSV file a list is written as JSON (`["a", "b"]`) or with bars (`a|b`).
+In a CSV file a list is written as JSON (`["a", "b"]`) or separated by bars (`a|b`).
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ _registered: dict[str, Callable[[], Any]] = {}
 
 
 class ParaphraseDataset:
-    """Base of a user's own dataset: override `load_dataset`.
+    """Base class of a user's dataset: override `load_dataset`.
 
-    Any class with a `load_dataset()` and a constructor without arguments will do; this one adds
-    batches. Give it to flexinspect as `--dataset package.module:Class`, by `register_dataset`, or
+    Any class with a `load_dataset()` and a constructor without arguments works; this one adds
+    batches. Pass it to flexinspect as `--dataset package.module:Class`, with `register_dataset`, or
     as an entry point of the group `flexinspect.inputs.datasets`.
     """
 
@@ -72,7 +73,7 @@ class ParaphraseDataset:
     def get_dataloader(
         self, batch_size: int = 8, shuffle: bool = False, seed: int = 0
     ) -> Iterator[list[Any]]:
-        """Yield batches of at most `batch_size`, in an order drawn from `seed` when shuffled."""
+        """Yield batches of at most `batch_size` samples, shuffled with `seed` if `shuffle`."""
         if batch_size < 1:
             raise UsageError(f"A batch size of {batch_size} is not possible; use 1 or more.")
         samples = list(self.load_dataset())
@@ -82,40 +83,44 @@ class ParaphraseDataset:
             yield self.collate_fn(samples[start : start + batch_size])
 
     def collate_fn(self, batch: Sequence[Any]) -> list[Any]:
-        """Return what `get_dataloader` yields for a batch: by default the list of its samples."""
+        """Return the batch that `get_dataloader` yields: by default the list of samples."""
         return list(batch)
 
 
-# The spelling of the project that inspired this one; classes written for it keep working.
+# The spelling in the self-ensemble project, so that classes written for it keep working.
 ParaPharaseDataset = ParaphraseDataset
 
 
 def register_dataset(name: str, dataset: Callable[[], Any]) -> None:
     """Make `--dataset name` mean `dataset()`, a class or function without arguments.
 
-    Its result offers `load_dataset()`. Raises `UsageError` for the name of a built-in one.
+    Its result has a method `load_dataset()`. Raises `UsageError` for a built-in name.
     """
     if name in _BUILT_IN or ":" in name:
-        raise UsageError(f"The dataset name {name!r} is taken or has a colon; choose another.")
+        raise UsageError(
+            f"The dataset name {name!r} is built in or has a colon; choose another name."
+        )
     _registered[name] = dataset
 
 
 def names() -> tuple[str, ...]:
-    """Return every name that `load` knows: built in, registered, from entry points."""
+    """Return all names that `load` accepts: built in, registered, and from entry points."""
     points = (point.name for point in entry_points(group=ENTRY_POINTS))
     return tuple(dict.fromkeys((*_BUILT_IN, *_registered, *points)))
 
 
 def load(spec: str, *, max_samples: int | None = None) -> list[Sample]:
-    """Return the samples that `spec` means, at most `max_samples` of them, in their own order.
+    """Return the samples of the dataset `spec`, at most `max_samples`, in their original order.
 
-    Raises `DatasetError` with file and line, or with the next step, when they cannot be had.
+    Raises `DatasetError` if it cannot be loaded, with file and line or with what to do.
     """
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"--max-samples {max_samples} is not possible; use 1 or more.")
     samples = list(islice(_samples(spec.strip(), max_samples), max_samples))
     if not samples:
-        raise DatasetError(f"The dataset {spec} is empty.", hint="Give one with questions in it.")
+        raise DatasetError(
+            f"The dataset {spec} is empty.", hint="Use a dataset with at least one question."
+        )
     return samples
 
 
@@ -153,7 +158,7 @@ def _demo() -> Iterator[Sample]:
 
 def _import(spec: str) -> Any:
     module_name, _, attribute = spec.partition(":")
-    # A console script has no current folder on its path; the user's module usually lies there.
+    # A console script does not have the current folder, with the user's module, on its path.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # last: a file here must not replace an installed module
@@ -168,13 +173,13 @@ def _import(spec: str) -> Any:
 
 
 def _user_samples(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
-    # The user's code may fail in any way; the sentence says so, the cause keeps the traceback.
+    # The user's code may fail in any way; `__cause__` keeps the traceback.
     try:
         dataset = make()
         items = iter(dataset.load_dataset())
     except FlexInspectError:
         raise
-    except (Exception, SystemExit) as error:  # its module may be a script that ends itself
+    except (Exception, SystemExit) as error:  # its module may be a script that calls sys.exit()
         raise _user_dataset_error(spec, error) from error
     return _iterate_user_samples(spec, items)
 
@@ -205,11 +210,11 @@ def _user_dataset_error(spec: str, error: BaseException) -> DatasetError:
 def choose_paraphrases(
     sample: Sample, num_paraphrases: int | None = None, indices: str | None = None
 ) -> Sample:
-    """Return the sample with some of its paraphrases only.
+    """Return the sample with a selection of its paraphrases.
 
-    `indices` counts from 0 and keeps the order given: "0,2,1", "0-2" (both ends), or a mixture;
-    `num_paraphrases` then keeps the first so many. Raises `DatasetError` when there are fewer, and
-    `UsageError` for something that is no list of indices.
+    `indices` selects by number from 0, in the given order: "0,2,1", "0-2" (inclusive), or both.
+    `num_paraphrases` then keeps the first ones. Raises `DatasetError` if the sample has fewer, and
+    `UsageError` if `indices` is not a list of numbers.
     """
     available = len(sample.paraphrases)
     chosen = list(range(available)) if indices is None else _parse_indices(indices)
@@ -238,7 +243,7 @@ def _parse_indices(text: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if match is None or (match[2] and int(match[2]) < int(match[1])):
             raise UsageError(
-                f"--indices {text!r} is no list of paraphrases.",
+                f"--indices {text!r} is not a list of paraphrases.",
                 hint="Write numbers from 0 with commas, or ranges: 0,1,2 or 0-2.",
             )
         first, last = int(match[1]), int(match[2] or match[1])
@@ -247,9 +252,9 @@ def _parse_indices(text: str) -> list[int]:
 
 
 def from_prompts(prompts: Sequence[str]) -> Sample:
-    """Return the sample of `--prompt TEXT` given once per paraphrase; no answer is expected.
+    """Return the sample of repeated `--prompt TEXT` flags, one per paraphrase, without answers.
 
-    Raises `DatasetError` when there is none, or an empty one.
+    Raises `DatasetError` if there is no prompt, or an empty one.
     """
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise DatasetError(
@@ -260,7 +265,7 @@ def from_prompts(prompts: Sequence[str]) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One question: its paraphrases, the answers that count as right, whatever else is known."""
+    """One question: its paraphrases, the correct answers, and further fields in `meta`."""
 
     id: str
     paraphrases: tuple[str, ...]
@@ -270,7 +275,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
-    """One stored object and where it is from ("file:line"), for messages."""
+    """One stored object, and its location ("file:line") for messages."""
 
     where: str
     number: int
@@ -278,9 +283,9 @@ class DatasetRow:
 
 
 def local_rows(path: Path) -> Iterator[DatasetRow]:
-    """Return the rows of a .jsonl, .json or .csv file, or of a `save_to_disk` folder, lazily.
+    """Iterate over the rows of a .jsonl, .json or .csv file, or of a `save_to_disk` folder.
 
-    Raises `DatasetError` naming file and line.
+    Raises `DatasetError` with file and line.
     """
     readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}
     path = path.expanduser()
@@ -291,7 +296,7 @@ def local_rows(path: Path) -> Iterator[DatasetRow]:
         raise DatasetError(f"There is no dataset file {path}.", hint="Check the path.")
     if reader is None:
         raise DatasetError(
-            f"The dataset file {path} has an unknown form {path.suffix!r}.",
+            f"The dataset file {path} has an unknown format {path.suffix!r}.",
             hint="Use .jsonl, .json or .csv.",
         )
     return _read_rows(path, reader)
@@ -331,7 +336,7 @@ def _json(path: Path) -> Iterator[DatasetRow]:
     if isinstance(data, dict):
         data = next((value for value in data.values() if isinstance(value, list)), None)
     if not isinstance(data, list):
-        raise DatasetError(f"{path}: a list of objects is expected, or an object that holds one.")
+        raise DatasetError(f"{path}: expected a list of objects, or an object that contains one.")
     for number, fields in enumerate(data, start=1):
         where = f"{path}, entry {number}"
         yield DatasetRow(where, number, _check_object(fields, where))
@@ -368,24 +373,26 @@ def _parse_list_cell(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        # What pandas writes: the repr of a list, or of an array, which has no commas.
-        return [re.sub(r"\\(.)", r"\1", one or two) for one, two in _QUOTED.findall(text)]
+        # pandas writes the repr of a list, or of an array, which has no commas.
+        return [
+            re.sub(r"\\(.)", r"\1", single or double) for single, double in _QUOTED.findall(text)
+        ]
 
 
 def _check_object(fields: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
-        raise DatasetError(f"{where}: an object is expected, not {type(fields).__name__}.")
+        raise DatasetError(f"{where}: expected an object, not {type(fields).__name__}.")
     return fields
 
 
 def plain_samples(rows: Iterable[DatasetRow]) -> Iterator[Sample]:
-    """Turn rows in the form of own files into samples."""
+    """Convert rows of a user's file to samples."""
     for row in rows:
         yield sample_from(row.fields, row.where, str(row.number))
 
 
 def sample_from(fields: Any, where: str, default_id: str) -> Sample:
-    """Return the sample of one object in the form of own files, or raise `DatasetError`."""
+    """Convert one object of a user's file to a sample. Raises `DatasetError`."""
     fields = dict(fields) if isinstance(fields, Mapping) else _check_object(fields, where)
     used = ("id", "uuid", "question", "paraphrases", "answers", "answer")
     question, paraphrases = fields.get("question"), fields.get("paraphrases")
@@ -394,16 +401,16 @@ def sample_from(fields: Any, where: str, default_id: str) -> Sample:
             f"{where}: there is neither `question` nor `paraphrases`.",
             hint=f"The fields are {', '.join(fields) or 'none'}.",
         )
-    asked = check_texts(paraphrases, where, "paraphrases") if paraphrases is not None else ()
+    texts = check_texts(paraphrases, where, "paraphrases") if paraphrases is not None else ()
     if question is not None:
         first = check_texts(question, where, "question")
-        asked = (*first, *(text for text in asked if text not in first))
-    if not asked:
+        texts = (*first, *(text for text in texts if text not in first))
+    if not texts:
         raise DatasetError(f"{where}: `paraphrases` is empty.")
     answers = fields.get("answers", fields.get("answer"))
     return Sample(
         id=_sample_id(fields, default_id),
-        paraphrases=asked,
+        paraphrases=texts,
         answers=() if answers is None else check_texts(answers, where, "answers"),
         meta={key: value for key, value in fields.items() if key not in used},
     )
@@ -415,7 +422,7 @@ def _sample_id(fields: Mapping[str, Any], default: str) -> str:
 
 
 def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
-    """Return one text or a list of non-empty texts as a tuple."""
+    """Return one text, or a list of texts, as a tuple. Raises `DatasetError` for an empty text."""
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)):
         raise DatasetError(
@@ -430,11 +437,11 @@ def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
 
 
 def webqa_samples(rows: Iterable[DatasetRow], _limit: int | None = None) -> Iterator[Sample]:
-    """Turn rows of WebQuestions ("webqa") into samples.
+    """Convert rows of WebQuestions ("webqa") to samples.
 
-    Accepted: the hub's `url`, `question`, `answers`; with paraphrases beside them as `paraphrase0`,
-    `paraphrase1`, ... (what the origin's preparation writes) or as a list `paraphrases`; and the
-    dataset's own JSON files with `utterance` and `targetValue`.
+    Accepted are the hub's fields `url`, `question`, `answers`, also with paraphrases as
+    `paraphrase0`, `paraphrase1`, ... (written by the self-ensemble project) or as a list
+    `paraphrases`; and the dataset's own JSON files with `utterance` and `targetValue`.
     """
     for row in rows:
         fields = dict(row.fields)
@@ -446,24 +453,25 @@ def webqa_samples(rows: Iterable[DatasetRow], _limit: int | None = None) -> Iter
             key=lambda key: int(key.removeprefix("paraphrase")),
         )
         if numbered:
-            # Generated paraphrases can come out empty; the others are still good.
+            # Generated paraphrases can be empty; the others are still valid.
             listed = [fields.pop(key) for key in numbered]
             fields["paraphrases"] = [text for text in listed if text]
         yield sample_from(fields, row.where, f"webqa-{row.number}")
 
 
 def _target_values(text: str) -> list[str]:
-    found = re.findall(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()]*))\)', text)
-    return [re.sub(r"\\(.)", r"\1", quoted) or bare.strip() for quoted, bare in found]
+    matches = re.findall(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()]*))\)', text)
+    return [re.sub(r"\\(.)", r"\1", quoted) or bare.strip() for quoted, bare in matches]
 
 
 def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> Iterator[Sample]:
-    """Turn rows of MyriadLAMA into samples: one per fact (subject and relation).
+    """Convert rows of MyriadLAMA to samples: one per fact (subject and relation).
 
-    Accepted: the hub's one row per fact and template (`uuid`, `rel_uri`, `sub_ent`, `obj_aliases`,
-    `template` with [X] and [Y], `is_manual`); one row per fact with a list `templates`; and the
-    origin's prepared rows with `manual_paraphrases`, `auto_paraphrases` and `answers`. [X] becomes
-    the subject and [Y] becomes [MASK]; hand-written templates come first.
+    Accepted are the hub's one row per fact and template (`uuid`, `rel_uri`, `sub_ent`,
+    `obj_aliases`, `template` with [X] and [Y], `is_manual`); one row per fact with a list
+    `templates`; and rows of the self-ensemble project with `manual_paraphrases`, `auto_paraphrases`
+    and `answers`. [X] becomes the subject and [Y] becomes [MASK]; hand-written templates come
+    first.
     """
     facts: dict[str, _Fact] = {}
     for row in rows:
@@ -495,13 +503,13 @@ class _Fact:
         manual, automatic = _prepared_paraphrases(fields, where) or _fill_templates(
             fields, where, subject
         )
-        wanted = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
-        answers = _flatten(_first_field(fields, *wanted))
+        names = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
+        answers = _flatten(_first_field(fields, *names))
         if answers is None:
-            raise DatasetError(f"{where}: there is no `obj_aliases` nor any other object.")
+            raise DatasetError(f"{where}: there is neither `obj_aliases` nor another object field.")
         meta = {"relation": relation, "subject": subject}
-        right = tuple(dict.fromkeys(check_texts(answers, where, "answers")))
-        return cls(str(identity), where, right, manual, automatic, meta)
+        unique = tuple(dict.fromkeys(check_texts(answers, where, "answers")))
+        return cls(str(identity), where, unique, manual, automatic, meta)
 
     def add(self, other: _Fact) -> None:
         self.manual += other.manual
@@ -547,7 +555,7 @@ def _first_field(fields: Mapping[str, Any], *keys: str) -> Any:
 
 
 def _flatten(value: Any) -> Any:
-    """Return a list of lists (one list of aliases per object) as one list."""
+    """Flatten a list of lists (one list of aliases per object)."""
     if isinstance(value, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in value):
         return [text for item in value for text in ([item] if isinstance(item, str) else item)]
     return value
@@ -555,7 +563,7 @@ def _flatten(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PublicDataset:
-    """A public dataset: where the hub has it, and how its rows become samples."""
+    """A public dataset: its hub id and split, and the conversion of its rows to samples."""
 
     repo_id: str
     split: str
@@ -569,9 +577,10 @@ PUBLIC_DATASETS: Mapping[str, PublicDataset] = {
 
 
 def hub_rows(name: str) -> Iterator[DatasetRow]:
-    """Return the rows of a public dataset, through the `datasets` library and its cache.
+    """Iterate over the rows of a public dataset with the `datasets` library and its cache.
 
-    No code of the repository is run. Raises `DatasetError` without the library or the network.
+    Code of the dataset's repository is not run. Raises `DatasetError` without the library, and
+    without network if the dataset is not cached.
     """
     public = PUBLIC_DATASETS[name]
 
@@ -583,19 +592,19 @@ def hub_rows(name: str) -> Iterator[DatasetRow]:
     return _library_rows(
         public.repo_id,
         read,
-        hint="Check the network (HF_ENDPOINT sets a mirror, HTTPS_PROXY a proxy), or fetch the "
-        f"data elsewhere and give --dataset {name}:FILE.jsonl.",
+        hint="Check the network (HF_ENDPOINT sets a mirror, HTTPS_PROXY a proxy), or download "
+        f"the data elsewhere and use --dataset {name}:FILE.jsonl.",
     )
 
 
 def _library_rows(
-    place: str, read: Callable[[Any], Iterable[Any]], *, hint: str | None = None
+    source: str, read: Callable[[Any], Iterable[Any]], *, hint: str | None = None
 ) -> Iterator[DatasetRow]:
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
         raise DatasetError(
-            f"The dataset {place} needs the package `datasets`, which is not installed.",
+            f"The dataset {source} needs the package `datasets`, which is not installed.",
             hint="Run: pip install 'flexinspect[datasets]'",
         ) from error
     try:
@@ -603,18 +612,18 @@ def _library_rows(
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise DatasetError(
-            f"The dataset {place} cannot be loaded: {type(error).__name__}: {reason}", hint=hint
+            f"The dataset {source} cannot be loaded: {type(error).__name__}: {reason}", hint=hint
         ) from error
     return (
-        DatasetRow(f"{place}, row {number}", number, dict(fields))
+        DatasetRow(f"{source}, row {number}", number, dict(fields))
         for number, fields in enumerate(items, start=1)
     )
 
 
 def is_correct_answer(answer: str, expected: Iterable[str]) -> bool:
-    """Say whether an answer equals one of those expected: exact match but for case and spaces."""
-    mine = _normalize(answer)
-    return any(mine == _normalize(other) for other in expected)
+    """Return whether an answer equals an expected one up to case, spaces and a final dot."""
+    normalized = _normalize(answer)
+    return any(normalized == _normalize(other) for other in expected)
 
 
 def _normalize(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Which model a name means and where it is, without torch and without the network."""
+"""Resolves model names to files or hub ids, without torch and without the network."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ ALIASES: Mapping[str, str] = {
     "qwen3_4b": "Qwen/Qwen3-4B",
     "qwen3_8b": "Qwen/Qwen3-8B",
 }
-# Their owners ask everybody to accept a licence before the first download.
+# Their owners require users to accept a licence before the first download.
 _GATED = ("meta-llama/", "google/gemma")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model as asked for, and where it is.
+    """A resolved model name.
 
     `name`: as the user wrote it; `kind`: "demo", "alias", "folder" or "hub"; `repo_id`: its hub
-    id, if it has one; `path`: the folder that holds it on this machine (for a cached model the
-    snapshot in the Hugging Face cache), None when it must be downloaded; `config_path`: the
-    architecture that ships with flexinspect, for building it with random weights; `where`: "here",
-    "cached" (configuration and every weight file present) or "download"; `gated`: its owner is
-    known to ask for the acceptance of a licence; `dtype`: the one set in the user's configuration.
+    id, if it has one; `path`: its folder on this machine (for a cached model the snapshot in the
+    Hugging Face cache), None if it must be downloaded; `config_path`: the configuration that ships
+    with flexinspect, for building it with random weights; `where`: "here", "cached" (configuration
+    and all weight files present) or "download"; `gated`: whether its owner is known to require a
+    licence; `dtype`: the dtype set in the user's configuration.
     """
 
     name: str
@@ -66,10 +66,10 @@ class ModelSource:
 
 
 def resolve(name: str, config: Config | None = None) -> ModelSource:
-    """Return what `name` means: demo, own alias, built-in alias, local folder or hub id.
+    """Resolve `name`: demo, the user's alias, built-in alias, local folder or hub id.
 
-    They are tried in this order, looking at the disk only. Raises `ModelError` for an unknown name
-    (with the nearest known ones) and for a folder that is no model.
+    They are tried in this order, without the network. Raises `ModelError` for an unknown name (with
+    the nearest known ones) and for a folder without a model.
     """
     config = config or Config()
     name = name.strip()
@@ -84,7 +84,7 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
     if _looks_like_path(name):
         raise ModelError(
             f"There is no model folder {name}.",
-            hint="Give a folder that holds config.json, or a name from `flexinspect models`.",
+            hint="Use a folder that contains config.json, or a name from `flexinspect models`.",
         )
     if _HUB_ID.fullmatch(name):
         return _hub(name)
@@ -110,7 +110,7 @@ def _user_alias(entry: ModelAlias) -> ModelSource:
     else:
         raise ModelError(
             f"The model {entry.alias!r} of {entry.file} points to {entry.target}, "
-            "which is neither a folder there nor a hub id.",
+            "which is neither a folder nor a hub id.",
             hint=f"Correct the path: as a folder it would be {entry.folder}.",
         )
     return replace(source, name=entry.alias, kind="alias", dtype=entry.dtype)
@@ -125,7 +125,7 @@ def _folder(name: str, folder: Path) -> ModelSource:
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"The folder {folder} is not a model: it has no config.json.",
-            hint="Give the folder that `save_pretrained` wrote, or one downloaded from the hub.",
+            hint="Use a folder that `save_pretrained` wrote, or one downloaded from the hub.",
         )
     return ModelSource(name, "folder", None, folder.resolve(), None, "here")
 
@@ -145,21 +145,21 @@ def _hub(repo_id: str) -> ModelSource:
 
 
 def shipped_architecture(repo_id: str) -> Path | None:
-    """Return the configuration that ships for a hub id, None when it is not a built-in one."""
+    """Return the configuration that ships for a hub id, None if it has no built-in alias."""
     name = next((alias for alias, target in ALIASES.items() if target == repo_id), None)
     return None if name is None else ARCHITECTURES / f"{name}.json"
 
 
 def cached_snapshot(repo_id: str, file: str = "config.json") -> Path | None:
-    """Return the folder of the Hugging Face cache that holds `file` of a hub id, if any."""
+    """Return the snapshot folder of a hub id in the Hugging Face cache that has `file`, or None."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo_id, file)
-    return Path(found).parent if isinstance(found, str) and Path(found).exists() else None
+    path = try_to_load_from_cache(repo_id, file)
+    return Path(path).parent if isinstance(path, str) and Path(path).exists() else None
 
 
 def has_all_weights(folder: Path) -> bool:
-    """Say whether every safetensors file that the folder's index names is there."""
+    """Return whether every safetensors file in the folder's index exists."""
     try:
         return all(path.exists() for path in weight_files(folder))
     except ModelError:
@@ -183,9 +183,10 @@ def _unknown_model(name: str, config: Config) -> ModelError:
 
 
 def read_config(source: ModelSource) -> dict[str, Any] | None:
-    """Return the configuration that is at hand without a download, None when there is none.
+    """Return the configuration if it is available without a download, else None.
 
-    The model's own file wins over the one that ships. Raises `ModelError` when it is unreadable.
+    The model's own file takes precedence over the shipped one. Raises `ModelError` if it is
+    unreadable.
     """
     snapshot = source.path or (cached_snapshot(source.repo_id) if source.repo_id else None)
     file = source.config_path if snapshot is None else snapshot / "config.json"
@@ -203,7 +204,7 @@ def read_config(source: ModelSource) -> dict[str, Any] | None:
 
 
 def count_parameters(source: ModelSource) -> int | None:
-    """Return the number of parameters, by formula or from the files at hand; None when unknown."""
+    """Return the number of parameters, by formula or from local weight files; None if unknown."""
     config = read_config(source)
     try:
         count = None if config is None else parameter_count(config)

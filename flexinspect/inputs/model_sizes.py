@@ -1,7 +1,7 @@
-"""How large a model is, computed from its configuration or its safetensors headers: no torch.
+"""Model sizes, computed from the configuration or the safetensors headers, without torch.
 
-Counts are parameters, sizes are bytes. The formulas are exact for the architectures they name; for
-any other one the count comes from the headers of the weight files, or is unknown (None).
+Counts are parameters, sizes are bytes. The formulas are exact for Llama, Mistral, Qwen2 and Qwen3;
+for other architectures the count comes from the headers of the weight files, or is unknown (None).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPE_NAMES = {
     "float": "float32",
     "half": "float16",
 }
-# The format's own limit; a larger number means that the file is not what it says.
+# The limit of the safetensors format; a larger number means that the file is damaged.
 _MAX_HEADER = 100_000_000
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def canonical_dtype(name: str) -> str:
 
 
 def check_dtype(name: str) -> None:
-    """Raise `ModelError` unless this is the name of a dtype, or `auto`."""
+    """Raise `ModelError` unless `name` is a known dtype or `auto`."""
     if name.strip().lower() == "auto":
         return
     try:
@@ -114,10 +114,10 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes that a run needs against what there is; None means unknown.
+    """Memory that a run needs and memory that is available, in bytes; None means unknown.
 
-    `weights`: the parameters in the dtype they run in; `kv`: the cache of `n_tokens` tokens;
-    `available`: free memory of the device that holds them.
+    `weights`: the parameters in the dtype of the run; `kv`: the KV cache of `n_tokens` tokens;
+    `available`: free memory of the device.
     """
 
     weights: int | None
@@ -127,12 +127,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int | None:
-        """Weights and cache together, None when the weights are unknown."""
+        """Weights and cache together, None if the weights are unknown."""
         return None if self.weights is None else self.weights + (self.kv or 0)
 
     @property
     def fits(self) -> bool:
-        """False only when it is known that the need is larger than what there is."""
+        """False only if both are known and the total exceeds the available memory."""
         return self.total is None or self.available is None or self.total <= self.available
 
 
@@ -144,7 +144,7 @@ def plan_memory(
     n_parameters: int | None = None,
     available: int | None = None,
 ) -> MemoryPlan:
-    """Return what a model needs in `dtype` with `n_tokens` tokens in its cache.
+    """Return the memory that a model needs in `dtype` with `n_tokens` tokens in its cache.
 
     `n_parameters` overrides the count from the configuration; `available` (bytes) defaults to the
     free RAM of this machine.
@@ -157,7 +157,7 @@ def plan_memory(
 
 
 def available_ram() -> int:
-    """Return the bytes of RAM that this process may still take, container limits included."""
+    """Return the bytes of RAM that this process can still allocate, including container limits."""
     free = int(psutil.virtual_memory().available)
     limits = (_cgroup_v2_free(), _cgroup_v1_free())
     return min([free, *(limit for limit in limits if limit is not None)])
@@ -165,10 +165,10 @@ def available_ram() -> int:
 
 def _cgroup_v2_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     try:
-        limit = int((root / "memory.max").read_text())  # "max" is no number: no limit
+        limit = int((root / "memory.max").read_text())  # "max", no limit, raises ValueError
         used = int((root / "memory.current").read_text())
         stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        cache = int(stat.get("inactive_file", 0))  # the kernel gives it back on demand
+        cache = int(stat.get("inactive_file", 0))  # the kernel reclaims it on demand
     except (OSError, ValueError):
         return None
     return max(0, limit - used + cache)
@@ -228,9 +228,9 @@ def _damaged(path: Path) -> ModelError:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the safetensors files that a model folder should have, whether present or not.
+    """Return the safetensors files of a model folder, whether they exist or not.
 
-    They come from the index when there is one; otherwise it is the single `model.safetensors`.
+    They come from the index if there is one; otherwise it is the single `model.safetensors`.
     Raises `ModelError` for an unreadable index.
     """
     index = folder / INDEX_FILE

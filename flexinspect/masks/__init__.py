@@ -1,1 +1,1 @@
-"""Large masks as packed bits: counted once in tiles, folded into windows of any scale."""
+"""Masks in numpy: presets, edits, one attention row, and counts and views of large masks."""

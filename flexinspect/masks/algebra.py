@@ -1,8 +1,8 @@
 """Mask algebra in numpy: presets over segments, dense masks, block tables, differences.
 
-Every preset is causal and has one normal form, `MaskSpec`: a row of region r sees the keys
-`kv < head[r]` and the keys `kv >= low[r]`, as long as `kv <= q`. The torch side builds its
-`mask_mod` from the same rule, so what is declared and what is run come from one description.
+Every preset is causal and has one normal form, `MaskSpec`: a row of region r attends to the keys
+`kv < prefix_stops[r]` and `kv >= local_starts[r]`, as long as `kv <= q`. The torch side builds its
+`mask_mod` from the same `MaskSpec`, so the declared and the executed mask share one description.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int32]
 
 UNREACHABLE = 2**31 - 1
-"""A `low` that no key reaches (the largest int32, as kernels index in int32): the row is empty."""
+"""A local start beyond every key (the largest int32, as kernels index in int32): an empty row."""
 
 BLOCK_SIZE = 128
 """Tokens per block of a block mask, the default of `create_block_mask`."""
@@ -34,8 +34,8 @@ SEPARATOR_MODES = ("attached", "isolated")
 class MaskSpec:
     """A causal mask in normal form.
 
-    Region r covers the rows `starts[r] <= q < starts[r + 1]` (the last one is open). A cell is
-    open when `kv <= q and (kv < head[r] or kv >= low[r])`.
+    Region r covers the rows `starts[r] <= q < starts[r + 1]` (the last region has no end). Row q
+    attends to key kv if `kv <= q and (kv < prefix_stops[r] or kv >= local_starts[r])`.
     """
 
     name: str
@@ -52,21 +52,22 @@ class MaskSpec:
         q_idx = np.arange(q_offset, q_offset + n_q)[:, None]
         kv_idx = np.arange(q_offset + n_q if n_kv is None else n_kv)[None]
         region = np.searchsorted(self.starts, q_idx, side="right") - 1
-        head, low = np.asarray(self.prefix_stops)[region], np.asarray(self.local_starts)[region]
-        open_cells: BoolArray = (kv_idx <= q_idx) & ((kv_idx < head) | (kv_idx >= low))
-        return open_cells
+        prefix_stop = np.asarray(self.prefix_stops)[region]
+        local_start = np.asarray(self.local_starts)[region]
+        mask: BoolArray = (kv_idx <= q_idx) & ((kv_idx < prefix_stop) | (kv_idx >= local_start))
+        return mask
 
 
 def causal() -> MaskSpec:
-    """Return the plain causal rule: every row sees itself and all before it."""
+    """Return the causal mask: every row attends to itself and all positions before it."""
     return MaskSpec("causal", (0,), (0,), (0,))
 
 
 def preset(name: str, segments: Sequence[Segment], *, separators: str = "attached") -> MaskSpec:
-    """Return the rule of a preset for these segments.
+    """Return the mask of a preset for these segments.
 
-    `separators` is `attached` (a separator belongs to the piece before it) or `isolated` (its rows
-    see nothing, while later rows still see it: empty rows, as some published code has them).
+    `separators` is `attached` (a separator belongs to the segment before it) or `isolated` (its
+    rows attend to no key while later rows attend to it: empty rows, as in some published code).
 
     Raises `MaskError` for an unknown preset or separators mode.
     """
@@ -75,26 +76,25 @@ def preset(name: str, segments: Sequence[Segment], *, separators: str = "attache
         raise MaskError(
             f"--separators {separators} is unknown; use {' or '.join(SEPARATOR_MODES)}."
         )
-    view = PRESETS[name]
-    seen = [_visible_interval(view, segments, segment, separators) for segment in segments]
-    return _build_spec(name, [segment.start for segment in segments], seen)
+    interval_of = PRESETS[name]
+    intervals = [_visible_interval(interval_of, segments, s, separators) for s in segments]
+    return _build_spec(name, [segment.start for segment in segments], intervals)
 
 
 def declared_spec(declared: Mapping[str, Any]) -> MaskSpec | None:
-    """Return the rule of a declaration, None when it describes none (an own mask function)."""
+    """Return the mask of a declaration, None if it describes none (a user's own `mask_mod`)."""
     columns = [declared.get(name) for name in ("starts", "head", "low")]
-    fit = (isinstance(c, list | tuple) and all(type(n) is int for n in c) for c in columns)
-    if not all(fit):
+    if not all(isinstance(c, list | tuple) and all(type(n) is int for n in c) for c in columns):
         return None
-    starts, head, low = (tuple(column or ()) for column in columns)
-    fits = starts and len(starts) == len(head) == len(low) and starts[0] == 0
-    if not fits or list(starts) != sorted(starts):
+    starts, prefix_stops, local_starts = (tuple(column or ()) for column in columns)
+    is_valid = starts and len(starts) == len(prefix_stops) == len(local_starts) and starts[0] == 0
+    if not is_valid or list(starts) != sorted(starts):
         return None
-    return MaskSpec(str(declared.get("preset", "declared")), starts, head, low)
+    return MaskSpec(str(declared.get("preset", "declared")), starts, prefix_stops, local_starts)
 
 
 def check_preset(name: str) -> None:
-    """Raise `MaskError` with the known names, and the nearest one, for an unknown preset."""
+    """Raise `MaskError` with the known presets, and the nearest one, for an unknown preset."""
     if name in PRESETS:
         return
     near = difflib.get_close_matches(name, PRESETS, n=1)
@@ -102,12 +102,12 @@ def check_preset(name: str) -> None:
         f"The mask '{name}' is unknown; the presets are {', '.join(PRESETS)}.",
         hint=f"Did you mean --mask {near[0]}?"
         if near
-        else "Your own rule is given as --mask package.module:function.",
+        else "Pass your own mask_mod as --mask package.module:function.",
     )
 
 
 Interval = tuple[int, int]
-"""(head, low): keys below `head` and keys from `low` on are seen."""
+"""(prefix_stop, local_start): the visible keys are those below the first and from the second on."""
 
 _ALL_KEYS: Interval = (0, 0)
 _UNRESTRICTED_KINDS = (SegmentKind.CUE, SegmentKind.GENERATED)
@@ -148,9 +148,9 @@ PRESETS: dict[str, Callable[[Sequence[Segment], Segment], Interval]] = {
     "anchor-first": _anchor_first,
     "document": _document,
 }
-"""What a segment sees, by preset. BOS is seen by all (it depends on nothing, so nothing leaks
-through it). Rows of the cue and of generated text see everything before them, but for `document`,
-where they go on with the last paraphrase."""
+"""The keys that a segment attends to, by preset. All segments attend to the BOS: it depends on no
+other token, so nothing leaks through it. Rows of the cue and of generated text attend to everything
+before them, except in `document`, where they continue the last paraphrase."""
 
 
 def _last_stop(segments: Sequence[Segment], *kinds: SegmentKind) -> int:
@@ -175,29 +175,29 @@ def _visible_interval(
 
 
 def _build_spec(name: str, starts: Sequence[int], intervals: Sequence[Interval]) -> MaskSpec:
-    """Merge neighbours that see the same, so that a rule costs as few comparisons as it can."""
+    """Merge adjacent segments with the same visible keys, which saves comparisons in the kernel."""
     merged: list[tuple[int, int, int]] = []
-    for start, (head, low) in zip(starts, intervals, strict=True):
-        head, low = (0, 0) if head >= low else (head, low)
-        if not merged or merged[-1][1:] != (head, low):
-            merged.append((start if merged else 0, head, low))
+    for start, (prefix_stop, local_start) in zip(starts, intervals, strict=True):
+        interval = _ALL_KEYS if prefix_stop >= local_start else (prefix_stop, local_start)
+        if not merged or merged[-1][1:] != interval:
+            merged.append((start if merged else 0, *interval))
     return MaskSpec(
         name,
-        tuple(start for start, _, _ in merged),
-        tuple(head for _, head, _ in merged),
-        tuple(low for _, _, low in merged),
+        starts=tuple(start for start, _, _ in merged),
+        prefix_stops=tuple(prefix_stop for _, prefix_stop, _ in merged),
+        local_starts=tuple(local_start for _, _, local_start in merged),
     )
 
 
 def row_chunks(n_rows: int, size: int = BLOCK_SIZE) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of row chunks, so that no whole grid is ever held."""
+    """Yield (start, stop) of row chunks, so that a whole mask is never in memory."""
     for start in range(0, n_rows, size):
         yield start, min(start + size, n_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTables:
-    """Which key blocks each row block visits: `partial` applies the rule, `full` does not.
+    """The key blocks that each row block visits; only `partial` blocks evaluate the `mask_mod`.
 
     Both are bool of shape (row blocks, key blocks).
     """
@@ -207,9 +207,9 @@ class BlockTables:
 
 
 def block_tables(spec: MaskSpec, n_q: int, n_kv: int, *, q_offset: int = 0) -> BlockTables:
-    """Return the block tables of a rule, made one row of blocks at a time.
+    """Return the block tables of a mask, computed one row of blocks at a time.
 
-    A block that sticks out of the mask is never full, as in `create_block_mask`.
+    A block that extends beyond the mask is never full, as in `create_block_mask`.
     """
     chunks = (
         spec.dense(stop - start, n_kv, q_offset=q_offset + start) for start, stop in row_chunks(n_q)
@@ -218,9 +218,9 @@ def block_tables(spec: MaskSpec, n_q: int, n_kv: int, *, q_offset: int = 0) -> B
 
 
 def row_block_tables(spec: MaskSpec, q_idx: int, n_kv: int) -> BlockTables:
-    """Return the block tables of one row, as a decode step needs them, without its cells.
+    """Return the block tables of one row, as in a decode step, without computing the mask.
 
-    A block of one row is never full, so every block that the row's two intervals touch is partial.
+    A block of one row is never full, so every block that overlaps the visible keys is partial.
     """
     region = spec.region(q_idx)
     starts = np.arange(0, n_kv, BLOCK_SIZE)
@@ -233,7 +233,7 @@ def row_block_tables(spec: MaskSpec, q_idx: int, n_kv: int) -> BlockTables:
 
 
 def stack_block_rows(chunks: Iterable[BoolArray]) -> BlockTables:
-    """Return the tables of a mask given as chunks of at most `BLOCK` rows, (rows, n_kv) each."""
+    """Return the block tables of a mask in chunks of at most `BLOCK_SIZE` rows, (rows, n_kv)."""
     rows = [_block_row_tables(chunk) for chunk in chunks]
     return BlockTables(np.stack([r[0] for r in rows]), np.stack([r[1] for r in rows]))
 
@@ -249,18 +249,18 @@ def _block_row_tables(cells: BoolArray) -> tuple[BoolArray, BoolArray]:
 
 
 def expand_blocks(blocks: BoolArray, n_q: int, n_kv: int, size: tuple[int, int]) -> BoolArray:
-    """Return a block-level bool array as a token-level one of shape (n_q, n_kv)."""
+    """Expand a bool array over blocks to a mask of shape (n_q, n_kv)."""
     return blocks.repeat(size[0], axis=0).repeat(size[1], axis=1)[:n_q, :n_kv]
 
 
 def executed_mask(
     mask_mod_cells: BoolArray, tables: BlockTables, size: tuple[int, int], *, compiled: bool
 ) -> BoolArray:
-    """Return the mask that the kernel honours, of the shape of `rule_cells` (n_q, n_kv).
+    """Return the mask that the kernel applies, of the shape of `mask_mod_cells` (n_q, n_kv).
 
-    Uncompiled flex evaluates the rule on every cell; compiled flex computes
-    (partial block and rule) or full block, and never visits other blocks. Checked against both
-    kernels in the tests; see the sources of `torch.nn.attention.flex_attention`.
+    Uncompiled FlexAttention evaluates the `mask_mod` on every cell. Compiled FlexAttention computes
+    (partial block and `mask_mod`) or full block, and never visits other blocks. Tested against both
+    kernels; see the sources of `torch.nn.attention.flex_attention`.
     """
     if not compiled:
         return mask_mod_cells
@@ -271,5 +271,5 @@ def executed_mask(
 
 
 def empty_rows(cells: BoolArray) -> npt.NDArray[np.intp]:
-    """Return the rows (last axis but one of a 2-D mask) that see no key at all."""
+    """Return the indices of the rows of a 2-D mask that attend to no key."""
     return np.flatnonzero(~cells.any(axis=1))

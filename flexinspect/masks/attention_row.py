@@ -1,9 +1,10 @@
-"""One row of attention in numpy, from what a trace stores: its weights and the gate that proves it.
+"""One row of attention in numpy, from the arrays of a trace: its weights and its LSE check.
 
-The order of things is the kernel's: scaled score, cap, mask, softmax. A row is normalised with the
-log-sum-exp that the kernel gave, where there is one: the open weights then sum to 1 when the mask,
-the keys and the scale are those that ran, and how far they are from 1 is the gate. It proves the
-row's mass, not each key: one without weight may be hidden or shown unseen.
+The order of operations is the kernel's: scaled score, softcap, mask, softmax. A row is normalised
+with the log-sum-exp that the kernel returned, if it was recorded: the weights of visible keys then
+sum to 1 if mask, keys and scale are those of the kernel. The distance of the sum from 1 is the LSE
+check. It checks the whole row, not each key: it does not notice a wrong mask on a key with hardly
+any weight.
 """
 
 from __future__ import annotations
@@ -22,31 +23,32 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 LSE_TOLERANCE = 1e-2
-"""A gate above this is no rounding: half precision stays below 5e-3.
+"""An LSE check above this is not a rounding error: half precision stays below 5e-3.
 
-The gate is blind below it: a key that is wrongly hidden or shown is seen only where it carries more
-than 1 % of the row's mass.
+Below it, the check notices nothing: a wrongly masked key shows only if it has more than 1 % of the
+row's attention.
 """
 
 _OUTPUT_TOLERANCE = {"bfloat16": 0.12, "float16": 0.05}
-"""Eager attention rounds its scores to the model's type, which an output that is recomputed in
-float32 shows: up to 0.05 was measured in bfloat16 and 0.005 in float16, on seven model families
-with large scores. Another mask gives up to 1 and more, but may give less.
+"""Tolerance of the relative output error, by dtype. Eager attention rounds its scores to the dtype
+of the model, so its output differs from one recomputed in float32: by up to 0.05 in bfloat16 and
+0.005 in float16, measured on seven model families with large scores. A different mask gives up to 1
+and more, but may give less.
 """
 
 
 def check_tolerance(kind: str | None, dtype: str) -> float:
-    """Return the gate above which what ran was something else, for sure, in that type."""
+    """Return the value above which a check of this kind fails, for queries of this dtype."""
     return _OUTPUT_TOLERANCE.get(dtype, LSE_TOLERANCE) if kind == "output" else LSE_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
 class LseCheck:
-    """How far a picture is from what ran: `value` is None when nothing tells.
+    """How far recomputed attention is from the executed one; `value` is None if it is not known.
 
-    `kind` is "lse" (distance of the row's mass from 1 under the kernel's own log-sum-exp) or
-    "output" (relative error of the row's output, recomputed); `dtype` is the type of the queries,
-    which says how much of it may be rounding (see `bar`).
+    `kind` is "lse" (distance of the sum of weights from 1 under the kernel's own log-sum-exp) or
+    "output" (relative error of the recomputed output). `dtype` is the dtype of the queries, which
+    decides how much of it may be rounding (see `tolerance`).
     """
 
     value: float | None = None
@@ -55,36 +57,34 @@ class LseCheck:
 
     @property
     def is_checked(self) -> bool:
-        """Whether there is a number at all."""
+        """Whether the check has a value."""
         return self.value is not None
 
     @property
     def is_failed(self) -> bool:
-        """Whether the picture is not what ran; NaN proves nothing good."""
+        """Whether recomputed and executed attention differ; NaN counts as a failure."""
         return self.value is not None and not self.value <= self.tolerance
 
     @property
     def tolerance(self) -> float:
-        """What is rounding at most."""
+        """The largest value that rounding explains."""
         return check_tolerance(self.kind, self.dtype)
 
     def describe(self) -> str:
-        """Return "gate 3e-06 (lse)" or "not checked"; a coarse one says what it is allowed."""
+        """Return "gate 3e-06 (lse)" or "not checked", with the tolerance if the value is coarse."""
         if self.value is None:
             return "not checked"
-        coarse = (
-            f", {self.dtype} rounds to {self.tolerance:g}" if self.value > LSE_TOLERANCE else ""
-        )
-        coarse = "" if self.is_failed else coarse
-        return f"gate {self.value:.0e} ({self.kind or 'lse'}{coarse})"
+        is_coarse = self.value > LSE_TOLERANCE and not self.is_failed
+        note = f", {self.dtype} rounds to {self.tolerance:g}" if is_coarse else ""
+        return f"gate {self.value:.0e} ({self.kind or 'lse'}{note})"
 
 
 UNCHECKED = LseCheck()
-"""The gate of what nothing was compared with."""
+"""The check of a row without a recorded log-sum-exp or output."""
 
 
 def worst_check(checks: Sequence[LseCheck]) -> LseCheck:
-    """Return the gate that proves least: a bad one, else one without a number, else the largest."""
+    """Return the worst check: a failed one, else one without a value, else the largest."""
     if not checks:
         return UNCHECKED
     return max(checks, key=_check_order)
@@ -99,11 +99,11 @@ def _check_order(check: LseCheck) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """Weights of one row over its keys, float64 (keys,), 0 where closed.
+    """Weights of one row over its keys, float64 (keys,), 0 where masked.
 
-    `total` is their sum, `lse` the log-sum-exp of the open scores (natural, -inf when none is
-    open). `gate` is the distance of `total` from what it must be, None when the kernel's own
-    log-sum-exp was not given, so that `total` is 1 by construction.
+    `total` is their sum, `lse` the natural log-sum-exp of the visible scores (-inf if no key is
+    visible). `lse_error` is the distance of `total` from its expected value, None without the
+    kernel's own log-sum-exp, as `total` is then 1 by construction.
     """
 
     weights: Floats
@@ -113,7 +113,7 @@ class AttentionRow:
 
 
 def kv_head_of(head: int, q_heads: int, kv_heads: int) -> int:
-    """Return the key head of a query head: neighbouring query heads share one (flex-facts 1)."""
+    """Return the key head of a query head: neighbouring query heads share one (GQA)."""
     return head // max(q_heads // max(kv_heads, 1), 1)
 
 
@@ -125,7 +125,7 @@ def row_scores(
 ) -> Floats:
     """Return the scores of `query` (width,) with `keys` (keys, width), float64 (keys,).
 
-    `scale` None stands for width**-0.5; a cap c makes c * tanh(score / c) of each score.
+    `scale` None means width**-0.5. A softcap c maps each score to c * tanh(score / c).
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     with np.errstate(all="ignore"):
@@ -135,10 +135,10 @@ def row_scores(
 
 
 def row_weights(scores: Floats, visible: Bools, lse: float | None = None) -> AttentionRow:
-    """Return the softmax of `scores` (keys,) over the open cells of `visible` (keys,).
+    """Return the softmax of `scores` (keys,) over the keys where `visible` (keys,) is True.
 
-    With the kernel's `lse` the weights are exp(score - lse), and the gate |sum - 1|; for a row that
-    saw nothing (lse -inf) the sum must be 0.
+    With the kernel's `lse` the weights are exp(score - lse), and `lse_error` is |sum - 1|. For a
+    row without visible keys (lse -inf) the sum must be 0.
     """
     with np.errstate(all="ignore"):
         masked = np.where(visible, scores, -np.inf)
@@ -161,7 +161,7 @@ def _logsumexp(scores: Floats) -> float:
 def entropy(weights: Floats) -> float:
     """Return -sum(w ln w) in nats; weights of 0 add nothing.
 
-    Never below 0: weights that sum to a rounding error more than 1 would be.
+    Never negative, as weights whose sum exceeds 1 by a rounding error would make it.
     """
     with np.errstate(all="ignore"):
         logs = np.log(np.where(weights > 0, weights, 1.0))
@@ -173,7 +173,7 @@ def attention_by_segment(
 ) -> Floats:
     """Return the sum of the weights in each segment, float64 (segments,).
 
-    `first_pos` is the position of key 0; the last segment takes all that lies behind it.
+    `first_pos` is the position of key 0. The last segment also gets all keys after its end.
     """
     borders = [max(segment.start - first_pos, 0) for segment in segments]
     stops = [max(segment.stop - first_pos, 0) for segment in segments[:-1]] + [len(weights)]

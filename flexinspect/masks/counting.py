@@ -1,7 +1,7 @@
-"""Packed rows of masks, and their cells counted once, by row, by key and by tile.
+"""Masks packed into bits, and counts of their cells by row, by key and by tile.
 
-A sheet is the mask of a whole sequence: rows in the order in which they were fed, one column per
-key. Its cells are never held as bools.
+A mask grid is the mask of a whole sequence: its rows in the order of the forward passes, one column
+per key. It is never expanded to one byte per cell.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TILE = 8
 """Rows and keys of a tile, so that a byte of a packed row lies in one tile."""
 
 CHUNK_ROWS = 248
-"""Rows that are counted at once: fewer than 256, so that their sums fit a byte."""
+"""Rows that are counted at once: fewer than 256, so that their sums fit into a byte."""
 
 _LEADING_BITS = np.array([0x00, 0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF], np.uint8)
 BIT_COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(
@@ -35,7 +35,7 @@ BIT_COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(
 
 
 def shift_keys(packed: PackedMask, n_keys: int, offset: int) -> PackedMask:
-    """Return packed rows of `n_keys` with `offset` closed keys before them."""
+    """Return packed rows of `n_keys` with `offset` masked keys before them."""
     if offset == 0:
         return packed
     if offset % 8 == 0:
@@ -45,7 +45,7 @@ def shift_keys(packed: PackedMask, n_keys: int, offset: int) -> PackedMask:
 
 
 def pack_spec(spec: MaskSpec, positions: IntArray, n_keys: int) -> PackedMask:
-    """Return a rule's rows at these positions, packed: uint8 (rows, ceil(n_keys / 8))."""
+    """Return the rows of a mask at these positions, packed: uint8 (rows, ceil(n_keys / 8))."""
     n_bytes = -(-n_keys // 8)
     rows = np.zeros((len(positions), n_bytes), np.uint8)
     for row, position in zip(rows, positions.tolist(), strict=True):
@@ -65,15 +65,14 @@ def _set_leading_bits(row: PackedMask, stop: int) -> None:
         row[full] = _LEADING_BITS[rest]
 
 
-def _pack_region(head: int, low: int, n_keys: int) -> PackedMask:
-    """Return the keys below `head` and those from `low` on, packed."""
-    below, under = (np.zeros(-(-n_keys // 8), np.uint8) for _ in range(2))
-    _set_leading_bits(below, min(head, n_keys))
-    _set_leading_bits(under, min(low, n_keys))
-    every = np.zeros_like(below)
+def _pack_region(prefix_stop: int, local_start: int, n_keys: int) -> PackedMask:
+    """Return the keys below `prefix_stop` and those from `local_start` on, packed."""
+    prefix, hidden, every = (np.zeros(-(-n_keys // 8), np.uint8) for _ in range(3))
+    _set_leading_bits(prefix, min(prefix_stop, n_keys))
+    _set_leading_bits(hidden, min(local_start, n_keys))
     _set_leading_bits(every, n_keys)
-    seen: PackedMask = below | (every & ~under)
-    return seen
+    visible: PackedMask = prefix | (every & ~hidden)
+    return visible
 
 
 # -- counting -------------------------------------------------------------------------------------
@@ -81,9 +80,9 @@ def _pack_region(head: int, low: int, n_keys: int) -> PackedMask:
 
 @dataclass(frozen=True, slots=True)
 class CellCounts:
-    """Cells of one kind, counted: `rows` per row, `tiles` per tile (None where there are none).
+    """Counts of the cells of one kind, per row and per tile (`tiles` is None without any cell).
 
-    `first` is the first of them as (row of the part, key).
+    `first` is the first cell as (row of the counted part, key).
     """
 
     row_counts: npt.NDArray[np.int32]
@@ -92,7 +91,7 @@ class CellCounts:
 
     @property
     def n(self) -> int:
-        """How many there are."""
+        """Number of cells."""
         return int(self.row_counts.sum(dtype=np.int64))
 
     @property
@@ -103,11 +102,12 @@ class CellCounts:
 
 @dataclass(frozen=True, slots=True)
 class MaskCounts:
-    """What some rows of a sheet open, and how that differs from what was declared.
+    """Counts of the open cells of some rows, and of the differences from the declared mask.
 
-    `columns` counts the rows that see each key, int32 (keys,). `table` counts open cells by group
-    of the row and group of the key, int64 (groups, groups). `lost` cells are declared open and not
-    executed, `leaked` ones executed and declared closed; both are None where nothing was declared.
+    `key_counts` is the number of rows that attend to each key, int32 (keys,). `group_counts` counts
+    open cells by group of the row and group of the key, int64 (groups, groups). `lost` cells are
+    declared open but not executed, `leaked` cells executed but declared masked; both are None
+    without a declared mask.
     """
 
     open: CellCounts
@@ -127,17 +127,17 @@ class MaskCounts:
 
 @dataclass(frozen=True, slots=True)
 class PositionGroups:
-    """Spans of the sequence: `starts` ascending, the first of them 0; the last one is open."""
+    """Groups of positions: `starts` is ascending from 0, and the last group has no end."""
 
     starts: tuple[int, ...] = (0,)
 
     def group_of(self, positions: IntArray) -> npt.NDArray[np.intp]:
         """Return the group of each position."""
-        found: npt.NDArray[np.intp] = np.searchsorted(self.starts, positions, side="right") - 1
-        return np.maximum(found, 0)
+        group: npt.NDArray[np.intp] = np.searchsorted(self.starts, positions, side="right") - 1
+        return np.maximum(group, 0)
 
     def sum_by_group(self, columns: npt.NDArray[np.uint8]) -> Counts:
-        """Return the sum of a value per key over each group, int64 (groups,)."""
+        """Sum values per key over each group; returns int64 (groups,)."""
         edges = np.minimum((*self.starts, len(columns)), len(columns))
         return np.diff(np.concatenate(([0], np.cumsum(columns, dtype=np.int64)))[edges])
 
@@ -151,10 +151,10 @@ def count_cells(
     groups: PositionGroups | None = None,
     declared: Callable[[int, int], PackedMask] | None = None,
 ) -> MaskCounts:
-    """Count packed rows, given as (row, at most `CHUNK_ROWS` rows from it on).
+    """Count the cells of packed rows, given as chunks (first row, at most `CHUNK_ROWS` rows).
 
-    `positions` are those of the rows, `first_row` is where row 0 lies on the sheet (tiles follow
-    the sheet). `declared` returns the declared rows from one to another.
+    `positions` are the positions of the rows, `first_row` the index of row 0 in the mask grid,
+    which tiles are aligned to. `declared(start, stop)` returns the declared rows, packed.
     """
     groups = groups or PositionGroups()
     n_rows = len(positions)
@@ -168,9 +168,9 @@ def count_cells(
         counter["open"].add(row, packed)
         _add_key_counts(columns, table, packed, of_row[row : row + len(packed)], groups)
         if declared is not None:
-            meant = declared(row, row + len(packed))
-            counter["lost"].add(row, meant & ~packed)
-            counter["leaked"].add(row, packed & ~meant)
+            expected = declared(row, row + len(packed))
+            counter["lost"].add(row, expected & ~packed)
+            counter["leaked"].add(row, packed & ~expected)
     return MaskCounts(
         key_counts=columns, group_counts=table, **{name: c.result() for name, c in counter.items()}
     )
@@ -195,7 +195,7 @@ def _add_key_counts(
 
 
 class _CellCounter:
-    """Counts the cells of one plane, chunk after chunk; tiles are made once there is a cell."""
+    """Counts cells of one kind chunk by chunk; tiles are allocated with the first cell."""
 
     def __init__(self, n_rows: int, n_keys: int, phase: int) -> None:
         self._tile_offset = phase
@@ -205,7 +205,7 @@ class _CellCounter:
         self._first: tuple[int, int] | None = None
 
     def add(self, row: int, packed: PackedMask) -> None:
-        """Count rows from `row` on."""
+        """Count a chunk whose first row is `row`."""
         ones = BIT_COUNTS[packed]
         counts = ones.sum(axis=1, dtype=np.int32)
         if not counts.any():
@@ -220,7 +220,7 @@ class _CellCounter:
         self._tiles[tile[0] : tile[0] + len(sums)] += sums
 
     def result(self) -> CellCounts:
-        """Return what was counted."""
+        """Return the counts."""
         return CellCounts(self._rows, self._tiles, self._first)
 
 

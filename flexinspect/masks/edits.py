@@ -1,17 +1,17 @@
-"""Edits of a mask, as a person gives them: a preset, a segment dropped or joined, a cell, a row.
+"""Edits of a mask in text form.
 
-    preset causal                        another preset over the same segments
-    drop paraphrase 2                    nobody else sees it, nor the separator that belongs to it
-    join paraphrase 1 and paraphrase 2   the two see each other
-    let paraphrase 3 see paraphrase 1    one sees another
-    let cue not see paraphrase 2         or no longer does
-    cell 12 3                            row 12, key 3: opened if it was closed, and the other way
-    cell 12 3 open                       (or close)
-    row 12                               opened to all before it; closed to itself alone if it was
-    row 12 close                         (or open)
+    preset causal                        use another preset over the same segments
+    drop paraphrase 2                    no other segment attends to it or to its separator
+    join paraphrase 1 and paraphrase 2   the two attend to each other
+    let paraphrase 3 see paraphrase 1    the first attends to the second
+    let cue not see paraphrase 2         the first no longer attends to the second
+    cell 12 3                            toggle row 12, key 3
+    cell 12 3 open                       open it (or close)
+    row 12                               toggle between all keys up to row 12 and row 12 alone
+    row 12 close                         attend to itself alone (or open: to all keys up to itself)
 
-Segments go by their label or their number. A mask stays causal: a cell above the diagonal cannot be
-opened, as the key is not there when a generated row is computed.
+Segments are named by their label or their number. A mask stays causal: a cell above the diagonal
+cannot be opened, as the key does not exist yet when a generated row is computed.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ EDIT_HINT = (
 
 
 class BaseMask(Protocol):
-    """What edits lie on: a mask in positions of the whole sequence."""
+    """A mask that edits apply to, in positions of the whole sequence."""
 
     def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
-        """Return its cells, bool (n_q, n_kv), for the rows from `q_offset` on."""
+        """Return the mask, bool (n_q, n_kv), for the rows from `q_offset` on."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MaskPatch:
-    """A rectangle of cells, `start <= i < stop`, opened as far as they are causal, or closed."""
+    """A rectangle of cells, `start <= i < stop`; only its causal cells are opened if `is_open`."""
 
     row_start: int
     row_stop: int
@@ -60,13 +60,13 @@ class MaskPatch:
 
 @dataclass(frozen=True, slots=True)
 class PatchedMask:
-    """A mask with patches over it, the later ones over the earlier ones."""
+    """A mask with patches; later patches override earlier ones."""
 
     base: BaseMask
     patches: tuple[MaskPatch, ...] = ()
 
     def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
-        """Return its cells, bool (n_q, n_kv), for the rows from `q_offset` on."""
+        """Return the mask, bool (n_q, n_kv), for the rows from `q_offset` on."""
         return apply_patches(
             self.base.dense(n_q, n_kv, q_offset=q_offset), self.patches, q_offset=q_offset
         )
@@ -95,10 +95,10 @@ def _patch_rows(patch: MaskPatch) -> tuple[int, int]:
 
 
 def changed_rows(before: PatchedMask, after: PatchedMask, n_rows: int) -> npt.NDArray[np.intp]:
-    """Return which of the first `n_rows` rows are other rows under `after`.
+    """Return which of the first `n_rows` rows differ between two masks.
 
-    Of a mask that is no `MaskSpec` only some heads may be known, so every row under a new patch
-    counts.
+    Of a mask that is not a `MaskSpec` only some heads may be known, so every row under a new patch
+    counts as changed.
     """
     if not isinstance(before.base, MaskSpec) and before.base is after.base:
         new = after.patches[len(before.patches) :]
@@ -106,18 +106,18 @@ def changed_rows(before: PatchedMask, after: PatchedMask, n_rows: int) -> npt.ND
         for patch in new:
             touched[slice(*_patch_rows(patch))] = True
         return np.flatnonzero(touched)
-    found = [
+    rows = [
         start + np.flatnonzero(_differing_rows(before, after, start, stop, n_rows))
         for start, stop in algebra.row_chunks(n_rows)
     ]
-    return np.concatenate(found) if found else np.zeros(0, np.intp)
+    return np.concatenate(rows) if rows else np.zeros(0, np.intp)
 
 
 def _differing_rows(
     before: PatchedMask, after: PatchedMask, start: int, stop: int, n_rows: int
 ) -> npt.NDArray[np.bool_]:
-    one, other = (rule.dense(stop - start, n_rows, q_offset=start) for rule in (before, after))
-    differs: npt.NDArray[np.bool_] = (one != other).any(axis=1)
+    old, new = (mask.dense(stop - start, n_rows, q_offset=start) for mask in (before, after))
+    differs: npt.NDArray[np.bool_] = (old != new).any(axis=1)
     return differs
 
 
@@ -128,8 +128,8 @@ def _differing_rows(
 class Edit:
     """One edit. `kind` is preset, drop, join, see, cell or row.
 
-    `names` are the preset, or the segments (of "see": who sees, who is seen); `places` the row, and
-    the key of a cell. `is_open` is what becomes of them, None for the contrary of what they are.
+    `names` holds the preset or the segments (of "see": the query segment, then the key segment),
+    `indices` the row, and for a cell also the key. `is_open` None toggles the cell or row.
     """
 
     kind: str
@@ -138,7 +138,7 @@ class Edit:
     is_open: bool | None = None
 
     def __str__(self) -> str:
-        """The edit as `parse` reads it."""
+        """The edit in the form that `parse_edit` reads."""
         match self.kind:
             case "join":
                 return f"join {self.names[0]} and {self.names[1]}"
@@ -157,15 +157,17 @@ class Edit:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Edit:
-        """Read an edit back. Raises `MaskError` when it is none."""
+        """Return the edit that `to_json` wrote. Raises `MaskError` if it is invalid."""
         try:
             is_open = data.get("open")
             names = tuple(str(name) for name in data.get("names", ()))
-            places = tuple(int(place) for place in data.get("places", ()))
-            edit = cls(str(data["kind"]), names, places, None if is_open is None else bool(is_open))
+            indices = tuple(int(index) for index in data.get("places", ()))
+            edit = cls(
+                str(data["kind"]), names, indices, None if is_open is None else bool(is_open)
+            )
             return parse_edit(str(edit))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise MaskError(f"{data!r} is no edit of a mask.", hint=EDIT_HINT) from error
+            raise MaskError(f"{data!r} is not an edit of a mask.", hint=EDIT_HINT) from error
 
 
 _EDIT_PATTERNS: tuple[tuple[str, str], ...] = (
@@ -180,89 +182,89 @@ _EDIT_PATTERNS: tuple[tuple[str, str], ...] = (
 
 
 def parse_edit(text: str) -> Edit:
-    """Return the edit that a text says. Raises `MaskError` with the forms there are."""
-    said = " ".join(text.split())
-    for kind, form in _EDIT_PATTERNS:
-        found = re.fullmatch(form, said, re.IGNORECASE)
-        if found is None:
+    """Parse the text form of an edit. Raises `MaskError` with the valid forms."""
+    normalized = " ".join(text.split())
+    for kind, pattern in _EDIT_PATTERNS:
+        match = re.fullmatch(pattern, normalized, re.IGNORECASE)
+        if match is None:
             continue
         if kind == "hide":
-            return Edit("see", tuple(found.groups()), (), False)
+            return Edit("see", tuple(match.groups()), is_open=False)
         if kind not in ("cell", "row"):
-            return Edit(kind, tuple(found.groups()))
-        *places, verb = found.groups()
+            return Edit(kind, tuple(match.groups()))
+        *indices, verb = match.groups()
         is_open = None if verb is None else verb.lower() == "open"
-        return Edit(kind, (), tuple(map(int, places)), is_open)
-    raise MaskError(f"'{text}' is no edit of a mask.", hint=EDIT_HINT)
+        return Edit(kind, indices=tuple(map(int, indices)), is_open=is_open)
+    raise MaskError(f"'{text}' is not an edit of a mask.", hint=EDIT_HINT)
 
 
 def apply_edits(
     edits: Sequence[Edit], mask: PatchedMask, segments: Sequence[Segment]
 ) -> PatchedMask:
-    """Return the rule with edits applied, one after the other.
+    """Return the mask with edits applied in order.
 
-    Raises `MaskError` for a segment or preset that is not known, a key behind its row, and edits
-    that change nothing.
+    Raises `MaskError` for an unknown segment or preset, a key after its row, and edits that change
+    nothing.
     """
     after = mask
     for edit in edits:
         after = _APPLY_BY_KIND[edit.kind](edit, after, segments)
     if after is mask:
-        said = "; ".join(str(edit) for edit in edits)
-        raise MaskError(f"'{said}' changes nothing: the mask is like that already.")
+        listed = "; ".join(str(edit) for edit in edits)
+        raise MaskError(f"'{listed}' does not change the mask.")
     return after
 
 
 def _apply_preset(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
     name, _, separators = edit.names[0].partition("/")
-    made = algebra.preset(name, segments, separators=separators or "attached")
-    return mask if mask == PatchedMask(made) else PatchedMask(made)
+    preset = PatchedMask(algebra.preset(name, segments, separators=separators or "attached"))
+    return mask if mask == preset else preset
 
 
 def _apply_drop(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
     number = find_segment(edit.names[0], segments)
     if segments[number].kind is SegmentKind.GENERATED:
         raise MaskError("The generated segment cannot be dropped: its rows choose the tokens.")
-    mine = _segment_spans(number, segments)
-    others = _rows_outside(mine)
-    return _with_patches(mask, [MaskPatch(*rows, *keys, False) for keys in mine for rows in others])
+    spans = _segment_spans(number, segments)
+    others = _rows_outside(spans)
+    return _with_patches(
+        mask, [MaskPatch(*rows, *keys, False) for keys in spans for rows in others]
+    )
 
 
 def _apply_join(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
-    one, other = (find_segment(name, segments) for name in edit.names)
-    if one == other:
+    first, second = (find_segment(name, segments) for name in edit.names)
+    if first == second:
         raise MaskError(f"'{edit}' names one segment twice.")
     return _with_patches(
-        mask, _opening_patches(one, other, segments) + _opening_patches(other, one, segments)
+        mask, _opening_patches(first, second, segments) + _opening_patches(second, first, segments)
     )
 
 
 def _apply_see(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
-    reader, read = (find_segment(name, segments) for name in edit.names)
-    if segments[reader].stop <= segments[read].start:
+    query, key = (find_segment(name, segments) for name in edit.names)
+    if segments[query].stop <= segments[key].start:
         raise MaskError(
-            f"{segments[reader].label} comes before {segments[read].label}, and a row sees no "
+            f"{segments[query].label} comes before {segments[key].label}, and a row attends to no "
             "later key.",
-            hint=f"Say it the other way round, or 'drop {segments[reader].label}'.",
+            hint=f"Swap the two segments, or use 'drop {segments[query].label}'.",
         )
-    found = _opening_patches(reader, read, segments)
+    patches = _opening_patches(query, key, segments)
     if edit.is_open is False:
-        found = [replace(patch, is_open=False) for patch in found]
-    return _with_patches(mask, found)
+        patches = [replace(patch, is_open=False) for patch in patches]
+    return _with_patches(mask, patches)
 
 
-def _opening_patches(reader: int, read: int, segments: Sequence[Segment]) -> list[MaskPatch]:
-    """Return patches that open one segment to another; none where that is all later."""
-    pairs = [
-        (r, k) for r in _segment_spans(reader, segments) for k in _segment_spans(read, segments)
-    ]
+def _opening_patches(query: int, key: int, segments: Sequence[Segment]) -> list[MaskPatch]:
+    """Return patches that let segment `query` attend to segment `key`, without later keys."""
+    pairs = [(r, k) for r in _segment_spans(query, segments) for k in _segment_spans(key, segments)]
     return [MaskPatch(*rows, *keys, True) for rows, keys in pairs if keys[0] < rows[1]]
 
 
 def _apply_cell(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
     row, key = edit.indices
     if key > row:
-        raise MaskError(f"Row {row} comes before key {key}, and a row sees no later key.")
+        raise MaskError(f"Row {row} comes before key {key}, and a row attends to no later key.")
     _check_row(row, segments)
     is_open = edit.is_open
     if is_open is None:
@@ -284,7 +286,7 @@ def _apply_row(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> Pa
 
 def _check_row(row: int, segments: Sequence[Segment]) -> None:
     if segments and row >= segments[-1].stop:
-        raise MaskError(f"There is no row {row}: the last one may be {segments[-1].stop - 1}.")
+        raise MaskError(f"There is no row {row}: the last row is {segments[-1].stop - 1}.")
 
 
 _APPLY_BY_KIND: dict[str, Callable[[Edit, PatchedMask, Sequence[Segment]], PatchedMask]] = {
@@ -298,7 +300,7 @@ _APPLY_BY_KIND: dict[str, Callable[[Edit, PatchedMask, Sequence[Segment]], Patch
 
 
 def _with_patches(mask: PatchedMask, patches: Sequence[MaskPatch]) -> PatchedMask:
-    """Return a rule with patches over it, the same one where they change no cell."""
+    """Return the mask with patches, or `mask` itself if they change no cell."""
     needed = tuple(patch for patch in patches if _changes_cells(mask, patch))
     if not needed:
         return mask
@@ -306,7 +308,7 @@ def _with_patches(mask: PatchedMask, patches: Sequence[MaskPatch]) -> PatchedMas
 
 
 def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
-    """Say whether a patch changes a cell; of endless rows one per region of the ground is asked."""
+    """Return whether a patch changes a cell; endless rows are checked up to the last region."""
     last = (
         patch.row_stop - 1
         if patch.row_stop < OPEN_END
@@ -322,12 +324,12 @@ def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
 
 def _last_region_start(mask: PatchedMask) -> int:
     starts = mask.base.starts if isinstance(mask.base, MaskSpec) else ()
-    places = [start for patch in mask.patches for start in (patch.row_start, patch.key_stop)]
-    return max((*starts, *(place for place in places if place < OPEN_END), 0)) + 1
+    edges = [edge for patch in mask.patches for edge in (patch.row_start, patch.key_stop)]
+    return max((*starts, *(edge for edge in edges if edge < OPEN_END), 0)) + 1
 
 
 def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:
-    """Return an edit that calls its segments by their labels. Raises `MaskError`."""
+    """Return the edit with segments named by label. Raises `MaskError` for an unknown segment."""
     if edit.kind == "preset":
         return edit
     labels = tuple(segments[find_segment(name, segments)].label for name in edit.names)
@@ -338,25 +340,25 @@ def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:
 
 
 def find_segment(name: str, segments: Sequence[Segment]) -> int:
-    """Return the number of the segment of a label or number. Raises `MaskError`."""
-    said = name.strip().lower()
+    """Return the number of the segment with this label or number. Raises `MaskError`."""
+    key = name.strip().lower()
     labels = [segment.label.lower() for segment in segments]
-    if said in labels:
-        return labels.index(said)
-    if said.isascii() and said.isdecimal() and int(said) < len(segments):
-        return int(said)
-    near = difflib.get_close_matches(said, labels, 1)
+    if key in labels:
+        return labels.index(key)
+    if key.isascii() and key.isdecimal() and int(key) < len(segments):
+        return int(key)
+    near = difflib.get_close_matches(key, labels, 1)
     raise MaskError(
         f"There is no segment '{name.strip()}'.",
-        hint=f"Did you mean '{near[0]}'?" if near else f"There are {', '.join(labels)}.",
+        hint=f"Did you mean '{near[0]}'?" if near else f"The segments are {', '.join(labels)}.",
     )
 
 
 def _segment_spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Return the spans of a segment and of what belongs to it, neighbours merged."""
-    mine = [s for at, s in enumerate(segments) if number in (at, s.owner)]
+    """Return the spans of a segment and its separators, merged where they are adjacent."""
+    owned = [s for index, s in enumerate(segments) if number in (index, s.owner)]
     spans: list[tuple[int, int]] = []
-    for segment in mine:
+    for segment in owned:
         stop = OPEN_END if segment.kind is SegmentKind.GENERATED else segment.stop
         if spans and spans[-1][1] == segment.start:
             spans[-1] = (spans[-1][0], stop)
@@ -366,7 +368,7 @@ def _segment_spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, 
 
 
 def _rows_outside(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the rows outside of spans, from the first span on: none before it sees them."""
+    """Return the rows after the first span that are in no span; earlier rows are causal anyway."""
     starts = [stop for _, stop in spans]
     stops = [*(start for start, _ in spans[1:]), OPEN_END]
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

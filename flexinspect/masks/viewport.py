@@ -1,7 +1,7 @@
-"""Windows of a sheet: cells folded into pixels, and pixels into states that keep what is rare.
+"""Views of a mask grid: cells counted per pixel, and pixels mapped to states.
 
-Every fold is exact: it counts the open cells of each pixel, so that a single open or closed cell
-is never lost.
+The counts per pixel are exact, so that a single open or masked cell is never lost in a view of any
+scale.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ States = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class PixelGrid:
-    """A window of a sheet in pixels: pixel (0, 0) begins at (`row`, `key`).
+    """A view of a mask grid in pixels: pixel (0, 0) begins at (`row`, `key`).
 
-    A pixel is `row_scale` rows high and `key_scale` keys wide (both from `SCALES`), the window
-    `height` and `width` pixels. `row` and `key` are multiples of the scales.
+    A pixel is `row_scale` rows high and `key_scale` keys wide (both from `SCALES`), the view
+    `height` by `width` pixels. `row` and `key` are multiples of the scales.
     """
 
     row: int
@@ -35,21 +35,21 @@ class PixelGrid:
 
     @property
     def in_tiles(self) -> bool:
-        """Whether tiles are fine enough for it."""
+        """Whether its pixels consist of whole tiles."""
         return self.row_scale >= TILE and self.key_scale >= TILE
 
     @property
     def row_stop(self) -> int:
-        """The row after its last one."""
+        """The row after the last one of the view."""
         return self.row + self.height * self.row_scale
 
     @property
     def key_stop(self) -> int:
-        """The key after its last one."""
+        """The key after the last one of the view."""
         return self.key + self.width * self.key_scale
 
     def empty(self) -> Counts:
-        """Return zeros for its pixels."""
+        """Return zeros, int64 (height, width)."""
         return np.zeros((self.height, self.width), np.int64)
 
 
@@ -61,11 +61,11 @@ SCALES: tuple[int, ...] = (
     32,
     *(m << k for k in range(20) for m in (40, 48, 56, 64)),
 )
-"""Cells per side of a pixel: whatever bits, or from `TILE` on tiles, can be folded into."""
+"""Cells per side of a pixel; from `TILE` on multiples of it, so that tiles can be summed."""
 
 
 def fold_tiles(plane: CellCounts | None, first_row: int, grid: PixelGrid, out: Counts) -> None:
-    """Add the cells of a plane whose row 0 lies at `first_row` of the sheet, from its tiles."""
+    """Add counted cells to `out`, from their tiles; their row 0 is row `first_row` of the grid."""
     if plane is not None and plane.tiles is not None:
         at = (first_row // TILE, 0)
         start = (grid.row // TILE, grid.key // TILE)
@@ -73,7 +73,7 @@ def fold_tiles(plane: CellCounts | None, first_row: int, grid: PixelGrid, out: C
 
 
 def fold_rows(packed: PackedMask, first_row: int, grid: PixelGrid, out: Counts) -> None:
-    """Add the cells of packed rows that begin at `first_row` of the sheet."""
+    """Add the cells of packed rows to `out`; their row 0 is row `first_row` of the grid."""
     if grid.key_scale >= TILE:
         start, scale = (grid.row, grid.key // TILE), (grid.row_scale, grid.key_scale // TILE)
         _fold(out, BIT_COUNTS[packed], (first_row, 0), start, scale)
@@ -91,7 +91,7 @@ def _fold(
     start: tuple[int, int],
     scale: tuple[int, int],
 ) -> None:
-    """Add `values`, whose corner lies `at`, to pixels of `scale` values from `start` on."""
+    """Add `values`, whose first one is at `at`, to pixels of `scale` values from `start`."""
     rows = _axis_pixels(at[0], values.shape[0], start[0], scale[0], out.shape[0])
     keys = _axis_pixels(at[1], values.shape[1], start[1], scale[1], out.shape[1])
     if rows is None or keys is None:
@@ -103,7 +103,7 @@ def _fold(
 
 @dataclass(frozen=True, slots=True)
 class _AxisPixels:
-    """The values `low` to `high` of an axis; those from each edge on go to the next pixel."""
+    """The values `low` to `high` of an axis; each edge starts a pixel, from pixel `first` on."""
 
     low: int
     high: int
@@ -121,10 +121,10 @@ def _axis_pixels(at: int, length: int, start: int, scale: int, n_pixels: int) ->
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Block tables spread over a sheet: edges of the blocks' rows and keys, ascending.
+    """Block tables over a mask grid: ascending edges of the blocks along rows and keys.
 
-    `partial` and `full` are bool (row blocks, key blocks). Blocks stick out of the mask at its
-    ends; the edges do not.
+    `partial` and `full` are bool (row blocks, key blocks). The last blocks may extend beyond the
+    mask; the edges do not.
     """
 
     rows: IntArray
@@ -134,16 +134,16 @@ class BlockLayout:
 
 
 def fold_blocks(blocks: BlockLayout, grid: PixelGrid, partial: Counts, full: Counts) -> None:
-    """Add to each pixel how many of its cells lie in partial and in full blocks."""
-    over = _overlap(blocks.rows, grid.row, grid.row_scale, grid.height)
-    across = _overlap(blocks.keys, grid.key, grid.key_scale, grid.width).T
-    used = np.flatnonzero(over.any(axis=0))
+    """Add the number of cells in partial and in full blocks to each pixel."""
+    rows = _overlap(blocks.rows, grid.row, grid.row_scale, grid.height)
+    keys = _overlap(blocks.keys, grid.key, grid.key_scale, grid.width).T
+    used = np.flatnonzero(rows.any(axis=0))
     for out, table in ((partial, blocks.partial), (full, blocks.full)):
-        out += np.rint(over[:, used] @ table[used].astype(np.float64) @ across).astype(np.int64)
+        out += np.rint(rows[:, used] @ table[used].astype(np.float64) @ keys).astype(np.int64)
 
 
 def _overlap(edges: IntArray, start: int, scale: int, n_pixels: int) -> npt.NDArray[np.float64]:
-    """Return how many rows (or keys) of each block lie in each pixel, (pixels, blocks)."""
+    """Return the number of rows (or keys) of each block in each pixel, (pixels, blocks)."""
     pixel = start + scale * np.arange(n_pixels + 1)
     low = np.maximum(pixel[:-1, None], edges[None, :-1])
     high = np.minimum(pixel[1:, None], edges[None, 1:])
@@ -152,7 +152,7 @@ def _overlap(edges: IntArray, start: int, scale: int, n_pixels: int) -> npt.NDAr
 
 
 def pixel_sizes(grid: PixelGrid, known: Iterable[tuple[int, int]], n_keys: int) -> Counts:
-    """Return how many cells of a sheet each pixel holds, of the rows between the pairs `known`."""
+    """Return the number of cells per pixel in the row ranges (start, stop) of `known`."""
     rows = np.zeros(grid.height, np.int64)
     pixel = grid.row + grid.row_scale * np.arange(grid.height + 1)
     for start, stop in known:
@@ -165,8 +165,8 @@ def pixel_sizes(grid: PixelGrid, known: Iterable[tuple[int, int]], n_keys: int) 
 # -- pixels as states -----------------------------------------------------------------------------
 
 CLOSED, OPEN, UNKNOWN, LOST, LEAKED, BOTH, APPLIED = 0, 6, 7, 8, 9, 10, 11
-"""States of a pixel; 1 to 5 lie between closed and open. `APPLIED` is a partial block, in which the
-rule decides."""
+"""States of a pixel; 1 to 5 are shares between closed and open. `APPLIED` is a partial block, in
+which the `mask_mod` decides."""
 
 N_STATES = 12
 _N_BETWEEN = OPEN - 1
@@ -174,7 +174,7 @@ _N_BETWEEN = OPEN - 1
 
 @dataclass(frozen=True, slots=True)
 class PixelCounts:
-    """Pixels of a sheet: cells that are known, and those of each kind, int64 (height, width)."""
+    """Counts per pixel: known cells (`size`) and cells of each kind, int64 (height, width)."""
 
     size: Counts
     open: Counts
@@ -182,7 +182,7 @@ class PixelCounts:
     leaked: Counts | None = None
 
     def pixel_states(self) -> States:
-        """Return the pixels' states."""
+        """Return the state of each pixel, uint8 (height, width)."""
         states = share_states(self.open, self.size)
         if self.lost is not None and self.leaked is not None:
             states[self.lost > 0] = LOST
@@ -192,7 +192,7 @@ class PixelCounts:
 
 
 def share_states(n_open: Counts, size: Counts) -> States:
-    """Return states by share: closed and open only where all known cells are, else in between."""
+    """Return states by the share of open cells; closed and open only if all known cells are."""
     safe = np.maximum(size, 1)
     states = np.clip(1 + n_open * _N_BETWEEN // safe, 1, _N_BETWEEN).astype(np.uint8)
     states[n_open == 0] = CLOSED
@@ -202,7 +202,7 @@ def share_states(n_open: Counts, size: Counts) -> States:
 
 
 def block_states(partial: Counts, full: Counts, size: Counts) -> States:
-    """Return states of a window of block tables: pixels of one kind as such, others by share."""
+    """Return the states of a view of block tables: `APPLIED` for partial blocks, else by share."""
     states = share_states(partial + full, size)
     inside = (partial + full == size) & (size > 0)
     states[inside & (partial > 0)] = APPLIED

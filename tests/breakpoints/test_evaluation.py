@@ -104,7 +104,7 @@ def test_it_does_not_hold(text: str) -> None:
     assert evaluate(parse(text), observe_step(STEP)) is False
 
 
-def test_what_was_not_recorded_is_not_known() -> None:
+def test_a_value_that_was_not_recorded_is_unknown() -> None:
     basic = replace(STEP, layer_stats=(), memory=None, logits=None, tokens=())
     for text, missing in {
         "entropy > 3": ("entropy",),
@@ -120,7 +120,7 @@ def test_what_was_not_recorded_is_not_known() -> None:
         assert evaluate(parse(text), observe_step(basic)) == Unknown(missing)
 
 
-def test_what_is_not_known_matters_only_where_it_decides() -> None:
+def test_an_unknown_matters_only_where_it_decides() -> None:
     facts = StepObservations({"step": 5})
     assert evaluate(parse("entropy > 3 and step > 9"), facts) is False
     assert evaluate(parse("entropy > 3 or step == 5"), facts) is True
@@ -128,7 +128,7 @@ def test_what_is_not_known_matters_only_where_it_decides() -> None:
     assert not evaluate(parse("entropy > 3"), facts)
 
 
-def test_a_choice_that_nobody_saw_is_not_known() -> None:
+def test_an_unobserved_choice_is_unknown() -> None:
     unseen = replace(LOGITS, chosen_id=-1, chosen_rank=-1, chosen_logprob=math.nan)
     facts = observe_step(replace(STEP, logits=unseen, tokens=()))
     assert evaluate(parse("rank > 0"), facts) == Unknown(("rank",))
@@ -136,7 +136,7 @@ def test_a_choice_that_nobody_saw_is_not_known() -> None:
     assert evaluate(parse("entropy > 3"), facts) is True
 
 
-def test_a_nan_in_a_layer_is_seen_in_its_record_and_told_with_its_place() -> None:
+def test_a_nan_in_a_layers_record_is_reported_with_its_location() -> None:
     facts = observe_step(replace(STEP, layer_stats=(stats(0), stats(1, n_nan=3))))
     verdict = evaluate_with_layer(parse("nan"), facts)
     assert verdict.holds is True
@@ -148,7 +148,7 @@ def test_a_nan_in_a_layer_is_seen_in_its_record_and_told_with_its_place() -> Non
     assert evaluate(parse("nan @ layers.1"), facts) is True
 
 
-def test_modules_that_were_looked_at_without_a_sighting_have_none() -> None:
+def test_checked_modules_without_an_observation_are_false() -> None:
     text = "nan @ layers.*.self_attn"
     facts = observe_step(STEP, checked=[text])
     assert evaluate(parse(text), facts) is False
@@ -159,7 +159,7 @@ def test_modules_that_were_looked_at_without_a_sighting_have_none() -> None:
     )
 
 
-def test_modules_are_meant_by_the_last_parts_of_their_names() -> None:
+def test_modules_match_by_the_last_parts_of_their_names() -> None:
     name = "model.layers.11.self_attn"
     for pattern in ("layers.*.self_attn", "model.**", "self_attn", "layers.1?.*", "**.self_attn"):
         assert matches_module(pattern, name)
@@ -167,7 +167,7 @@ def test_modules_are_meant_by_the_last_parts_of_their_names() -> None:
         assert not matches_module(pattern, name)
 
 
-def test_many_stars_are_as_two() -> None:
+def test_more_than_two_stars_match_as_two() -> None:
     name = "model.layers.11.self_attn"
     started = time.perf_counter()
     assert matches_module("*" * 400 + "attn", name)
@@ -197,16 +197,16 @@ def test_the_reason_names_place_values_and_token() -> None:
     assert "kv_cache 2.0 MiB" in said("kv_cache > 1 MiB")
 
 
-def test_what_cannot_be_judged_is_told_with_the_step() -> None:
+def test_an_unknown_result_is_reported_with_the_step() -> None:
     sentence = describe_unknown("rss > 1", Unknown(("rss",)), observe_step(STEP))
-    assert "rss > 1 could not be judged in step 5 (decode) of generation 1: rss is" in sentence
+    assert "rss > 1 could not be evaluated in step 5 (decode) of generation 1: rss is" in sentence
 
 
 @pytest.mark.parametrize(
     ("text", "layer"),
     [("entropy > 3", None), ("entropy > 3 and nan @ *.mlp", 2), ("nan or empty-row", 0)],
 )
-def test_a_hit_names_the_layer_of_what_its_condition_asks_for(text: str, layer: int | None) -> None:
+def test_a_hit_names_the_layer_of_its_observation(text: str, layer: int | None) -> None:
     seen = (Observation("empty-row", "", 0, "a row"), Observation("nan", "a.mlp", 2, "a NaN"))
     facts, expression = observe_step(STEP, observed=seen), parse(text)
     verdict = evaluate_with_layer(expression, facts)

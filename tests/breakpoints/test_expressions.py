@@ -55,7 +55,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_each_form_is_read_and_written_as_it_stands(text: str) -> None:
+def test_every_form_round_trips_through_text(text: str) -> None:
     tree = parse(text)
     assert tree == FORMS[text]
     assert to_text(tree) == text
@@ -88,41 +88,41 @@ def test_escapes_are_those_of_python() -> None:
 
 REFUSED = {
     # text: (what the mark is under, a piece of the sentence, a piece of the hint)
-    "entropi > 3": ("entropi", "no name", "Did you mean entropy?"),
+    "entropi > 3": ("entropi", "not a known name", "Did you mean entropy?"),
     "step = 3": ("=", "two signs: ==", ""),
     "nan && inf": ("&&", "the word and", ""),
     "!nan": ("!", "the word not", ""),
-    "entropy": ("entropy", "no condition by itself", "entropy > 3"),
+    "entropy": ("entropy", "not a condition", "entropy > 3"),
     'step > "a"': ('step > "a"', "step is a number", ""),
     "step > 2 GiB": ("step > 2", "an amount of memory", ""),
-    "rss > 2 GiX": ("GiX", "no unit", "Did you mean GiB?"),
+    "rss > 2 GiX": ("GiX", "not a unit", "Did you mean GiB?"),
     'path == "spda"': ('"spda"', "path is never this", 'Did you mean "sdpa"?'),
-    "phase == decode": ("decode", "no name", 'Did you mean "decode", in quotes?'),
-    "nan > 3": ("nan", "a condition by itself", ""),
+    "phase == decode": ("decode", "not a known name", 'Did you mean "decode", in quotes?'),
+    "nan > 3": ("nan", "a complete condition", ""),
     "(step > 2": ("(", "not closed", ""),
     "step > 2)": (")", "never opened", ""),
     'token == "ab': ('"ab', "no end", ""),
     r'token == "\q"': (r"\q", "escape is unknown", r"\xHH"),
-    r'token == "\ud800"': (r"\ud800", "no such character", ""),
+    r'token == "\ud800"': (r"\ud800", "does not exist", ""),
     "step == 3 nan": ("nan", "is complete", ""),
     "finding x > bad": ("bad", "severity", ""),
     "finding mask.* >= eror": ("eror", "severity", "Did you mean error?"),
-    "empty_row": ("empty_row", "no name", "Did you mean empty-row?"),
-    'token < "a"': ('token < "a"', "none is larger", ""),
+    "empty_row": ("empty_row", "not a known name", "Did you mean empty-row?"),
+    'token < "a"': ('token < "a"', "only be compared with", ""),
     "1 < 2": ("1 < 2", "Neither side", ""),
     "step in (1 2)": ("2", "commas", ""),
-    "step not 3": ("3", "comes in", ""),
-    "prob @ layers": ("prob", "no condition by itself", ""),
-    "step == 3 @ layers": ("@", "looked for @ modules", ""),
-    "__import__('os')": ("__import__", "no name", ""),
+    "step not 3": ("3", "expected after a value and not", ""),
+    "prob @ layers": ("prob", "not a condition", ""),
+    "step == 3 @ layers": ("@", "can be followed by @", ""),
+    "__import__('os')": ("__import__", "not a known name", ""),
     "step ** 2 > 3": ("*", "no meaning", ""),
     "nan @ a.*.*.*.*.*.*.*.*.*": ("a.*.*.*.*.*.*.*.*.*", "at most 8 wildcards", ""),
-    "prob < 1e999": ("1e999", "no number", ""),
+    "prob < 1e999": ("1e999", "not a number", ""),
 }
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_cannot_be_read_is_refused_with_a_mark_under_the_place(text: str) -> None:
+def test_an_invalid_expression_is_refused_with_its_place_underlined(text: str) -> None:
     under, said, hint = REFUSED[text]
     with pytest.raises(ExpressionError) as caught:
         parse(text)
@@ -135,13 +135,13 @@ def test_what_cannot_be_read_is_refused_with_a_mark_under_the_place(text: str) -
 
 
 @pytest.mark.parametrize("text", ["", "   ", "not", "step >", "nan @", "finding", "step in"])
-def test_an_expression_that_ends_too_early_points_behind_its_end(text: str) -> None:
+def test_an_incomplete_expression_is_underlined_after_its_end(text: str) -> None:
     with pytest.raises(ExpressionError) as caught:
         parse(text)
     assert caught.value.start == len(text.rstrip())
 
 
-def test_the_mark_stands_right_under_wide_and_invisible_characters() -> None:
+def test_the_underline_accounts_for_wide_and_invisible_characters() -> None:
     with pytest.raises(ExpressionError) as caught:
         parse('token == "日本\t" and entropi > 3')
     _, shown, mark = caught.value.message.splitlines()
@@ -158,7 +158,7 @@ def test_a_finding_that_no_rule_has_is_refused_where_the_ids_are_known() -> None
     assert caught.value.hint == "Did you mean mask.leak?"
 
 
-def test_nesting_and_length_have_an_end() -> None:
+def test_nesting_and_length_are_limited() -> None:
     for text in ("(" * 10_000 + "nan", "not " * 450 + "nan", "nan or " * MAX_EXPRESSION_LENGTH):
         with pytest.raises(ExpressionError):
             parse(text)
@@ -166,7 +166,7 @@ def test_nesting_and_length_have_an_end() -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(st.text(max_size=60) | st.text("entropy ><=()\"'@.*not andorfiding0123[]\\x", max_size=60))
-def test_any_text_is_read_or_refused_and_nothing_else(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
         tree = parse(split_options(text)[0])
     except UsageError as error:
@@ -185,7 +185,7 @@ _pieces = st.sampled_from(
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(_pieces, max_size=12).map(" ".join))
-def test_any_row_of_words_is_read_or_refused(text: str) -> None:
+def test_any_sequence_of_words_is_parsed_or_refused(text: str) -> None:
     try:
         tree = parse(text)
     except ExpressionError as error:
@@ -234,14 +234,14 @@ def _grown(inner: st.SearchStrategy[Expression]) -> st.SearchStrategy[Expression
 
 @settings(max_examples=300, deadline=None)
 @given(st.recursive(_relations() | _seen | _found, _grown, max_leaves=8))
-def test_every_tree_is_read_again_as_it_was_written(tree: Expression) -> None:
+def test_every_tree_round_trips_through_text(tree: Expression) -> None:
     assert parse(to_text(tree)) == tree
 
 
 # -- options -----------------------------------------------------------------------------------
 
 
-def test_options_stand_in_brackets_at_the_end() -> None:
+def test_options_are_in_brackets_at_the_end() -> None:
     assert split_options("nan [hits=3 once, log]") == (
         "nan",
         BreakpointOptions(3, once=True, log=True),
@@ -263,7 +263,7 @@ def test_options_stand_in_brackets_at_the_end() -> None:
         ("nan [a b]", "a"),
     ],
 )
-def test_an_unknown_option_is_refused_with_a_mark_under_it(text: str, under: str) -> None:
+def test_an_unknown_option_is_refused_and_underlined(text: str, under: str) -> None:
     with pytest.raises(ExpressionError) as caught:
         split_options(text)
     assert text[caught.value.start : caught.value.stop] == under

@@ -26,7 +26,7 @@ def test_hits_counts_from_one_and_ignore_passes_over() -> None:
         assert hits(book, 4) == ["pass", "pass", "stop", "stop"]
 
 
-def test_once_stops_once_and_switches_itself_off() -> None:
+def test_once_stops_once_and_disables_the_breakpoint() -> None:
     book = BreakpointStore()
     book.add("nan", hits=2, once=True)
     assert hits(book, 4) == ["pass", "stop", "pass", "pass"]
@@ -41,7 +41,7 @@ def test_log_never_stops() -> None:
     assert book.list()[0].log_only
 
 
-def test_one_is_switched_off_and_on_and_taken_out() -> None:
+def test_a_breakpoint_can_be_disabled_enabled_and_removed() -> None:
     book = BreakpointStore()
     assert book.version == 0
     book.add("nan [off]")
@@ -61,7 +61,7 @@ def test_one_is_switched_off_and_on_and_taken_out() -> None:
         book.enable(9, False)
 
 
-def test_who_prepares_for_breakpoints_is_told_of_each_change() -> None:
+def test_on_change_is_called_for_each_change() -> None:
     versions: list[int] = []
     book = BreakpointStore(on_change=lambda: versions.append(book.version))
     book.add("nan [once]")
@@ -81,7 +81,7 @@ def test_hits_alone_do_not_change_the_version() -> None:
     assert book.version == before
 
 
-def test_what_cannot_be_read_is_not_added() -> None:
+def test_an_invalid_condition_is_not_added() -> None:
     book = BreakpointStore(finding_ids=lambda: ("mask.leak",))
     for text in ("entropi > 3", "finding text.*", "nan [sometimes]"):
         with pytest.raises(ExpressionError):
@@ -109,7 +109,7 @@ def test_the_word_at_the_cursor_is_replaced() -> None:
     assert found.help.startswith("entropy of the newest row")
 
 
-def test_what_may_follow_depends_on_what_stands_before() -> None:
+def test_suggestions_depend_on_the_words_before() -> None:
     assert words("entropy ") == ["==", "!=", "<", "<=", ">", ">=", "in"]
     assert words("token ") == ["==", "!=", "in"]
     assert words("phase == ") == ['"prefill"', '"decode"']

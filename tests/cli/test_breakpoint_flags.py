@@ -86,7 +86,7 @@ def test_a_program_that_waits_pauses_says_how_it_goes_on_and_goes_on(
     client.continue_()
     printed, said = process.communicate(timeout=60)
     assert (process.returncode, printed) == (0, "before\nafter\n")
-    assert f"Go on with: flexinspect ctl continue --pid {status.pid}" in said
+    assert f"Continue with: flexinspect ctl continue --pid {status.pid}" in said
 
 
 def test_a_summary_as_json_tells_of_the_stop(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_flags_and_settings_are_joined(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_cannot_be_read_is_refused_before_anything_starts() -> None:
-    with pytest.raises(UsageError, match="--break: entropi is no name") as caught:
+    with pytest.raises(UsageError, match="--break: entropi is not a known name") as caught:
         job_of("--break", "entropi > 3")
     assert caught.value.hint == "Did you mean entropy?"
     with pytest.raises(UsageError, match="No finding has an id like this"):

@@ -138,7 +138,7 @@ def test_answers_are_said_in_words() -> None:
 def test_a_capture_is_named_in_one_way() -> None:
     with pytest.raises(UsageError, match="--token goes with --url"):
         capture_address(None, "t", None, None)
-    with pytest.raises(UsageError, match="names the capture already"):
+    with pytest.raises(UsageError, match="already selects the capture"):
         capture_address("http://127.0.0.1:1", None, 7, None)
     assert capture_address("http://127.0.0.1:1", "t", None, None).token == "t"
 

@@ -59,7 +59,7 @@ def test_the_question_is_the_first_paraphrase(tmp_path: Path) -> None:
     assert (sample.id, sample.answers) == ("7", ())
 
 
-def test_blank_lines_and_a_byte_order_mark_are_harmless(tmp_path: Path) -> None:
+def test_blank_lines_and_a_byte_order_mark_are_ignored(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text("\ufeff" + json.dumps(QUESTION) + "\n\n\n" + json.dumps(QUESTION))
     assert len(load(str(file))) == 2
@@ -69,7 +69,7 @@ def test_blank_lines_and_a_byte_order_mark_are_harmless(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ('{"question": "a"', "not valid JSON"),
-        ('["a"]', "an object is expected, not list"),
+        ('["a"]', "expected an object, not list"),
         ('{"id": 3, "text": "a"}', "neither `question` nor `paraphrases`"),
         ('{"paraphrases": []}', "`paraphrases` is empty"),
         ('{"paraphrases": ["a", "  "]}', "`paraphrases` number 1 must be a non-empty text"),
@@ -79,7 +79,7 @@ def test_blank_lines_and_a_byte_order_mark_are_harmless(tmp_path: Path) -> None:
         ('{"question": 5}', "`question` must be"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: str, words: str) -> None:
+def test_an_invalid_line_is_reported_with_its_number(tmp_path: Path, line: str, words: str) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text(json.dumps(QUESTION) + "\n\n" + line + "\n")
     with pytest.raises(DatasetError) as raised:
@@ -103,13 +103,13 @@ def test_lines_beyond_the_maximum_are_not_read(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("none.jsonl", None, "There is no dataset file"),
-        ("own.parquet", b"", "unknown form '.parquet'"),
+        ("own.parquet", b"", "unknown format '.parquet'"),
         ("own.jsonl", b'{"question": "\xff"}', "not UTF-8"),
         ("own.jsonl", b"\n", "is empty"),
-        ("own.json", b'{"a": 1}', "a list of objects is expected"),
+        ("own.json", b'{"a": 1}', "expected a list of objects"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_a_sentence(
+def test_an_unusable_file_is_a_dataset_error(
     tmp_path: Path, name: str, content: bytes | None, words: str
 ) -> None:
     if content is not None:
@@ -118,7 +118,7 @@ def test_a_file_that_cannot_be_used_is_a_sentence(
         load(str(tmp_path / name))
 
 
-def test_an_unknown_name_gets_the_nearest_ones() -> None:
+def test_an_unknown_name_suggests_the_nearest_ones() -> None:
     with pytest.raises(DatasetError) as raised:
         load("webq")
     assert "Did you mean webqa?" in str(raised.value.hint)
@@ -196,7 +196,7 @@ def test_myriadlama_joins_the_templates_of_a_fact(tmp_path: Path) -> None:
     assert second.paraphrases == ("Cusco is a town .",)
 
 
-def test_a_maximum_of_facts_still_finds_all_their_templates(tmp_path: Path) -> None:
+def test_a_limit_of_facts_keeps_all_their_templates(tmp_path: Path) -> None:
     rows = [fact("[X] [Y] 1", by_hand=True), fact("x", by_hand=True, uuid="f2")]
     file = write(tmp_path / "m.jsonl", *rows, fact("[X] [Y] 2", by_hand=True))
     (sample,) = load(f"myriadlama:{file}", max_samples=1)
@@ -211,7 +211,7 @@ def test_myriadlama_with_a_list_of_templates(tmp_path: Path) -> None:
     assert sample.paraphrases == ("[MASK] is the capital of Peru", "Peru's capital is [MASK]")
 
 
-def test_myriadlama_as_the_origin_prepares_it(tmp_path: Path) -> None:
+def test_myriadlama_as_the_self_ensemble_project_prepares_it(tmp_path: Path) -> None:
     row = {"uuid": "u", "rel": "P1", "answers": ["a"], "manual_paraphrases": ["m"]}
     row["auto_paraphrases"] = ["x", "m"]
     (sample,) = load(f"myriadlama:{write(tmp_path / 'm.jsonl', row)}")
@@ -281,7 +281,7 @@ def test_a_saved_folder_is_read_through_the_library(
     assert library.asked == [str(tmp_path)]
 
 
-def test_without_the_library_the_sentence_gives_the_install_line(
+def test_without_the_library_the_hint_is_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -290,7 +290,7 @@ def test_without_the_library_the_sentence_gives_the_install_line(
     assert "pip install 'flexinspect[datasets]'" in str(raised.value.hint)
 
 
-def test_without_a_network_the_sentence_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_hint_names_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", FakeLibrary([]))
     with pytest.raises(DatasetError) as raised:
         load("myriadlama")
@@ -308,7 +308,7 @@ class Own(ParaphraseDataset):
         yield {"question": "what?", "answers": "y"}
 
 
-def test_a_class_gives_samples_and_mappings(
+def test_a_class_may_return_samples_and_mappings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_questions.py").write_text(
@@ -329,7 +329,7 @@ def test_a_class_gives_samples_and_mappings(
     with pytest.raises(DatasetError, match="RuntimeError: no file") as raised:
         load("my_questions:Broken")
     assert isinstance(raised.value.__cause__, RuntimeError)
-    with pytest.raises(DatasetError, match="my_questions:Odd, sample 1: an object is expected"):
+    with pytest.raises(DatasetError, match="my_questions:Odd, sample 1: expected an object"):
         load("my_questions:Odd")
     with pytest.raises(DatasetError, match="has no Nothing"):
         load("my_questions:Nothing")
@@ -337,14 +337,14 @@ def test_a_class_gives_samples_and_mappings(
         load("not_there:Mine")
 
 
-def test_a_registered_name_works_and_a_built_in_one_is_taken(
+def test_a_name_can_be_registered_unless_it_is_built_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(datasets, "_registered", {})
     register_dataset("own", Own)
     assert [sample.id for sample in load("own")] == ["a", "2"]
     assert "own" in datasets.names()
-    with pytest.raises(UsageError, match="'webqa' is taken"):
+    with pytest.raises(UsageError, match="'webqa' is built in"):
         register_dataset("webqa", Own)
 
 
@@ -391,7 +391,7 @@ FIVE = Sample("s", ("a", "b", "c", "d", "e"), ("x",), {"k": 1})
         (2, "4,3,1", "ed"),
     ],
 )
-def test_paraphrases_are_chosen_in_the_order_asked(
+def test_paraphrases_are_chosen_in_the_given_order(
     number: int | None, indices: str | None, kept: str
 ) -> None:
     chosen = choose_paraphrases(FIVE, number, indices)
@@ -408,7 +408,7 @@ def test_paraphrases_are_chosen_in_the_order_asked(
         (None, "0-99999999999", "there is no number 5"),
     ],
 )
-def test_too_many_paraphrases_are_refused_with_what_there_is(
+def test_too_many_paraphrases_are_refused_with_the_available_number(
     number: int | None, indices: str | None, words: str
 ) -> None:
     with pytest.raises(DatasetError, match=words):
@@ -416,12 +416,12 @@ def test_too_many_paraphrases_are_refused_with_what_there_is(
 
 
 @pytest.mark.parametrize("indices", ["", "a", "1,", "-1", "2-1", "1.5"])
-def test_something_that_is_no_list_of_indices_is_refused(indices: str) -> None:
-    with pytest.raises(UsageError, match="is no list of paraphrases"):
+def test_an_invalid_list_of_indices_is_refused(indices: str) -> None:
+    with pytest.raises(UsageError, match="is not a list of paraphrases"):
         choose_paraphrases(FIVE, None, indices)
 
 
-def test_no_paraphrases_at_all_are_refused() -> None:
+def test_zero_paraphrases_are_refused() -> None:
     with pytest.raises(UsageError, match="--num-paraphrases 0"):
         choose_paraphrases(FIVE, 0, None)
 

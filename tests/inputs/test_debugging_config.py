@@ -21,7 +21,7 @@ def test_switches_are_set_by_full_and_by_short_name(home: Path) -> None:
     }
 
 
-def test_a_profile_has_switches_of_its_own(home: Path) -> None:
+def test_a_profile_has_its_own_switches(home: Path) -> None:
     (home / "flexinspect.toml").write_text(
         "[debugging]\nvalidation = true\n[debugging.production]\nmemory_usage = true\n"
     )
@@ -46,12 +46,12 @@ def test_the_projects_switch_wins_over_the_users(home: Path) -> None:
     ("text", "line", "words"),
     [
         ("[debugging]\n\nspeed = true\n", 3, "No switch is called 'speed'; the switches are "),
-        ("[debugging]\nvalidation = 1\n", 2, "the switch 'validation' is true or false"),
+        ("[debugging]\nvalidation = 1\n", 2, "the switch 'validation' must be true or false"),
         ("debugging = true\n", 1, "must be a table of switches"),
         ("[debugging.test]\nspeed = true\n", 2, "No switch is called 'speed'"),
     ],
 )
-def test_what_is_wrong_is_said_with_file_and_line(
+def test_an_error_is_reported_with_file_and_line(
     home: Path, text: str, line: int, words: str
 ) -> None:
     (home / "flexinspect.toml").write_text(text)

@@ -43,7 +43,7 @@ def written(folder: Path, text: str, name: str = "d.toml") -> Path:
 
 
 @pytest.mark.parametrize("name", ["d.toml", "d.json"])
-def test_toml_and_json_say_the_same(name: str, tmp_path: Path) -> None:
+def test_toml_and_json_give_the_same_declaration(name: str, tmp_path: Path) -> None:
     text = WHOLE if name.endswith("toml") else json.dumps(tomllib.loads(WHOLE))
     said = read_declaration(written(tmp_path, text, name))
     assert said == Declaration(
@@ -59,13 +59,13 @@ def test_toml_and_json_say_the_same(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_texts_may_be_listed_alone_and_nothing_need_be_said(tmp_path: Path) -> None:
+def test_texts_may_be_listed_alone_and_every_key_is_optional(tmp_path: Path) -> None:
     said = read_declaration(written(tmp_path, 'segments = ["one", "two"]'))
     assert said == Declaration(("one", "two"))
     assert read_declaration(written(tmp_path, "")) == Declaration()
 
 
-def test_a_job_travels_with_its_declaration(tmp_path: Path) -> None:
+def test_a_job_round_trips_with_its_declaration(tmp_path: Path) -> None:
     said = read_declaration(written(tmp_path, WHOLE))
     job = ScriptJob("a.flextrace", "s.py", args=("x", "--y"), declaration=said, git={"dirty": True})
     assert ScriptJob.from_json(job.to_json()) == job
@@ -73,27 +73,33 @@ def test_a_job_travels_with_its_declaration(tmp_path: Path) -> None:
 
 BAD = {
     "not toml": ("mask =", "d.toml is not valid TOML (Invalid value"),
-    "unknown key": ("masks = 'causal'", "d.toml: masks is not known.\nDid you mean mask?"),
+    "unknown key": ("masks = 'causal'", "d.toml: masks is unknown.\nDid you mean mask?"),
     "unknown inside": (
         "[[segments]]\nbegin = 1",
-        "segments[0].begin is not known.\nKnown are start, stop, text, label and kind.",
+        "segments[0].begin is unknown.\nThe known keys are start, stop, text, label and kind.",
     ),
     "preset": (
         "mask = 'casual'",
-        "mask names 'casual', which is no preset.\nThe presets are segme",
+        "mask is 'casual', which is not a preset.\nThe presets are segme",
     ),
     "mask type": ("mask = 1", "mask must be the name of a preset.\nThe presets are"),
     "separators": ("separators = 'no'", "separators must be attached or isolated."),
     "segments type": ("segments = 'x'", "segments must be a list of tables.\nWrite [[segments]]"),
-    "one type": ("segments = [1]", "segments[0] must be a table or a text.\nA segment has start"),
+    "one type": (
+        "segments = [1]",
+        "segments[0] must be a table or a string.\nA segment needs start",
+    ),
     "missing": ("[[segments]]\nstart = 1", "segments[0].stop is missing."),
-    "not a number": ("[[segments]]\nstart = '1'", "start must be a position from 0 on, not '1'."),
-    "not whole": ("[[segments]]\nstart = true", "start must be a position from 0 on, not True."),
-    "negative": ("[[segments]]\nstart = -1", "start must be a position from 0 on, not -1."),
+    "not a number": ("[[segments]]\nstart = '1'", "start must be a position >= 0, not '1'."),
+    "not whole": ("[[segments]]\nstart = true", "start must be a position >= 0, not True."),
+    "negative": ("[[segments]]\nstart = -1", "start must be a position >= 0, not -1."),
     "order": ("[[segments]]\nstart = 4\nstop = 4", "segments[0] begins at 4 and ends at 4: start"),
-    "both": ("[[segments]]\ntext = 'a'\nstart = 1", "segments[0] has a text and positions; give"),
-    "no text": ("[[segments]]\ntext = ''", "text must be a text of at least one character."),
-    "label": ("[[segments]]\ntext = 'a'\nlabel = 1", "segments[0].label must be a text."),
+    "both": (
+        "[[segments]]\ntext = 'a'\nstart = 1",
+        "segments[0] has both a text and positions; use",
+    ),
+    "no text": ("[[segments]]\ntext = ''", "text must be a non-empty string."),
+    "label": ("[[segments]]\ntext = 'a'\nlabel = 1", "segments[0].label must be a string."),
     "kind": (
         "[[segments]]\ntext = 'a'\nkind = 'generated'",
         "kind is 'generated'.\nThe kinds are bos, shared, paraphrase, separator, cue.",
@@ -106,9 +112,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_is_a_sentence_with_file_key_and_what_is_allowed(
-    case: str, tmp_path: Path
-) -> None:
+def test_an_invalid_declaration_is_reported_with_file_and_key(case: str, tmp_path: Path) -> None:
     text, sentence = BAD[case]
     with pytest.raises(UsageError) as caught:
         read_declaration(written(tmp_path, text))
@@ -116,7 +120,7 @@ def test_what_cannot_be_is_a_sentence_with_file_key_and_what_is_allowed(
     assert "d.toml" in caught.value.message
 
 
-def test_a_list_is_no_declaration_and_bytes_are_no_text(tmp_path: Path) -> None:
+def test_a_list_and_invalid_utf8_are_not_declarations(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="must hold an object with mask, separators and segments"):
         read_declaration(written(tmp_path, "[]", "d.json"))
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")

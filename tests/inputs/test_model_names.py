@@ -61,7 +61,9 @@ def test_the_demo_is_here_when_it_ships(tiny_llama: Path, monkeypatch: pytest.Mo
         resolve("demo")
 
 
-def test_own_aliases_reach_folders_hub_ids_and_other_aliases(home: Path, tiny_llama: Path) -> None:
+def test_user_aliases_point_to_folders_hub_ids_and_other_aliases(
+    home: Path, tiny_llama: Path
+) -> None:
     (home / "flexinspect.toml").write_text(
         f'[models]\nlocal = "{tiny_llama}"\nremote = "org/name"\n'
         'short = { path = "qwen3_4b", dtype = "bf16" }\nqwen3_8b = "org/mine"\n'
@@ -75,7 +77,7 @@ def test_own_aliases_reach_folders_hub_ids_and_other_aliases(home: Path, tiny_ll
     assert resolve("qwen3_8b", config).repo_id == "org/mine"
 
 
-def test_an_own_alias_to_nowhere_says_which_file_and_which_folder(home: Path) -> None:
+def test_a_broken_user_alias_is_reported_with_file_and_folder(home: Path) -> None:
     (home / "flexinspect.toml").write_text('[models]\nlost = "runs/a/b"\n')
     with pytest.raises(ModelError) as raised:
         resolve("lost", load_config())
@@ -87,7 +89,7 @@ def test_an_own_alias_to_nowhere_says_which_file_and_which_folder(home: Path) ->
     ("typo", "meant"),
     [("lama3.2_3b_it", "llama3.2_3b_it"), ("Qwen3-4B", "qwen3_4b"), ("demmo", "demo")],
 )
-def test_an_unknown_name_gets_the_nearest_ones(typo: str, meant: str) -> None:
+def test_an_unknown_name_suggests_the_nearest_ones(typo: str, meant: str) -> None:
     with pytest.raises(ModelError) as raised:
         resolve(typo)
     assert raised.value.message == f"The model {typo!r} is unknown."
@@ -96,7 +98,7 @@ def test_an_unknown_name_gets_the_nearest_ones(typo: str, meant: str) -> None:
     assert raised.value.exit_code == 2
 
 
-def test_own_aliases_are_among_the_nearest(home: Path) -> None:
+def test_user_aliases_are_among_the_suggestions(home: Path) -> None:
     (home / "flexinspect.toml").write_text('[models]\nmy_finetune = "org/name"\n')
     with pytest.raises(ModelError) as raised:
         resolve("my_finetun", load_config())
@@ -106,12 +108,12 @@ def test_own_aliases_are_among_the_nearest(home: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["./nothing", "/no/where/at/all", "~/nothing-here", "~nobody-at-all/x", "a/b/c"]
 )
-def test_a_missing_folder_is_said_to_be_missing(home: Path, name: str) -> None:
+def test_a_missing_folder_is_reported(home: Path, name: str) -> None:
     with pytest.raises(ModelError, match="There is no model folder"):
         resolve(name)
 
 
-def test_a_folder_without_a_configuration_is_no_model(home: Path) -> None:
+def test_a_folder_without_a_configuration_is_not_a_model(home: Path) -> None:
     (home / "stuff").mkdir()
     with pytest.raises(ModelError, match=r"no config\.json"):
         resolve("./stuff")

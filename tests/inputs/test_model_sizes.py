@@ -56,7 +56,7 @@ def test_the_count_is_the_published_one(alias: str) -> None:
 
 
 @pytest.mark.parametrize("alias", PUBLISHED)
-def test_the_count_is_what_transformers_builds(alias: str, tmp_path: Path) -> None:
+def test_the_count_equals_that_of_the_transformers_model(alias: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     from flexinspect_hooks.loading.random_weights import count_on_meta
@@ -136,7 +136,7 @@ def test_the_plan_adds_weights_and_cache() -> None:
     assert plan.fits
 
 
-def test_an_unknown_need_is_never_refused() -> None:
+def test_an_unknown_size_always_fits() -> None:
     assert MemoryPlan(None, None, 0, 5).fits
     assert MemoryPlan(10, None, 0, None).fits
     assert not MemoryPlan(10, None, 0, 5).fits
@@ -153,7 +153,9 @@ def test_an_unknown_need_is_never_refused() -> None:
         lambda data: b"",
     ],
 )
-def test_a_damaged_weight_file_is_a_sentence(tiny_llama: Path, tmp_path: Path, damage: Any) -> None:
+def test_a_damaged_weight_file_is_a_model_error(
+    tiny_llama: Path, tmp_path: Path, damage: Any
+) -> None:
     whole = weight_files(tiny_llama)[0]
     file = tmp_path / "model.safetensors"
     file.write_bytes(damage(whole.read_bytes()))

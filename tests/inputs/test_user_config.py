@@ -40,7 +40,7 @@ def test_flexinspect_toml_wins_over_pyproject_beside_it(home: Path) -> None:
     assert load_config().models["mine"].target == "org/own"
 
 
-def test_a_pyproject_of_somebody_else_is_passed_over_even_when_broken(home: Path) -> None:
+def test_a_pyproject_without_our_section_is_ignored_even_when_broken(home: Path) -> None:
     (home / "flexinspect.toml").write_text('[models]\nmine = "org/name"\n')
     below = home / "a"
     below.mkdir()
@@ -48,7 +48,7 @@ def test_a_pyproject_of_somebody_else_is_passed_over_even_when_broken(home: Path
     assert "mine" in load_config(below).models
 
 
-def test_the_per_user_file_adds_what_the_project_does_not_say(home: Path) -> None:
+def test_the_per_user_file_adds_settings_that_the_project_lacks(home: Path) -> None:
     per_user = home.parent / "xdg" / "flexinspect" / "config.toml"
     per_user.parent.mkdir(parents=True)
     per_user.write_text('[models]\nmine = "org/user"\nother = "org/other"\n')
@@ -59,7 +59,7 @@ def test_the_per_user_file_adds_what_the_project_does_not_say(home: Path) -> Non
     assert config.files == (home / "flexinspect.toml", per_user)
 
 
-def test_a_table_gives_path_and_dtype(home: Path) -> None:
+def test_a_table_sets_path_and_dtype(home: Path) -> None:
     (home / "flexinspect.toml").write_text('[models]\nbig = { path = "x/y", dtype = "bf16" }\n')
     assert load_config().models["big"].dtype == "bfloat16"
 
@@ -75,7 +75,7 @@ def test_a_folder_is_relative_to_the_file(home: Path) -> None:
     ("text", "line", "words"),
     [
         ('[models]\na = "x/y"\nb = = 3\n', 3, "not valid TOML"),
-        ("[models]\n\nmine = 7\n", 3, "'mine' must be a text or a table"),
+        ("[models]\n\nmine = 7\n", 3, "'mine' must be a string or a table"),
         ('[models]\nmine = { dtype = "bf16" }\n', 2, "needs a path"),
         ('[models]\nmine = { path = "x/y", dtype = "int4" }\n', 2, "unknown dtype 'int4'"),
         ('[models]\n"a.b" = { path = "x/y", device = "cpu" }\n', 2, "unknown key 'device'"),
@@ -110,34 +110,34 @@ def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ('"step.nxt" = "w"', "no action is called 'step.nxt'; did you mean 'step.next'?"),
         ('"step.next" = 3', "the action 'step.next' needs a key, or a list of keys."),
         ('"step.next" = []', "the action 'step.next' needs a key, or a list of keys."),
-        ('"step.next" = "spcae"', "the action 'step.next' is given 'spcae', which is no key."),
-        ('"step.next" = ["w", ""]', "the action 'step.next' is given '', which is no key."),
-        ('"step.next" = "strg+a"', "the action 'step.next' is given 'strg+a', which is no key."),
+        ('"step.next" = "spcae"', "the action 'step.next' has 'spcae', which is not a key."),
+        ('"step.next" = ["w", ""]', "the action 'step.next' has '', which is not a key."),
+        ('"step.next" = "strg+a"', "the action 'step.next' has 'strg+a', which is not a key."),
         (
             '"step.next" = "n"',
-            "the action 'step.next' is given 'n', which 'finding.next' has already.",
+            "the action 'step.next' has 'n', which 'finding.next' already uses.",
         ),
         (
             '"step.next" = "ctrl+q"',
-            "the action 'step.next' is given 'ctrl+q', which 'app.quit' has already.",
+            "the action 'step.next' has 'ctrl+q', which 'app.quit' already uses.",
         ),
     ],
 )
-def test_a_wrong_key_is_named_with_file_and_line(home: Path, line: str, said: str) -> None:
+def test_a_wrong_key_is_named_with_file_and_line(home: Path, line: str, message: str) -> None:
     file = home / "flexinspect.toml"
     file.write_text(f"[keys]\n{line}\n")
     with pytest.raises(UsageError) as caught:
         load_config()
-    assert caught.value.message == f"{file}:2: {said}"
+    assert caught.value.message == f"{file}:2: {message}"
     assert caught.value.hint
 
 
-def test_keys_may_be_written_as_they_stand_on_the_keyboard_or_in_the_help(home: Path) -> None:
+def test_keys_may_be_written_as_on_the_keyboard_or_in_the_help(home: Path) -> None:
     (home / "flexinspect.toml").write_text(
         '[keys]\n"step.next" = ["!", "Ctrl + A", "shift+w", "w"]\n'
         '"step.last" = ["pgdn", ",", "ctrl++"]\n"step.forward" = "SPACE"\n'
@@ -153,7 +153,7 @@ def test_keys_may_be_written_as_they_stand_on_the_keyboard_or_in_the_help(home: 
     }
 
 
-def test_a_key_may_be_taken_from_an_action_that_gets_another_one(home: Path) -> None:
+def test_a_key_can_move_from_an_action_that_gets_another_key(home: Path) -> None:
     (home / "flexinspect.toml").write_text('[keys]\n"step.next" = "n"\n"finding.next" = "w"\n')
     assert load_config().keys == {"step.next": "n", "finding.next": "w"}
     (home / "flexinspect.toml").write_text(
@@ -162,29 +162,29 @@ def test_a_key_may_be_taken_from_an_action_that_gets_another_one(home: Path) -> 
     assert load_config().keys["step.next"] == "left,h"
 
 
-def test_a_key_that_two_files_give_away_is_told_of_the_file_that_takes_it(home: Path) -> None:
+def test_a_key_conflict_between_two_files_names_the_file_of_the_new_key(home: Path) -> None:
     per_user = home.parent / "xdg" / "flexinspect" / "config.toml"
     per_user.parent.mkdir(parents=True)
     per_user.write_text('[keys]\n"app.help" = "w"\n')
     (home / "flexinspect.toml").write_text('[keys]\n"step.next" = "w"\n')
     with pytest.raises(
-        UsageError, match=r"'step.next' is given 'w', which 'app.help' has"
+        UsageError, match=r"'step.next' has 'w', which 'app.help' already uses"
     ) as caught:
         load_config()
     assert caught.value.message.startswith(f"{home / 'flexinspect.toml'}:2: ")
 
 
-def test_a_key_of_textual_itself_cannot_be_taken(home: Path) -> None:
+def test_a_key_of_textual_itself_cannot_be_remapped(home: Path) -> None:
     (home / "flexinspect.toml").write_text('[keys]\n"app.quit" = "Q"\n"step.next" = "ctrl+q"\n')
     with pytest.raises(UsageError) as caught:
         load_config()
-    assert caught.value.hint == "'ctrl+q' cannot be taken from 'app.quit'; choose another key."
+    assert caught.value.hint == "'ctrl+q' always belongs to 'app.quit'; choose another key."
 
 
 # -- breakpoints -------------------------------------------------------------------------------
 
 
-def test_breakpoints_are_read_by_name_and_the_project_goes_before_the_user(home: Path) -> None:
+def test_breakpoints_of_the_project_override_those_of_the_user_by_name(home: Path) -> None:
     own = home.parent / "xdg" / "flexinspect" / "config.toml"
     own.parent.mkdir(parents=True)
     own.write_text('[breakpoints]\nunsure = "entropy > 2"\nsick = "nan or inf"\n')
@@ -192,26 +192,26 @@ def test_breakpoints_are_read_by_name_and_the_project_goes_before_the_user(home:
     assert load_config().breakpoints == {"unsure": "entropy > 3 [once]", "sick": "nan or inf"}
 
 
-def test_a_breakpoint_that_cannot_be_read_is_told_with_file_line_and_place(home: Path) -> None:
+def test_an_invalid_breakpoint_is_reported_with_file_line_and_column(home: Path) -> None:
     (home / "flexinspect.toml").write_text('[breakpoints]\n\nunsure = "entropi > 3"\n')
     with pytest.raises(UsageError) as caught:
         load_config()
     first, shown, mark = caught.value.message.splitlines()
-    assert first.endswith("flexinspect.toml:3: entropi is no name that a breakpoint knows.")
+    assert first.endswith("flexinspect.toml:3: entropi is not a known name.")
     assert (shown, mark) == ("  entropi > 3", "  ^^^^^^^")
     assert caught.value.hint == "Did you mean entropy?"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[breakpoints]\nunsure = 3\n", ":2: the breakpoint 'unsure' needs a condition in quotes"),
         ('breakpoints = "nan"\n', ":1: [breakpoints] must be a table"),
     ],
 )
-def test_breakpoints_of_another_form_are_refused(home: Path, text: str, said: str) -> None:
+def test_breakpoints_of_another_form_are_refused(home: Path, text: str, message: str) -> None:
     (home / "flexinspect.toml").write_text(text)
     with pytest.raises(UsageError) as caught:
         load_config()
-    assert said in caught.value.message
+    assert message in caught.value.message
     assert "entropy > 3" in (caught.value.hint or "")

@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "module",
     ["rulesofmine", "packageofmine", "packageofmine.inner", "bareofmine.inner", "sys", "os.path"],
 )
-def test_what_could_be_imported_is_there_and_is_not_imported(here: Path, module: str) -> None:
+def test_an_importable_module_exists_and_is_not_imported(here: Path, module: str) -> None:
     job = job_from_argv(["run", "--mask", f"{module}:f", "--out", "a.flextrace"])
     assert job.mask == f"{module}:f"
     assert not {name for name in sys.modules if "ofmine" in name}
@@ -40,7 +40,7 @@ def test_what_could_be_imported_is_there_and_is_not_imported(here: Path, module:
     "module",
     ["nomod", "packageofmine.nomod", "rulesofmine.inner", "packageofmine..inner", "", ".inner"],
 )
-def test_what_is_nowhere_is_a_sentence_before_torch_is_loaded(here: Path, module: str) -> None:
+def test_a_missing_module_is_reported_before_torch_is_loaded(here: Path, module: str) -> None:
     assert not module_exists(module)
     with pytest.raises(MaskError, match="cannot be loaded") as caught:
         job_from_argv(["run", "--mask", f"{module}:f"])
@@ -48,6 +48,6 @@ def test_what_is_nowhere_is_a_sentence_before_torch_is_loaded(here: Path, module
     assert len(caught.value.message.splitlines()) == 1
 
 
-def test_a_rule_without_a_name_is_a_sentence(here: Path) -> None:
+def test_a_mask_mod_without_a_name_is_reported(here: Path) -> None:
     with pytest.raises(MaskError, match="a part of the name is empty"):
         job_from_argv(["run", "--mask", "rulesofmine:"])

@@ -1,4 +1,4 @@
-"""A row of attention in numpy: its weights, its gate, its mass by segment."""
+"""A row of attention in numpy: its weights, its LSE check, its attention per segment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def softmax(scores: np.ndarray, visible: np.ndarray) -> np.ndarray:
     return np.asarray(parts / parts.sum())
 
 
-def test_weights_are_the_softmax_of_the_scaled_scores_over_the_open_cells() -> None:
+def test_weights_are_the_softmax_of_the_scaled_scores_of_visible_keys() -> None:
     scores = row_scores(QUERY, KEYS, 0.3)
     np.testing.assert_allclose(scores, KEYS.astype(float) @ QUERY.astype(float) * 0.3, atol=1e-5)
     row = row_weights(scores, OPEN)
@@ -38,18 +38,18 @@ def test_weights_are_the_softmax_of_the_scaled_scores_over_the_open_cells() -> N
     assert row.lse_error is None
 
 
-def test_a_missing_scale_is_one_over_the_root_of_the_width() -> None:
+def test_the_default_scale_is_one_over_the_root_of_the_width() -> None:
     np.testing.assert_array_equal(row_scores(QUERY, KEYS, None), row_scores(QUERY, KEYS, 0.25))
 
 
-def test_a_cap_bends_the_scaled_scores() -> None:
+def test_a_softcap_applies_to_the_scaled_scores() -> None:
     plain = row_scores(QUERY, KEYS, 1.0)
     capped = row_scores(QUERY, KEYS, 1.0, 2.0)
     np.testing.assert_allclose(capped, 2.0 * np.tanh(plain / 2.0))
     assert np.abs(capped).max() < 2.0 < np.abs(plain).max()
 
 
-def test_the_gate_is_closed_under_the_kernels_own_lse_and_open_for_another_mask() -> None:
+def test_the_lse_check_passes_for_the_executed_mask_and_fails_for_another() -> None:
     scores = row_scores(QUERY, KEYS, 0.3)
     lse = math.log(np.exp(scores[OPEN]).sum())
     right = row_weights(scores, OPEN, lse)
@@ -62,7 +62,7 @@ def test_the_gate_is_closed_under_the_kernels_own_lse_and_open_for_another_mask(
     assert wrong.total == pytest.approx(1 - right.weights[3])
 
 
-def test_a_row_that_sees_nothing_has_no_weights_and_a_closed_gate() -> None:
+def test_a_row_without_visible_keys_has_no_weights_and_passes_the_check() -> None:
     nothing = np.zeros(11, np.bool_)
     row = row_weights(row_scores(QUERY, KEYS, 0.3), nothing, -math.inf)
     assert (row.total, row.lse_error, row.lse) == (0.0, 0.0, -math.inf)
@@ -70,12 +70,12 @@ def test_a_row_that_sees_nothing_has_no_weights_and_a_closed_gate() -> None:
     assert (own.total, own.lse_error) == (0.0, None)
 
 
-def test_open_cells_where_the_kernel_saw_nothing_open_the_gate() -> None:
+def test_visible_keys_where_the_kernel_saw_none_fail_the_check() -> None:
     row = row_weights(np.zeros(11), OPEN, -math.inf)
     assert row.lse_error == OPEN.sum()
 
 
-def test_nan_among_open_scores_never_passes_a_gate() -> None:
+def test_nan_in_visible_scores_fails_the_check() -> None:
     scores = row_scores(QUERY, KEYS, 0.3)
     scores[0] = math.nan
     row = row_weights(scores, OPEN, 1.0)
@@ -92,7 +92,7 @@ def test_huge_scores_do_not_overflow() -> None:
     assert row_weights(np.array([1e4]), np.ones(1, np.bool_), 0.0).lse_error == math.inf
 
 
-def test_no_keys_at_all_are_no_error() -> None:
+def test_a_row_without_keys_is_not_an_error() -> None:
     row = row_weights(np.zeros(0), np.zeros(0, np.bool_))
     assert (row.total, row.lse) == (0.0, -math.inf)
 
@@ -113,19 +113,19 @@ def segment(start: int, stop: int, kind: SegmentKind = SegmentKind.PARAPHRASE) -
     return Segment(start, stop, "x", kind, 0)
 
 
-def test_mass_is_summed_by_segment_and_the_open_segment_takes_the_rest() -> None:
+def test_attention_is_summed_by_segment_and_the_last_segment_gets_the_rest() -> None:
     weights = np.arange(6, dtype=float)
     segments = (segment(0, 1), segment(1, 4), segment(4, 5))
     np.testing.assert_array_equal(attention_by_segment(weights, segments), [0, 6, 9])
 
 
-def test_mass_minds_keys_that_a_sliding_cache_has_dropped() -> None:
+def test_attention_by_segment_accounts_for_keys_dropped_by_a_sliding_cache() -> None:
     weights = np.ones(4)
     segments = (segment(0, 2), segment(2, 5), segment(5, 9))
     np.testing.assert_array_equal(attention_by_segment(weights, segments, first_pos=3), [0, 2, 2])
 
 
-def test_gates_say_what_they_prove() -> None:
+def test_checks_describe_their_value_and_kind() -> None:
     assert LseCheck(3.2e-6, "lse").describe() == "gate 3e-06 (lse)"
     assert LseCheck().describe() == "not checked"
     assert [
@@ -136,7 +136,7 @@ def test_gates_say_what_they_prove() -> None:
     ]
 
 
-def test_the_worst_gate_is_a_bad_one_then_an_unchecked_one_then_the_largest() -> None:
+def test_the_worst_check_is_a_failed_one_then_an_unchecked_one_then_the_largest() -> None:
     good, better, bad = LseCheck(1e-4), LseCheck(1e-6), LseCheck(0.5)
     assert worst_check([better, good]) is good
     assert not worst_check([good, LseCheck()]).is_checked
@@ -146,7 +146,7 @@ def test_the_worst_gate_is_a_bad_one_then_an_unchecked_one_then_the_largest() ->
 
 
 @pytest.mark.parametrize(("share", "is_seen"), [(0.005, False), (0.02, True)])
-def test_a_hidden_key_is_seen_where_it_carries_more_than_a_hundredth(
+def test_a_wrongly_masked_key_is_detected_above_one_percent_of_attention(
     share: float, is_seen: bool
 ) -> None:
     scores = np.log(np.array([1 - share, share]))
@@ -155,7 +155,7 @@ def test_a_hidden_key_is_seen_where_it_carries_more_than_a_hundredth(
     assert LseCheck(row.lse_error, "lse").is_failed is is_seen
 
 
-def test_rounding_of_half_precision_is_no_other_mask_and_says_so() -> None:
+def test_rounding_of_half_precision_passes_with_a_note() -> None:
     rounded = LseCheck(0.03, "output", "bfloat16")
     assert not rounded.is_failed
     assert rounded.describe() == "gate 3e-02 (output, bfloat16 rounds to 0.12)"

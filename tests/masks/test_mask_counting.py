@@ -1,4 +1,4 @@
-"""Packed masks, counted and folded, against dense arrays."""
+"""Counts and views of packed masks, compared with dense arrays."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def rules(draw: st.DrawFn) -> MaskSpec:
 
 
 @given(rules(), st.integers(0, 60), st.integers(1, 40), st.integers(1, 100))
-def test_a_rules_packed_rows_are_its_dense_ones(
+def test_packed_rows_of_a_mask_equal_its_dense_rows(
     rule: MaskSpec, start: int, n_rows: int, n_keys: int
 ) -> None:
     positions = np.arange(start, start + n_rows, dtype=np.int32)
@@ -86,7 +86,7 @@ def test_a_rules_packed_rows_are_its_dense_ones(
     assert np.array_equal(rows, packed(rule.dense(n_rows, n_keys, q_offset=start)))
 
 
-def test_a_row_that_sees_nothing_is_packed_as_zeros() -> None:
+def test_an_empty_row_is_packed_as_zeros() -> None:
     segments = (
         Segment(0, 1, "bos", SegmentKind.BOS, 0),
         Segment(1, 4, "paraphrase 1", SegmentKind.PARAPHRASE, 1),
@@ -99,7 +99,7 @@ def test_a_row_that_sees_nothing_is_packed_as_zeros() -> None:
 
 
 @given(st.integers(0, 9), shapes, st.integers(0, 40))
-def test_moved_rows_have_closed_keys_before_them(
+def test_shifted_rows_have_masked_keys_before_them(
     seed: int, shape: tuple[int, int], offset: int
 ) -> None:
     cells = dense_of(seed, *shape, 0.5)
@@ -114,7 +114,7 @@ def test_moved_rows_have_closed_keys_before_them(
 
 
 @given(st.integers(0, 99), shapes, shares, st.integers(0, 20), st.integers(1, 60))
-def test_a_tally_counts_rows_keys_tiles_and_groups(
+def test_count_cells_counts_by_row_key_tile_and_group(
     seed: int, shape: tuple[int, int], share: float, first_row: int, size: int
 ) -> None:
     cells = dense_of(seed, *shape, share)
@@ -144,7 +144,7 @@ def test_a_full_tile_is_counted_without_overflow() -> None:
 
 
 @given(st.integers(0, 99), shapes, rules(), st.integers(0, 20), st.integers(1, 60))
-def test_what_is_lost_and_what_is_leaked_is_counted_and_the_first_is_named(
+def test_lost_and_leaked_cells_are_counted_with_the_first_of_each(
     seed: int, shape: tuple[int, int], rule: MaskSpec, first_row: int, size: int
 ) -> None:
     cells = dense_of(seed, *shape, 0.5)
@@ -158,7 +158,7 @@ def test_what_is_lost_and_what_is_leaked_is_counted_and_the_first_is_named(
         assert plane.first == (tuple(where[0].tolist()) if len(where) else None)
 
 
-def test_nothing_is_held_for_a_difference_that_is_not_there() -> None:
+def test_no_tiles_are_allocated_without_a_difference() -> None:
     cells = dense_of(1, 40, 40, 0.5)
     found = counted(cells, declared=lambda a, b: packed(cells[a:b]))
     assert found.lost is not None
@@ -181,7 +181,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, int], tiles: bool) -> PixelGrid:
 
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.integers(0, 99), shapes, shares, st.integers(0, 20))
-def test_a_window_of_tiles_is_the_dense_mask_pooled(
+def test_a_view_from_tiles_is_the_pooled_dense_mask(
     data: st.DataObject, seed: int, shape: tuple[int, int], share: float, first_row: int
 ) -> None:
     cells = dense_of(seed, *shape, share)
@@ -195,7 +195,7 @@ def test_a_window_of_tiles_is_the_dense_mask_pooled(
 
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.integers(0, 99), shapes, shares, st.integers(0, 20))
-def test_a_window_of_bits_is_the_dense_mask_pooled(
+def test_a_view_from_bits_is_the_pooled_dense_mask(
     data: st.DataObject, seed: int, shape: tuple[int, int], share: float, first_row: int
 ) -> None:
     cells = dense_of(seed, *shape, share)
@@ -258,7 +258,7 @@ def test_more_open_cells_are_never_drawn_as_fewer() -> None:
     assert (states[0], states[1], states[63], states[64]) == (CLOSED, 1, OPEN - 1, OPEN)
 
 
-def test_a_difference_is_seen_however_much_else_is_in_the_pixel() -> None:
+def test_a_difference_is_visible_in_a_pixel_of_any_size() -> None:
     counts = [np.array([[n, n, n, n]]) for n in (64, 30)]
     lost, leaked = np.array([[0, 1, 0, 1]]), np.array([[0, 0, 1, 1]])
     states = PixelCounts(counts[0], counts[1], lost, leaked).pixel_states()[0].tolist()
@@ -274,7 +274,7 @@ def test_rows_that_were_not_recorded_count_neither_as_open_nor_as_closed() -> No
 
 @settings(deadline=None)
 @given(st.data(), st.integers(0, 99), shapes, st.integers(0, 9), st.integers(0, 9))
-def test_block_tables_are_spread_as_they_lie(
+def test_block_tables_are_counted_per_pixel(
     data: st.DataObject, seed: int, shape: tuple[int, int], row: int, key: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -296,7 +296,7 @@ def test_block_tables_are_spread_as_they_lie(
         assert np.array_equal(out, pooled(sheet, grid))
 
 
-def test_states_of_block_tables_tell_partial_from_full() -> None:
+def test_states_of_block_tables_distinguish_partial_from_full() -> None:
     size = np.full((1, 5), 4)
     partial, full = np.array([[0, 4, 0, 2, 2]]), np.array([[0, 0, 4, 2, 0]])
     states = viewport.block_states(partial, full, size)[0].tolist()
@@ -304,7 +304,7 @@ def test_states_of_block_tables_tell_partial_from_full() -> None:
     assert CLOSED < states[4] < OPEN
 
 
-def test_scales_can_be_folded_from_bits_or_from_tiles() -> None:
+def test_scales_can_be_counted_from_bits_or_from_tiles() -> None:
     assert list(SCALES) == sorted(set(SCALES))
     assert SCALES[:8] == (1, 2, 3, 4, 5, 6, 7, 8)
     assert all(scale % 8 == 0 for scale in SCALES if scale > 8)
@@ -312,7 +312,7 @@ def test_scales_can_be_folded_from_bits_or_from_tiles() -> None:
 
 
 @pytest.mark.parametrize("n_keys", [0, 1, 8])
-def test_sheets_without_keys_or_with_one_are_no_trouble(n_keys: int) -> None:
+def test_grids_with_no_key_or_one_key_are_counted(n_keys: int) -> None:
     cells = np.ones((3, n_keys), np.bool_)
     assert counted(cells).open.n == 3 * n_keys
     out = PixelGrid(0, 0, 2, 2).empty()

@@ -1,4 +1,4 @@
-"""Edits of a mask: what each does to the cells, as text and as JSON, and what is refused."""
+"""Edits of a mask: their effect on the cells, their text and JSON forms, and invalid edits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cells(*edits: str, base: PatchedMask = BASE) -> BoolArray:
 
 
 def moved(*edits: str) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Return the cells that edits opened and closed."""
+    """Return the cells that edits opened, and those that they closed."""
     before, after = BASE.dense(N), cells(*edits)
     opened, closed = (
         {(int(row), int(key)) for row, key in np.argwhere(found)}
@@ -55,7 +55,7 @@ def grid(rows: Sequence[int], keys: Sequence[int]) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_an_edit_is_read_back_from_its_text_and_its_json(text: str) -> None:
+def test_an_edit_round_trips_through_text_and_json(text: str) -> None:
     edit = parse_edit(text)
     assert str(edit) == text
     assert parse_edit(str(edit)) == edit
@@ -74,19 +74,19 @@ def test_a_preset_replaces_the_mask_and_earlier_edits() -> None:
     assert not isolated[4].any()
 
 
-def test_a_dropped_segment_is_seen_by_itself_alone() -> None:
+def test_no_other_segment_attends_to_a_dropped_one() -> None:
     opened, closed = moved("drop paraphrase 2")
     assert not opened
     assert closed == grid(range(11, 16), range(5, 8))  # by cue and generated rows, separator too
 
 
-def test_joined_segments_see_each_other_with_their_separators() -> None:
+def test_joined_segments_and_their_separators_attend_to_each_other() -> None:
     opened, closed = moved("join paraphrase 1 and paraphrase 3")
     assert not closed
     assert opened == grid(range(8, 11), range(1, 5))
 
 
-def test_one_segment_sees_another_or_no_longer_does() -> None:
+def test_see_and_not_see_open_and_close_one_segment_to_another() -> None:
     assert moved("let paraphrase 2 see paraphrase 1") == (grid(range(5, 8), range(1, 5)), set())
     assert moved("let cue not see paraphrase 1") == (set(), grid([11], range(1, 5)))
     assert moved("let generated not see cue") == (set(), grid(range(12, 16), [11]))
@@ -98,13 +98,13 @@ def test_a_cell_is_toggled_opened_or_closed() -> None:
     assert moved("cell 9 2", "cell 9 2 close", "cell 9 3 open") == ({(9, 3)}, set())
 
 
-def test_a_row_is_opened_to_all_before_it_or_closed_to_itself() -> None:
+def test_a_row_is_opened_to_all_keys_before_it_or_closed_but_for_itself() -> None:
     assert moved("row 9") == (grid([9], range(1, 8)), set())
     assert moved("row 9 close") == (set(), grid([9], (0, 8)))
     assert moved("row 13")[1] == grid([13], range(13))
 
 
-def test_segments_go_by_number_too_and_are_named_by_their_label() -> None:
+def test_segments_can_be_named_by_number_or_label() -> None:
     assert np.array_equal(cells("drop 3"), cells("drop Paraphrase 2"))
     assert (
         str(with_segment_labels(parse_edit("let 5 see 1"), SEGMENTS))
@@ -115,44 +115,44 @@ def test_segments_go_by_number_too_and_are_named_by_their_label() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("turn 3", "'turn 3' is no edit of a mask."),
-        ("cell 2 9", "Row 2 comes before key 9, and a row sees no later key."),
-        ("row 99", "There is no row 99: the last one may be 15."),
+        ("turn 3", "'turn 3' is not an edit of a mask."),
+        ("cell 2 9", "Row 2 comes before key 9, and a row attends to no later key."),
+        ("row 99", "There is no row 99: the last row is 15."),
         ("drop paraphrse 2", "There is no segment 'paraphrse 2'."),
         ("drop generated", "The generated segment cannot be dropped: its rows choose the tokens."),
         ("join cue and cue", "'join cue and cue' names one segment twice."),
         ("preset nothing", "The mask 'nothing' is unknown"),
-        ("let cue see paraphrase 1", "'let cue see paraphrase 1' changes nothing"),
+        ("let cue see paraphrase 1", "'let cue see paraphrase 1' does not change the mask."),
         (
             "let paraphrase 1 see paraphrase 3",
-            "paraphrase 1 comes before paraphrase 3, and a row sees no later key.",
+            "paraphrase 1 comes before paraphrase 3, and a row attends to no later key.",
         ),
     ],
 )
-def test_what_cannot_be_edited_is_a_sentence(text: str, sentence: str) -> None:
+def test_an_invalid_edit_is_a_mask_error(text: str, sentence: str) -> None:
     with pytest.raises(MaskError) as caught:
         cells(text)
     assert caught.value.message.startswith(sentence)
 
 
-def test_json_that_is_no_edit_is_a_sentence() -> None:
+def test_json_that_is_not_an_edit_is_a_mask_error() -> None:
     for data in ({}, {"kind": "cell", "places": ["x"]}, {"kind": "join", "names": ["a"]}):
-        with pytest.raises(MaskError, match="is no edit of a mask"):
+        with pytest.raises(MaskError, match="is not an edit of a mask"):
             Edit.from_json(data)
 
 
-def test_changed_rows_are_those_that_differ_among_the_first() -> None:
+def test_changed_rows_are_those_that_differ_in_the_first_n() -> None:
     after = apply_edits([parse_edit("drop paraphrase 2")], BASE, SEGMENTS)
     assert changed_rows(BASE, after, 11).tolist() == []
     assert changed_rows(BASE, after, 14).tolist() == [11, 12, 13]
 
 
-def test_rows_of_a_ground_that_is_not_known_cell_by_cell_count_by_patches() -> None:
-    class Own:
+def test_changed_rows_of_an_unknown_base_mask_are_those_under_patches() -> None:
+    class OtherMask:
         def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
             return algebra.causal().dense(n_q, n_kv, q_offset=q_offset)
 
-    before = PatchedMask(Own())
+    before = PatchedMask(OtherMask())
     after = apply_edits([parse_edit("row 6 close")], before, SEGMENTS)
     assert changed_rows(before, after, N).tolist() == [6]
     assert after.dense(2, q_offset=6)[0].tolist() == [False] * 6 + [True, False]

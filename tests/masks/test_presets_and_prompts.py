@@ -1,4 +1,4 @@
-"""Composition on ids, and what each preset lets a row see."""
+"""Prompts composed from token ids, and the keys that each preset lets a row attend to."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def rows(prompt: Prompt, *kinds: SegmentKind) -> list[int]:
 
 
 @pytest.mark.parametrize("name", algebra.PRESETS)
-def test_no_row_of_a_preset_looks_ahead_or_is_empty(prompt: Prompt, name: str) -> None:
+def test_every_preset_is_causal_without_empty_rows(prompt: Prompt, name: str) -> None:
     cells = algebra.preset(name, prompt.segments).dense(prompt.segments[-1].stop)
     assert not np.triu(cells, 1).any()
     assert cells.diagonal().all()
     assert algebra.empty_rows(cells).size == 0
 
 
-def test_isolated_paraphrases_see_bos_and_themselves(prompt: Prompt) -> None:
+def test_isolated_paraphrases_attend_to_bos_and_themselves(prompt: Prompt) -> None:
     cells = algebra.preset("segment-isolation", prompt.segments).dense(prompt.segments[-1].stop)
     for index, segment in enumerate(prompt.segments):
         if segment.kind is not SegmentKind.PARAPHRASE:
@@ -97,13 +97,13 @@ def test_isolated_paraphrases_see_bos_and_themselves(prompt: Prompt) -> None:
             assert seen == {0} | {p for p in own if p <= row}
 
 
-def test_generated_rows_fuse_everything_before_them(prompt: Prompt) -> None:
+def test_generated_rows_attend_to_everything_before_them(prompt: Prompt) -> None:
     cells = algebra.preset("segment-isolation", prompt.segments).dense(prompt.segments[-1].stop)
     for row in rows(prompt, SegmentKind.CUE, SegmentKind.GENERATED):
         assert cells[row, : row + 1].all()
 
 
-def test_the_other_presets_add_or_drop_what_they_say(prompt: Prompt) -> None:
+def test_the_other_presets_open_or_close_the_documented_segments(prompt: Prompt) -> None:
     n = prompt.segments[-1].stop
     span = {s.label: slice(s.start, s.stop) for s in prompt.segments}
     shared = algebra.preset("shared-prefix", prompt.segments).dense(n)
@@ -117,7 +117,7 @@ def test_the_other_presets_add_or_drop_what_they_say(prompt: Prompt) -> None:
     assert not document[span["generated"], span["paraphrase 1"]].any()
 
 
-def test_isolated_separators_are_empty_rows_that_later_rows_still_see(prompt: Prompt) -> None:
+def test_isolated_separators_are_empty_rows_that_later_rows_attend_to(prompt: Prompt) -> None:
     rule = algebra.preset("segment-isolation", prompt.segments, separators="isolated")
     cells = rule.dense(prompt.segments[-1].stop)
     separators = rows(prompt, SegmentKind.SEPARATOR)
@@ -125,7 +125,7 @@ def test_isolated_separators_are_empty_rows_that_later_rows_still_see(prompt: Pr
     assert cells[-1, separators].all()
 
 
-def test_unknown_names_get_the_nearest_one(prompt: Prompt) -> None:
+def test_an_unknown_name_suggests_the_nearest_one(prompt: Prompt) -> None:
     with pytest.raises(MaskError) as caught:
         algebra.preset("shared-prefx", prompt.segments)
     assert "--mask shared-prefix?" in caught.value.sentence()
@@ -133,7 +133,7 @@ def test_unknown_names_get_the_nearest_one(prompt: Prompt) -> None:
         algebra.preset("causal", prompt.segments, separators="none")
 
 
-def test_a_job_survives_its_way_to_the_capture_process() -> None:
+def test_a_job_round_trips_to_the_capture_process() -> None:
     job = Job(
         out="x.flextrace",
         prompts=("a\nb", "ü"),
@@ -146,7 +146,7 @@ def test_a_job_survives_its_way_to_the_capture_process() -> None:
         Job.from_json("{")
 
 
-def test_layers_are_read_as_numbers_and_ranges() -> None:
+def test_layers_are_parsed_as_numbers_and_ranges() -> None:
     assert parse_layers(None, 4) is None
     assert parse_layers("all", 4) is None
     assert parse_layers("3,0-1", 4) == (0, 1, 3)
@@ -162,14 +162,14 @@ def test_layers_are_read_as_numbers_and_ranges() -> None:
             parse_layers(text, 4)
 
 
-def test_steps_that_no_generation_has_are_refused_before_they_are_counted() -> None:
+def test_huge_step_ranges_are_refused_before_they_are_expanded() -> None:
     assert parse_steps("0,5-7") == {0, 5, 6, 7}
     for text in ("0-99999999999999", "9" * 5000):
         with pytest.raises(UsageError, match="no generation has a step as late"):
             parse_steps(text)
 
 
-def test_answers_match_but_for_case_and_spaces() -> None:
+def test_answers_match_up_to_case_and_spaces() -> None:
     assert is_correct_answer(" paris. ", ["Paris"])
     assert is_correct_answer("São  Tomé", ["são tomé"])
     assert not is_correct_answer("Parisian", ["Paris"])

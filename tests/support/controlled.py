@@ -1,4 +1,4 @@
-"""What control is tested with: a model that is no model, parts that only note, a served gate."""
+"""Fakes for the tests of control: a model loop, levels, breakpoints and a rewind target."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ PATIENCE_S = 10.0
 def wait_for(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.0005)
 
 
 class FakeModel:
-    """A loop that passes the gate before each forward, whose forwards wait to be allowed."""
+    """A loop that passes the step barrier before each forward and waits for `forward`."""
 
     def __init__(self) -> None:
-        self.gate = StepBarrier(
+        self.barrier = StepBarrier(
             record_event=lambda kind, text, place, facts: self.events.append(kind)
         )
         self.events: list[str] = []
@@ -39,53 +39,54 @@ class FakeModel:
     def _run(self) -> None:
         while not self._is_over:
             try:
-                order = self.gate.between_steps(StepRef(0, 0, self.step))
-                # What the loop calls passes the gate too.
+                order = self.barrier.between_steps(StepRef(0, 0, self.step))
+                # The code that the loop calls passes the barrier too.
                 assert (
-                    order is not None or self.gate.between_steps(StepRef(0, 0, self.step)) is None
+                    order is not None
+                    or self.barrier.between_steps(StepRef(0, 0, self.step)) is None
                 )
             except KeyboardInterrupt:
                 self.n_stops += 1
                 continue
             if order is not None:
-                self._obey(order)
+                self._rewind(order)
                 continue
             self.is_at_forward.set()
             self._allowed.acquire()
             self.step += 1
 
-    def _obey(self, order: QueuedRewind) -> None:
+    def _rewind(self, order: QueuedRewind) -> None:
         place = order.command.place
         if place.step > self.step:
-            self.gate.report_result(order, FlexInspectError("That step is not recorded."))
+            self.barrier.report_result(order, FlexInspectError("That step is not recorded."))
             return
         self.step = place.step
-        self.gate.report_result(order, place, "there")
+        self.barrier.report_result(order, place, "there")
 
     def forward(self) -> None:
-        """Let one forward run, to the next boundary."""
+        """Run one forward, up to the next boundary."""
         self.is_at_forward.clear()
         self._allowed.release()
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the loop stands at the gate or before a forward."""
-        wait_for(lambda: self.stands)
+        """Wait until the loop is paused or waits before a forward."""
+        wait_for(lambda: self.is_settled)
 
     @property
-    def stands(self) -> bool:
-        return self.is_at_forward.is_set() or self.gate.view().state == "paused"
+    def is_settled(self) -> bool:
+        return self.is_at_forward.is_set() or self.barrier.view().state == "paused"
 
     def end(self) -> None:
         self._is_over = True
         while self._thread.is_alive():
-            self.gate.view().state == "finished" or self.gate.continue_()
+            self.barrier.view().state == "finished" or self.barrier.continue_()
             self._allowed.release()
             self._thread.join(0.01)
 
 
-class NotedLevels:
-    """Levels that nothing follows."""
+class FakeLevels:
+    """Levels without a recorder."""
 
     level, layers = "advanced", "all"
 
@@ -94,12 +95,12 @@ class NotedLevels:
 
     def set_layers(self, layers: str) -> None:
         if not layers or set(layers) - set("0123,-al"):
-            raise UsageError(f"{layers!a} is no list of layers.")
+            raise UsageError(f"{layers!a} is not a list of layers.")
         self.layers = layers
 
 
-class NotedBreakpoints:
-    """Breakpoints that nothing judges."""
+class FakeBreakpoints:
+    """Breakpoints that are never evaluated."""
 
     def __init__(self) -> None:
         self._all: dict[int, BreakpointInfo] = {}
@@ -124,8 +125,8 @@ class NotedBreakpoints:
         return self._all[number]
 
 
-class NotedTraveller:
-    """Says that everything up to step 1000 can be had, and at what cost."""
+class FakeRewindTarget:
+    """Accepts every step up to 1000, at a fixed cost."""
 
     def estimate_cost(self, order: QueuedRewind) -> Cost:
         if order.command.place.step > 1000:

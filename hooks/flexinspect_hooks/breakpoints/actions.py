@@ -1,6 +1,7 @@
-"""The breakpoints of a run that `flexinspect run` has started, and how one ends it.
+"""Actions at a hit: pause the run, end it, call a function of the user, or stop in a debugger.
 
-Nothing here loads torch before the run has done so itself.
+`RunBreakpoints` selects the action of a run that `flexinspect run` started. This module does not
+load torch before the run does.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ STOPPED_EXIT_CODE = 3
 
 
 class StoppedAtBreakpointError(FlexInspectError):
-    """A breakpoint ended the run, because nobody was there to continue it."""
+    """A breakpoint ended the run, because no client could continue it."""
 
     exit_code = STOPPED_EXIT_CODE
 
 
 class RunBreakpoints:
-    """The book of a run, which its control serves, and what a hit does.
+    """The breakpoints of a run, which its control server offers to clients.
 
-    `say` tells whoever started the run that it pauses. Raises `ExpressionError`.
+    `notify` prints that the run pauses. Raises `ExpressionError` for an invalid breakpoint.
     """
 
     def __init__(
@@ -58,18 +59,18 @@ class RunBreakpoints:
         self._end_action: EndRunAction | None = None
 
     def begin(self, recorder: Recorder) -> BreakpointEvaluator:
-        """Begin to judge; torch is loaded, and whether commands are taken is known."""
+        """Return the evaluator of the breakpoints, once torch and the control server are up."""
         from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 
-        gate = self._control.barrier
-        stopper = PauseAction(gate, self._notify, recorder.put)
+        barrier = self._control.barrier
+        pause_action = PauseAction(barrier, self._notify, recorder.put)
         if self._should_pause and self._can_be_continued():
-            return BreakpointEvaluator(self.store, stopper, recorder.put)
-        self._end_action = EndRunAction(gate, stopper, recorder.put)
+            return BreakpointEvaluator(self.store, pause_action, recorder.put)
+        self._end_action = EndRunAction(barrier, pause_action, recorder.put)
         return BreakpointEvaluator(self.store, self._end_action, recorder.put)
 
     def stop_error(self) -> StoppedAtBreakpointError | None:
-        """Return why the run was ended, None if no breakpoint has done it."""
+        """Return the error of a run that a breakpoint ended, otherwise None."""
         if self._end_action is None or not self._end_action.hits:
             return None
         reasons = "; ".join(hit.reason for hit in self._end_action.hits)
@@ -83,18 +84,20 @@ class RunBreakpoints:
 
     def _hint(self) -> str:
         if self._should_pause:
-            return "It could not pause there: no commands are taken, so nobody could continue it."
+            return "It could not pause there, because control is not available to continue it."
         if not self._takes_commands:
-            return "With --no-control nobody could continue it; [log] only records the hit."
+            return "With --no-control a paused run cannot be continued; [log] only records the hit."
         return (
             "To pause there instead, run it on a terminal or add --wait; "
-            "[log] after the condition only records it."
+            "[log] after the condition only records the hit."
         )
 
 
 def _loaded_finding_ids() -> Collection[str]:
-    """Return the ids of all findings, none before torch is there: rules load numpy, and a program
-    of the user's must be the first to do so. What came by a flag was checked before.
+    """Return all finding ids, none before torch is loaded.
+
+    Rules load numpy, and the user's program must be the first to do so. Conditions in flags were
+    checked before.
     """
     if "torch" not in sys.modules:
         return ()
@@ -108,13 +111,13 @@ HitCallback = Callable[[BreakpointHit, FrameType], None]
 
 
 def hit_callback(on_break: OnBreakOption) -> HitCallback:
-    """Return what is called at a hit. Raises `UsageError` for what is neither of these."""
+    """Return the function to call at a hit. Raises `UsageError` for an invalid `on_break`."""
     if on_break is None:
         return _stop_in_pdb if _has_terminal() else _print_hit
     if on_break == "pdb":
         return _stop_in_pdb
     if not callable(on_break):
-        raise UsageError('on_break is a function that takes a BreakpointHit, or "pdb".')
+        raise UsageError('on_break must be a function that takes a BreakpointHit, or "pdb".')
     return lambda hit, frame: on_break(hit)
 
 
@@ -123,7 +126,7 @@ def _has_terminal() -> bool:
 
 
 def print_notice(sentence: str) -> None:
-    """Say something to the user."""
+    """Print a message for the user."""
     print(f"flexinspect: {sentence}", file=sys.stderr)
 
 
@@ -132,20 +135,20 @@ def _print_hit(hit: BreakpointHit, frame: FrameType) -> None:
 
 
 def _stop_in_pdb(hit: BreakpointHit, frame: FrameType) -> None:
-    """Open Python's debugger in the user's own frame, at once; `quit` is like Ctrl-C.
+    """Open pdb in the user's frame at once; `quit` acts as Ctrl-C.
 
-    `Pdb.set_trace` would stop at whatever runs next, which is ours.
+    `Pdb.set_trace` would stop at the next line that runs, which is in flexinspect.
     """
-    import pdb  # here: it takes `code` and others by names that a user's own file may have
+    import pdb  # here: it imports `code` and others, which a file of the user may shadow
 
     _print_hit(hit, frame)
-    where, debugger = frame_to_stop_in(frame), pdb.Pdb()
+    stop_frame, debugger = frame_to_stop_in(frame), pdb.Pdb()
     debugger.reset()
-    above: FrameType | None = where
+    above: FrameType | None = stop_frame
     while above is not None:
         above.f_trace = debugger.trace_dispatch
         debugger.botframe, above = above, above.f_back
-    debugger.interaction(where, None)
+    debugger.interaction(stop_frame, None)
     if debugger.quitting:
         raise KeyboardInterrupt
     if debugger.stopframe is not debugger.botframe or debugger.breaks:
@@ -153,14 +156,14 @@ def _stop_in_pdb(hit: BreakpointHit, frame: FrameType) -> None:
 
 
 _DEBUGGER_MODULES = ("pydevd", "flexinspect_hooks.debugger.pdb_terminal")
-"""Modules that are loaded where a debugger may be."""
+"""Modules that are loaded if a debugger may be present."""
 
 
 class PauseAction:
-    """Pauses the model before its next step, or stops the debugger, where one is attached.
+    """Pauses the model before its next step, or stops in an attached debugger.
 
-    That one is stopped inside the forward where possible. `say` tells whoever started the run that
-    it pauses at the gate; `event` records a stop of the debugger.
+    The debugger stops inside the forward where possible. `notify` prints that the run pauses;
+    `record_event` records a stop in the debugger.
     """
 
     def __init__(
@@ -173,23 +176,23 @@ class PauseAction:
         self._undelivered: deque[BreakpointHit] = deque()
 
     def arm(self, on: bool) -> None:
-        """Let the gate wait at each boundary until the step before it is judged."""
+        """Let the step barrier wait at each boundary until the previous step is evaluated."""
         self._barrier.wait_for_evaluation(on)
 
     def can_stop_in_forward(self) -> bool:
-        """Say whether a debugger is there and attached."""
-        stopping = _debugger_stops()
-        return stopping is not None and bool(stopping.can_stop())
+        """Return whether a debugger is attached."""
+        debugger = _debugger_stops()
+        return debugger is not None and bool(debugger.can_stop())
 
     def stop_in_forward(self, hit: BreakpointHit, frame: FrameType) -> None:
-        """Stop the debugger in the user's own frame; without one any more, at the gate."""
-        stopping = _debugger_stops()
+        """Stop in the debugger, in the user's frame, or pause if it has detached."""
+        debugger = _debugger_stops()
         facts = {**hit.event_data(), "step": hit.step}
-        if stopping is None or not stopping.stop_in(frame, hit.sentence(), facts):
+        if debugger is None or not debugger.stop_in(frame, hit.sentence(), facts):
             self._pause([hit])
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
-        """Pause at the next boundary, for all that was met in this step."""
+        """Pause at the next boundary, for all hits of this step."""
         if not self.can_stop_in_forward():
             self._pause(hits)
             return
@@ -203,12 +206,12 @@ class PauseAction:
     def _pause(self, hits: Sequence[BreakpointHit]) -> None:
         reason = "; ".join(f"breakpoint {hit.id}, {hit.reason}" for hit in hits)
         sentence = (
-            f"Paused at {reason}. Go on with: flexinspect ctl continue --pid {os.getpid()} "
+            f"Paused at {reason}. Continue with: flexinspect ctl continue --pid {os.getpid()} "
             "(Ctrl-C ends the run)"
         )
         if all(hit.step is None for hit in hits):
-            # Met at the end of a generation, and there may be no boundary after it: the hit is told
-            # now, and the pause where there is one.
+            # Hit at the end of a generation, which no boundary may follow: record the hit now, and
+            # pause if there is a boundary.
             self._record_hits(hits)
             facts = hits[0].event_data()
             self._barrier.pause_at_breakpoint(
@@ -219,15 +222,15 @@ class PauseAction:
         self._notify(sentence)
 
     def deliver_hits(self, drain: Callable[[], None], frame: FrameType) -> None:
-        """Stop the debugger for what the steps before have met; the gate has settled them."""
+        """Stop in the debugger for hits of earlier steps, which the barrier has waited for."""
         while self._undelivered:
             self.stop_in_forward(self._undelivered.popleft(), frame)
 
 
 class EndRunAction:
-    """Ends the run, because nobody is there who could continue it. `hits` says why.
+    """Ends the run, because no client could continue it; `hits` is the reason.
 
-    Once somebody has commanded the run, it pauses: whoever did can continue it too.
+    Once a client has sent a command, the run pauses instead: the client can also continue it.
     """
 
     def __init__(
@@ -240,19 +243,19 @@ class EndRunAction:
         self.hits: tuple[BreakpointHit, ...] = ()
 
     def arm(self, on: bool) -> None:
-        """Let the gate wait at each boundary until the step before it is judged."""
+        """Let the step barrier wait at each boundary until the previous step is evaluated."""
         self._barrier.wait_for_evaluation(on)
 
     def can_stop_in_forward(self) -> bool:
-        """Say whether a debugger has come to it; the run ends between two steps only."""
+        """Return whether a debugger has attached; the run itself ends only between two steps."""
         return self._pause_action.can_stop_in_forward()
 
     def stop_in_forward(self, hit: BreakpointHit, frame: FrameType) -> None:
-        """Stop the debugger."""
+        """Stop in the debugger."""
         self._pause_action.stop_in_forward(hit, frame)
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
-        """Record the hits, and have the gate end the run, or pause it."""
+        """Record the hits, and end or pause the run at the next boundary."""
         if self._barrier.has_received_command or self.can_stop_in_forward():
             self._pause_action.stop(hits)
         elif not self.hits:
@@ -263,15 +266,15 @@ class EndRunAction:
                 self._barrier.stop()
 
     def deliver_hits(self, drain: Callable[[], None], frame: FrameType) -> None:
-        """Stop the debugger for what the steps before have met."""
+        """Stop in the debugger for hits of earlier steps."""
         self._pause_action.deliver_hits(drain, frame)
 
 
 class CallbackAction:
-    """Calls a function of the user's: inside the forward, or before the next step.
+    """Calls a function of the user inside the forward, or before the next step.
 
-    What the function raises goes to whoever called the model, but not through a forward: it is
-    raised before the next step.
+    Exceptions of the function are raised before the next step, in the caller of the model, as they
+    must not pass through a forward.
     """
 
     def __init__(self, callback: Callable[[BreakpointHit, FrameType], None]) -> None:
@@ -281,26 +284,26 @@ class CallbackAction:
         self._is_armed = False
 
     def arm(self, on: bool) -> None:
-        """Have steps judged before the next one begins."""
+        """Evaluate each step before the next one begins."""
         self._is_armed = on
 
     def can_stop_in_forward(self) -> bool:
-        """It is called in the frame where the hit was noticed."""
+        """Return True: the function is called where the hit was detected."""
         return True
 
     def stop_in_forward(self, hit: BreakpointHit, frame: FrameType) -> None:
-        """Call the function at once."""
+        """Call the function now."""
         try:
             self._callback(hit, frame)
         except Exception as error:
             self._error = error
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
-        """Have the function called before the next step."""
+        """Queue the hits, to call the function before the next step."""
         self._undelivered.extend(hits)
 
     def deliver_hits(self, drain: Callable[[], None], frame: FrameType) -> None:
-        """Call the function for what the steps before have met."""
+        """Call the function for hits of earlier steps."""
         if self._is_armed:
             drain()
         error, self._error = self._error, None
@@ -311,7 +314,7 @@ class CallbackAction:
 
 
 def _debugger_stops() -> Any:
-    """Return the module that stops debuggers, None where there is none: then nothing is loaded."""
+    """Return the module that stops in a debugger, or None, without import, if there is none."""
     if not any(name in sys.modules for name in _DEBUGGER_MODULES):
         return None
     return importlib.import_module("flexinspect_hooks.debugger.pdb_terminal")

@@ -1,9 +1,7 @@
-"""Breakpoints inside a forward: hooks on modules, and a look at each attention call.
+"""Breakpoints inside a forward: hooks on modules, and checks of each attention call.
 
-Installed only while a breakpoint that needs them is switched on, and taken out with it, in the
-model's thread between two forwards.
-
-Nothing here is called unless a breakpoint that needs it is switched on.
+The hooks are installed only while a breakpoint that needs them is enabled; they are installed and
+removed in the model's thread between two forwards.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 class ModelBreakpoints:
-    """The breakpoints of a process as one model's session judges them."""
+    """Evaluates the breakpoints of a process in the session of one model."""
 
     def __init__(
         self, evaluator: BreakpointEvaluator, context: CaptureContext, drain: Callable[[], None]
@@ -54,15 +52,15 @@ class ModelBreakpoints:
         self._generation = -1
 
     def on_step_start(self, step: StepContext) -> None:
-        """A step opens, in the model's thread; the time that a stop takes is not the step's."""
+        """Prepare for a step, in the model's thread. A stop is not part of the step's time."""
         is_changed = self._evaluator.store.version != self._version
         if not is_changed and not self._breakpoints:
-            return  # as in most runs, at the price of one comparison
-        began = time.perf_counter()
+            return  # as in most runs, at the cost of one comparison
+        stop_started = time.perf_counter()
         self.deliver_hits()
-        stood = time.perf_counter() - began
-        step.started, step.started_at = step.started + stood, step.started_at + stood
-        step.capture_s -= stood
+        stopped_s = time.perf_counter() - stop_started
+        step.started, step.started_at = step.started + stopped_s, step.started_at + stopped_s
+        step.capture_s -= stopped_s
         if self._evaluator.store.version != self._version:
             self._prepare()
         if not self._breakpoints:
@@ -76,29 +74,29 @@ class ModelBreakpoints:
 
     @property
     def is_active(self) -> bool:
-        """Whether any breakpoint was switched on when the last step opened."""
+        """Whether any breakpoint was enabled when the last step started."""
         return bool(self._breakpoints)
 
     def move_step(self, step: StepContext, branch: int) -> None:
-        """Say that the step that is open belongs to another branch than it was opened in."""
+        """Move the observations of the current step to another branch."""
         self._evaluator.move_step(step, branch)
 
     def evaluate_again(self, trace: Path, step: StepContext, branch: int) -> None:
-        """Judge a step that ran again and is in the trace already; in the writer thread."""
+        """Evaluate a repeated step that is in the trace already; in the writer thread."""
         self._evaluator.evaluate_again(trace, step, branch)
 
     def deliver_hits(self) -> None:
-        """Let whoever was met in the steps before stop now."""
+        """Stop now for hits of earlier steps."""
         self._evaluator.stop_action.deliver_hits(self._drain, sys._getframe(1))
 
     def remove(self) -> None:
-        """Take everything out."""
+        """Remove all hooks."""
         while self._remove_hooks:
             self._remove_hooks.pop()()
         self._context.on_call = self._context.on_kernel = None
         self._observed_step = None
 
-    # -- what is installed -----------------------------------------------------------------------
+    # -- installation ---------------------------------------------------------------------------
 
     def _prepare(self) -> None:
         self.remove()
@@ -122,7 +120,7 @@ class ModelBreakpoints:
     def _install(
         self, by_name: Mapping[ObservationCondition, Breakpoint]
     ) -> dict[int, tuple[str, frozenset[str]]]:
-        """Put a hook on every module that is named; returns their names and what is looked for."""
+        """Hook every matching module; return name and observation kinds by the id of the module."""
         found: dict[int, tuple[str, frozenset[str]]] = {}
         left = dict(by_name)
         for name, module in self._context.model.named_modules():
@@ -147,7 +145,7 @@ class ModelBreakpoints:
     def _no_such_module(self, seen: ObservationCondition) -> str:
         names = [name for name, _ in self._context.model.named_modules() if "attn" in name]
         example = f" (they are called {names[0]}, ...)" if names else ""
-        return f"{to_text(seen)}: no module of the model has such a name{example}."
+        return f"{to_text(seen)}: no module of the model has a matching name{example}."
 
     # -- while the forward runs ------------------------------------------------------------------
 
@@ -156,12 +154,12 @@ class ModelBreakpoints:
     ) -> Callable[[nn.Module, Any, Any], None]:
         context, layer = self._context, self._layer_of(name)
 
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            # A graph must not hold anything of ours.
+        def check(module: nn.Module, args: Any, output: Any) -> None:
+            # A compiled graph must not contain code of flexinspect.
             if not torch.compiler.is_compiling() and context.is_open:
                 self._guard(self._check_output, name, layer, kinds, output)
 
-        return look
+        return check
 
     def _layer_of(self, name: str) -> int | None:
         for layer, (block, _) in self._context.blocks.items():
@@ -176,12 +174,12 @@ class ModelBreakpoints:
         if self._observed_step is None:
             return
         for kind in sorted(kinds, reverse=True):
-            said = describe_bad_values(kind, output)
-            if said:
-                self._add_observation(Observation(kind, name, layer, f"{said} of {name}"))
+            text = describe_bad_values(kind, output)
+            if text:
+                self._add_observation(Observation(kind, name, layer, f"{text} of {name}"))
 
     def _on_kernel_call(self, done: KernelReturn) -> None:
-        """A kernel of own code returned, in the frame that called it."""
+        """Handle the return of a kernel that the user's code called directly."""
         if self._observed_step is None or done.layer is None or done.module is None:
             return
         call = call_of_kernel(done, done.layer, "direct", done.module)
@@ -189,32 +187,32 @@ class ModelBreakpoints:
             self._on_call(call)
 
     def _on_call(self, call: AttentionCall) -> None:
-        """An attention call returned."""
-        sights = self._observed_step
-        if sights is None:
+        """Handle the return of an attention call."""
+        observed = self._observed_step
+        if observed is None:
             return
         layer = call.layer
-        known = sights.layers.setdefault(layer, {"layer": layer})
+        known = observed.layers.setdefault(layer, {"layer": layer})
         known |= {"path": call.path, "q_len": call.query.shape[2], "kv_len": call.key.shape[2]}
-        sights.checked |= self._call_kinds
+        observed.checked |= self._call_kinds
         name, kinds = self._kinds_of.get(id(call.module), ("", frozenset()))
         for kind in kinds:
-            said = describe_bad_values(kind, call.output)
-            if said:
+            text = describe_bad_values(kind, call.output)
+            if text:
                 self._add_observation(
-                    Observation(kind, name, layer, f"{said} of the attention in {name}")
+                    Observation(kind, name, layer, f"{text} of the attention in {name}")
                 )
-        self._check_call(call, sights)
+        self._check_call(call, observed)
         self._evaluate()
 
-    def _check_call(self, call: AttentionCall, sights: ObservedStep) -> None:
+    def _check_call(self, call: AttentionCall, observed: ObservedStep) -> None:
         layer = call.layer
         if EMPTY_ROW in self._call_kinds and (rows := empty_rows(call)):
-            first = int(sights.values["kv_len"]) - call.query.shape[2]
-            said = format_rows([first + row for row in rows])
-            verb = "see" if len(rows) > 1 else "sees"
+            first = int(observed.values["kv_len"]) - call.query.shape[2]
+            text = format_rows([first + row for row in rows])
+            verb = "attend" if len(rows) > 1 else "attends"
             self._add_observation(
-                Observation(EMPTY_ROW, self._name_of(call), layer, f"{said} {verb} no key")
+                Observation(EMPTY_ROW, self._name_of(call), layer, f"{text} {verb} to no key")
             )
         if call.path.startswith("flex"):
             self._flex_layers.add(layer)
@@ -241,7 +239,7 @@ class ModelBreakpoints:
             self._evaluate()
 
     def _guard(self, check: Callable[..., None], *args: Any) -> None:
-        """Look, and whatever fails at it, let the model run on."""
+        """Run a check; an exception in it disables checks for this step and is reported."""
         try:
             check(*args)
         except Exception as error:
@@ -253,7 +251,7 @@ class ModelBreakpoints:
                 )
 
     def _evaluate(self) -> None:
-        """Judge what is known by now, if there is somebody who can stop here."""
+        """Evaluate the observations so far, if the action can stop inside the forward."""
         if self._observed_step is not None and self._evaluator.stop_action.can_stop_in_forward():
             self._evaluator.evaluate_in_forward(
                 self._observed_step, self._breakpoints, sys._getframe(1)
@@ -265,15 +263,15 @@ def _names_a_module(seen: ObservationCondition) -> bool:
 
 
 _MAX_NAMED_ROWS = 4
-"""Rows that a sentence names."""
+"""Most rows that a message lists."""
 
 _MAX_DEPTH = 3
 
 
 def describe_bad_values(kind: str, output: Any) -> str:
-    """Say how many NaNs, or infinities, are among a module's outputs, and in which rows.
+    """Return the number of NaNs or infinities in a module's outputs, and their rows, as text.
 
-    Empty when there is none. Rows are those of batch 0 of (batch, rows, ...).
+    Empty if there is none. Rows are those of batch 0 of (batch, rows, ...).
     """
     for tensor in _float_tensors(output):
         flags = torch.isnan(tensor) if kind == NAN else torch.isinf(tensor)
@@ -309,10 +307,10 @@ def format_rows(rows: list[int]) -> str:
 
 
 def empty_rows(call: AttentionCall) -> list[int]:
-    """Return the rows of an attention call's batch 0 that saw no key, in any of its heads.
+    """Return the rows of batch 0 of an attention call that attend to no key in some head.
 
-    By the kernel's own row LSE where there is one, else by a dense mask, else by an output of
-    exact zeros, which is what FlexAttention gives such a row.
+    Determined from the kernel's LSE if it is available, otherwise from a dense mask, otherwise from
+    an output of exact zeros, which FlexAttention returns for an empty row.
     """
     if call.lse is not None:
         closed = torch.isneginf(call.lse[0]).any(0)
@@ -327,7 +325,7 @@ def empty_rows(call: AttentionCall) -> list[int]:
 
 
 def _masked_rows(mask: Tensor) -> Tensor:
-    """Return which rows of a dense mask (..., rows, keys) are closed in every cell of a head."""
+    """Return which rows of a dense mask (..., rows, keys) are fully masked in some head."""
     while mask.dim() > 3:
         mask = mask[0]
     if mask.dtype == torch.bool:

@@ -1,9 +1,9 @@
-"""Where breakpoints are judged, and what is done at a hit.
+"""Evaluation of a run's breakpoints, and the actions at a hit.
 
-Each is judged when its step is written: by the writer thread, on the step's record with the
-findings of the rules and with what was seen while the model ran. What can be known earlier is
-judged inside the forward as well, but only where somebody can stop there (a debugger, a callback).
-A breakpoint is met at most once in a step.
+The writer thread evaluates each breakpoint when a step is written, on the step's record, the
+findings of the rules and the observations made while the model ran. Breakpoints are also evaluated
+inside the forward if the action can stop there (a debugger, a callback). A breakpoint is hit at
+most once per step.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from flexinspect.trace.replay import read_step
 from flexinspect_hooks.capture.step_clock import StepContext
 
 HIT_EVENT = "breakpoint"
-"""The event of a hit. One that stops at the gate is told by the gate when it is reached."""
+"""The event of a hit. For a pause the step barrier records it when the pause is reached."""
 
 UNKNOWN_EVENT = "breakpoint-unknown"
-"""A breakpoint that could not be judged: told once for each."""
+"""The event of a breakpoint that could not be evaluated, recorded once per breakpoint."""
 
 MAX_OPEN_STEPS = 256
-"""Steps whose sightings wait for their record; one that never gets a record is forgotten."""
+"""Most steps whose observations wait for their record; older ones are dropped."""
 
 
 class StopAction(Protocol):
-    """What a hit does to the run."""
+    """The action at a hit."""
 
     def arm(self, on: bool) -> None:
-        """From now on there are breakpoints to judge, or none any more. From any thread."""
+        """Called, from any thread, when breakpoints become enabled or disabled."""
         ...
 
     def can_stop_in_forward(self) -> bool:
-        """Say whether it could stop at once in the middle of a forward."""
+        """Return whether the action can stop inside a forward."""
         ...
 
     def stop_in_forward(self, hit: BreakpointHit, frame: FrameType) -> None:
-        """Stop at once; in the model's thread. `frame` is where the hit was noticed."""
+        """Stop now, in the model's thread. `frame` is where the hit was detected."""
         ...
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
@@ -64,16 +64,16 @@ class StopAction(Protocol):
         ...
 
     def deliver_hits(self, drain: Callable[[], None], frame: FrameType) -> None:
-        """A step is about to begin, or the last is over; in the model's thread.
+        """Called in the model's thread before a step begins, and after the last one.
 
-        `settle` waits until all finished steps are judged.
+        `drain` waits until all finished steps are evaluated.
         """
         ...
 
 
 @dataclass(slots=True)
 class ObservedStep:
-    """What is seen of a step while it runs. `met` are the breakpoints that it has met."""
+    """Observations of a running step; `hit_ids` are the breakpoints that it has hit."""
 
     values: dict[str, float | str]
     layers: dict[int, dict[str, float | str]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class ObservedStep:
 
     @classmethod
     def for_step(cls, step: StepContext) -> ObservedStep:
-        """Begin with what is known when a step opens."""
+        """Return the observations that are known when a step starts."""
         values: dict[str, float | str] = {
             "step": step.step,
             "phase": step.phase,
@@ -95,20 +95,21 @@ class ObservedStep:
         return cls(values)
 
     def facts(self) -> StepObservations:
-        """Return what is known by now."""
+        """Return the observations so far."""
         return StepObservations(self.values, self.layers, tuple(self.observed))
 
 
 def hit_event(hit: BreakpointHit) -> EventRecord:
-    """Return what the trace is told of a hit."""
-    place = (hit.generation, hit.step)
-    return EventRecord(HIT_EVENT, hit.sentence(), time.time(), *place, hit.event_data())
+    """Return the event that records a hit."""
+    return EventRecord(
+        HIT_EVENT, hit.sentence(), time.time(), hit.generation, hit.step, hit.event_data()
+    )
 
 
 class BreakpointEvaluator:
-    """The breakpoints of a process: one book, judged for every session.
+    """Evaluates the breakpoints of a process for every session.
 
-    `event` records an event; it is called from any thread.
+    `record_event` records an event; it is called from any thread.
     """
 
     def __init__(
@@ -125,41 +126,41 @@ class BreakpointEvaluator:
         self._update_armed()
 
     def _update_armed(self) -> None:
-        with self._arm_lock:  # else what is older may be armed last
+        with self._arm_lock:  # otherwise an older state could be set last
             self.stop_action.arm(bool(self.store.enabled()))
 
     # -- while a step runs -----------------------------------------------------------------------
 
     def begin_step(self, step: StepContext) -> ObservedStep:
-        """Begin to look at a step; its record is judged with what is seen."""
-        sights = ObservedStep.for_step(step)
+        """Start collecting the observations of a step, for the evaluation of its record."""
+        observed = ObservedStep.for_step(step)
         with self._lock:
-            self._open[(step.generation, step.branch, step.step)] = sights
+            self._open[(step.generation, step.branch, step.step)] = observed
             while len(self._open) > MAX_OPEN_STEPS:
                 self._open.popitem(last=False)
-        return sights
+        return observed
 
     def move_step(self, step: StepContext, branch: int) -> None:
-        """Keep what was seen of a step for its record, which turned out to be another branch's."""
+        """Move the observations of a step whose record belongs to another branch."""
         with self._lock:
-            sights = self._open.pop((step.generation, step.branch, step.step), None)
-            if sights is not None:
-                sights.values["branch"] = branch
-                self._open[(step.generation, branch, step.step)] = sights
+            observed = self._open.pop((step.generation, step.branch, step.step), None)
+            if observed is not None:
+                observed.values["branch"] = branch
+                self._open[(step.generation, branch, step.step)] = observed
 
     def evaluate_in_forward(
-        self, sights: ObservedStep, breakpoints: Sequence[Breakpoint], frame: FrameType
+        self, observed: ObservedStep, breakpoints: Sequence[Breakpoint], frame: FrameType
     ) -> None:
-        """Judge breakpoints inside the forward, by what is known already."""
+        """Evaluate breakpoints inside the forward, on the observations so far."""
         for met in breakpoints:
-            if met.id in sights.hit_ids:
+            if met.id in observed.hit_ids:
                 continue
-            facts = sights.facts()
-            verdict = evaluate_with_layer(met.expression, facts)
-            if verdict.holds is not True:
+            observations = observed.facts()
+            result = evaluate_with_layer(met.expression, observations)
+            if result.holds is not True:
                 continue
-            sights.hit_ids.add(met.id)
-            hit = make_hit(met, facts, verdict, in_forward=True)
+            observed.hit_ids.add(met.id)
+            hit = make_hit(met, observations, result, in_forward=True)
             action = self.store.record_hit(met.id)
             if action is not HitAction.PASS:
                 self.record_event(hit_event(hit))
@@ -171,54 +172,56 @@ class BreakpointEvaluator:
     # -- in the writer thread --------------------------------------------------------------------
 
     def evaluate(self, record: StepRecord) -> None:
-        """Judge the record of a step, which is written already.
+        """Evaluate the breakpoints on the record of a step that has been written.
 
-        A step that was over before a breakpoint was set is none of its, though written later.
+        Breakpoints that were added after the end of the step are skipped.
         """
         if not self.store.version:
             return
         with self._lock:
-            sights = self._open.pop((record.generation, record.branch, record.step), None)
+            observed = self._open.pop((record.generation, record.branch, record.step), None)
         ended = record.started_at + record.wall_ms / 1e3
         breakpoints = tuple(met for met in self.store.enabled() if met.enabled_at <= ended)
         if not breakpoints:
             return
-        if sights is None:
-            facts = observe_step(record)
+        if observed is None:
+            observations = observe_step(record)
         else:
-            facts = observe_step(record, observed=sights.observed, checked=sights.checked)
-            breakpoints = tuple(met for met in breakpoints if met.id not in sights.hit_ids)
-        self._evaluate_all(breakpoints, facts)
+            observations = observe_step(
+                record, observed=observed.observed, checked=observed.checked
+            )
+            breakpoints = tuple(met for met in breakpoints if met.id not in observed.hit_ids)
+        self._evaluate_all(breakpoints, observations)
 
     def evaluate_again(self, trace: Path, step: StepContext, branch: int) -> None:
-        """Judge a step that ran again and came out as `branch` has it in the trace."""
+        """Evaluate a repeated step on its record in `branch` of the trace."""
         record = read_step(trace, step.generation, step.step, branch)
         if record is not None:
             self.evaluate(replace(record, branch=step.branch, started_at=step.started_at))
 
     def evaluate_findings(self, findings: Sequence[Finding], generation: int) -> None:
-        """Judge findings that belong to no step, such as those of a generation's end."""
-        wanted = [met for met in self.store.enabled() if has_finding(met.expression)]
-        if wanted and findings:
+        """Evaluate findings that belong to no step, such as those at the end of a generation."""
+        selected = [met for met in self.store.enabled() if has_finding(met.expression)]
+        if selected and findings:
             values: Mapping[str, float | str] = {"generation": generation}
             self._evaluate_all(
-                wanted, StepObservations(values, findings=tuple(findings)), report_unknown=False
+                selected, StepObservations(values, findings=tuple(findings)), report_unknown=False
             )
 
     def _evaluate_all(
         self,
         breakpoints: Sequence[Breakpoint],
-        facts: StepObservations,
+        observations: StepObservations,
         *,
         report_unknown: bool = True,
     ) -> None:
         stops = []
         for met in breakpoints:
-            verdict = evaluate_with_layer(met.expression, facts)
-            if isinstance(verdict.holds, Unknown):
+            result = evaluate_with_layer(met.expression, observations)
+            if isinstance(result.holds, Unknown):
                 if report_unknown:
-                    self._report_unknown(met, verdict.holds, facts)
-            elif verdict.holds and (hit := self._count_hit(met, facts, verdict)) is not None:
+                    self._report_unknown(met, result.holds, observations)
+            elif result.holds and (hit := self._count_hit(met, observations, result)) is not None:
                 stops.append(hit)
         if stops:
             self.stop_action.stop(stops)
@@ -226,24 +229,26 @@ class BreakpointEvaluator:
             self._update_armed()
 
     def _count_hit(
-        self, met: Breakpoint, facts: StepObservations, verdict: EvaluationResult
+        self, met: Breakpoint, observations: StepObservations, result: EvaluationResult
     ) -> BreakpointHit | None:
-        """Count a hit; returns it if the run is to stop for it."""
+        """Count a hit and return it if the run has to stop."""
         action = self.store.record_hit(met.id)
-        hit = make_hit(met, facts, verdict, in_forward=False)
+        hit = make_hit(met, observations, result, in_forward=False)
         if action is HitAction.LOG:
             self.record_event(hit_event(hit))
         return hit if action is HitAction.STOP else None
 
-    # -- what is said ----------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------
 
-    def _report_unknown(self, met: Breakpoint, unknown: Unknown, facts: StepObservations) -> None:
+    def _report_unknown(
+        self, met: Breakpoint, unknown: Unknown, observations: StepObservations
+    ) -> None:
         if met.id in self._reported:
             return
-        self.report_once(met.id, describe_unknown(met.text, unknown, facts))
+        self.report_once(met.id, describe_unknown(met.text, unknown, observations))
 
     def report_once(self, number: int, sentence: str) -> None:
-        """Say once of a breakpoint that it cannot be judged: in the trace, and in the list."""
+        """Report once, in the trace and the list, that a breakpoint cannot be evaluated."""
         if number not in self._reported:
             self._reported.add(number)
             self.store.set_note(number, sentence)

@@ -1,1 +1,1 @@
-"""Control of the capture process: the gate that the model passes, and the server in front of it."""
+"""Control of the capture process: the step barrier in the model's loop, and the control server."""

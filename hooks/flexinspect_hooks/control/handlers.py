@@ -1,4 +1,4 @@
-"""The verbs of the control server, and the table of its routes that the OpenAPI document shows."""
+"""The routes of the control server: their handlers, and the table that OpenAPI is made from."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from flexinspect_hooks.control.targets import BreakpointControl, ControlTargets,
 
 
 class NotFoundError(ControlError):
-    """What a path names is not there."""
+    """The breakpoint or level that a path names does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureInfo:
-    """What a capture says of itself: see `Status`."""
+    """The fields of `StatusResponse` that stay the same for the whole run."""
 
     kind: Literal["generation", "program", "watch"]
     title: str
@@ -49,38 +49,38 @@ class CaptureInfo:
 
 
 class RouteHandlers:
-    """What each route does. Nothing here waits for the model."""
+    """One method per route. None of them waits for the model."""
 
     def __init__(self, targets: ControlTargets, info: CaptureInfo) -> None:
         self._targets, self._info = targets, info
 
-    # -- looking ---------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     def status(self) -> StatusResponse:
-        parts, about = self._targets, self._info
-        view = parts.barrier.view()
+        targets, info = self._targets, self._info
+        view = targets.barrier.view()
         return StatusResponse(
             state=view.state,
             place=view.place,
             description=view.description,
             reason=view.reason,
             until=view.until,
-            level=cast(Level, parts.levels.level),
-            layers=parts.levels.layers,
-            kind=about.kind,
-            title=about.title,
+            level=cast(Level, targets.levels.level),
+            layers=targets.levels.layers,
+            kind=info.kind,
+            title=info.title,
             pid=os.getpid(),
-            trace=about.trace,
-            can_rewind=parts.rewind_target is not None,
-            n_breakpoints=len(parts.breakpoints.list()) if parts.breakpoints is not None else 0,
+            trace=info.trace,
+            can_rewind=targets.rewind_target is not None,
+            n_breakpoints=len(self.breakpoints().breakpoints),
             last_rewind=view.last_rewind,
         )
 
-    def _respond(self, said: str) -> CommandResponse:
+    def _respond(self, message: str) -> CommandResponse:
         self._targets.barrier.has_received_command = True
-        return CommandResponse(said, self.status())
+        return CommandResponse(message, self.status())
 
-    # -- going and stopping ----------------------------------------------------------------------
+    # -- running and stopping --------------------------------------------------------------------
 
     def pause(self) -> CommandResponse:
         return self._respond(self._targets.barrier.pause())
@@ -96,13 +96,13 @@ class RouteHandlers:
 
     def stop(self) -> CommandResponse:
         is_loading = self._targets.barrier.view().state == "loading"
-        answer = self._respond(self._targets.barrier.stop())
+        response = self._respond(self._targets.barrier.stop())
         if is_loading and self._info.kind == "generation":
-            # No boundary comes until the weights are there; Ctrl-C would end it now.
+            # The barrier is not reached until the weights are loaded; SIGINT ends the load now.
             os.kill(os.getpid(), signal.SIGINT)
-        return answer
+        return response
 
-    # -- how much is recorded --------------------------------------------------------------------
+    # -- level and layers ------------------------------------------------------------------------
 
     def level(self, body: LevelBody) -> CommandResponse:
         self._targets.levels.set_level(body.level)
@@ -111,14 +111,14 @@ class RouteHandlers:
     def layers(self, body: LayersBody) -> CommandResponse:
         levels = self._targets.levels
         levels.set_layers(body.layers)
-        only = "" if levels.level == "extreme" else "; only level extreme stores activations"
-        return self._respond(f"layers {body.layers} from the next step on{only}")
+        note = "" if levels.level == "extreme" else "; only level extreme stores activations"
+        return self._respond(f"layers {body.layers} from the next step on{note}")
 
     # -- breakpoints -----------------------------------------------------------------------------
 
     def breakpoints(self) -> Breakpoints:
-        book = self._targets.breakpoints
-        return Breakpoints(tuple(book.list()) if book is not None else ())
+        control = self._targets.breakpoints
+        return Breakpoints(tuple(control.list()) if control is not None else ())
 
     def add_breakpoint(self, body: BreakpointBody) -> BreakpointInfo:
         return self._breakpoint_control().add(
@@ -145,51 +145,54 @@ class RouteHandlers:
             raise _no_breakpoint(number) from None
 
     def _breakpoint_control(self) -> BreakpointControl:
-        """Return what takes breakpoints; whoever changes one could continue the model as well."""
+        """Return the breakpoints of the run, to change them.
+
+        That counts as a received command: a client that changes breakpoints can also continue a
+        paused model.
+        """
         self._targets.barrier.has_received_command = True
         if self._targets.breakpoints is None:
-            raise ControlError("This capture takes no breakpoints.")
+            raise ControlError("This capture does not support breakpoints.")
         return self._targets.breakpoints
 
-    # -- going elsewhere -------------------------------------------------------------------------
+    # -- rewinding -------------------------------------------------------------------------------
 
     def restore(self, body: RestoreBody) -> CommandResponse:
-        return self._queue_rewind(Restore(body.place), dry=body.dry_run)
+        return self._queue_rewind(Restore(body.place), dry_run=body.dry_run)
 
     def fork(self, body: ForkBody) -> CommandResponse:
         if (body.token_id is None) == (body.text is None):
-            raise ControlError("A fork needs either a token_id or a text.")
+            raise ControlError("A fork needs either a token_id or a text, not both.")
         if body.text == "":
             raise ControlError("The text of a fork is empty.")
-        wish = Fork(body.place, body.token_id, body.text, body.stay_paused)
-        return self._queue_rewind(wish, dry=body.dry_run)
+        command = Fork(body.place, body.token_id, body.text, body.stay_paused)
+        return self._queue_rewind(command, dry_run=body.dry_run)
 
     def edit(self, body: EditBody) -> CommandResponse:
         if not body.edits:
             raise ControlError("An edit of the mask needs at least one change.")
-        return self._queue_rewind(
-            EditMask(body.place, body.edits, body.stay_paused), dry=body.dry_run
-        )
+        command = EditMask(body.place, body.edits, body.stay_paused)
+        return self._queue_rewind(command, dry_run=body.dry_run)
 
-    def _queue_rewind(self, wish: RewindCommand, *, dry: bool) -> CommandResponse:
-        cost = self._rewind_target().estimate_cost(QueuedRewind(0, wish))
-        if dry:
-            return CommandResponse(cost.sentence, self.status(), None, cost)
-        order = self._targets.barrier.queue_rewind(wish)
-        return replace(
-            self._respond(f"the {order.kind} is next"), rewind_number=order.number, cost=cost
-        )
+    def _queue_rewind(self, command: RewindCommand, *, dry_run: bool) -> CommandResponse:
+        cost = self._rewind_target().estimate_cost(QueuedRewind(0, command))
+        if dry_run:
+            return CommandResponse(cost.sentence, self.status(), cost=cost)
+        queued = self._targets.barrier.queue_rewind(command)
+        response = self._respond(f"the {queued.kind} runs next")
+        return replace(response, rewind_number=queued.number, cost=cost)
 
     def _rewind_target(self) -> RewindTarget:
-        traveller = self._targets.rewind_target
-        if traveller is None:
-            own = self._info.kind != "generation"
-            why = "its loop is the program's own, which cannot be put back" if own else "it is off"
-            raise ControlError(
-                f"This capture cannot restore, fork or edit: {why}.",
-                hint="flexinspect run --model … runs a generation that can." if own else None,
-            )
-        return traveller
+        target = self._targets.rewind_target
+        if target is not None:
+            return target
+        if self._info.kind == "generation":
+            raise ControlError("This capture cannot restore, fork or edit: rewinding is disabled.")
+        raise ControlError(
+            "This capture cannot restore, fork or edit: flexinspect cannot rewind the program's "
+            "own loop.",
+            hint="flexinspect run --model … runs a generation that supports it.",
+        )
 
     # -- summaries -------------------------------------------------------------------------------
 
@@ -217,9 +220,9 @@ def _no_breakpoint(number: int) -> NotFoundError:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route: how it is asked, what it takes, and what it answers.
+    """One route: its method and path, the name of its handler, its body and its response.
 
-    `parameter` is the name and schema of the part of the path in braces.
+    `parameter` is the name and the JSON schema of the path parameter in braces.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -231,7 +234,7 @@ class Route:
     parameter: tuple[str, Mapping[str, Any]] | None = None
 
     def bind(self, handlers: RouteHandlers) -> Callable[..., Any]:
-        """Return the verb to be called with its parameter or body."""
+        """Return the handler, to be called with the path parameter or the body."""
         return cast(Callable[..., Any], getattr(handlers, self.handler))
 
 
@@ -240,59 +243,105 @@ _LEVEL = ("level", {"type": "string", "enum": list(get_args(Level))})
 _DEBUG = "/training-logs/debug"
 
 ROUTES: tuple[Route, ...] = (
-    Route("GET", "/status", "status", "How the capture stands.", StatusResponse),
-    Route("POST", "/pause", "pause", "Pause after this step.", CommandResponse),
-    Route("POST", "/continue", "continue_", "Go on; a run that is held ends.", CommandResponse),
-    Route("POST", "/step", "step", "Go on for some steps, then pause.", CommandResponse, StepBody),
-    Route("POST", "/run-to", "run_to", "Go on until a step has finished.", CommandResponse, RunToBody),
-    Route("POST", "/stop", "stop", "End the run after this step, as Ctrl-C does.", CommandResponse),
+    Route("GET", "/status", "status", "Status of the capture.", StatusResponse),
+    Route("POST", "/pause", "pause", "Pause after the current step.", CommandResponse),
+    Route("POST", "/continue", "continue_", "Continue; a held run ends.", CommandResponse),
+    Route("POST", "/step", "step", "Run some steps, then pause.", CommandResponse, StepBody),
+    Route("POST", "/run-to", "run_to", "Run to a step, then pause.", CommandResponse, RunToBody),
+    Route("POST", "/stop", "stop", "End the run after the current step.", CommandResponse),
     Route("POST", "/level", "level", "Record at another level.", CommandResponse, LevelBody),
     Route(
-        "POST", "/layers", "layers", "Store other layers' activations at level extreme.",
-        CommandResponse, LayersBody,
+        "POST",
+        "/layers",
+        "layers",
+        "Choose the layers whose activations level extreme stores.",
+        CommandResponse,
+        LayersBody,
     ),
     Route(
-        "POST", "/restore", "restore", "Rebuild the live state after a step, and pause there.",
-        CommandResponse, RestoreBody,
+        "POST",
+        "/restore",
+        "restore",
+        "Rebuild the live state after a step, and pause there.",
+        CommandResponse,
+        RestoreBody,
     ),
     Route(
-        "POST", "/fork", "fork", "Go on from a step with another token, as a new branch.",
-        CommandResponse, ForkBody,
+        "POST",
+        "/fork",
+        "fork",
+        "Continue from a step with another token, as a new branch.",
+        CommandResponse,
+        ForkBody,
     ),
     Route(
-        "POST", "/edit", "edit", "Go on from a step with another mask, as a new branch.",
-        CommandResponse, EditBody,
+        "POST",
+        "/edit",
+        "edit",
+        "Continue from a step with another mask, as a new branch.",
+        CommandResponse,
+        EditBody,
     ),
-    Route("GET", "/breakpoints", "breakpoints", "All breakpoints.", Breakpoints),
+    Route("GET", "/breakpoints", "breakpoints", "List all breakpoints.", Breakpoints),
     Route(
-        "POST", "/breakpoints", "add_breakpoint", "Set a breakpoint.",
-        BreakpointInfo, BreakpointBody,
-    ),
-    Route(
-        "DELETE", "/breakpoints/{number}", "remove_breakpoint", "Remove a breakpoint.",
-        Breakpoints, None, _NUMBER,
-    ),
-    Route(
-        "POST", "/breakpoints/{number}/enable", "enable_breakpoint", "Switch a breakpoint on.",
-        BreakpointInfo, None, _NUMBER,
-    ),
-    Route(
-        "POST", "/breakpoints/{number}/disable", "disable_breakpoint", "Switch a breakpoint off.",
-        BreakpointInfo, None, _NUMBER,
+        "POST",
+        "/breakpoints",
+        "add_breakpoint",
+        "Add a breakpoint.",
+        BreakpointInfo,
+        BreakpointBody,
     ),
     Route(
-        "GET", f"{_DEBUG}/summary", "debug_summary", "Anomalies that were met so far.",
+        "DELETE",
+        "/breakpoints/{number}",
+        "remove_breakpoint",
+        "Remove a breakpoint.",
+        Breakpoints,
+        parameter=_NUMBER,
+    ),
+    Route(
+        "POST",
+        "/breakpoints/{number}/enable",
+        "enable_breakpoint",
+        "Enable a breakpoint.",
+        BreakpointInfo,
+        parameter=_NUMBER,
+    ),
+    Route(
+        "POST",
+        "/breakpoints/{number}/disable",
+        "disable_breakpoint",
+        "Disable a breakpoint.",
+        BreakpointInfo,
+        parameter=_NUMBER,
+    ),
+    Route(
+        "GET",
+        f"{_DEBUG}/summary",
+        "debug_summary",
+        "Anomalies that the debuggers found so far.",
         DebugSummaryResponse,
     ),
     Route(
-        "GET", f"{_DEBUG}/training/summary", "training_summary",
-        "Anomalies of training; all 0 until training is monitored.", TrainingSummaryResponse,
+        "GET",
+        f"{_DEBUG}/training/summary",
+        "training_summary",
+        "Anomalies of training; all 0 until training is monitored.",
+        TrainingSummaryResponse,
     ),
     Route(
-        "POST", f"{_DEBUG}/level/{{level}}", "debug_level", "Record at another level.",
-        CommandResponse, None, _LEVEL,
+        "POST",
+        f"{_DEBUG}/level/{{level}}",
+        "debug_level",
+        "Record at another level.",
+        CommandResponse,
+        parameter=_LEVEL,
     ),
     Route(
-        "POST", f"{_DEBUG}/clear", "debug_clear", "Forget the history of anomalies.", DebugSummaryResponse
+        "POST",
+        f"{_DEBUG}/clear",
+        "debug_clear",
+        "Clear the history of anomalies.",
+        DebugSummaryResponse,
     ),
-)  # fmt: skip
+)

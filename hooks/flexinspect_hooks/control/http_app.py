@@ -1,4 +1,7 @@
-"""The control server's application: routes, and errors that are always JSON with a sentence."""
+"""The Starlette application of the control server, and the guards in front of it.
+
+Every error response is an `ErrorResponse` in JSON.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +28,22 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class _BadRequestError(ControlError):
-    """A body that is not what the route takes."""
+    """The request body is not valid for the route."""
 
 
-def make_app(route_handlers: RouteHandlers) -> Starlette:
-    """Return the application, without anything that guards it."""
+def make_app(handlers: RouteHandlers) -> Starlette:
+    """Return the application without its guards, `SizeGuard` and `NetworkGuard`."""
     routes = [
-        StarletteRoute(
-            _starlette_path(route), _endpoint(route, route_handlers), methods=[route.method]
-        )
+        StarletteRoute(_starlette_path(route), _endpoint(route, handlers), methods=[route.method])
         for route in ROUTES
     ]
     routes.append(StarletteRoute("/openapi.json", _openapi, methods=["GET"]))
-    handlers: Any = {HTTPException: _on_http_error, Exception: _on_server_error}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    on_error: Any = {HTTPException: _on_http_error, Exception: _on_server_error}
+    return Starlette(routes=routes, exception_handlers=on_error)
 
 
 def _starlette_path(route: Route) -> str:
-    """Return a path in Starlette's words; numbers only match where a number is meant."""
+    """Return the path in Starlette's syntax; a number parameter matches digits only."""
     return route.path.replace("{number}", "{number:int}")
 
 
@@ -50,15 +51,15 @@ async def _openapi(request: Request) -> Response:
     return JSONResponse(openapi_document())
 
 
-def _endpoint(route: Route, verbs: RouteHandlers) -> Endpoint:
-    verb = route.bind(verbs)
+def _endpoint(route: Route, handlers: RouteHandlers) -> Endpoint:
+    handle = route.bind(handlers)
 
     async def endpoint(request: Request) -> Response:
         try:
-            given = list(request.path_params.values())
+            args = list(request.path_params.values())
             if route.body is not None:
-                given.append(_parse_body(route.body, await request.body()))
-            return JSONResponse(to_json(verb(*given)))
+                args.append(_parse_body(route.body, await request.body()))
+            return JSONResponse(to_json(handle(*args)))
         except TooLargeError as error:
             return _error_response(413, error)
         except _BadRequestError as error:
@@ -73,9 +74,7 @@ def _endpoint(route: Route, verbs: RouteHandlers) -> Endpoint:
 
 def _parse_body(kind: type[Any], data: bytes) -> Any:
     try:
-        text = data.decode()
-        text.encode()
-        return from_json(kind, json.loads(text))
+        return from_json(kind, json.loads(data.decode()))
     except ControlError as error:
         raise _BadRequestError(error.message, hint=error.hint) from error
     except (ValueError, RecursionError) as error:
@@ -88,52 +87,53 @@ def _error_response(status: int, error: FlexInspectError) -> Response:
 
 async def _on_server_error(request: Request, error: Exception) -> Response:
     what = f"{type(error).__name__}: {error}"
-    return JSONResponse(to_json(ErrorResponse(f"The server itself failed: {what}")), 500)
+    return JSONResponse(to_json(ErrorResponse(f"The control server failed: {what}")), 500)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
-    said = ErrorResponse(
-        f"{where} is nothing that a capture does.", "GET /openapi.json lists what is."
+    response = ErrorResponse(
+        f"There is no route {request.method} {request.url.path}.",
+        "GET /openapi.json lists all routes.",
     )
-    return JSONResponse(to_json(said), error.status_code, headers=error.headers)
+    return JSONResponse(to_json(response), error.status_code, headers=error.headers)
 
 
 MAX_BODY_BYTES = 64 << 10
-"""Bytes of a request's body."""
+"""Largest body of a request, in bytes."""
 
 MAX_PATH_LENGTH = 256
-"""Characters of a request's path."""
+"""Longest path of a request, in characters."""
 
 
 class TooLargeError(ControlError):
-    """A body that says nothing of its size has grown past the limit."""
+    """A body is larger than `MAX_BODY_BYTES`."""
 
     def __init__(self) -> None:
         super().__init__(f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
 
 
 class SizeGuard:
-    """Refuses paths above `MAX_PATH_LENGTH`, and bodies above `MAX_BODY_BYTES` that say how large.
+    """Middleware that refuses paths above `MAX_PATH_LENGTH` and bodies above `MAX_BODY_BYTES`.
 
-    Of other bodies so much is read, and then the application gets a `TooLargeError`.
+    A body without a Content-Length is read up to the limit; then the application gets a
+    `TooLargeError`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward a request, or refuse it."""
         if scope["type"] != "http":
             return
         size = _header(scope, b"content-length")
-        if len(scope["path"]) > MAX_PATH_LENGTH:  # a number of any length would be read
-            said = ErrorResponse(f"The path is longer than {MAX_PATH_LENGTH} characters.")
-            await _send_error(414, said, scope, receive, send)
+        if len(scope["path"]) > MAX_PATH_LENGTH:  # `int` would parse a number of any length
+            error = ErrorResponse(f"The path is longer than {MAX_PATH_LENGTH} characters.")
+            await _send_error(414, error, scope, receive, send)
         elif size is not None and (not size.isdecimal() or int(size) > MAX_BODY_BYTES):
-            said = ErrorResponse(TooLargeError().message)
-            await _send_error(413, said, scope, receive, send)
+            error = ErrorResponse(TooLargeError().message)
+            await _send_error(413, error, scope, receive, send)
         else:
             await self._app(scope, _limited(receive), send)
 
@@ -153,11 +153,11 @@ def _limited(receive: Receive) -> Receive:
 
 
 class NetworkGuard:
-    """Lets only those in over TCP who bring the token and mean this server.
+    """Middleware that requires the token and a Host header that names this server.
 
-    A page in the user's browser may be led here by a name of its own that resolves to this machine
-    (DNS rebinding); then the Host header is not one of `hosts` and no address. Requests are refused
-    before anything of them is obeyed.
+    A page in the user's browser can send requests here under its own host name if that name
+    resolves to this machine (DNS rebinding); then the Host header is not one of `hosts`. Requests
+    are refused before the application sees them.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str]) -> None:
@@ -165,37 +165,38 @@ class NetworkGuard:
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward a request, or refuse it."""
         if scope["type"] != "http":
             return
         if not self._is_allowed_host(_header(scope, b"host") or ""):
-            said = ErrorResponse("The Host header does not name this server.", _HOST_HINT)
-            await _send_error(403, said, scope, receive, send)
+            error = ErrorResponse("The Host header does not name this server.", _HOST_HINT)
+            await _send_error(403, error, scope, receive, send)
         elif not self._has_token(_header(scope, b"authorization") or ""):
-            said = ErrorResponse("The token is missing or wrong.", _TOKEN_HINT)
-            await _send_error(401, said, scope, receive, send)
+            error = ErrorResponse("The token is missing or wrong.", _TOKEN_HINT)
+            await _send_error(401, error, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     def _is_allowed_host(self, host: str) -> bool:
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        before, _, port = host.rpartition(":")
+        name = before if port.isdigit() else host
         return name.strip("[]").lower() in self._hosts
 
     def _has_token(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
-        given = token.strip().encode("latin-1", "replace")
-        return hmac.compare_digest(given, self._token) and scheme.lower() == "bearer"
+        received = token.strip().encode("latin-1", "replace")
+        return hmac.compare_digest(received, self._token) and scheme.lower() == "bearer"
 
 
-_HOST_HINT = "Ask for it by the address that it listens on."
+_HOST_HINT = "Use the address that the server listens on."
 _TOKEN_HINT = (
-    "Send the header 'Authorization: Bearer TOKEN' (flexinspect ctl takes it from "
-    "FLEXINSPECT_TOKEN); the token was printed by --serve."
+    "Send the header 'Authorization: Bearer TOKEN' (flexinspect ctl reads the token from "
+    "FLEXINSPECT_TOKEN); --serve prints the token."
 )
 
 
 def allowed_hosts(host: str) -> frozenset[str]:
-    """Return the names that a Host header may have for a server that listens on `host`."""
+    """Return the names that the Host header may have for a server that listens on `host`."""
     if not is_loopback(host):
         try:
             own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
@@ -211,7 +212,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 async def _send_error(
-    status: int, said: ErrorResponse, scope: Scope, receive: Receive, send: Send
+    status: int, error: ErrorResponse, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    answer: Any = JSONResponse(to_json(said), status, headers={"Connection": "close"})
-    await answer(scope, receive, send)
+    response: Any = JSONResponse(to_json(error), status, headers={"Connection": "close"})
+    await response(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The control of one capture: its gate, its levels, and the server in front of them."""
+"""The control of one capture: its step barrier, its levels and its control server."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class CaptureControl:
-    """What a capture that can be controlled holds from its first check to its closed trace.
+    """The step barrier of a capture, and the server that controls it if `is_served`.
 
-    Without `is_served` there is a gate, and nobody who could command it. `note` says why there is
-    no server although one was wanted; `tell` is told that, or where it is served over TCP, from any
-    thread. Raises `UsageError` when the address of `serving` is taken.
+    `note` is the reason why there is no server although one was requested. `report` receives that
+    reason, or the URL if the capture is served over TCP; it may be called from any thread. Raises
+    `UsageError` when the address of `serving` is in use.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class CaptureControl:
 
     @property
     def url(self) -> str:
-        """Where it is served over TCP, empty when it is not."""
+        """The URL over TCP, empty if it is not served over TCP."""
         return self._server.address.url if self._server is not None else ""
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the server."""
         register_counter("general", self._finding_counter)
         if self._server is not None:
             try:
@@ -68,33 +68,33 @@ class CaptureControl:
             except ControlError as error:
                 self.note = error.sentence()
         if self.note:
-            self._report(f"No commands are taken: {self.note}")
+            self._report(f"This run cannot be controlled: {self.note}")
         elif self.url:
-            self._report(f"commands are taken at {self.url}")
+            self._report(f"control server at {self.url}")
 
     def _on_server_failure(self, error: Exception) -> None:
         self.note = f"{type(error).__name__}: {error}"
-        self._report(f"No commands are taken: {self.note}")
+        self._report(f"This run cannot be controlled: {self.note}")
 
     def attach_recorder(self, recorder: Recorder) -> None:
-        """Let what is commanded be told in the trace, and pauses wait for its steps."""
+        """Record commands as events of the trace, and let pauses wait for its writer."""
 
-        def tell(kind: str, text: str, place: StepRef, facts: Mapping[str, Any]) -> None:
-            begun = place.step >= 0
-            generation, step = (place.generation, place.step) if begun else (None, None)
+        def record(kind: str, text: str, place: StepRef, facts: Mapping[str, Any]) -> None:
+            has_step = place.step >= 0
+            generation, step = (place.generation, place.step) if has_step else (None, None)
             data = {"branch": place.branch, **facts} if place.branch else facts
             recorder.put(EventRecord(kind, text, time.time(), generation, step, data))
 
-        self.barrier.record_event, self.barrier.drain = tell, recorder.drain
+        self.barrier.record_event, self.barrier.drain = record, recorder.drain
 
     def close(self) -> None:
-        """Say that the run is over, and stop answering."""
+        """Mark the run as finished, and close the server."""
         self.barrier.finish()
         unregister_counter("general", self._finding_counter)
         if self._server is not None:
             self._server.close()
 
     def close_in_child(self) -> None:
-        """Let go of everything: this is a forked child."""
+        """Close the sockets in a forked child; the capture belongs to its parent."""
         if self._server is not None:
             self._server.close_in_child()

@@ -1,4 +1,7 @@
-"""What the control server commands besides the gate: protocols, so that each part stands alone."""
+"""The parts of a capture that the control server uses besides the step barrier, as protocols.
+
+Also the registry of the debuggers whose anomaly counts the `/training-logs/debug` routes return.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +26,24 @@ from flexinspect_hooks.control.step_barrier import StepBarrier
 
 
 class Levels(Protocol):
-    """How much is recorded. A change counts from the next step on."""
+    """How much is recorded. A change applies from the next step on."""
 
     @property
     def level(self) -> str:
-        """One of basic, advanced and extreme."""
+        """The level: basic, advanced or extreme."""
         ...
 
     @property
     def layers(self) -> str:
-        """The layers whose activations level extreme stores, as `--layers` takes them."""
+        """The layers whose activations level extreme stores, in the form of `--layers`."""
         ...
 
     def set_level(self, level: str) -> None:
-        """Raises `UsageError` for an unknown one."""
+        """Set the level. Raises `UsageError` for an unknown one."""
         ...
 
     def set_layers(self, layers: str) -> None:
-        """Take "0,3,5-7" or "all". Raises `UsageError` for layers that are not there."""
+        """Set the layers: "0,3,5-7" or "all". Raises `UsageError` for layers that do not exist."""
         ...
 
 
@@ -50,43 +53,43 @@ class BreakpointControl(Protocol):
     def add(
         self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
     ) -> BreakpointInfo:
-        """Set a breakpoint. Raises `FlexInspectError` for a condition that cannot be read."""
+        """Add a breakpoint. Raises `FlexInspectError` for an invalid condition."""
         ...
 
     def list(self) -> Sequence[BreakpointInfo]:
-        """Return all of them, in order of setting."""
+        """Return all breakpoints in the order in which they were added."""
         ...
 
     def remove(self, number: int) -> None:
-        """Raises `KeyError` for a number that none has."""
+        """Remove a breakpoint. Raises `KeyError` for an unknown number."""
         ...
 
     def enable(self, number: int, on: bool) -> BreakpointInfo:
-        """Switch one on or off. Raises `KeyError` for a number that none has."""
+        """Enable or disable a breakpoint. Raises `KeyError` for an unknown number."""
         ...
 
 
 class RewindTarget(Protocol):
-    """What obeys restore, fork and edit: it looks at an order here, and the engine carries it out.
+    """The engine that carries out restore, fork and edit, as the server sees it.
 
-    The order itself is handed to the engine by `Gate.between_steps` or `Gate.hold`, in the model's
-    thread, and its result told through `Gate.done`.
+    The engine receives the command itself from `StepBarrier.between_steps` or `StepBarrier.hold`,
+    in the model's thread, and reports the result through `StepBarrier.report_result`.
     """
 
     def estimate_cost(self, order: QueuedRewind) -> Cost:
-        """Say what an order would cost. Raises `FlexInspectError` saying why it cannot be obeyed.
+        """Return the cost of a command. Raises `FlexInspectError` if it is not possible.
 
-        Called from the server's thread while the model may run: it only looks. The order's number
-        is 0 when it is not accepted yet.
+        Called from the server's thread while the model may run, so it must not change anything. The
+        number of the command is 0 as long as it is not accepted.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AnomalyCounts(TrainingSummary):
-    """What a debugger has met since it was last cleared: anomalies, and steps of it in all kinds.
+    """Anomalies that a debugger found since it was last cleared, and its steps by kind of anomaly.
 
-    `debug_history_length` is over how much it has looked.
+    `debug_history_length` is the number of entries in its history.
     """
 
     total_anomalies: int = 0
@@ -101,45 +104,45 @@ class AnomalyCounter(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forget the history and start counting from 0."""
+        """Clear the history and count from 0."""
         ...
 
 
 @runtime_checkable
 class SupportsLevel(Protocol):
-    """A debugger whose level can be set from outside too."""
+    """A debugger whose level the control server can set."""
 
     def set_level(self, level: str) -> None:
-        """Look at as much as `level` says, from the next step on."""
+        """Use another level from the next step on."""
         ...
 
 
 DebuggerKind = Literal["training", "diffusion", "general"]
 
-_providers: dict[DebuggerKind, list[AnomalyCounter]] = {}
+_counters: dict[DebuggerKind, list[AnomalyCounter]] = {}
 
 
 def register_counter(debugger: DebuggerKind, counter: AnomalyCounter) -> None:
-    """Let the summaries of this process come from here; the newest provider of a name counts."""
+    """Use `counter` for the summaries of a kind of debugger until a newer one is registered."""
     unregister_counter(debugger, counter)
-    _providers.setdefault(debugger, []).append(counter)
+    _counters.setdefault(debugger, []).append(counter)
 
 
 def unregister_counter(debugger: DebuggerKind, counter: AnomalyCounter) -> None:
-    """Take a provider back; if it is the one that counts, the one before it counts again."""
-    held = _providers.get(debugger, [])
-    _providers[debugger] = [each for each in held if each is not counter]
+    """Remove a counter; the one registered before it, if any, is used again."""
+    registered = _counters.get(debugger, [])
+    _counters[debugger] = [other for other in registered if other is not counter]
 
 
 def active_counter(debugger: DebuggerKind) -> AnomalyCounter | None:
-    """Return who counts for a debugger, None when nobody does."""
-    held = _providers.get(debugger)
-    return held[-1] if held else None
+    """Return the newest counter of a kind of debugger, None if none is registered."""
+    registered = _counters.get(debugger)
+    return registered[-1] if registered else None
 
 
 @dataclass(slots=True)
 class ControlTargets:
-    """All that is commanded in one process; a part that is None is refused with a sentence."""
+    """The parts of a process that commands act on; commands to a part that is None are refused."""
 
     barrier: StepBarrier
     levels: Levels
@@ -148,7 +151,7 @@ class ControlTargets:
 
 
 def debug_summary() -> DebugSummaryResponse:
-    """Return what all debuggers have met; zeros for those that nobody registered."""
+    """Return the anomalies of all debuggers; zeros for a kind that is not registered."""
     return DebugSummaryResponse(
         _training_anomalies(_counts("training")),
         _anomalies(_counts("diffusion")),
@@ -157,24 +160,24 @@ def debug_summary() -> DebugSummaryResponse:
 
 
 def training_summary() -> TrainingSummaryResponse:
-    """Return what training met."""
+    """Return the anomalies of training."""
     return from_json(TrainingSummaryResponse, _counts("training").as_dict())
 
 
 def clear() -> None:
-    """Let every debugger forget its history."""
+    """Clear the history of every registered debugger."""
     for debugger in get_args(DebuggerKind):
-        found = active_counter(debugger)
-        if found is not None:
-            found.clear()
+        counter = active_counter(debugger)
+        if counter is not None:
+            counter.clear()
 
 
 def set_level(level: str) -> None:
-    """Let every debugger that has a level look at as much as this one says."""
+    """Set the level of every registered debugger that has one."""
     for debugger in get_args(DebuggerKind):
-        found: object = active_counter(debugger)
-        if isinstance(found, SupportsLevel):
-            found.set_level(level)
+        counter: object = active_counter(debugger)
+        if isinstance(counter, SupportsLevel):
+            counter.set_level(level)
 
 
 def _training_anomalies(counts: AnomalyCounts) -> TrainingAnomalySummary:
@@ -189,8 +192,8 @@ def _training_anomalies(counts: AnomalyCounts) -> TrainingAnomalySummary:
 
 
 def _counts(debugger: DebuggerKind) -> AnomalyCounts:
-    found = active_counter(debugger)
-    return found.counts() if found is not None else AnomalyCounts()
+    counter = active_counter(debugger)
+    return counter.counts() if counter is not None else AnomalyCounts()
 
 
 def _anomalies(counts: AnomalyCounts) -> AnomalySummary:
@@ -198,7 +201,7 @@ def _anomalies(counts: AnomalyCounts) -> AnomalySummary:
 
 
 class FindingCounter:
-    """Counts a trace's findings and steps, read when somebody asks; `clear` counts from there."""
+    """Counts the findings and steps of a trace, read on request; `clear` restarts from 0."""
 
     def __init__(self, trace: str) -> None:
         self._trace = Path(trace)
@@ -217,7 +220,7 @@ class FindingCounter:
         self._baseline = self._read()
 
     def _read(self) -> AnomalyCounts:
-        # Here, as it loads numpy: whoever runs the user's program must not load that first.
+        # Imported here because it loads numpy, which the user's program may want to load first.
         from flexinspect.trace.queries.search_queries import n_steps_and_findings
         from flexinspect.trace.reader import TraceReader
 

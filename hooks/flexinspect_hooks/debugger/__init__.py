@@ -1,5 +1,5 @@
-"""Debuggers in the capture process: debugpy's server, pdb, and where they stop.
+"""Debuggers in the capture process: the debugpy server, pdb, and the frames where they stop.
 
-Nothing here is loaded unless a debugger was asked for or is there, and nothing but
-`presentation` and `pictures` needs torch.
+The modules are loaded only if a debugger was requested or is attached. Only `presentation` needs
+torch.
 """

@@ -1,6 +1,6 @@
-"""The debugger of one captured run: from its first word to its last.
+"""The debugger of one captured run, from its start to its end.
 
-Most runs have none, and load nothing for it.
+Most runs have no debugger, and load nothing for it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from flexinspect_hooks.debugger import python_mods
 from flexinspect_hooks.interpreter.post_import_hooks import PostImportHooks
 
 RecordDebugEvent = Callable[[str, str], None]
-"""Records an event of a kind and a text."""
+"""Records an event with a kind and a text."""
 
 
 class SendMessage(Protocol):
-    """Sends a line to whoever started the process."""
+    """Sends a message to the process that started this one."""
 
     def __call__(self, kind: str, **facts: Any) -> None:
         """Send it."""
 
 
 class DebuggerSession:
-    """What was asked for, begun before there is a trace so that a taken port leaves none.
+    """The debugger of a run. It starts before the trace exists, so that a port in use leaves none.
 
-    A debugger that comes by itself, because VSCode launched the whole run under it or attached to
-    the process, counts as asked for from then on.
-
-    Raises `UsageError` when debugpy cannot listen.
+    A debugger that was not requested, as when VSCode launched the run under it or attached to the
+    process, counts as requested from then on. Raises `UsageError` when debugpy cannot listen.
     """
 
     def __init__(self, options: DebuggerOptions, send: SendMessage) -> None:
@@ -54,12 +52,12 @@ class DebuggerSession:
             )
 
     def begin(self, trace: Path, event: RecordDebugEvent) -> None:
-        """The trace is open: say where debugpy listens, and wait for a client if that was asked."""
+        """Report where debugpy listens, and wait for a client if requested."""
         self._trace = trace
         self._import_hooks = PostImportHooks(
             {"pydevd": self._on_pydevd},
             on_import_begin=lambda name: None,
-            on_error=lambda name, error: event("debugger", f"not prepared for it: {error!r}"),
+            on_error=lambda name, error: event("debugger", f"could not be set up: {error!r}"),
         )
         self._import_hooks.install()
         if self.options.pdb:
@@ -80,7 +78,7 @@ class DebuggerSession:
             event("debugger", "a client has attached")
 
     def _on_pydevd(self) -> None:
-        """debugpy is loaded in this process, whoever asked for it."""
+        """Prepare for debugpy, which something has loaded in this process."""
         from flexinspect_hooks.debugger import pydevd_plugin, stops
         from flexinspect_hooks.debugger.debugpy_server import stop_tracing_on_detach
 
@@ -94,9 +92,10 @@ class DebuggerSession:
             self.on_flex_attention(self._flex_event)
 
     def on_flex_attention(self, event: RecordDebugEvent, *, compiled: bool = False) -> None:
-        """FlexAttention is loaded: let its rules run as Python, and tell where they cannot.
+        """Run the mask_mods and score_mods of FlexAttention, now loaded, as Python where possible.
 
-        `compiled` says that it is known to be compiled; else the first call that is tells.
+        Reports where that is not possible. `compiled`: FlexAttention is known to be compiled;
+        otherwise the first compiled call reports it.
         """
         self._flex_event = event
         if not self._is_enabled:
@@ -106,12 +105,12 @@ class DebuggerSession:
             python_mods.on_compiled_call()
 
     def _report(self, text: str, event: RecordDebugEvent) -> None:
-        """Tell of a breakpoint that cannot be hit, while somebody waits for it."""
+        """Send a message about the debugger, and record it in the trace."""
         self._send(protocol.DEBUGGER, text=text)
         event("debugger", text)
 
     def stop_between_steps(self, reason: str, facts: Mapping[str, Any]) -> bool:
-        """Stop between two forwards, in the user's loop; False when no debugger could."""
+        """Stop between two forwards, in the user's loop. Returns False without a debugger."""
         if not self._is_enabled:
             return False
         from flexinspect_hooks.debugger.pdb_terminal import stop_in
@@ -119,21 +118,21 @@ class DebuggerSession:
         return stop_in(sys._getframe(1), reason, facts)
 
     def on_terminal_granted(self) -> None:
-        """Whoever has the terminal lets pdb have it."""
+        """Handle the grant of the terminal to pdb."""
         if self.options.pdb:
             from flexinspect_hooks.debugger import pdb_terminal
 
             pdb_terminal.on_granted()
 
     def post_mortem(self, error: BaseException) -> None:
-        """Let the user look at what the run failed with, if pdb was asked for."""
+        """Open pdb at the exception that ended the run, if pdb was requested."""
         if self.options.pdb:
             from flexinspect_hooks.debugger import pdb_terminal
 
             pdb_terminal.post_mortem(error)
 
     def end(self) -> None:
-        """The trace is about to be closed."""
+        """Remove all hooks before the trace is closed."""
         self._import_hooks.remove()
         python_mods.stop_running_mods()
         if self._is_enabled:

@@ -1,7 +1,8 @@
-"""debugpy in this process: its server, and who is attached to it.
+"""debugpy in this process: its server, and whether a client is attached.
 
-debugpy traces from the moment it listens, at microseconds per call of any function, which a decode
-step has thousands of. From Python 3.12 on it watches in another way, which costs nothing.
+Before Python 3.12 debugpy traces from the moment it listens, which costs microseconds per function
+call, and a decode step has thousands of calls. So tracing is off while no client is attached. From
+Python 3.12 on debugpy uses `sys.monitoring`, which costs nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from flexinspect.records.debugger_options import DebuggerOptions
 
 
 def listen(options: DebuggerOptions) -> tuple[str, int]:
-    """Let debugpy listen, and return the host and the port on which it does.
+    """Start the debugpy server, and return its host and port.
 
-    Only this process is debugged: child processes are left as they are. Raises `UsageError` when
-    it cannot listen there.
+    Child processes are not debugged. Raises `UsageError` when debugpy cannot listen there.
     """
     assert options.port is not None
     import debugpy
@@ -29,30 +29,30 @@ def listen(options: DebuggerOptions) -> tuple[str, int]:
     try:
         host, port = debugpy.listen((options.host, options.port))
     except (RuntimeError, OSError) as error:
-        said = str(error).strip().splitlines()
+        reason = (str(error).strip().splitlines() or [str(error)])[0]
         raise UsageError(
-            f"debugpy cannot listen on {options.host}:{options.port}: {said[0] if said else error}",
-            hint="Choose another port; --debugpy 0 takes any that is free.",
+            f"debugpy cannot listen on {options.host}:{options.port}: {reason}",
+            hint="Choose another port; --debugpy 0 picks a free one.",
         ) from error
     trace_only_while_attached()
     return host, port
 
 
 def wait_for_client() -> None:
-    """Return when a client is attached and has set its breakpoints."""
+    """Wait until a client is attached and has set its breakpoints."""
     import debugpy
 
     debugpy.wait_for_client()
 
 
 def is_attached() -> bool:
-    """Say whether a client of debugpy is attached; loads nothing."""
-    found = active_pydevd()
-    return found is not None and bool(found.is_attached())
+    """Return whether a client of debugpy is attached. Imports nothing."""
+    debugger = active_pydevd()
+    return debugger is not None and bool(debugger.is_attached())
 
 
 def active_pydevd() -> Any:
-    """Return pydevd's debugger of this process, None where there is none; loads nothing."""
+    """Return pydevd's debugger of this process, or None. Imports nothing unless it is loaded."""
     if "pydevd" not in sys.modules:
         return None
     from _pydevd_bundle.pydevd_constants import get_global_debugger
@@ -61,7 +61,7 @@ def active_pydevd() -> Any:
 
 
 def trace_only_while_attached() -> None:
-    """Stop tracing until a client has attached, and again when it has left."""
+    """Stop tracing while no client is attached."""
     import pydevd_tracing
 
     if stop_tracing_on_detach():
@@ -69,21 +69,21 @@ def trace_only_while_attached() -> None:
 
 
 def stop_tracing_on_detach() -> bool:
-    """Stop tracing whenever a client leaves, whoever let debugpy in; False where that cannot be."""
+    """Stop tracing whenever a client detaches. Returns False if pydevd does not support it."""
     import pydevd_tracing
     from _pydevd_bundle.pydevd_constants import PYDEVD_USE_SYS_MONITORING
     from pydevd import PyDB
 
-    # Without its helper for other threads, tracing that was off could not be turned on.
+    # Without pydevd's helper for other threads, tracing could not be turned on again.
     if PYDEVD_USE_SYS_MONITORING or pydevd_tracing._load_python_helper_lib() is None:
         return False
     if not hasattr(PyDB.on_disconnect, "__wrapped__"):
-        # That the client is ready is what lets a waiting program go on: tracing comes first.
+        # This event lets a waiting program continue, so tracing must be enabled before it.
         PyDB.on_configuration_done = _wrap_method(
             PyDB.on_configuration_done, before=_enable_tracing
         )
         PyDB.on_disconnect = _wrap_method(PyDB.on_disconnect, after=_disable_tracing)
-        # An editor that attached by process id may take its adapter with it, and says no word.
+        # An editor that attached by process id may end its adapter without a disconnect.
         PyDB.dispose_and_kill_all_pydevd_threads = _wrap_method(
             PyDB.dispose_and_kill_all_pydevd_threads, after=_disable_tracing
         )
@@ -96,15 +96,15 @@ def _wrap_method(
     after: Callable[[Any], None] = lambda debugger: None,
 ) -> Callable[..., Any]:
     @functools.wraps(method)
-    def all_three(debugger: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(debugger: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             before(debugger)
-        finally:  # a program that waits must not wait for ever
+        finally:  # a waiting program must not wait forever
             result = method(debugger, *args, **kwargs)
         after(debugger)
         return result
 
-    return all_three
+    return wrapper
 
 
 def _enable_tracing(debugger: Any) -> None:
@@ -121,7 +121,7 @@ def _disable_tracing(debugger: Any) -> None:
 
 
 def _untrace_thread(frame: FrameType, event: str, arg: Any) -> None:
-    """Turn the tracing of the running thread off, which only that thread can do."""
+    """Turn off the tracing of the current thread, which only that thread can do."""
     import pydevd_tracing
 
     pydevd_tracing.SetTrace(None)

@@ -1,8 +1,8 @@
-"""Whose frame is it: the user's own on a stack, told from those of libraries and ours.
+"""Finds the frame where a debugger stops, and disables breakpoints in calls made by capture.
 
-To know what a mask opened, capture evaluates its rule once more. A breakpoint in the rule is for
-the call that the user made: a stop in ours would show a mask being applied that is only read, and
-that of a compiled call, which no breakpoint can be hit in.
+To record a mask, capture evaluates its mask_mod again. A breakpoint in the mask_mod is meant for
+the user's call: a stop in capture's call would show an evaluation that the model did not make, also
+for a compiled call, in which no breakpoint can be hit.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from typing import Any
 from flexinspect_hooks.debugger.debugpy_server import active_pydevd, is_attached
 
 _MODULE_CALL = ("_call_impl", "module.py")
-"""What runs a module's forward, in torch's `nn/modules/module.py`."""
+"""The function and file in torch that run a module's forward: `nn/modules/module.py`."""
 
 
 def frame_to_stop_in(frame: FrameType) -> FrameType:
-    """Return where a debugger should stop for something that was noticed in `frame`.
+    """Return the frame where a debugger stops for something that was detected in `frame`.
 
-    That is the innermost frame of the user's own code that runs inside of the outermost model's
-    forward (a patched forward, a mask rule, an attention function); else the innermost forward of
-    a module that is not ours, the layer's; else, between two forwards, the user's innermost frame;
-    and in our own generation, which has none, the one that calls the model.
+    That is the innermost frame of the user's code inside the outermost model's forward (a patched
+    forward, a mask_mod, an attention function); otherwise the innermost forward of a module of the
+    model, such as a layer; otherwise, between two forwards, the user's innermost frame; and in a
+    generation of flexinspect, which has no user code, the frame that calls the model.
     """
     stack = list(_walk_up(frame))
     inside = _model_frames(stack)
-    between = (*_package_folders("torch"), *_stop_code_folders())
-    callers = [one for one in stack[len(inside) :] if not _is_in(one, between)]
-    own = next((one for one in inside if is_user_frame(one)), None)
-    layer = next((one for one in inside if _is_forward(one)), None)
-    anywhere = next((one for one in stack if is_user_frame(one)), None)
+    internal = (*_package_folders("torch"), *_stop_code_folders())
+    callers = [outer for outer in stack[len(inside) :] if not _is_in(outer, internal)]
+    own = next((inner for inner in inside if is_user_frame(inner)), None)
+    layer = next((inner for inner in inside if _is_forward(inner)), None)
+    anywhere = next((any_ for any_ in stack if is_user_frame(any_)), None)
     return own or layer or anywhere or (callers[0] if callers else frame)
 
 
 def is_user_frame(frame: FrameType) -> bool:
-    """Say whether a frame runs code of the user's: no library, nothing of ours, nothing made."""
+    """Return whether a frame runs the user's code: no library, not flexinspect, not generated."""
     return _is_user_file(frame.f_code.co_filename)
 
 
@@ -56,7 +56,7 @@ def _walk_up(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _model_frames(stack: list[FrameType]) -> list[FrameType]:
-    """Return the part of a stack that lies in the outermost module call."""
+    """Return the part of a stack that is inside the outermost module call."""
     calls = [n for n, frame in enumerate(stack) if _is_module_call(frame)]
     return stack[: calls[-1]] if calls else []
 
@@ -67,7 +67,7 @@ def _is_module_call(frame: FrameType) -> bool:
 
 
 def _is_forward(frame: FrameType) -> bool:
-    """Say whether a frame is a module's own forward: none of ours, none of torch.nn."""
+    """Return whether a frame is the forward of a module that is not in flexinspect or torch."""
     code = frame.f_code
     is_method = code.co_name == "forward" and "self" in code.co_varnames
     return is_method and not _is_in(frame, (*_own_folders(), *_package_folders("torch")))
@@ -80,9 +80,9 @@ def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:
 @cache
 def _is_user_file(filename: str) -> bool:
     if filename.startswith("<"):
-        # A cell of a notebook has a file of its own; what is left was made by a library.
+        # A cell of a notebook has such a name; other code of this kind is made by libraries.
         return filename.startswith("<ipython-input")
-    path = os.path.abspath(filename)  # noqa: PTH100 (a symbolic link keeps its name)
+    path = os.path.abspath(filename)  # noqa: PTH100 (symbolic links are not resolved)
     parts = Path(path).parts
     if "site-packages" in parts or "dist-packages" in parts:
         return False
@@ -101,48 +101,48 @@ def _stop_code_folders() -> tuple[str, ...]:
 
 @cache
 def _library_folders() -> tuple[str, ...]:
-    """Return the folders of the standard library, and of what may be installed for development."""
+    """Return the folders of the standard library, site-packages, and editable installs."""
     paths = sysconfig.get_paths()
-    found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    found |= {*site.getsitepackages(), site.getusersitepackages()}
-    real = {os.path.realpath(one) for one in found}
-    folders = tuple(os.path.join(one, "") for one in found | real)  # noqa: PTH118
+    library_paths = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    library_paths |= {*site.getsitepackages(), site.getusersitepackages()}
+    real = {os.path.realpath(path) for path in library_paths}
+    folders = tuple(os.path.join(path, "") for path in library_paths | real)  # noqa: PTH118
     return (*folders, *_package_folders("torch", "transformers", "accelerate", "debugpy"))
 
 
 @cache
 def _package_folders(*packages: str) -> tuple[str, ...]:
     specs = (importlib.util.find_spec(name) for name in packages)
-    places = (spec.submodule_search_locations for spec in specs if spec is not None)
-    return tuple(os.path.join(one, "") for found in places for one in found or ())  # noqa: PTH118
+    locations = (spec.submodule_search_locations for spec in specs if spec is not None)
+    return tuple(os.path.join(path, "") for paths in locations for path in paths or ())  # noqa: PTH118
 
 
 _USES_MONITORING = sys.version_info >= (3, 12)
-"""Whether pydevd watches a thread without tracing it."""
+"""Whether pydevd uses `sys.monitoring` instead of tracing."""
 
 _active_lock = threading.Lock()
 _active: list[Any] = [0, None]
-"""How many threads are within, and the hook of `breakpoint()` that was there before the first."""
+"""Number of threads in `breakpoints_disabled`, and the original `sys.breakpointhook`."""
 
 
 @contextmanager
 def breakpoints_disabled() -> Iterator[None]:
-    """While entered, neither breakpoints nor `breakpoint()` stop this thread."""
-    found = active_pydevd() if is_attached() else None
+    """Context manager in which neither breakpoints nor `breakpoint()` stop this thread."""
+    debugger = active_pydevd() if is_attached() else None
     trace = sys.gettrace()
     _disable_breakpointhook()
-    if found is not None:  # pydevd has ways of its own
-        found.disable_tracing()
+    if debugger is not None:  # pydevd may not use sys.settrace
+        debugger.disable_tracing()
     elif trace is not None:
         sys.settrace(None)
     try:
         yield
     finally:
-        if found is None:
+        if debugger is None:
             if trace is not None:
                 sys.settrace(trace)
         elif trace is not None or _USES_MONITORING:
-            found.enable_tracing()
+            debugger.enable_tracing()
         _restore_breakpointhook()
 
 

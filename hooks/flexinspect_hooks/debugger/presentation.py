@@ -1,7 +1,7 @@
-"""What a debugger shows of tensors, block masks, caches and modules: short, bounded and true.
+"""Short, bounded descriptions of tensors, block masks, caches and modules for a debugger.
 
-A stop may come in the middle of vmap, of a dispatch mode, or of a graph under construction, so
-nothing here may reach those: what is looked at is unwrapped, and every mode is off meanwhile.
+A stop may happen inside vmap, a dispatch mode, or a graph that is being built. The descriptions
+must not affect those, so tensors are unwrapped and all modes are disabled meanwhile.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils._python_dispatch import _disable_current_modes
 
 MAX_EXACT = 1 << 24
-"""Elements up to which a CPU tensor is read whole, while there is time."""
+"""Elements up to which a CPU tensor is read completely, within the time budget."""
 
 SAMPLE_SIZE = 4096
-"""Elements that are read of a larger one, or of one on another device."""
+"""Elements that are read of a larger tensor, or of one on another device."""
 
 BUDGET_S = 0.3
-"""Seconds per second that may go into reading tensors whole."""
+"""Seconds per second that may be spent on reading complete tensors."""
 
 MAX_VALUES = 6
-"""Values that are written out."""
+"""Most values that are listed."""
 
 MAX_MEMBERS = 20
-"""Members of a container that are looked at."""
+"""Most members of a container that are described."""
 
 _spent = [0.0, 0.0]
-"""When the present second began, and what was spent in it."""
+"""Start of the current second, and the time spent in it."""
 
 
 @contextmanager
 def torch_modes_disabled() -> Iterator[None]:
-    """While entered, torch computes as if no mode, no vmap and no gradient were there."""
+    """Context manager in which torch computes without modes, vmap and gradients."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(temporarily_clear_interpreter_stack())
@@ -56,9 +56,9 @@ def unwrap_tensor(tensor: Tensor) -> Tensor:
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """Return a tensor in one line: shape, dtype, device, values, the first of them.
+    """Return a tensor in one line: shape, dtype, device, statistics, the first values.
 
-    The values say "sample of" where not all were read. Whatever fails is said in place of them.
+    The statistics say "sample of" if not all elements were read. Errors are shown in their place.
     """
     with torch_modes_disabled():
         real = unwrap_tensor(tensor)
@@ -101,17 +101,17 @@ def _describe_values(tensor: Tensor) -> str:
 
 
 def _sampled_statistics(tensor: Tensor) -> str:
-    """Return the statistics: of all elements where that is cheap, else of a sample."""
-    read, said = tensor, ""
+    """Return the statistics of all elements if that is cheap, otherwise of a sample."""
+    read, note = tensor, ""
     if tensor.numel() > SAMPLE_SIZE and not _can_read_all(tensor):
         at = torch.linspace(0, tensor.numel() - 1, SAMPLE_SIZE, dtype=torch.float64).long()
-        read, said = _take_elements(tensor, at), f" (sample of {SAMPLE_SIZE} of {tensor.numel():,})"
+        read, note = _take_elements(tensor, at), f" (sample of {SAMPLE_SIZE} of {tensor.numel():,})"
     elif tensor.device.type != "cpu":
         read = tensor.cpu()
     started = time.perf_counter()
     text = _statistics(read)
     _spent[1] += time.perf_counter() - started
-    return text + said
+    return text + note
 
 
 def _can_read_all(tensor: Tensor) -> bool:
@@ -122,7 +122,7 @@ def _can_read_all(tensor: Tensor) -> bool:
 
 
 def _take_elements(tensor: Tensor, at: Tensor) -> Tensor:
-    """Return elements by their number, as a copy on the CPU; strides do not matter."""
+    """Return elements by flat index, as a copy on the CPU, for any strides."""
     at = at.to(tensor.device)
     return tensor[torch.unravel_index(at, tensor.shape)].cpu()
 
@@ -147,13 +147,13 @@ def _statistics(values: Tensor) -> str:
 
 def _nonfinite_statistics(values: Tensor) -> str:
     n_nan, n_inf = int(values.isnan().sum()), int(values.isinf().sum())
-    said = f"{n_nan:,} NaN {n_inf:,} Inf"
+    counts = f"{n_nan:,} NaN {n_inf:,} Inf"
     finite = values[values.isfinite()]
     if not finite.numel():
-        return f"no finite value {said}"
+        return f"no finite value {counts}"
     low, high = torch.aminmax(finite)
     mean = float(finite.mean(dtype=torch.float64))
-    return f"min {float(low):.4g} mean {mean:.4g} max {float(high):.4g} {said}"
+    return f"min {float(low):.4g} mean {mean:.4g} max {float(high):.4g} {counts}"
 
 
 def _format_values(values: Tensor) -> str:
@@ -165,7 +165,7 @@ def _format_values(values: Tensor) -> str:
 
 
 def describe_mask(mask: BlockMask) -> str:
-    """Return a block mask in one line: its lengths, its blocks by kind, its rule."""
+    """Return a block mask in one line: its lengths, its blocks by kind, its mask_mod."""
     from flexinspect_hooks.interpreter.user_functions import mask_mod_name
 
     with torch_modes_disabled():
@@ -198,7 +198,7 @@ def describe_cache(cache: Any) -> str:
 
 
 def describe_module(module: nn.Module) -> str:
-    """Return a module in one line, whatever it holds."""
+    """Return a module in one line: its class, layer, mode and children."""
     layer = getattr(module, "layer_idx", None)
     where = f" of layer {layer}" if isinstance(layer, int) else ""
     own = ", ".join(name for name, _ in list(module.named_children())[:MAX_MEMBERS])
@@ -207,7 +207,7 @@ def describe_module(module: nn.Module) -> str:
 
 
 def describe_container(value: Any) -> str | None:
-    """Return a list, tuple or dict that holds such things in one line; None for any other one."""
+    """Return a list, tuple or dict of tensors, masks or modules in one line; None for others."""
     members = list(value.values() if isinstance(value, Mapping) else value)[:MAX_MEMBERS]
     if not any(_holds_torch_values(one) for one in members):
         return None
@@ -239,20 +239,20 @@ def _describe_member(value: Any, depth: int = 2) -> str:
 
 
 MAX_ROWS, MAX_COLS = 24, 48
-"""Cells of a picture, at most."""
+"""Largest size of a rendered mask, in cells."""
 
 OPEN_CELL, PARTIAL_CELL, CLOSED_CELL = "█", "▒", "·"
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Say whether a tensor has the form of a mask: booleans, of two dimensions or more."""
+    """Return whether a tensor looks like a mask: boolean, with two or more dimensions."""
     return tensor.dtype == torch.bool and tensor.dim() >= 2
 
 
 def render_mask(mask: Tensor) -> list[str]:
-    """Return the first batch and head of a boolean mask, row by row; at most ROWS by COLS cells.
+    """Return the first batch and head of a boolean mask as rows of at most MAX_COLS cells.
 
-    A larger one is sampled: each cell shows one of the mask's.
+    A mask of more than MAX_ROWS rows or MAX_COLS columns is sampled.
     """
     with torch_modes_disabled():
         plane = unwrap_tensor(mask)
@@ -283,7 +283,7 @@ def render_blocks(mask: BlockMask) -> list[str]:
 
 
 def render_mask_mod(mask: BlockMask) -> list[str]:
-    """Return what the rule says of batch 0 and head 0, sampled as above. It runs the rule."""
+    """Evaluate the mask_mod for batch 0 and head 0, sampled as in `render_mask`."""
     with torch_modes_disabled():
         q_len, kv_len = mask.shape[-2:]
         device = mask.kv_num_blocks.device
@@ -299,6 +299,6 @@ def render_mask_mod(mask: BlockMask) -> list[str]:
 
 
 def _sample_positions(length: int, most: int) -> Tensor:
-    """Return at most this many positions of a length, evenly."""
+    """Return at most `most` evenly spaced positions of `length`."""
     n = min(length, most)
     return torch.linspace(0, max(length - 1, 0), n, dtype=torch.float64).round().long()

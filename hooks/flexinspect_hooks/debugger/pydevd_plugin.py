@@ -1,7 +1,7 @@
-"""debugpy's side of the presentation: a plug-in of pydevd, put in place by `register`.
+"""A plug-in of pydevd that shows the descriptions of `presentation` in a debugger client.
 
-pydevd looks for plug-ins on the path when it is loaded, which may have been before us: so it is
-given ours.
+pydevd searches for plug-ins when it is loaded, which may be before flexinspect, so `register` adds
+this module.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from _pydevd_bundle.pydevd_resolver import defaultResolver
 __all__ = ["ContainerText", "TensorChildren", "TorchText"]
 
 MAX_SLICES = 20
-"""Slices of a tensor, or layers of a cache, that are listed."""
+"""Most slices of a tensor, or layers of a cache, that are listed."""
 
 Child = tuple[str, Any, str | None]
-"""A child's name, its value, and what evaluates it after the parent's name."""
+"""A child's name, its value, and the expression suffix that evaluates it."""
 
 
 def register() -> None:
-    """Let pydevd use this module from now on, also for types that it has seen already."""
+    """Register this module with pydevd, also for types that pydevd has shown before."""
     manager = pydevd_extension_utils.EXTENSION_MANAGER_INSTANCE
     manager._ensure_loaded()
     module = sys.modules[__name__]
@@ -32,12 +32,12 @@ def register() -> None:
         return
     manager.loaded_extensions.append(module)
     manager.type_to_instance.clear()
-    # Its own constructor is what forgets what was found for each type.
+    # Its constructor clears the providers that were cached per type.
     pydevd_xml._TYPE_RESOLVE_HANDLER.__init__()
 
 
 def _kind(type_object: type) -> str | None:
-    """Return what a type is to us, without loading anything that defines such types."""
+    """Return which kind of value a type is, without importing the modules of these types."""
     for kind, (module, name) in _KINDS.items():
         base = getattr(sys.modules.get(module), name, None)
         if isinstance(base, type) and issubclass(type_object, base):
@@ -54,14 +54,14 @@ _KINDS = {
 
 
 class TorchText(StrPresentationProvider):  # type: ignore[misc]
-    """One line for a tensor, a block mask, a cache, a module."""
+    """The text of a tensor, a block mask, a cache or a module, in one line."""
 
     def can_provide(self, type_object: type, type_name: str) -> bool:
-        """Say whether the type is one of them."""
+        """Return whether the type is one of these."""
         return _kind(type_object) is not None
 
     def get_str(self, val: Any) -> str:
-        """Return the line."""
+        """Return the text."""
         from flexinspect_hooks.debugger import presentation
 
         texts: dict[str, Callable[[Any], str]] = {
@@ -73,7 +73,7 @@ class TorchText(StrPresentationProvider):  # type: ignore[misc]
         return texts[_kind(type(val)) or "tensor"](val)
 
     def get_str_in_context(self, val: Any, context: str) -> str:
-        """Return the line, or torch's own words where the user typed an expression."""
+        """Return the text, or torch's own `repr` for an expression that the user typed."""
         from flexinspect_hooks.debugger import presentation
 
         if context in ("repl", "clipboard") and _kind(type(val)) in ("tensor", "module"):
@@ -84,28 +84,28 @@ class TorchText(StrPresentationProvider):  # type: ignore[misc]
 
 
 class ContainerText(StrPresentationProvider):  # type: ignore[misc]
-    """One bounded line for a list, tuple or dict of such things: pydevd writes each one out."""
+    """The text of a list, tuple or dict of such values; pydevd itself would format each value."""
 
     def can_provide(self, type_object: type, type_name: str) -> bool:
-        """Say whether the type is a plain container, in a process with torch."""
+        """Return whether the type is a plain container, in a process with torch."""
         return type_object in (list, tuple, dict) and "torch.nn.attention" in sys.modules
 
     def get_str(self, val: Any) -> str | None:
-        """Return the line, or None to leave the value to pydevd."""
+        """Return the text, or None to leave the value to pydevd."""
         from flexinspect_hooks.debugger.presentation import describe_container
 
         return describe_container(val)
 
 
 class TensorChildren(TypeResolveProvider):  # type: ignore[misc]
-    """What unfolds: facts and slices of a tensor, pictures of a mask, a cache's layers."""
+    """The children of a tensor (attributes, slices), a mask (pictures) or a cache (layers)."""
 
     def can_provide(self, type_object: type, type_name: str) -> bool:
-        """Say whether the type is one of ours; modules unfold as they always did."""
+        """Return whether the type is a tensor, mask or cache; modules keep pydevd's children."""
         return _kind(type_object) in ("tensor", "mask", "cache")
 
     def resolve(self, var: Any, attribute: str) -> Any:
-        """Return a child by its name."""
+        """Return a child by name."""
         return self.get_dictionary(var).get(attribute)
 
     def get_dictionary(self, var: Any) -> dict[str, Any]:
@@ -114,13 +114,12 @@ class TensorChildren(TypeResolveProvider):  # type: ignore[misc]
 
     def get_contents_debug_adapter_protocol(self, var: Any, fmt: Any = None) -> list[Child]:
         """Return the children, in order."""
-        makers = {"tensor": _tensor_children, "mask": _mask_children, "cache": _cache_children}
-        return makers[_kind(type(var)) or "tensor"](var)
+        children_of = {"tensor": _tensor_children, "mask": _mask_children, "cache": _cache_children}
+        return children_of[_kind(type(var)) or "tensor"](var)
 
 
 def _tensor_children(tensor: Any) -> list[Child]:
     from flexinspect_hooks.debugger import presentation
-    from flexinspect_hooks.debugger import presentation as pictures
 
     found: list[Child] = [
         ("shape", tuple(tensor.shape), ".shape"),
@@ -133,11 +132,11 @@ def _tensor_children(tensor: Any) -> list[Child]:
         found.append(("grad", tensor.grad, ".grad"))
     elif tensor.grad_fn is not None:
         found.append(("grad_fn", str(tensor.grad_fn), None))
-    if pictures.is_mask(tensor):
-        found += _picture_children("picture", pictures.render_mask(tensor))
+    if presentation.is_mask(tensor):
+        found += _picture_children("picture", presentation.render_mask(tensor))
     if tensor.dim():
         with presentation.torch_modes_disabled():
-            # Of what is shown under vmap there are no slices to evaluate.
+            # A tensor under vmap has no slices that the client could evaluate.
             real = presentation.unwrap_tensor(tensor)
             slices = [real[n] for n in range(min(len(real), MAX_SLICES))] if real is tensor else []
         found += [(f"[{n}]", one, f"[{n}]") for n, one in enumerate(slices)]
@@ -163,14 +162,14 @@ def _mask_children(mask: Any) -> list[Child]:
     try:
         found += _picture_children("rule", presentation.render_mask_mod(mask))
     except Exception as error:
-        found.append(("rule", f"it raises {type(error).__name__}: {error}", None))
+        found.append(("rule", f"raises {type(error).__name__}: {error}", None))
     found += _picture_children("blocks", presentation.render_blocks(mask))
     tables = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     return found + [(name, getattr(mask, name, None), f".{name}") for name in tables]
 
 
 def _picture_children(name: str, rows: list[str]) -> list[Child]:
-    """Return a picture as children, as a pane shows one line of each."""
+    """Return the rows of a picture as children, as clients show one line per value."""
     return [(f"{name} {n:02}", row, None) for n, row in enumerate(rows)]
 
 

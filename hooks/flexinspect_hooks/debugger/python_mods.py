@@ -1,9 +1,9 @@
-"""Mask and score rules that run as plain Python, so that a debugger stops in them.
+"""Runs mask_mods and score_mods as plain Python, so that a debugger can stop in them.
 
-Uncompiled `flex_attention` hands its rule to dynamo, which takes it in without running it. torch
-has a switch that runs it instead; the values stay the same, and so do the gradients of q, k and v.
-Gradients of tensors that a score rule captured are lost with it, so there it stays off. Compiled
-calls run no rule at all.
+Uncompiled `flex_attention` passes them to dynamo, which traces them without running them. A switch
+in torch runs them instead; the values and the gradients of q, k and v stay the same. Gradients of
+tensors that a score_mod captures would be lost, so the switch stays off there. Compiled calls never
+run them as Python.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from contextlib import contextmanager
 from typing import Any
 
 _listeners: list[Callable[[str], None]] = []
-"""Who is to be told where rules do not run, once for each reason; empty when nobody debugs."""
+"""Receivers of the messages, each sent once; empty without a debugger."""
 
 _reported: set[str] = set()
 
 _switch_lock = threading.Lock()
 _switch_state = [0, False]
-"""How many calls have the switch on now, and how it stood before the first."""
+"""Number of calls that have the switch on, and its state before the first."""
 
 COMPILED = (
     "FlexAttention is compiled here, so breakpoints in a mask_mod or score_mod are not hit: "
     "the kernel does not run them as Python."
 )
 WITH_GRADIENTS = (
-    "Breakpoints in the rules of a call with a score_mod are not hit where gradients are computed: "
-    "run as Python, a score_mod would lose those of the tensors that it captures."
+    "Breakpoints in the mods of a call with a score_mod are not hit where gradients are computed: "
+    "run as Python, a score_mod would lose the gradients of the tensors that it captures."
 )
 
 
 def run_mods_as_python(report: Callable[[str], None]) -> None:
-    """Let uncompiled FlexAttention run its rules as Python; `tell` hears where it cannot."""
-    # What a stop will need is loaded here: it must answer at once.
+    """Let uncompiled FlexAttention run its mods as Python; `report` receives where it cannot."""
+    # Imported now, as a stop must respond at once.
     from flexinspect_hooks.debugger import presentation  # noqa: F401
 
     _listeners[:] = [report]
@@ -42,25 +42,25 @@ def run_mods_as_python(report: Callable[[str], None]) -> None:
 
 
 def stop_running_mods() -> None:
-    """The run is over."""
+    """Stop running mods as Python at the end of the run."""
     _listeners.clear()
 
 
 def are_mods_debugged() -> bool:
-    """Say whether a debugger may stop in a rule that runs as Python."""
+    """Return whether mods run as Python for a debugger."""
     return bool(_listeners)
 
 
 def on_compiled_call() -> None:
-    """A compiled call of FlexAttention was seen; costs nothing when nobody debugs."""
+    """Report a compiled call of FlexAttention; costs nothing without a debugger."""
     if _listeners:
         _report_once(COMPILED)
 
 
 def with_python_mods(flex_attention: Callable[..., Any], score_mod: Any) -> Callable[..., Any]:
-    """Return what calls uncompiled `flex_attention`: `own` itself when nobody debugs.
+    """Wrap uncompiled `flex_attention` to run its mods as Python; unchanged without a debugger.
 
-    `score_mod` is that of the call, None for none.
+    `score_mod` is that of the call, or None.
     """
     if not _listeners:
         return flex_attention
@@ -98,5 +98,5 @@ def _compile_disabled() -> Iterator[None]:
 def _report_once(text: str) -> None:
     if text not in _reported:
         _reported.add(text)
-        for tell in _listeners:
-            tell(text)
+        for report in _listeners:
+            report(text)

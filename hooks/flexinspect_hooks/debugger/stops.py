@@ -1,4 +1,4 @@
-"""Telling viewers when a debugger holds this process: every stop, also those made by hand."""
+"""Announces every stop of a debugger in this process to viewers, in a file next to the trace."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from typing import Any
 from flexinspect.trace.file.side_files import DebuggerStop, remove_stop, write_stop
 
 _traces: list[Path] = []
-"""The trace that this process records for whoever started it; at most one."""
+"""The trace that this process records; at most one."""
 
 _announcer_lock = threading.Lock()
-"""Held by the thread that stopped first: others that are held with it say nothing."""
+"""Held by the thread that stopped first; stops of other threads are not announced."""
 
 _reasons: dict[int, str] = {}
-"""Why a thread is about to stop, by its id, where a model event is the reason."""
+"""The reason of a stop by thread id, if a model event caused it."""
 
 
 def announce_stops(trace: Path) -> None:
-    """Say beside this trace from now on when a debugger holds the process."""
+    """Announce stops of a debugger next to this trace from now on."""
     if not _traces:
         os.register_at_fork(after_in_child=_traces.clear)
     _traces[:] = [trace]
 
 
 def end_announcements() -> None:
-    """Say nothing any more; the trace is closed."""
+    """Stop announcing; the trace is about to be closed."""
     while _traces:
         remove_stop(_traces.pop())
 
 
 @contextmanager
 def announced_stop(by: str, frame: FrameType) -> Iterator[None]:
-    """While entered, this thread is held by the debugger of this name in this frame."""
+    """Context manager of a stop of this thread in `frame`, by the debugger `by`."""
     if not _announcer_lock.acquire(blocking=False):
         yield
         return
@@ -47,8 +47,8 @@ def announced_stop(by: str, frame: FrameType) -> Iterator[None]:
     reason = _reasons.get(threading.get_ident(), "")
     try:
         for trace in _traces:
-            at = (code.co_filename, frame.f_lineno, code.co_name)
-            write_stop(trace, DebuggerStop(os.getpid(), by, *at, time.time(), reason))
+            location = (code.co_filename, frame.f_lineno, code.co_name)
+            write_stop(trace, DebuggerStop(os.getpid(), by, *location, time.time(), reason))
         yield
     finally:
         for trace in _traces:
@@ -58,7 +58,7 @@ def announced_stop(by: str, frame: FrameType) -> Iterator[None]:
 
 @contextmanager
 def stop_reason(reason: str) -> Iterator[None]:
-    """While entered, a stop of this thread has this reason."""
+    """Context manager in which a stop of this thread has this reason."""
     me = threading.get_ident()
     _reasons[me] = reason
     try:
@@ -68,7 +68,7 @@ def stop_reason(reason: str) -> Iterator[None]:
 
 
 def announce_pydevd_stops() -> None:
-    """Let pydevd, which is loaded, tell of its waits. It offers no event that we could hear."""
+    """Wrap pydevd's wait to announce its stops, for which it has no event. pydevd is loaded."""
     from pydevd import PyDB
 
     wait = PyDB.do_wait_suspend

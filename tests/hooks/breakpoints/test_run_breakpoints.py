@@ -172,7 +172,7 @@ def test_a_planted_empty_row(
     monkeypatch.syspath_prepend(tmp_path)
     ended = run("empty-row", mask="blind_rule:mask_mod")
     assert (ended.code, ended.steps) == (3, (0,))
-    assert "row 4 sees no key" in ended.error
+    assert "row 4 attends to no key" in ended.error
     assert run("empty-row").code == 0
 
 
@@ -232,7 +232,7 @@ def test_a_run_pauses_and_its_breakpoints_are_commanded(
     with open_trace(out) as reader:
         assert [row.step for row in reader.steps(0)] == [0]
     assert [info.n_hits for info in client.breakpoints()] == [1]
-    with pytest.raises(ControlError, match=r"No finding has an id like this"):
+    with pytest.raises(ControlError, match=r"No finding id matches this"):
         client.add_breakpoint("finding msk.*")
     made = client.add_breakpoint("prob > 0", once=True)
     client.continue_()

@@ -209,11 +209,11 @@ def test_a_nan_of_the_attention_is_met_in_the_users_own_frame(tmp_path: Path, mo
     assert "mine" in frames
 
 
-def test_a_module_that_is_not_there_is_told(tmp_path: Path, model: Any) -> None:
+def test_a_missing_module_is_reported(tmp_path: Path, model: Any) -> None:
     assert hits_of(tmp_path, model, "nan @ layers.*.self_atn") == []
     with open_trace(tmp_path / "run.flextrace") as reader:
         (told,) = [row.event for row in reader.events() if row.event.kind == "breakpoint-unknown"]
-    assert "no module of the model has such a name" in told.text
+    assert "no module of the model has a matching name" in told.text
     assert "model.layers.0.self_attn" in told.text
 
 
@@ -226,7 +226,7 @@ def test_an_empty_row_is_met_at_the_call(tmp_path: Path, model: Any) -> None:
     Own(model, rule=blind)
     (hit,) = hits_of(tmp_path, model, "empty-row [once]")
     assert (hit.step, hit.layer, hit.is_in_forward) == (0, 0, True)
-    assert "row 4 sees no key" in hit.reason
+    assert "row 4 attends to no key" in hit.reason
 
 
 def test_an_empty_row_of_a_dense_mask_is_met(tmp_path: Path, model: Any) -> None:
@@ -236,7 +236,7 @@ def test_an_empty_row_of_a_dense_mask_is_met(tmp_path: Path, model: Any) -> None
         model, out=tmp_path / "a.flextrace", breakpoints=["empty-row"], on_break=hits.append
     ):
         model(prompt, attention_mask=(prompt != 0).long())
-    assert ["rows 0, 1 see no key" in hit.reason for hit in hits] == [True]
+    assert ["rows 0, 1 attend to no key" in hit.reason for hit in hits] == [True]
 
 
 def test_rows_that_see_keys_are_no_empty_ones(tmp_path: Path, model: Any) -> None:
@@ -414,9 +414,9 @@ def test_by_default_a_hit_is_printed_where_there_is_no_terminal(
 
 def test_what_cannot_be_read_is_refused_before_anything_runs(tmp_path: Path, model: Any) -> None:
     out = tmp_path / "run.flextrace"
-    with pytest.raises(ExpressionError, match="entropi is no name"):
+    with pytest.raises(ExpressionError, match="entropi is not a known name"):
         flexinspect.watch(model, out=out, breakpoints=["entropi > 3"])
-    with pytest.raises(UsageError, match="on_break is a function"):
+    with pytest.raises(UsageError, match="on_break must be a function"):
         flexinspect.watch(model, out=out, on_break="debugger")
     assert not out.exists()
 

@@ -1,4 +1,4 @@
-"""A runtime folder of the tests' own, and a served gate whose model is no model."""
+"""A runtime folder for the tests, and a served step barrier with a fake model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.controlled import FakeModel, NotedBreakpoints, NotedLevels, NotedTraveller
+from support.controlled import FakeBreakpoints, FakeLevels, FakeModel, FakeRewindTarget
 
 from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import Address, ServeOptions
@@ -22,7 +22,7 @@ TOKEN = "a-token-of-the-tests"
 
 @pytest.fixture(autouse=True)
 def runtime_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of sockets that no other run of this machine is in; short, as sockets need it."""
+    """A folder of sockets that no other run uses; its path is short, as sockets require."""
     folder = Path(tempfile.mkdtemp(prefix="fx"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     yield folder / "flexinspect"
@@ -31,7 +31,7 @@ def runtime_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A served gate, its model, and clients over the socket and over TCP."""
+    """A served step barrier, its model, and clients over the socket and over TCP."""
 
     server: ControlServer
     model: FakeModel
@@ -47,9 +47,9 @@ class Served:
 def served() -> Iterator[Served]:
     model = FakeModel()
     model.settle()
-    parts = ControlTargets(model.gate, NotedLevels(), NotedBreakpoints(), NotedTraveller())
-    about = CaptureInfo("generation", "no model", "/nowhere.flextrace")
-    server = ControlServer(parts, about, ServeOptions("127.0.0.1", 0, TOKEN))
+    targets = ControlTargets(model.barrier, FakeLevels(), FakeBreakpoints(), FakeRewindTarget())
+    info = CaptureInfo("generation", "no model", "/nowhere.flextrace")
+    server = ControlServer(targets, info, ServeOptions("127.0.0.1", 0, TOKEN))
     server.start()
     address = server.address
     yield Served(

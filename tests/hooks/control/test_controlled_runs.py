@@ -1,4 +1,4 @@
-"""`flexinspect ctl` and `flexinspect attach` with runs that go on, as a user meets them."""
+"""`flexinspect ctl` and `flexinspect attach` with real runs in other processes."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained({str(DEMO)!r})
 model = AutoModelForCausalLM.from_pretrained({str(DEMO)!r}).eval()
-fed = tokenizer("What is the capital of France?", return_tensors="pt")
+inputs = tokenizer("What is the capital of France?", return_tensors="pt")
 while True:
-    model.generate(**fed, min_new_tokens=8, max_new_tokens=8, do_sample=False)
+    model.generate(**inputs, min_new_tokens=8, max_new_tokens=8, do_sample=False)
 """
 
 
 class Run:
-    """A run in the background, and what commands it."""
+    """A run in the background."""
 
     def __init__(self, *words: str, cwd: Path) -> None:
         self.trace = cwd / "run.flextrace"
@@ -59,17 +59,17 @@ class Run:
         )
 
     def client(self) -> ControlClient:
-        """Return its client, as soon as it can be found."""
+        """Return its client, as soon as the run is registered."""
 
-        def found() -> list[discovery.CaptureEntry]:
+        def entries() -> list[discovery.CaptureEntry]:
             assert self.process.poll() is None, self.process.communicate()
-            return [one for one in discovery.running() if Path(one.trace) == self.trace]
+            return [entry for entry in discovery.running() if Path(entry.trace) == self.trace]
 
         deadline = time.monotonic() + PATIENCE_S
-        while not found():
+        while not entries():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        return ControlClient(found()[0].address)
+        return ControlClient(entries()[0].address)
 
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=PATIENCE_S)
@@ -79,8 +79,9 @@ class Run:
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[tuple[Run, ControlClient]]:
     """A run of the demo that was paused before its first step and is held at its end."""
-    words = ("--weights", "random", "--stop", "eos", "--max-new-tokens", "12")  # no early end
-    run = Run("--hold", *words, cwd=tmp_path)
+    # Random weights with --stop eos: the generation does not end early.
+    flags = ("--weights", "random", "--stop", "eos", "--max-new-tokens", "12")
+    run = Run("--hold", *flags, cwd=tmp_path)
     client = run.client()
     client.pause()
     yield run, client
@@ -91,42 +92,41 @@ def held(tmp_path: Path) -> Iterator[tuple[Run, ControlClient]]:
 
 
 def ctl(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Run `flexinspect ctl` here; returns its exit code and what it printed."""
+    """Run `flexinspect ctl` in this process; return its exit code and output."""
     capsys.readouterr()
     code = main(["ctl", *words])
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
-def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
+def test_a_run_can_be_stepped_restored_held_and_released(
     held: tuple[Run, ControlClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = held
     assert "paused before the first step" in ctl(capsys, "--wait", "pause")[1]
     assert ctl(capsys, "step") == (0, "pausing after 1 more step\n")
     ctl(capsys, "--wait", "pause")
-    code, said = ctl(capsys, "--wait", "--json", "run-to", "4")
-    status = json.loads(said)
+    code, output = ctl(capsys, "--wait", "--json", "run-to", "4")
+    status = json.loads(output)
     assert (code, status["state"], status["place"]["step"]) == (0, "paused", 4)
-    code, said = ctl(capsys, "run-to", "3")
+    code, output = ctl(capsys, "run-to", "3")
     assert code == 1
-    assert "Step 3 of generation 0 is behind" in said
+    assert "Step 3 of generation 0 has already finished" in output
     assert ctl(capsys, "break", "add", "step == 5 and entropy > 0")[0] == 0
     ctl(capsys, "continue")
-    stopped = json.loads(
-        ctl(capsys, "--wait", "--json", "pause")[1]
-    )  # nobody's terminal: it pauses
+    # The run has no terminal, so the breakpoint pauses it.
+    stopped = json.loads(ctl(capsys, "--wait", "--json", "pause")[1])
     assert (stopped["state"], stopped["place"]["step"]) == ("paused", 5)
     assert "step == 5 and entropy > 0" in stopped["reason"]
     status = json.loads(ctl(capsys, "--wait", "--json", "restore", "2")[1])
     assert (status["state"], status["place"]["step"]) == ("paused", 2)
-    assert (status["order"]["kind"], status["order"]["state"]) == ("restore", "done")
+    assert (status["last_rewind"]["kind"], status["last_rewind"]["state"]) == ("restore", "done")
     client = run.client()
     ctl(capsys, "continue")
     wait_for(lambda: client.status().state == "paused", PATIENCE_S)
-    again = client.status()  # a step that runs once more is met once more
+    again = client.status()  # a step that runs again hits its breakpoint again
     assert (again.place.step, again.reason) == (5, stopped["reason"])
-    assert [one.n_hits for one in client.breakpoints()] == [2]
+    assert [info.n_hits for info in client.breakpoints()] == [2]
     assert ctl(capsys, "level", "extreme") == (0, "level extreme from the next step on\n")
     assert ctl(capsys, "continue")[0] == 0
     wait_for(lambda: client.status().state == "holding", PATIENCE_S)
@@ -144,23 +144,23 @@ def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
         assert [event.step for event in levels] == [6]
 
 
-def test_a_run_goes_back_and_elsewhere_over_the_socket(
+def test_a_run_is_restored_forked_and_edited_over_the_socket(
     held: tuple[Run, ControlClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, client = held
     ctl(capsys, "--wait", "run-to", "3")
-    code, said = ctl(capsys, "restore", "1", "--cost")
-    assert (code, said.split(";")[0]) == (0, "cost: the cache is cropped")
-    said = ctl(capsys, "--wait", "restore", "1")[1]
-    assert "Step 1 of branch 0 was restored, its cache cropped." in said
+    code, output = ctl(capsys, "restore", "1", "--cost")
+    assert (code, output.split(";")[0]) == (0, "cost: the cache is cropped")
+    output = ctl(capsys, "--wait", "restore", "1")[1]
+    assert "Step 1 of branch 0 was restored, its cache cropped." in output
     assert client.status().place.step == 1
     assert "There is no segment '99'." in ctl(capsys, "edit", "1", "--drop", "99")[1]
     ctl(capsys, "continue")
     wait_for(lambda: client.status().state == "holding", PATIENCE_S)
     ctl(capsys, "--wait", "fork", "2", "--token-id", "300")
     wait_for(lambda: client.status().state == "holding", PATIENCE_S)
-    said = ctl(capsys, "--wait", "edit", "2", "--preset", "causal")[1]
-    assert "leaves branch 1 at step 2 under an edited mask (preset causal)" in said
+    output = ctl(capsys, "--wait", "edit", "2", "--preset", "causal")[1]
+    assert "leaves branch 1 at step 2 under an edited mask (preset causal)" in output
     wait_for(lambda: client.status().state == "holding", PATIENCE_S)
     assert client.status().place.branch == 2
     ctl(capsys, "continue")
@@ -170,7 +170,7 @@ def test_a_run_goes_back_and_elsewhere_over_the_socket(
         base, fork, edited = reader.branches(0)
         assert {row.state for row in (base, fork, edited)} == {"finished"}
         steps = [step.step for step in reader.steps(0)]
-        assert steps == list(range(len(steps)))  # none is written twice
+        assert steps == list(range(len(steps)))  # no step is written twice
         assert reader.step_tokens(0, 2, 1)[0].token_id == 300
         assert edited.change["recomputed"] is True
         kinds = [row.event.kind for row in reader.events()]
@@ -187,7 +187,7 @@ def test_a_stop_at_a_pause_ends_the_run_as_an_interrupt(held: tuple[Run, Control
         assert [step.step for step in reader.steps(0)] == [0, 1]
 
 
-def test_a_run_is_listed_and_once_killed_is_gone_but_for_its_readable_trace(
+def test_a_killed_run_is_no_longer_listed_and_its_trace_is_readable(
     held: tuple[Run, ControlClient], capsys: pytest.CaptureFixture[str], runtime_folder: Path
 ) -> None:
     run, client = held
@@ -200,20 +200,20 @@ def test_a_run_is_listed_and_once_killed_is_gone_but_for_its_readable_trace(
     assert "needs a terminal" in capsys.readouterr().err
     assert main(["attach", "1"]) == 2
     assert "No capture of process 1 is running." in capsys.readouterr().err
-    remote = CaptureClient(TraceSession(run.trace))
-    assert remote.call(lambda known: known.status()).state == "paused"
-    with TraceReader(run.trace) as viewer:  # it looks on while the run dies
+    viewer_client = CaptureClient(TraceSession(run.trace))
+    assert viewer_client.call(lambda client: client.status()).state == "paused"
+    with TraceReader(run.trace) as viewer:  # open while the run is killed
         os.kill(client.status().pid, signal.SIGKILL)
         run.end()
         assert [step.step for step in viewer.steps(0)] == [0, 1, 2]
     with pytest.raises(ControlError, match="No capture runs behind this trace"):
-        remote.call(lambda known: known.pause())  # it has known one
-    hint = "flexinspect run begins one; flexinspect attach --list shows them."
+        viewer_client.call(lambda client: client.pause())  # it had a client before
+    hint = "Start one with flexinspect run; flexinspect attach --list shows running captures."
     assert ctl(capsys, "status") == (2, f"flexinspect: No capture is running.\n{hint}\n")
     assert list(runtime_folder.iterdir()) == []
 
 
-def test_a_held_run_is_reached_over_tcp_and_ctrl_c_lets_it_go(tmp_path: Path) -> None:
+def test_a_held_run_is_reachable_over_tcp_and_ctrl_c_releases_it(tmp_path: Path) -> None:
     run = Run("--hold", "--serve", "127.0.0.1:0", cwd=tmp_path)
     client = run.client()
     wait_for(lambda: client.status().state == "holding", PATIENCE_S)
@@ -240,7 +240,7 @@ def test_a_held_run_is_reached_over_tcp_and_ctrl_c_lets_it_go(tmp_path: Path) ->
         (("--hold", "script.py"), "--hold is for our own generation"),
     ],
 )
-def test_flags_of_control_that_cannot_be_are_refused(
+def test_invalid_control_flags_are_refused(
     words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "--no-ui", *words]) == 2
@@ -248,14 +248,14 @@ def test_flags_of_control_that_cannot_be_are_refused(
 
 
 @pytest.mark.slow
-def test_quick_commands_to_a_program_in_any_order_keep_its_state_right(tmp_path: Path) -> None:
+def test_fast_commands_to_a_program_in_any_order_keep_its_state_correct(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS)
     run = Run("endless.py", cwd=tmp_path)
     client = run.client()
     wait_for_effect(client, client.pause())
 
     class Commands(RuleBasedStateMachine):
-        """What is commanded, and where the model must then stand."""
+        """Commands, and the place where the model must be afterwards."""
 
         @rule(n=st.integers(1, 4))
         def step(self, n: int) -> None:
@@ -273,7 +273,7 @@ def test_quick_commands_to_a_program_in_any_order_keep_its_state_right(tmp_path:
             assert (place.generation, place.step) == (goal, n % 8)
 
         @rule(go=st.booleans())
-        def hasten(self, go: bool) -> None:
+        def send_quickly(self, go: bool) -> None:
             client.step(2)
             client.pause()
             client.continue_() if go else client.pause()
@@ -286,7 +286,7 @@ def test_quick_commands_to_a_program_in_any_order_keep_its_state_right(tmp_path:
             assert client.level(level).status.level == level
 
         @invariant()
-        def it_answers(self) -> None:
+        def responds(self) -> None:
             assert client.status().state in STATES
 
     def ordinal(place: Any) -> int:
@@ -304,7 +304,7 @@ def test_quick_commands_to_a_program_in_any_order_keep_its_state_right(tmp_path:
 
 
 @pytest.mark.parametrize("program", [(), ("nothing.py",)])
-def test_a_taken_port_is_one_sentence_and_leaves_no_trace(
+def test_a_port_in_use_is_an_error_and_leaves_no_trace(
     program: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "nothing.py").touch()
@@ -315,6 +315,6 @@ def test_a_taken_port_is_one_sentence_and_leaves_no_trace(
         run = Run("--serve", f"127.0.0.1:{port}", *program, cwd=tmp_path)
         code, _, err = run.end()
     assert code == 2
-    assert f"--serve 127.0.0.1:{port} cannot be had" in err
+    assert f"--serve 127.0.0.1:{port} is not available" in err
     assert "cannot be read" not in err
     assert not run.trace.exists()

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the server is true, and nothing that it allows breaks the server."""
+"""The OpenAPI document matches the server, and no request that it allows breaks the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from support.controlled import FakeModel, NotedBreakpoints, NotedLevels, NotedTraveller
+from support.controlled import FakeBreakpoints, FakeLevels, FakeModel, FakeRewindTarget
 from support.paths import DOCS
 
 from flexinspect.control.discovery import ServeOptions
@@ -28,6 +28,7 @@ from flexinspect_hooks.control.targets import ControlTargets
 
 TOKEN = "a-token-of-the-tests"
 PAGE = DOCS / "openapi.json"
+REGENERATE = f"write json.dumps(openapi_document(), indent=1) to {PAGE}"
 
 schema: Any = schemathesis.openapi.from_dict(openapi_document())
 
@@ -38,9 +39,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         model = FakeModel()
         model.settle()
-        parts = ControlTargets(model.gate, NotedLevels(), NotedBreakpoints(), NotedTraveller())
-        about = CaptureInfo("generation", "no model", "/nowhere.flextrace")
-        server = ControlServer(parts, about, ServeOptions("127.0.0.1", 0, TOKEN))
+        targets = ControlTargets(model.barrier, FakeLevels(), FakeBreakpoints(), FakeRewindTarget())
+        info = CaptureInfo("generation", "no model", "/nowhere.flextrace")
+        server = ControlServer(targets, info, ServeOptions("127.0.0.1", 0, TOKEN))
         server.start()
         yield server.address.url
         server.close()
@@ -58,12 +59,12 @@ CHECKS = [
 
 @schema.parametrize()
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-def test_whatever_is_asked_is_answered_as_documented(case: Any, url: str) -> None:
+def test_every_response_is_documented(case: Any, url: str) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     case.call_and_validate(base_url=url, headers=headers, checks=CHECKS)
 
 
-def test_the_document_that_is_shown_is_the_one_that_is_served(url: str) -> None:
+def test_the_document_in_docs_is_the_served_one(url: str) -> None:
     import urllib.request
 
     request = urllib.request.Request(
@@ -71,10 +72,10 @@ def test_the_document_that_is_shown_is_the_one_that_is_served(url: str) -> None:
     )
     with urllib.request.urlopen(request, timeout=10) as answer:
         assert json.load(answer) == openapi_document()
-    assert json.loads(PAGE.read_text()) == openapi_document(), f"write it again: {PAGE}"
+    assert json.loads(PAGE.read_text()) == openapi_document(), REGENERATE
 
 
-def test_the_check_would_notice_an_undocumented_answer(url: str) -> None:
+def test_the_checks_detect_an_undocumented_response(url: str) -> None:
     untrue = openapi_document()
     del untrue["paths"]["/breakpoints/{number}"]["delete"]["responses"]["404"]
     operation = schemathesis.openapi.from_dict(untrue)["/breakpoints/{number}"]["DELETE"]

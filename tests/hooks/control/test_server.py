@@ -1,4 +1,4 @@
-"""The control server: who gets in, what is answered, and that every refusal is a sentence."""
+"""The control server: access, responses, error messages, and discovery of captures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flexinspect_hooks.control.targets import AnomalyCounts, register_counter, u
 TOKEN = "a-token-of-the-tests"
 
 
-def asked(
+def send(
     url: str,
     path: str,
     *,
@@ -40,21 +40,21 @@ def asked(
     token: str | None = TOKEN,
     chunked: bool = False,
 ) -> tuple[int, Any]:
-    """Send a request as anybody could and return its status and JSON."""
+    """Send a request without the client and return its status and JSON."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=10)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     headers |= {} if host is None else {"Host": host}
     headers |= {"Transfer-Encoding": "chunked"} if chunked else {}
     connection.request(method, path, body=body, headers=headers, encode_chunked=chunked)
-    answer = connection.getresponse()
-    said = json.loads(answer.read())
-    assert answer.getheader("content-type") == "application/json"
+    response = connection.getresponse()
+    payload = json.loads(response.read())
+    assert response.getheader("content-type") == "application/json"
     connection.close()
-    return answer.status, said
+    return response.status, payload
 
 
-# -- who gets in -----------------------------------------------------------------------------------
+# -- access ----------------------------------------------------------------------------------------
 
 
 def test_only_the_user_can_open_the_socket(served: Any, runtime_folder: Path) -> None:
@@ -66,58 +66,58 @@ def test_only_the_user_can_open_the_socket(served: Any, runtime_folder: Path) ->
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN + "x", "\xff"])
-def test_a_wrong_token_is_refused_and_nothing_is_obeyed(served: Any, token: str | None) -> None:
-    status, said = asked(served.url, "/pause", token=token)
+def test_a_wrong_token_is_refused_without_effect(served: Any, token: str | None) -> None:
+    status, payload = send(served.url, "/pause", token=token)
     assert status == 401
-    assert "token" in said["error"]
+    assert "token" in payload["error"]
     assert served.client.status().state == "running"
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
 def test_a_foreign_host_is_refused_even_with_the_token(served: Any, host: str) -> None:
-    status, said = asked(served.url, "/pause", host=host)
+    status, payload = send(served.url, "/pause", host=host)
     assert status == 403
-    assert "Host" in said["error"]
+    assert "Host" in payload["error"]
     assert served.client.status().state == "running"
 
 
 @pytest.mark.parametrize("token", ["ключ-от-программы", "a-token-of-\xe9", TOKEN + "\n"])
-def test_a_token_that_no_header_takes_is_a_sentence(served: Any, token: str) -> None:
-    with pytest.raises(ControlError, match="The token holds characters"):
+def test_a_token_that_no_header_can_hold_is_a_control_error(served: Any, token: str) -> None:
+    with pytest.raises(ControlError, match="The token has characters"):
         ControlClient(Address(url=served.url, token=token)).status()
 
 
-def test_a_host_that_no_name_service_takes_is_a_sentence() -> None:
+def test_an_invalid_host_name_is_a_control_error() -> None:
     for host in ("a..b", "\xe9" * 70):
-        with pytest.raises(ControlError, match="No capture answers at"):
+        with pytest.raises(ControlError, match="No capture responds at"):
             ControlClient(Address(url=f"http://{host}:1", token=TOKEN)).status()
 
 
-def test_the_names_of_this_machine_are_no_foreign_hosts(served: Any) -> None:
+def test_the_names_of_this_machine_are_allowed_hosts(served: Any) -> None:
     for host in ("localhost", "127.0.0.1", f"127.0.0.1:{urlsplit(served.url).port}", "[::1]:1"):
-        assert asked(served.url, "/status", method="GET", host=host)[0] == 200
+        assert send(served.url, "/status", method="GET", host=host)[0] == 200
 
 
-def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(served: Any) -> None:
+def test_a_body_that_is_too_large_is_refused_with_and_without_content_length(served: Any) -> None:
     large = b'{"n": 1, "x": "' + b"x" * 100_000 + b'"}'
-    assert asked(served.url, "/step", body=large)[0] == 413
+    assert send(served.url, "/step", body=large)[0] == 413
     pieces = [large[i : i + 1000] for i in range(0, len(large), 1000)]
-    status, said = asked(served.url, "/step", body=iter(pieces), chunked=True)
-    assert (status, said["error"]) == (413, "The body is larger than 64 KiB.")
+    status, payload = send(served.url, "/step", body=iter(pieces), chunked=True)
+    assert (status, payload["error"]) == (413, "The body is larger than 64 KiB.")
     assert served.client.status().state == "running"
 
 
-def test_connections_that_say_nothing_are_closed_and_no_more_than_some_are_kept(
+def test_idle_connections_are_closed_and_their_number_is_limited(
     monkeypatch: pytest.MonkeyPatch, served: Any
 ) -> None:
-    monkeypatch.setattr("flexinspect_hooks.control.server.IDLE_S", 1.0)
-    monkeypatch.setattr("flexinspect_hooks.control.server.MOST_CONNECTIONS", 2)
-    where, began = ("127.0.0.1", urlsplit(served.url).port), time.monotonic()
-    silent = [socket.create_connection(where, timeout=10) for _ in range(3)]
-    silent[0].sendall(b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
-    assert silent[2].recv(1) == b""
-    assert time.monotonic() - began < 1.0
-    for connection in silent:
+    monkeypatch.setattr("flexinspect_hooks.control.embedded_server.IDLE_S", 1.0)
+    monkeypatch.setattr("flexinspect_hooks.control.embedded_server.MOST_CONNECTIONS", 2)
+    address, started_at = ("127.0.0.1", urlsplit(served.url).port), time.monotonic()
+    idle = [socket.create_connection(address, timeout=10) for _ in range(3)]
+    idle[0].sendall(b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+    assert idle[2].recv(1) == b""
+    assert time.monotonic() - started_at < 1.0
+    for connection in idle:
         while connection.recv(1 << 12):
             pass
         connection.close()
@@ -125,17 +125,17 @@ def test_connections_that_say_nothing_are_closed_and_no_more_than_some_are_kept(
 
 
 def test_a_path_that_is_too_long_is_refused(served: Any) -> None:
-    status, said = asked(served.url, "/breakpoints/" + "9" * 5000, method="DELETE")
-    assert (status, said["error"]) == (414, "The path is longer than 256 characters.")
-    assert asked(served.url, "/breakpoints/" + "9" * 200, method="DELETE")[0] < 500
+    status, payload = send(served.url, "/breakpoints/" + "9" * 5000, method="DELETE")
+    assert (status, payload["error"]) == (414, "The path is longer than 256 characters.")
+    assert send(served.url, "/breakpoints/" + "9" * 200, method="DELETE")[0] < 500
 
 
-def test_a_taken_port_is_a_sentence(served: Any) -> None:
+def test_a_port_in_use_is_a_usage_error(served: Any) -> None:
     port = urlsplit(served.url).port
     assert port is not None
-    with pytest.raises(UsageError, match=f"127.0.0.1:{port} cannot be had"):
+    with pytest.raises(UsageError, match=f"127.0.0.1:{port} is not available"):
         ControlServer(
-            served.server._parts, served.server._info, ServeOptions("127.0.0.1", port, TOKEN)
+            served.server._targets, served.server._info, ServeOptions("127.0.0.1", port, TOKEN)
         )
 
 
@@ -150,12 +150,14 @@ def test_a_taken_port_is_a_sentence(served: Any) -> None:
         ("example.org:8421", "other machines"),
     ],
 )
-def test_an_address_that_others_reach_is_refused(text: str, why: str) -> None:
+def test_an_address_that_other_machines_reach_is_refused(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         parse_serve_address(text, insecure=False)
 
 
-def test_an_address_that_others_reach_can_be_insisted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insecure_allows_an_address_that_other_machines_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert parse_serve_address("0.0.0.0:8421", insecure=True).host == "0.0.0.0"
     assert parse_serve_address("[::1]:0", insecure=False).host == "::1"
     monkeypatch.setenv("FLEXINSPECT_TOKEN", "short")
@@ -163,16 +165,16 @@ def test_an_address_that_others_reach_can_be_insisted_on(monkeypatch: pytest.Mon
         parse_serve_address("127.0.0.1:0", insecure=False)
 
 
-def test_where_no_socket_can_be_made_the_run_goes_on_and_says_so(
+def test_a_run_without_a_socket_continues_with_a_note(
     served: Any, runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "flexinspect_hooks.control.server.new_socket_path",
         lambda folder: folder / ("x" * 120 + ".sock"),
     )
-    about, levels = served.server._info, served.server._parts.levels
-    running = CaptureControl(about, levels, is_served=True, serving=None, report=lambda _: None)
-    assert "cannot be made: AF_UNIX path too long" in running.note
+    info, levels = served.server._info, served.server._targets.levels
+    running = CaptureControl(info, levels, is_served=True, serving=None, report=lambda _: None)
+    assert "cannot be created: AF_UNIX path too long" in running.note
     assert running.url == ""
 
 
@@ -187,7 +189,7 @@ def test_a_temporary_folder_with_a_long_path_holds_no_sockets(
     assert discovery._temporary_folder() == Path("/var/tmp/flexinspect-4000000000")
 
 
-# -- what is answered ------------------------------------------------------------------------------
+# -- responses ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -197,43 +199,43 @@ def test_a_temporary_folder_with_a_long_path_holds_no_sockets(
         ("/step", b"", 400, "not JSON"),
         ("/step", b"[]", 400, "JSON object"),
         ("/step", b'{"n": 0}', 400, "at least 1"),
-        ("/step", b'{"n": true}', 400, "whole number"),
-        ("/step", b'{"n": 1e999}', 400, "whole number"),
-        ("/step", b'{"m": 1}', 400, "'m', which is unknown"),
-        ("/run-to", b"{}", 400, "lacks 'step'"),
+        ("/step", b'{"n": true}', 400, "an integer"),
+        ("/step", b'{"n": 1e999}', 400, "an integer"),
+        ("/step", b'{"m": 1}', 400, "unknown field 'm'"),
+        ("/run-to", b"{}", 400, "no field 'step'"),
         ("/level", b'{"level": "loud"}', 400, "one of basic"),
-        ("/layers", b'{"layers": "9z"}', 409, "no list of layers"),
+        ("/layers", b'{"layers": "9z"}', 409, "not a list of layers"),
         ("/fork", b'{"place": {"step": 1}}', 409, "token_id or a text"),
-        ("/fork", b'{"place": {"step": 1}, "text": "\\ud800"}', 400, "a text"),
+        ("/fork", b'{"place": {"step": 1}, "text": "\\ud800"}', 400, "a string"),
         ("/restore", b'{"place": {"step": 2000}}', 409, "not recorded"),
         ("/edit", b'{"place": {"step": 1}, "edits": []}', 409, "at least one"),
         ("/edit", b'{"place": {"step": 1}, "edits": [{"op": "x"}]}', 400, "one of preset"),
         ("/breakpoints/7/enable", b"", 404, "no breakpoint 7"),
-        ("/nowhere", b"", 404, "nothing that a capture does"),
-        ("/status", b"", 405, "nothing that a capture does"),
+        ("/nowhere", b"", 404, "no route POST /nowhere"),
+        ("/status", b"", 405, "no route POST /status"),
         ("/training-logs/debug/level/loud", b"", 404, "no level loud"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_sentence(
+def test_an_invalid_request_is_refused_with_a_message(
     served: Any, path: str, body: bytes, status: int, why: str
 ) -> None:
-    found, said = asked(served.url, path, body=body)
+    found, payload = send(served.url, path, body=body)
     assert found == status
-    assert why in said["error"]
+    assert why in payload["error"]
 
 
-def test_commands_are_answered_before_the_model_has_taken_its_step(served: Any) -> None:
-    answer = served.client.pause()
-    assert (answer.said, answer.status.state) == ("pausing after this step", "pausing")
+def test_commands_return_before_the_step_ends(served: Any) -> None:
+    response = served.client.pause()
+    assert (response.message, response.status.state) == ("pausing after this step", "pausing")
     served.model.forward()
-    assert served.client.status().says == "paused after step 0"
-    assert served.client.step(2).said == "pausing after 2 more steps"
+    assert served.client.status().description == "paused after step 0"
+    assert served.client.step(2).message == "pausing after 2 more steps"
     served.model.settle()
     served.model.forward()
     assert served.client.status().until == "after 1 more step"
 
 
-def test_two_clients_at_once_are_both_obeyed(served: Any) -> None:
+def test_two_clients_can_send_commands_at_once(served: Any) -> None:
     errors: list[BaseException] = []
 
     def run(client: ControlClient) -> None:
@@ -245,7 +247,9 @@ def test_two_clients_at_once_are_both_obeyed(served: Any) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(one,)) for one in (served.client, served.tcp)]
+    threads = [
+        threading.Thread(target=run, args=(client,)) for client in (served.client, served.tcp)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -255,25 +259,27 @@ def test_two_clients_at_once_are_both_obeyed(served: Any) -> None:
     assert served.client.status().level == "basic"
 
 
-def test_an_order_is_priced_accepted_and_its_result_told(served: Any) -> None:
+def test_a_rewind_command_returns_its_cost_and_reports_its_result(served: Any) -> None:
     client = served.client
-    priced = client.restore(StepRef(0, 0, -1), dry_run=True)
-    assert (priced.order, priced.said, priced.cost.bytes) == (None, "one forward", 4096)
-    assert client.status().order is None
-    assert not served.model.gate.has_received_command  # nothing was, so far
-    assert client.edit_mask(StepRef(0, 0, -1), [MaskEdit("drop", segments=(1,))]).order == 1
-    assert served.model.gate.has_received_command
-    with pytest.raises(ControlError, match="not done yet"):
+    estimate = client.restore(StepRef(0, 0, -1), dry_run=True)
+    assert (estimate.rewind_number, estimate.message) == (None, "one forward")
+    assert estimate.cost.bytes == 4096
+    assert client.status().last_rewind is None
+    assert not served.model.barrier.has_received_command  # a dry run is not a command
+    edit = client.edit_mask(StepRef(0, 0, -1), [MaskEdit("drop", segments=(1,))])
+    assert edit.rewind_number == 1
+    assert served.model.barrier.has_received_command
+    with pytest.raises(ControlError, match="has not finished yet"):
         client.fork(StepRef(0, 0, -1), text="Lyon")
     served.model.forward()
-    wait_for(lambda: client.status().order.state == "done")
-    assert client.fork(StepRef(0, 0, 900), token_id=3).order == 2
+    wait_for(lambda: client.status().last_rewind.state == "done")
+    assert client.fork(StepRef(0, 0, 900), token_id=3).rewind_number == 2
     served.model.forward()
-    wait_for(lambda: client.status().order.state == "failed")
-    assert client.status().order.said == "That step is not recorded."
+    wait_for(lambda: client.status().last_rewind.state == "failed")
+    assert client.status().last_rewind.message == "That step is not recorded."
 
 
-def test_breakpoints_are_set_listed_switched_and_removed(served: Any) -> None:
+def test_breakpoints_can_be_added_disabled_listed_and_removed(served: Any) -> None:
     client = served.client
     added = client.add_breakpoint("entropy > 3", hits=2, once=True)
     assert (added.id, added.text, added.hits, added.once) == (1, "entropy > 3", 2, True)
@@ -284,7 +290,7 @@ def test_breakpoints_are_set_listed_switched_and_removed(served: Any) -> None:
         client.remove_breakpoint(1)
 
 
-class _Counted:
+class _TrainingCounter:
     """The example of the mission: 1000 steps of training with 5 anomalies."""
 
     counts_now = AnomalyCounts(
@@ -304,9 +310,9 @@ class _Counted:
         self.counts_now = AnomalyCounts()
 
 
-def test_the_routes_of_the_training_log_say_zero_until_somebody_counts(served: Any) -> None:
-    where = "/training-logs/debug"
-    empty = served.client.ask("GET", f"{where}/summary")
+def test_the_training_log_routes_return_zeros_until_a_counter_is_registered(served: Any) -> None:
+    prefix = "/training-logs/debug"
+    empty = served.client.request("GET", f"{prefix}/summary")
     assert empty == {
         "training_debugger": {
             "total_anomalies": 0,
@@ -318,10 +324,10 @@ def test_the_routes_of_the_training_log_say_zero_until_somebody_counts(served: A
         "diffusion_debugger": {"total_anomalies": 0, "debug_history_length": 0},
         "general_debugger": {"total_anomalies": 0, "debug_history_length": 0},
     }
-    training = _Counted()
+    training = _TrainingCounter()
     register_counter("training", training)
     try:
-        assert served.client.ask("GET", f"{where}/training/summary") == {
+        assert served.client.request("GET", f"{prefix}/training/summary") == {
             "total_steps": 1000,
             "anomaly_steps": 5,
             "gradient_explosions": 2,
@@ -332,28 +338,28 @@ def test_the_routes_of_the_training_log_say_zero_until_somebody_counts(served: A
             "gradient_explosion_rate": 0.002,
             "gradient_vanishing_rate": 0.001,
         }
-        found = served.client.ask("GET", f"{where}/summary")["training_debugger"]
-        assert (found["total_anomalies"], found["anomaly_rate"]) == (5, 0.005)
-        assert served.client.ask("POST", f"{where}/clear") == empty
+        summary = served.client.request("GET", f"{prefix}/summary")["training_debugger"]
+        assert (summary["total_anomalies"], summary["anomaly_rate"]) == (5, 0.005)
+        assert served.client.request("POST", f"{prefix}/clear") == empty
     finally:
         unregister_counter("training", training)
-    assert served.client.ask("POST", f"{where}/level/extreme")["status"]["level"] == "extreme"
+    assert served.client.request("POST", f"{prefix}/level/extreme")["status"]["level"] == "extreme"
 
 
-# -- where captures are found ----------------------------------------------------------------------
+# -- discovery ------------------------------------------------------------------------------------
 
 
-def test_a_capture_is_found_while_it_is_served_and_not_afterwards(served: Any) -> None:
+def test_a_capture_is_listed_while_it_is_served(served: Any) -> None:
     (entry,) = discovery.running()
     assert (entry.pid, entry.title) == (os.getpid(), "no model")
     assert entry.address == served.server.address
     served.server.close()
     assert discovery.running() == []
-    with pytest.raises(ControlError, match="No capture answers"):
+    with pytest.raises(ControlError, match="No capture responds"):
         served.client.status()
 
 
-def test_what_a_dead_capture_left_is_removed(served: Any, runtime_folder: Path) -> None:
+def test_files_of_a_dead_capture_are_removed(served: Any, runtime_folder: Path) -> None:
     socket = Path(served.server.address.socket)
     lines = socket.with_suffix(".json").read_text()
     for name, text in {
@@ -363,44 +369,44 @@ def test_what_a_dead_capture_left_is_removed(served: Any, runtime_folder: Path) 
     }.items():
         (runtime_folder / f"{name}.json").write_text(text)
         (runtime_folder / f"{name}.sock").touch()
-    (runtime_folder / "4194303-0.sock").touch()  # ended before it could be found
-    begins = runtime_folder / f"{os.getppid()}-0.sock"
-    begins.touch()
+    (runtime_folder / "4194303-0.sock").touch()  # ended before `register`
+    starting = runtime_folder / f"{os.getppid()}-0.sock"
+    starting.touch()
     assert [entry.pid for entry in discovery.running()] == [os.getpid()]
     assert {path.name for path in runtime_folder.iterdir()} == {
         socket.name,
         socket.with_suffix(".json").name,
-        begins.name,
+        starting.name,
     }
 
 
-def test_a_folder_that_is_somebody_elses_is_not_used(
+def test_a_folder_of_another_user_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "flexinspect").symlink_to(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(discovery, "LONGEST_SOCKET", 1000)
-    with pytest.raises(ControlError, match="not a folder of yours"):
+    with pytest.raises(ControlError, match="not a folder that you own"):
         discovery.runtime_folder()
 
 
-def test_what_is_no_capture_is_said_to_be_none() -> None:
+def test_an_address_without_a_capture_is_a_control_error() -> None:
     with pytest.raises(ControlError, match="not the URL"):
         ControlClient(Address(url="ftp://x")).status()
-    with pytest.raises(ControlError, match="No capture answers"):
+    with pytest.raises(ControlError, match="No capture responds"):
         ControlClient(Address(url="http://127.0.0.1:9")).status()
 
 
-def test_a_server_that_cannot_load_is_told_and_the_capture_is_not_found(
+def test_a_server_that_cannot_load_is_reported_and_unregistered(
     monkeypatch: pytest.MonkeyPatch, served: Any
 ) -> None:
-    served.client.status()  # its own libraries are there by now
-    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as where the user's own file shadows it
-    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.server", raising=False)
-    told: list[Exception] = []
-    server = ControlServer(served.server._parts, served.server._info)
-    server.start(told.append)
-    wait_for(lambda: bool(told))
-    assert isinstance(told[0], ImportError)
+    served.client.status()  # its own libraries are loaded by now
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if a file of the user shadowed it
+    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.embedded_server", raising=False)
+    failures: list[Exception] = []
+    server = ControlServer(served.server._targets, served.server._info)
+    server.start(failures.append)
+    wait_for(lambda: bool(failures))
+    assert isinstance(failures[0], ImportError)
     assert [entry.address for entry in discovery.running()] == [served.server.address]
     server.close()

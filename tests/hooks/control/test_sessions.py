@@ -1,4 +1,4 @@
-"""Sessions at the gate: they pause before a step is opened, and obey another level at the next."""
+"""Sessions and the step barrier: they pause before a step, and a new level applies to the next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 import flexinspect
 from flexinspect.control.client import ControlClient
-from flexinspect.control.discovery import find_capture
+from flexinspect.control.discovery import find_capture, running
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError, UsageError
 from flexinspect.trace.reader import TraceReader
@@ -27,8 +27,8 @@ NEW = 8
 PAUSE_S = 1.0
 
 
-class Looping:
-    """A loop of a user's own in a thread, over a watched model that takes commands."""
+class UserLoop:
+    """A user's own loop in a thread, over a watched model that can be controlled."""
 
     def __init__(self, out: Path, level: str = "basic") -> None:
         self.model = make_model("llama")
@@ -41,27 +41,22 @@ class Looping:
         try:
             with self.watch:
                 self.go.wait(PATIENCE_S)
-                fed, cache = torch.tensor([ids(9, 3)]), DynamicCache(config=self.model.config)
+                input_ids, cache = torch.tensor([ids(9, 3)]), DynamicCache(config=self.model.config)
                 for _ in range(NEW):
-                    out = self.model(fed, past_key_values=cache, use_cache=True)
-                    fed = out.logits[:, -1:].argmax(-1)
+                    out = self.model(input_ids, past_key_values=cache, use_cache=True)
+                    input_ids = out.logits[:, -1:].argmax(-1)
         except BaseException as error:
             self.error = error
 
     def start(self) -> ControlClient:
         """Start the loop, paused before its first step; returns its client."""
         self._thread.start()
-        wait_for(lambda: self._is_found())
+        wait_for(lambda: bool(running()))
         client = ControlClient(find_capture().address)
         client.pause()
         self.go.set()
         wait_for(lambda: client.status().state == "paused")
         return client
-
-    def _is_found(self) -> bool:
-        from flexinspect.control.discovery import running
-
-        return bool(running())
 
     def end(self) -> None:
         self._thread.join(PATIENCE_S)
@@ -75,8 +70,8 @@ def after(client: ControlClient, command: Callable[[], Any]) -> StepRef:
     return client.status().place
 
 
-def test_a_paused_loop_shows_every_step_up_to_the_pause_and_goes_on_as_told(tmp_path: Path) -> None:
-    loop = Looping(tmp_path / "own.flextrace")
+def test_a_paused_loop_has_written_every_step_and_continues_on_command(tmp_path: Path) -> None:
+    loop = UserLoop(tmp_path / "own.flextrace")
     client = loop.start()
     assert client.status().place == StepRef(0, 0, -1)
     assert after(client, lambda: client.step(3)) == StepRef(0, 0, 2)
@@ -84,7 +79,7 @@ def test_a_paused_loop_shows_every_step_up_to_the_pause_and_goes_on_as_told(tmp_
         assert [step.step for step in reader.steps(0)] == [0, 1, 2]
         assert reader.tokens(0)[-1].step == 2
     assert after(client, lambda: client.run_to(5)) == StepRef(0, 0, 5)
-    with pytest.raises(ControlError, match="Step 4 of generation 0 is behind"):
+    with pytest.raises(ControlError, match="Step 4 of generation 0 has already finished"):
         client.run_to(4)
     client.continue_()
     loop.end()
@@ -97,8 +92,8 @@ def test_a_paused_loop_shows_every_step_up_to_the_pause_and_goes_on_as_told(tmp_
         assert len(reader.steps(0)) == NEW
 
 
-def test_time_at_the_gate_belongs_to_no_step(tmp_path: Path) -> None:
-    loop = Looping(tmp_path / "own.flextrace")
+def test_paused_time_belongs_to_no_step(tmp_path: Path) -> None:
+    loop = UserLoop(tmp_path / "own.flextrace")
     client = loop.start()
     after(client, client.step)
     time.sleep(PAUSE_S)
@@ -112,8 +107,8 @@ def test_time_at_the_gate_belongs_to_no_step(tmp_path: Path) -> None:
         assert second.capture_ms < PAUSE_S * 1e3
 
 
-def test_another_level_is_obeyed_from_the_next_step_on_and_said(tmp_path: Path) -> None:
-    loop = Looping(tmp_path / "own.flextrace")
+def test_a_new_level_applies_from_the_next_step_on_and_is_recorded(tmp_path: Path) -> None:
+    loop = UserLoop(tmp_path / "own.flextrace")
     client = loop.start()
     after(client, lambda: client.step(2))
     client.level("extreme")
@@ -124,10 +119,10 @@ def test_another_level_is_obeyed_from_the_next_step_on_and_said(tmp_path: Path) 
     loop.end()
     with TraceReader(tmp_path / "own.flextrace") as reader:
         streams = [{(a.stream, a.layer) for a in reader.arrays(0, n)} for n in range(NEW)]
-        hidden = [sorted(layer for name, layer in found if name == "hidden") for found in streams]
+        hidden = [sorted(layer for name, layer in arrays if name == "hidden") for arrays in streams]
         assert hidden == [[], [], [1], [1], [], [], [], []]
-        said = [row.event for row in reader.events() if row.event.kind == "level"]
-        assert [(event.step, event.text) for event in said] == [
+        events = [row.event for row in reader.events() if row.event.kind == "level"]
+        assert [(event.step, event.text) for event in events] == [
             (2, "level extreme from step 2 on, basic before"),
             (2, "activations of 1 layers are stored from step 2 on"),
             (4, "level basic from step 4 on, extreme before"),
@@ -135,7 +130,7 @@ def test_another_level_is_obeyed_from_the_next_step_on_and_said(tmp_path: Path) 
 
 
 def test_a_stop_ends_a_loop_as_ctrl_c_does(tmp_path: Path) -> None:
-    loop = Looping(tmp_path / "own.flextrace")
+    loop = UserLoop(tmp_path / "own.flextrace")
     client = loop.start()
     after(client, client.step)
     assert client.stop().message == "the run ends"
@@ -146,8 +141,8 @@ def test_a_stop_ends_a_loop_as_ctrl_c_does(tmp_path: Path) -> None:
         assert [step.step for step in reader.steps(0)] == [0]
 
 
-def test_a_loop_of_ones_own_is_not_put_back(tmp_path: Path) -> None:
-    loop = Looping(tmp_path / "own.flextrace")
+def test_a_users_own_loop_cannot_be_restored(tmp_path: Path) -> None:
+    loop = UserLoop(tmp_path / "own.flextrace")
     client = loop.start()
     with pytest.raises(ControlError, match="the program's own"):
         client.restore(StepRef(0, 0, 0))
@@ -159,7 +154,7 @@ def test_a_loop_of_ones_own_is_not_put_back(tmp_path: Path) -> None:
     loop.end()
 
 
-def test_a_session_that_comes_late_takes_the_level_that_was_asked_for() -> None:
+def test_a_level_set_before_any_session_is_checked_and_kept() -> None:
     levels = SessionLevels("basic")
     levels.set_level("extreme")
     with pytest.raises(UsageError, match="There is no level loud"):
@@ -167,28 +162,28 @@ def test_a_session_that_comes_late_takes_the_level_that_was_asked_for() -> None:
     assert levels.level == "extreme"
 
 
-def test_a_session_may_come_while_another_level_is_passed_on() -> None:
+def test_a_session_attached_during_a_level_change_gets_the_new_level() -> None:
     class Session:
-        """Of a model that is found in a thread of its own."""
+        """A session of a model that is found in another thread."""
 
         level = ""
 
         def switch(self, *, level: str) -> None:
             self.level = level
 
-    class Slowly(WeakSet[Any]):
-        """In which somebody else may come between two."""
+    class SlowSet(WeakSet[Any]):
+        """A set in whose iteration another thread attaches a session."""
 
         def __iter__(self) -> Iterator[Any]:
-            for one in super().__iter__():
-                coming.start()
-                coming.join(0.1)  # it came already, or waits until all are told
-                yield one
+            for session in super().__iter__():
+                attaching.start()
+                attaching.join(0.1)  # attached already, or blocked until the iteration ends
+                yield session
 
     levels, first, late = SessionLevels("basic"), Session(), Session()
-    levels._sessions = Slowly()
-    coming = threading.Thread(target=lambda: levels.attach(late))  # type: ignore[arg-type]
+    levels._sessions = SlowSet()
+    attaching = threading.Thread(target=lambda: levels.attach(late))  # type: ignore[arg-type]
     levels.attach(first)  # type: ignore[arg-type]
     levels.set_level("extreme")
-    coming.join()
+    attaching.join()
     assert (first.level, late.level) == ("extreme", "extreme")

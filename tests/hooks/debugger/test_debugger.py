@@ -93,7 +93,7 @@ def test_without_code_of_the_users_inside_it_is_in_the_layers_forward() -> None:
     assert not is_user_frame(found)
 
 
-def test_a_stop_in_a_mask_rule_is_in_the_rule() -> None:
+def test_a_stop_in_a_mask_mod_is_in_the_mask_mod() -> None:
     found: list[FrameType] = []
 
     def rule(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_without_a_debugger_nothing_stops() -> None:
 # -- what is shown -----------------------------------------------------------------------------
 
 
-def test_a_tensor_says_its_form_its_numbers_and_its_first_values() -> None:
+def test_a_tensor_is_described_by_shape_statistics_and_first_values() -> None:
     assert describe_tensor(torch.tensor([[1.0, -2.0], [0.5, 4.0]])) == (
         "2×2 float32 cpu  min -2 mean 0.875 max 4 no NaN or Inf  [1, -2, 0.5, 4]"
     )
@@ -149,7 +149,7 @@ def test_every_kind_of_number_and_stride_can_be_shown(dtype: torch.dtype) -> Non
     assert "min 1 mean 1 max 1" in describe_tensor(turned)
 
 
-def test_what_has_no_values_says_so() -> None:
+def test_a_tensor_without_values_is_described() -> None:
     assert describe_tensor(torch.empty(3, device="meta")) == "3 float32 meta  no values (Tensor)"
     assert "torch.sparse_coo" in describe_tensor(torch.eye(3).to_sparse())
 
@@ -204,7 +204,7 @@ def trace(tmp_path: Path) -> Any:
     end_announcements()
 
 
-def test_a_stop_is_told_while_it_lasts_with_its_reason(trace: Path) -> None:
+def test_a_stop_is_announced_with_its_reason(trace: Path) -> None:
     frame = sys._getframe()
     assert read_stop(trace) is None
     with stop_reason("nan @ layers.3"), announced_stop("debugpy", frame):
@@ -212,13 +212,13 @@ def test_a_stop_is_told_while_it_lasts_with_its_reason(trace: Path) -> None:
     assert found is not None
     assert (found.pid, found.reason, found.file) == (os.getpid(), "nan @ layers.3", __file__)
     assert found.sentence(found.since + 40) == (
-        "held by debugpy in test_a_stop_is_told_while_it_lasts_with_its_reason "
-        f"(test_debugging.py:{found.line}) for 40 s: nan @ layers.3"
+        "held by debugpy in test_a_stop_is_announced_with_its_reason "
+        f"(test_debugger.py:{found.line}) for 40 s: nan @ layers.3"
     )
     assert read_stop(trace) is None
 
 
-def test_threads_that_are_held_along_leave_the_first_ones_word(trace: Path) -> None:
+def test_stops_of_other_threads_keep_the_first_announcement(trace: Path) -> None:
     def along() -> None:
         with announced_stop("debugpy", sys._getframe()):
             pass
@@ -232,7 +232,7 @@ def test_threads_that_are_held_along_leave_the_first_ones_word(trace: Path) -> N
         assert found.function == sys._getframe().f_code.co_name
 
 
-def test_what_a_dead_process_left_is_no_stop(tmp_path: Path) -> None:
+def test_the_stop_file_of_a_dead_process_is_ignored(tmp_path: Path) -> None:
     trace = tmp_path / "t.flextrace"
     write_stop(trace, DebuggerStop(1 << 22, "debugpy", "a.py", 1, "f", time.time()))
     assert read_stop(trace) is None

@@ -60,7 +60,7 @@ def called(**more: object) -> Tensor:
     return flex_attention(q, k, v, block_mask=mask, **more)  # type: ignore[arg-type, return-value]
 
 
-def test_the_rule_runs_as_python_and_gives_the_same_output(told: list[str]) -> None:
+def test_a_mask_mod_run_as_python_gives_the_same_output(told: list[str]) -> None:
     with torch.no_grad():
         debugged = called()
         assert ran == ["causal"]
@@ -86,13 +86,13 @@ def test_where_a_score_rule_may_need_gradients_torch_does_as_always_and_it_is_sa
     assert ran == ["causal"]
 
 
-def test_a_compiled_call_is_told_of_once(told: list[str]) -> None:
+def test_a_compiled_call_is_reported_once(told: list[str]) -> None:
     python_mods.on_compiled_call()
     python_mods.on_compiled_call()
     assert told == [python_mods.COMPILED]
 
 
-def test_nothing_changes_while_nobody_debugs() -> None:
+def test_nothing_changes_without_a_debugger() -> None:
     assert python_mods.with_python_mods(flex_attention, None) is flex_attention
     python_mods.on_compiled_call()
 

@@ -289,8 +289,8 @@ def test_invalid_commands_are_answered_and_change_nothing(
         "Branch 0 has no step 99; its steps go from 0 to 7.",
         "A fork needs a token or a text of at least one token.",
         "There is no segment '77'.",
-        "Row 3 comes before key 9, and a row sees no later key.",
-        "paraphrase 1 comes before paraphrase 3, and a row sees no later key.",
+        "Row 3 comes before key 9, and a row attends to no later key.",
+        "paraphrase 1 comes before paraphrase 3, and a row attends to no later key.",
         "'row' needs a row.",
         "Editing the mask needs at least one edit.",
     ]
