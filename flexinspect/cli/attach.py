@@ -22,16 +22,13 @@ Closing the interface leaves the run going, and any number may look at once.
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "attach",
-        help="open the inspector on a run that goes on",
-        description="Find the captures of yours that run on this machine, and open the inspector "
-        "on one of them.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = (
+        "Find the captures of yours that run on this machine, and open the inspector "
+        "on one of them."
     )
+    parser.epilog = EXAMPLES
     parser.add_argument("which", metavar="PID|TRACE", nargs="?", help="which one, if several run")
     parser.add_argument("--list", action="store_true", help="list them, and open nothing")
     parser.add_argument("--json", action="store_true", help="with --list: as JSON, tokens too")
@@ -42,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """List captures, or open one."""
     if args.list or args.json:
         return _list(as_json=args.json)
-    from flexinspect.cli.open import open_trace_file
+    from flexinspect.cli.interface import open_trace_file
     from flexinspect.control.discovery import find_capture
 
     which = args.which

@@ -23,15 +23,10 @@ exit codes: 0 the same tokens and masks (numbers may differ by rounding; with --
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "compare",
-        help="say what differs between two traces (exit code 1 if something does)",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
     parser.add_argument("a", metavar="A", type=Path, help="a trace file")
     parser.add_argument("b", metavar="B", type=Path, help="the other one")
     parser.add_argument("--generation", metavar="N", type=int, help="only this generation of both")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.cli.flags import positive_int
-from flexinspect.cli.open import non_negative_int
+from flexinspect.cli.flags import non_negative_int, positive_int
 from flexinspect.control.messages import (
     BreakpointInfo,
     Breakpoints,
@@ -45,15 +44,10 @@ A command is answered at once, with what will happen; "flexinspect ctl status" s
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "ctl",
-        help="pause, step, stop and change a run that goes on",
-        description="Command a capture that runs: the only one, or the one that is named.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = "Command a capture that runs: the only one, or the one that is named."
+    parser.epilog = EXAMPLES
     _add_common_flags(parser)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_step_commands(verbs)

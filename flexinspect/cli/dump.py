@@ -19,15 +19,10 @@ _EPILOG = """examples:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "dump",
-        help="print a trace as text or JSON",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
     parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
     parser.add_argument("--generation", metavar="N", type=int, help="only this generation")
     parser.add_argument("--step", metavar="N", type=int, help="only this step (0 is the prefill)")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexinspect.records.finding import Severity
 
@@ -40,15 +40,10 @@ _PROGRESS_AFTER_S = 1.0
 NEVER = "never"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "findings",
-        help="say what is wrong in a trace (exit code 1 if something is)",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
     add = parser.add_argument
     severities = [str(severity) for severity in Severity]
     add("trace", metavar="TRACE", type=Path, help="the trace file")
@@ -156,6 +151,6 @@ def _print(args: argparse.Namespace, report: Report, bar: Severity | None) -> No
         sys.stdout.write(as_junit(report, bar))
     else:
         from flexinspect.analysis.reports.plain_text import print_report
-        from flexinspect.cli.flags import Output
+        from flexinspect.cli.output import Output
 
         print_report(report, Output())

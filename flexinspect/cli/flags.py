@@ -1,4 +1,4 @@
-"""What commands print on stdout in words and tables."""
+"""Flags that several commands share, and the options that they select."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import os
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Collection
-from typing import Any
-
-from rich.console import Console
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debugger_options import (
@@ -19,21 +16,6 @@ from flexinspect.records.debugger_options import (
     parse_address,
 )
 from flexinspect.records.job import OnBreak
-
-
-class Output(Console):
-    """Rich's console on stdout, without markup, so that text of the user's is printed as it is.
-
-    Raises `BrokenPipeError` when whoever read stdout has gone (`| head`); Rich itself would end the
-    process with exit code 1.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, **options)
-
-    def on_broken_pipe(self) -> None:
-        """Let the command line end quietly, as for everything else that it prints."""
-        raise BrokenPipeError
 
 
 def add_break_flags(parser: argparse.ArgumentParser) -> None:
@@ -241,3 +223,10 @@ def n_threads(text: str) -> int:
     if value > MAX_THREADS:
         raise ArgumentTypeError(f"{value} threads are more than {MAX_THREADS}")
     return value
+
+
+def non_negative_int(text: str) -> int:
+    """Read a whole number that is 0 or greater."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number that is 0 or greater")
+    return int(text)

@@ -72,16 +72,13 @@ class _ModelRow:
         }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the command line."""
-    parser = subparsers.add_parser(
-        "models",
-        help="list the models: size, and whether they are here, cached or need a download",
-        description="List every model that --model knows by name, its size, and where it is. "
-        "Looks at this machine only; nothing is downloaded.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = (
+        "List every model that --model knows by name, its size, and where it is. "
+        "Looks at this machine only; nothing is downloaded."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("--json", action="store_true", help="print JSON on standard output")
     parser.set_defaults(run=run)
 
@@ -113,7 +110,7 @@ def _model_row(alias: str, config: Config) -> _ModelRow:
 
 
 def _print(rows: list[_ModelRow], config: Config) -> None:
-    from flexinspect.cli.flags import Output
+    from flexinspect.cli.output import Output
 
     console = Output()
     console.print(_table(rows, full_names=console.width >= 100))

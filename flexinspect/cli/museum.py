@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexinspect.core.errors import UsageError
 
@@ -35,15 +35,10 @@ exit codes: 0 done, 1 --check has missed a fault or has a false alarm,
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "museum",
-        help="broken runs to learn on, each after a public case",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
     add = parser.add_argument
     add("name", metavar="NAME", nargs="?", help="the exhibit")
     add("--repaired", action="store_true", help="its twin in which the fault is mended")
@@ -86,7 +81,7 @@ def _list(*, as_json: bool) -> int:
 
 
 def _console() -> Console:
-    from flexinspect.cli.flags import Output
+    from flexinspect.cli.output import Output
 
     return Output()
 
@@ -112,9 +107,10 @@ def _open(args: argparse.Namespace) -> int:
         input("\nEnter opens it ('?' shows the keys). ")
     except EOFError:
         return 0
-    from flexinspect.cli.main import main
+    from flexinspect.cli.interface import open_trace_file
+    from flexinspect.panels.base import TracePlace
 
-    return main(["open", str(path), "--step", str(about.step)])
+    return open_trace_file(path, TracePlace(step=about.step))
 
 
 def _print_description(about: BrokenRun) -> None:

@@ -36,25 +36,22 @@ _DEFAULT_NEW_TOKENS = {"isolation": 4, "order": 1, "kernel": 2, "cache": 16}
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
     from flexinspect.analysis.proof_results import PROOF_KINDS
     from flexinspect.cli import run as run_
 
-    parser = subparsers.add_parser(
-        "prove",
-        help="prove isolation, kernel or cache of a generation, by running it",
-        description="Run a paraphrase-ensemble generation under FlexAttention, and prove one "
+    parser.description = (
+        "Run a paraphrase-ensemble generation under FlexAttention, and prove one "
         "thing of it. isolation: the tokens of each segment are changed, and no row that must not "
         "see it may move, in any layer. order: paraphrases change places, and the next token's "
         "logits are compared. kernel: the weights that each attention call used are recovered and "
         "compared with those that are drawn. cache: decode steps are compared with a full "
         "recompute. Given a program of your own, that is run up to its first call of a model with "
-        "a whole prompt, and that call is proved, with whatever the program has patched by then.",
-        argument_default=argparse.SUPPRESS,  # so that it shows which flags were given
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "a whole prompt, and that call is proved, with whatever the program has patched by then."
     )
+    parser.argument_default = argparse.SUPPRESS
+    parser.epilog = EXAMPLES
     parser.add_argument(
         "proof", choices=PROOF_KINDS, metavar="|".join(PROOF_KINDS), help="what to prove"
     )
@@ -102,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from flexinspect.cli.flags import Output
+    from flexinspect.cli.output import Output
 
     console = Output()
     done = []

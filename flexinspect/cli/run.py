@@ -63,20 +63,19 @@ SCRIPT_FLAGS = (
 """Flags that go with a program of the user's."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = subparsers.add_parser(
-        "run",
-        help="run a generation under FlexAttention, or your own program, and record every step",
-        usage="%(prog)s [options]\n       %(prog)s [options] SCRIPT.py [--] [its arguments]\n"
-        "       %(prog)s [options] -m MODULE [--] [its arguments]",
-        description="Run a paraphrase-ensemble generation under FlexAttention, or a program of "
-        "your own as Python would run it, in a process of its own, and record every step of every "
-        "model in a trace. The exit code of a program is passed on.",
-        argument_default=argparse.SUPPRESS,  # so that it shows which flags were given
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.usage = (
+        "%(prog)s [options]\n       %(prog)s [options] SCRIPT.py [--] [its arguments]\n"
+        "       %(prog)s [options] -m MODULE [--] [its arguments]"
     )
+    parser.description = (
+        "Run a paraphrase-ensemble generation under FlexAttention, or a program of "
+        "your own as Python would run it, in a process of its own, and record every step of every "
+        "model in a trace. The exit code of a program is passed on."
+    )
+    parser.argument_default = argparse.SUPPRESS
+    parser.epilog = EXAMPLES
     add_program_flags(parser)
     add_model_flags(parser)
     add_data_flags(parser)
@@ -236,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"trace": None, "generations": [], **said}, indent=2))
         raise
     if not (args.no_ui or args.json or args.verbose) and _is_interactive():
-        from flexinspect.cli.open import inspect_run
+        from flexinspect.cli.interface import inspect_run
 
         return inspect_run(job)
     if isinstance(job, ScriptJob):
@@ -264,9 +263,10 @@ def _is_interactive() -> bool:
 
 def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
     """Return the job of a command line ("run", "--model", ...). Raises `FlexInspectError`."""
-    from flexinspect.cli.main import build_parser
-
-    return replace(checked_job(build_parser().parse_args(argv)), argv=("flexinspect", *argv))
+    command, *arguments = argv
+    parser = argparse.ArgumentParser(f"flexinspect {command}")
+    configure(parser)
+    return replace(checked_job(parser.parse_args(arguments)), argv=("flexinspect", *argv))
 
 
 def checked_job(args: argparse.Namespace) -> Job | ScriptJob:

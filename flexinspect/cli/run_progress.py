@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flexinspect.cli.flags import Output
+from flexinspect.cli.output import Output
 from flexinspect.core.text import escape_unprintable
 from flexinspect.inputs.datasets import is_correct_answer
 from flexinspect.inputs.model_sizes import human_bytes, human_count

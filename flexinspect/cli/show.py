@@ -42,15 +42,10 @@ _DEFAULT_WIDTH, _DEFAULT_HEIGHT = 100, 30
 _MAX_SIZE = 1000
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "show",
-        help="print a panel as text, or save its picture, without the interface",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, nargs="?", help="the trace file")
     add("--panel", metavar="NAME", action="append", help="only this panel (may be repeated)")

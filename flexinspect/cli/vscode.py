@@ -14,17 +14,14 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = subparsers.add_parser(
-        "vscode",
-        help="write the debug configurations for VSCode",
-        description="Add configurations to .vscode/launch.json: run under the debugger, attach to "
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = (
+        "Add configurations to .vscode/launch.json: run under the debugger, attach to "
         "a run, attach by process id, run the tests. What the file holds stays as it is, comments "
-        "too, and a configuration of the same name is left alone.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "too, and a configuration of the same name is left alone."
     )
+    parser.epilog = EXAMPLES
     parser.add_argument(
         "--folder", type=Path, default=Path(), help="the folder that VSCode opens (default: here)"
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # the command line imports this module, and need not load numpy
+    import numpy as np
+    import numpy.typing as npt
 
 
 def escape_unprintable(text: str) -> str:
@@ -24,7 +26,7 @@ def _escape_char(char: str) -> str:
     return char.encode("unicode_escape").decode()
 
 
-Positions = npt.NDArray[np.intp]
+Positions: TypeAlias = "npt.NDArray[np.intp]"
 
 MAX_LISTED_POSITIONS = 32
 """Positions that one finding lists; its sentence and evidence count them all."""

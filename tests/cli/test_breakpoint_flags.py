@@ -121,7 +121,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def job_of(*words: str) -> Job | ScriptJob:
-    return checked_job(build_parser().parse_args(["run", *words]))
+    return checked_job(build_parser("run").parse_args(["run", *words]))
 
 
 def test_flags_and_settings_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

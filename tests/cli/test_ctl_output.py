@@ -45,7 +45,7 @@ def test_a_capture_is_found_by_any_way_to_its_trace(
 
 def test_edits_are_read_in_the_order_they_are_given() -> None:
     words = "--drop 3 --see 5:4 --unsee 4:5 --join 1,2,3 --open 9 --close 9:2 --preset causal"
-    args = build_parser().parse_args(["ctl", "edit", "4", *words.split()])
+    args = build_parser("ctl").parse_args(["ctl", "edit", "4", *words.split()])
     assert edits_of(args) == (
         MaskEdit("drop", segments=(3,)),
         MaskEdit("see", segments=(5, 4)),
@@ -149,5 +149,5 @@ def test_a_capture_is_named_in_one_way() -> None:
 def test_a_capture_is_named_before_or_behind_the_verb(words: str) -> None:
     from flexinspect.cli.main import build_parser
 
-    args = build_parser().parse_args(["ctl", *words.split()])
+    args = build_parser("ctl").parse_args(["ctl", *words.split()])
     assert (args.pid, args.json, args.wait, args.trace) == (5, False, False, None)

@@ -232,7 +232,7 @@ def test_rows_without_keys_and_restarting_positions_agree(
 
 
 def job_of(*words: str) -> Job:
-    job = checked_job(build_parser().parse_args(["run", *words]))
+    job = checked_job(build_parser("run").parse_args(["run", *words]))
     assert isinstance(job, Job)
     return job
 
@@ -275,7 +275,7 @@ def test_a_program_of_the_users_takes_no_gradient_flags(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print()")
     with pytest.raises(UsageError, match="--grads"):
-        checked_job(build_parser().parse_args(["run", "--grads", "margin", str(script)]))
+        checked_job(build_parser("run").parse_args(["run", "--grads", "margin", str(script)]))
 
 
 # -- beside control --------------------------------------------------------------------------------

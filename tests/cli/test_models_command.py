@@ -16,8 +16,8 @@ COMMAND = """
 import argparse, sys
 from flexinspect.cli import models
 parser = argparse.ArgumentParser(prog="flexinspect")
-models.add_parser(parser.add_subparsers())
-args = parser.parse_args(["models", *sys.argv[1:]])
+models.configure(parser)
+args = parser.parse_args(sys.argv[1:])
 code = args.run(args)
 heavy = {"torch", "transformers", "textual", "flexinspect_hooks"} & set(sys.modules)
 assert not heavy, heavy
@@ -82,9 +82,9 @@ def test_own_models_are_listed_and_a_lost_one_does_not_hide_the_others(
 
 def test_help_shows_how_to_add_own_names(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
+    command.configure(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args(["models", "--help"])
+        parser.parse_args(["--help"])
     assert "[models]" in capsys.readouterr().out
 
 

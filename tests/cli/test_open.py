@@ -136,7 +136,7 @@ def test_a_trace_of_another_build_that_lost_part_of_its_schema_is_not_opened(
         path.write_bytes(whole[:60_000])
         assert repair_copy(path) is None
         assert main(["show", str(path)]) == 2
-        assert "It cannot be opened without the part that is missing." in capsys.readouterr().err
+        assert "It cannot be opened without the missing part." in capsys.readouterr().err
         path.write_bytes(whole[:120_000])  # its schema is there
         assert is_repairable(path)
     finally:

@@ -111,9 +111,9 @@ def panels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
 @pytest.fixture
 def said(panels: list[EntryPoint], capsys: pytest.CaptureFixture[str]) -> Show:
     def run(*words: str) -> tuple[int, str, str]:
-        parser = argparse.ArgumentParser()
-        show.add_parser(parser.add_subparsers())
-        args = parser.parse_args(["show", *words])
+        parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+        show.configure(parser)
+        args = parser.parse_args(words)
         code = int(args.run(args))
         return code, *capsys.readouterr()
 
@@ -301,10 +301,10 @@ def test_the_list_names_panels_their_help_and_their_options(
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    show.add_parser(parser.add_subparsers())
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+    show.configure(parser)
     with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["show", "--help"])
+        parser.parse_args(["--help"])
     assert ended.value.code == 0
     assert "flexinspect show run.flextrace --panel mask --step 3 --layer 2" in (
         capsys.readouterr().out

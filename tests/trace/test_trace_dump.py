@@ -27,7 +27,7 @@ CHILD = """
 import argparse, sys
 from flexinspect.cli import dump
 parser = argparse.ArgumentParser()
-dump.add_parser(parser.add_subparsers())
+dump.configure(parser)
 args = parser.parse_args(sys.argv[1:])
 sys.exit(args.run(args))
 """
@@ -35,8 +35,8 @@ sys.exit(args.run(args))
 
 def dumped(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     parser = argparse.ArgumentParser()
-    dump.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["dump", *map(str, words)])
+    dump.configure(parser)
+    args = parser.parse_args([*map(str, words)])
     assert args.run(args) == 0
     return capsys.readouterr().out
 
