@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
@@ -19,14 +19,16 @@ from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.keys import all_keys
 from flexinspect.drawing.text_lines import Canvas
 from flexinspect.drawing.theme import NoColorFilter
-from flexinspect.launch.child_process import POLL_INTERVAL_S, hand_over_terminal
 from flexinspect.panels.base import TracePlace
-from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.file.salvage import is_repaired_copy
 from flexinspect.tui import saved_state
-from flexinspect.tui.screens.start_screen import JobFactory, StartScreen, UnreadableTraceScreen
 from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.trace_session import TraceSession
+
+# What opening a trace does not show is imported on first use.
+if TYPE_CHECKING:
+    from flexinspect.records.job import Job, ScriptJob
+    from flexinspect.tui.screens.start_screen import JobFactory
 
 _NO_COLOR_FILTER = NoColorFilter()
 
@@ -75,6 +77,8 @@ class InspectorApp(App[None]):
         elif self._trace is not None:
             self.inspect_trace(self._trace, self._place)
         else:
+            from flexinspect.tui.screens.start_screen import StartScreen
+
             self.push_screen(StartScreen(self._open_target, self._make_job))
 
     def on_unmount(self) -> None:
@@ -86,6 +90,8 @@ class InspectorApp(App[None]):
         """Start a job and follow it."""
         self.session = TraceSession.start(job)
         if job.debugger.pdb:
+            from flexinspect.launch.child_process import POLL_INTERVAL_S
+
             self.set_interval(POLL_INTERVAL_S, self._hand_over_terminal)
         self.push_screen(TraceScreen(self.session))
 
@@ -93,6 +99,8 @@ class InspectorApp(App[None]):
         """Step aside while pdb in the run has the terminal."""
         process = self.session.process if self.session is not None else None
         if process is not None and process.state.wants_terminal:
+            from flexinspect.launch.child_process import hand_over_terminal
+
             with self.suspend():
                 hand_over_terminal(process)
 
@@ -101,6 +109,8 @@ class InspectorApp(App[None]):
         try:
             self.session = TraceSession(path)
         except TraceError as error:
+            from flexinspect.tui.screens.start_screen import UnreadableTraceScreen
+
             self.trace_error = error
             self.push_screen(UnreadableTraceScreen(path, error, self._open_target))
             return

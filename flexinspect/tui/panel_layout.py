@@ -13,7 +13,7 @@ from textual.reactive import reactive
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keys import N_DIGITS
 from flexinspect.panels.base import TracePlace, is_training_trace
-from flexinspect.panels.panel_registry import load_panel, panel_names
+from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
 from flexinspect.tui import saved_state
 from flexinspect.tui.panel_view import PanelView
 from flexinspect.tui.trace_session import TraceSession
@@ -42,19 +42,16 @@ def n_columns(slots: int, width: int) -> int:
 
 
 def loadable_panels(names: tuple[str, ...]) -> list[str]:
-    """Return the remembered panels that exist and load, filled up to the most there can be."""
-    known = list(dict.fromkeys([*names, *panel_names()]))
-    found: list[str] = []
-    for name in known:
-        if len(found) < MAX_SLOTS and _is_loadable(name):
-            found.append(name)
-    return found
+    """Return the first `MAX_SLOTS` panels that load, of `names` and then of all panels."""
+    loadable = [name for name in dict.fromkeys(names) if _is_loadable(name)]
+    if len(loadable) < MAX_SLOTS:  # else other packages need not be searched for panels
+        loadable += [name for name in panel_names() if name not in names and _is_loadable(name)]
+    return loadable[:MAX_SLOTS]
 
 
 def _panel_title(name: str) -> Content:
     """Return the title of a panel, with the digit that shows it."""
-    panel = load_panel(name)
-    number = panel_names().index(name) + 1
+    panel, number = load_panel(name), panel_number(name)
     return Content(f"{number} {panel.title}" if number <= N_DIGITS else panel.title)
 
 

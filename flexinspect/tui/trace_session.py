@@ -11,22 +11,23 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import TraceError
 from flexinspect.core.text import escape_unprintable
-from flexinspect.launch.child_process import Capture, start_capture
-from flexinspect.launch.crash import close_crashed_trace
 from flexinspect.panels.source import Source
-from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.file.location import delete_trace
 from flexinspect.trace.queries.range_queries import step_bounds
 from flexinspect.trace.queries.search_queries import n_generations, newest_events
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import EventRow
+
+if TYPE_CHECKING:
+    from flexinspect.launch.child_process import Capture
+    from flexinspect.records.job import Job, ScriptJob
 
 LAST_LINES = 6
 CHECK_EVERY_S = 1.0
@@ -90,6 +91,8 @@ class TraceSession:
     @classmethod
     def start(cls, job: Job | ScriptJob) -> TraceSession:
         """Start a job in a process of its own."""
+        from flexinspect.launch.child_process import start_capture  # not to open a finished trace
+
         return cls(process=start_capture(job))
 
     def _attach(self, path: Path) -> None:
@@ -151,6 +154,8 @@ class TraceSession:
         if self.reader is not None:
             self.reader.close()
         if not state.is_over and state.recording is not None and state.recording.exists():
+            from flexinspect.launch.crash import close_crashed_trace  # loads rules
+
             close_crashed_trace(state.recording, process, self._exit_code or 0)
             state.path = state.recording
         elif state.is_over and state.path is None and state.recording is not None:
@@ -212,8 +217,6 @@ class TraceSession:
             self.debugger_messages.append(row.event.text)
 
     def _with_errors(self, status: RunStatus) -> RunStatus:
-        from dataclasses import replace
-
         if (
             status.state == "recording"
             and self.process is None

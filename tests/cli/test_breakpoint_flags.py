@@ -156,7 +156,7 @@ def test_waiting_for_commands_that_are_not_taken_is_refused() -> None:
 
 def test_a_run_that_takes_no_commands_is_not_told_to_wait() -> None:
     gate = StepBarrier()
-    control: Any = SimpleNamespace(gate=gate, parts=SimpleNamespace(), note="")
+    control: Any = SimpleNamespace(barrier=gate, targets=SimpleNamespace(), note="")
     breaks = RunBreakpoints(
         job_of("--no-control", "--break", "step == 1"), control, lambda text: None
     )

@@ -96,7 +96,7 @@ def test_our_own_generation_waits_for_a_client_and_stops_in_a_rule_of_the_users(
                 client.request("continue", threadId=thread)
                 thread, stack = client.stopped()
                 # Before a forward there is no frame of the user's, nor of a layer.
-                assert Path(stack[0]["source"]["path"]).name in ("generate.py", "ensemble.py")
+                assert Path(stack[0]["source"]["path"]).name in ("decoding.py", "ensemble_run.py")
                 said = client.evaluate("(flexinspect.step, flexinspect.reason)", stack[0])
                 assert said.startswith("(0, ")
                 assert f", {reason}: step 0 (prefill)" in said

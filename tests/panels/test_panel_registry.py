@@ -113,7 +113,7 @@ def test_a_name_like_no_other_is_told_how_to_add_a_panel() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("gone", "did not load: ModuleNotFoundError"),
+        ("gone", "could not be loaded: ModuleNotFoundError"),
         ("broken", "making one failed with OSError: no such device"),
         ("number", "it is str, not a class of panels"),
         ("options", "it makes Options, not a Panel"),

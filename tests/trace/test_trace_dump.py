@@ -204,7 +204,7 @@ def test_nan_and_scalars_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_closed_pipe_is_no_error(finished: Path) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, "dump", finished],
+        [sys.executable, "-c", CHILD, finished],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -218,7 +218,7 @@ def test_a_closed_pipe_is_no_error(finished: Path) -> None:
 def test_a_terminal_that_knows_only_ascii_gets_escapes(finished: Path) -> None:
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     out = subprocess.run(
-        [sys.executable, "-c", CHILD, "dump", finished],
+        [sys.executable, "-c", CHILD, finished],
         capture_output=True,
         check=True,
         env=environ,

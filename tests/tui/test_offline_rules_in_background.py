@@ -45,7 +45,7 @@ def child(monkeypatch: pytest.MonkeyPatch, with_review: None) -> list[str]:
     tests = str(TESTS)
     monkeypatch.setenv("PYTHONPATH", ":".join([*sys.path, tests]))
     monkeypatch.setattr(
-        capture_control,
+        offline_rules,
         "review_command",
         lambda path: [sys.executable, "-c", CHILD, str(path), *words],
     )
@@ -115,7 +115,7 @@ async def test_closing_ends_the_process_that_looks(
     began = tmp_path / "began"
     sleeper = f"open({str(began)!r}, 'w').close(); import time; time.sleep(60)"
     monkeypatch.setattr(
-        capture_control, "review_command", lambda path: [sys.executable, "-c", sleeper]
+        offline_rules, "review_command", lambda path: [sys.executable, "-c", sleeper]
     )
     ended: list[int | None] = []
     real = asyncio.create_subprocess_exec
@@ -149,7 +149,7 @@ async def test_a_trace_that_every_rule_has_seen_starts_no_process(
         offline_rules.review(reader, [Slow()])
     started: list[Path] = []
     monkeypatch.setattr(
-        capture_control, "review_command", lambda path: started.append(path) or ["no"]
+        offline_rules, "review_command", lambda path: started.append(path) or ["no"]
     )
     async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
         await until(pilot, "2 warnings")

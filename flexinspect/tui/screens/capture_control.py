@@ -20,29 +20,19 @@ from textual.app import App
 from textual.reactive import reactive
 from textual.screen import Screen
 
-from flexinspect.analysis.offline_rules import (
-    Review,
-    pending_tasks,
-    review_command,
-    review_from_json,
-)
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
-from flexinspect.masks.algebra import PRESETS
 from flexinspect.panels.base import Navigate, TracePlace
-from flexinspect.panels.logits_panel import probability, token_label
-from flexinspect.records.prompt import Segment
-from flexinspect.records.step import Candidate
-from flexinspect.rules.engine import load_rules
-from flexinspect.trace.file.writer import review_statements
 from flexinspect.trace.queries.range_queries import branch_of_step
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
-from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen
 from flexinspect.tui.screens.dialogs import ChoiceDialog, TextDialog
 from flexinspect.tui.trace_session import TraceSession
 
+# Rules, the control client and the dialogs of its commands are imported on first use: they would
+# take a third of the time to the first screen.
 if TYPE_CHECKING:
+    from flexinspect.analysis.offline_rules import Review
     from flexinspect.control.client import ControlClient
     from flexinspect.control.messages import (
         CommandResponse,
@@ -52,6 +42,8 @@ if TYPE_CHECKING:
         StatusResponse,
     )
     from flexinspect.control.messages import StepRef as LivePlace
+    from flexinspect.records.prompt import Segment
+    from flexinspect.records.step import Candidate
 
 
 class ReviewScreen(Screen[None]):
@@ -97,12 +89,17 @@ async def review_in_background(session: TraceSession, pool: Executor) -> str | N
         return None
     done = await _run_review(reader)
     if done.unstored:
+        from flexinspect.trace.file.writer import review_statements
+
         reader.add_reviews(review_statements(done.unstored))
     return done.note
 
 
 def needs_review(reader: TraceReader) -> bool:
     """Tell whether a rule has not looked at something yet."""
+    from flexinspect.analysis.offline_rules import pending_tasks
+    from flexinspect.rules.engine import load_rules
+
     try:
         return bool(pending_tasks(reader, load_rules().rules))
     except FlexInspectError:
@@ -110,6 +107,8 @@ def needs_review(reader: TraceReader) -> bool:
 
 
 async def _run_review(reader: TraceReader) -> Review:
+    from flexinspect.analysis.offline_rules import Review, review_command, review_from_json
+
     pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     words = review_command(reader.path)
     process = await asyncio.create_subprocess_exec(
@@ -256,6 +255,8 @@ class ControlScreen(ReviewScreen):
     @work(group="dialog")
     async def edit_breakpoints(self) -> None:
         """List, set and remove breakpoints."""
+        from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen
+
         found = await self.call_capture(lambda client: client.breakpoints())
         if found is not None:
             await self.app.push_screen_wait(BreakpointsScreen(self.capture, found))
@@ -474,6 +475,8 @@ def _load_candidates(reader: TraceReader, place: TracePlace) -> list[Candidate]:
 
 
 def _format_candidate(one: Candidate) -> str:
+    from flexinspect.panels.logits_panel import probability, token_label
+
     return (
         f"{one.rank:>3}  {token_label(one.text, one.token_id):<24} {probability(one.logprob):7.2%}"
     )
@@ -507,6 +510,7 @@ async def ask_edit(app: Any, reader: TraceReader, place: TracePlace) -> MaskEdit
 
 async def _ask_preset(app: Any) -> MaskEdit | None:
     from flexinspect.control.messages import MaskEdit
+    from flexinspect.masks.algebra import PRESETS
 
     options = [(name, name) for name in PRESETS]
     name = await app.push_screen_wait(ChoiceDialog("Which preset?", options))
