@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from flexinspect.core.keys import all_keys
-from flexinspect.panels.panel_registry import ORDER, load_panel
+from flexinspect.core.plugins import BUILT_IN, PANELS
+from flexinspect.panels.panel_registry import load_panel
 
 PAGE = Path(__file__).parents[1] / "docs" / "interface.md"
 _NAMES = {
@@ -44,7 +45,7 @@ def _shown(key: str) -> str:
 def panels_text() -> str:
     """Return what each panel says of itself."""
     parts = []
-    for number, name in enumerate(ORDER, start=1):
+    for number, name in enumerate(BUILT_IN[PANELS], start=1):
         panel = load_panel(name)
         parts.append(f"**{number} {panel.title}** (`{name}`). " + " ".join(panel.help.lines()))
     return "\n\n".join(parts)

@@ -200,7 +200,7 @@ def test_what_another_program_stores_meanwhile_is_said_once(path: Path) -> None:
 def test_calls_outside_of_a_model_go_to_rules_that_want_them(tmp_path: Path) -> None:
     class Loose(Late):
         name = "loose"
-        loose = True
+        handles_standalone_calls = True
 
     path = tmp_path / "loose.flextrace"
     with TraceWriter.create(path, {**RUN, "rules": []}) as writer:
