@@ -46,8 +46,12 @@ if TYPE_CHECKING:
     from flexinspect.records.step import Candidate
 
 
+REVIEW_DELAY_S = 0.3
+"""Importing the rules takes the interpreter for a while: the first screen is drawn before."""
+
+
 class ReviewScreen(Screen[None]):
-    """A screen on a trace that lets rules look at it, and looks again when they have."""
+    """A screen on a trace that runs pending rules in the background and shows their findings."""
 
     _last_review: tuple[Path | None, int] | None = None
 
@@ -69,6 +73,7 @@ class ReviewScreen(Screen[None]):
 
     @work(exclusive=True, group="review")
     async def _review(self, session: TraceSession, pool: Executor) -> None:
+        await asyncio.sleep(REVIEW_DELAY_S)
         message = await review_in_background(session, pool)
         if message is not None:
             self.poll_trace()
