@@ -149,7 +149,7 @@ def test_what_cannot_be_read_is_refused_before_anything_starts() -> None:
     assert job_of("--break", "finding mask.* >= warning").breakpoints
 
 
-def test_waiting_for_commands_that_are_not_taken_is_refused() -> None:
+def test_wait_without_control_is_refused() -> None:
     with pytest.raises(UsageError, match="--wait pauses the run until a command comes"):
         job_of("--wait", "--no-control", "--break", "step == 1")
 

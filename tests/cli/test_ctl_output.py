@@ -79,7 +79,7 @@ def test_an_order_that_the_end_of_the_run_overtook_is_a_failure() -> None:
     order = RewindState(2, "fork", "waiting")
     going = StatusResponse("running", StepRef(0, 0, 7), "running", last_rewind=order)
     gone: Any = Vanishing(ControlError("No capture answers."))
-    with pytest.raises(ControlError, match="ended before it said what became of order 2"):
+    with pytest.raises(ControlError, match="ended before it reported the result of command 2"):
         _wait_and_print(CommandResponse("the fork waits", going, 2), gone, as_json=False)
     assert (
         _wait_and_print(
@@ -120,7 +120,7 @@ def test_answers_are_said_in_words() -> None:
     assert response_lines(CommandResponse("going on", STATUS)) == ["going on"]
     cost = Cost("40 rows in one forward", 0.2, 4096, True)
     assert response_lines(CommandResponse("x", STATUS, None, cost)) == [
-        "cost: 40 rows in one forward (dear)"
+        "cost: 40 rows in one forward (expensive)"
     ]
     assert response_lines(STATUS)[0] == "paused after step 7 (branch 1) (entropy > 3)"
     order = RewindState(2, "fork", "failed", "No such step.", StepRef(0, 0, 7), 0.0123)

@@ -64,10 +64,10 @@ class FakeCapture:
     def client(self) -> FakeCapture:
         return self
 
-    def ask(self, ask: Callable[[FakeCapture], Any]) -> Any:
-        return ask(self)
+    def call(self, command: Callable[[FakeCapture], Any]) -> Any:
+        return command(self)
 
-    def look(self) -> CaptureStatus:
+    def poll(self) -> CaptureStatus:
         if self.is_silent:
             return CaptureStatus(is_unresponsive=True)
         return CaptureStatus(self.status(), debugger_stop=self.held)
@@ -124,7 +124,7 @@ class FakeCapture:
             return self._answer("it would", cost=self.cost)
         self.asked.append(what)
         self._order = self.outcome
-        return self._answer("it will be done", order=1)
+        return self._answer("it will be done", rewind_number=1)
 
     def restore(self, place: StepRef, *, dry_run: bool) -> CommandResponse:
         return self._travel(("restore", place), dry_run)
@@ -167,7 +167,7 @@ def path(tmp_path: Path) -> Path:
 
 async def driven(app: InspectorApp, pilot: Pilot[Any]) -> Driven:
     capture, screen = FakeCapture(), app.screen
-    screen.remote = capture  # type: ignore[attr-defined]
+    screen.capture = capture  # type: ignore[attr-defined]
     await settle(pilot)
     return Driven(app, pilot, capture)
 
