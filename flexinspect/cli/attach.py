@@ -31,7 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Find your running captures on this machine, and open the interface on one of them."
     )
     parser.epilog = EXAMPLES
-    parser.add_argument("which", metavar="PID|TRACE", nargs="?", help="which capture, if several are running")
+    parser.add_argument(
+        "which", metavar="PID|TRACE", nargs="?", help="which capture, if several are running"
+    )
     parser.add_argument("--list", action="store_true", help="list the captures and exit")
     parser.add_argument("--json", action="store_true", help="list them as JSON, with their tokens")
     parser.set_defaults(run=run)

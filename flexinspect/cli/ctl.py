@@ -73,7 +73,9 @@ def _add_common_flags(parser: argparse.ArgumentParser, **default: Any) -> None:
 
 
 def _add_step_commands(verbs: Any) -> None:
-    verbs.add_parser("status", help="show the state of the capture").set_defaults(do=lambda c, a: c.status())
+    verbs.add_parser("status", help="show the state of the capture").set_defaults(
+        do=lambda c, a: c.status()
+    )
     verbs.add_parser("pause", help="pause after this step").set_defaults(do=lambda c, a: c.pause())
     verbs.add_parser("continue", help="continue; end a run that --hold keeps alive").set_defaults(
         do=lambda c, a: c.continue_()
@@ -149,7 +151,9 @@ def _add_breakpoint_commands(verbs: Any) -> None:
     add.set_defaults(
         do=lambda c, a: c.add_breakpoint(a.condition, hits=a.hits, once=a.once, log_only=a.log_only)
     )
-    actions.add_parser("list", help="list the breakpoints").set_defaults(do=lambda c, a: c.breakpoints())
+    actions.add_parser("list", help="list the breakpoints").set_defaults(
+        do=lambda c, a: c.breakpoints()
+    )
     for name, text, do in _NUMBERED_COMMANDS:
         action = actions.add_parser(name, help=text)
         action.add_argument("number", metavar="NUMBER", type=non_negative_int)
@@ -235,7 +239,7 @@ def response_lines(response: Any) -> list[str]:
     if isinstance(response, BreakpointInfo):
         return [_breakpoint_line(response)]
     listed = response.breakpoints if isinstance(response, Breakpoints) else response
-    return [_breakpoint_line(breakpoint) for breakpoint in listed] or ["no breakpoints"]
+    return [_breakpoint_line(one) for one in listed] or ["no breakpoints"]
 
 
 def _status_lines(status: StatusResponse) -> list[str]:
@@ -266,17 +270,17 @@ def _cost_lines(response: CommandResponse) -> list[str]:
     return [cost] if response.rewind_number is None else [response.message, cost]
 
 
-def _breakpoint_line(breakpoint: BreakpointInfo) -> str:
+def _breakpoint_line(info: BreakpointInfo) -> str:
     notes = [
-        "" if breakpoint.is_enabled else "off",
-        f"from hit {breakpoint.hits} on" if breakpoint.hits > 1 else "",
-        "once" if breakpoint.once else "",
-        "log only" if breakpoint.log_only else "",
-        plural(breakpoint.n_hits, "hit") if breakpoint.n_hits else "",
-        breakpoint.note,
+        "" if info.is_enabled else "off",
+        f"from hit {info.hits} on" if info.hits > 1 else "",
+        "once" if info.once else "",
+        "log only" if info.log_only else "",
+        plural(info.n_hits, "hit") if info.n_hits else "",
+        info.note,
     ]
     text = "; ".join(filter(None, notes))
-    return f"{breakpoint.id:>3}  {breakpoint.text}" + (f"  [{text}]" if text else "")
+    return f"{info.id:>3}  {info.text}" + (f"  [{text}]" if text else "")
 
 
 def add_edit_flags(parser: argparse.ArgumentParser) -> None:
@@ -287,8 +291,14 @@ def add_edit_flags(parser: argparse.ArgumentParser) -> None:
         "--join": ("A,B", "these segments attend to each other"),
         "--see": ("A:B", "segment A attends to segment B"),
         "--unsee": ("A:B", "segment A no longer attends to segment B"),
-        "--open": ("ROW:KEY", "this row attends to this key; without a key: to all keys up to itself"),
-        "--close": ("ROW:KEY", "this row no longer attends to this key; without a key: only to itself"),
+        "--open": (
+            "ROW:KEY",
+            "this row attends to this key; without a key: to all keys up to itself",
+        ),
+        "--close": (
+            "ROW:KEY",
+            "this row no longer attends to this key, or without KEY only to itself",
+        ),
     }
     for name, (metavar, text) in flags.items():
         parser.add_argument(name, action=_EditAction, metavar=metavar, help=text, dest="edits")

@@ -57,8 +57,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="exit with 1 for a finding this severe or more (default: error)",
     )
     add("--generation", metavar="N", type=int, help="only findings of this generation")
-    add("--id", metavar="PATTERN", action="append", help="only these ids, with shell wildcards: mask.*")
-    add("--severity", choices=severities, action="append", help="only this severity (may be repeated)")
+    add(
+        "--id",
+        metavar="PATTERN",
+        action="append",
+        help="only these ids, with shell wildcards: mask.*",
+    )
+    add(
+        "--severity",
+        choices=severities,
+        action="append",
+        help="only this severity (may be repeated)",
+    )
     add("--no-review", action="store_true", help="only the stored findings; run no rules now")
     parser.set_defaults(run=run)
 

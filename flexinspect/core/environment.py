@@ -14,7 +14,7 @@ _GIT_TIMEOUT_S = 2.0
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return commit, branch and whether there are uncommitted changes; None without a repository."""
+    """Return commit, branch and whether files have changed; None without a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None

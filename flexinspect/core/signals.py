@@ -64,7 +64,7 @@ def raise_on_signals(*names: str, once: bool = False) -> None:
 
 
 def ignore_end_signals() -> None:
-    """Ignore the signals of `raise_on_signals`: the process is finishing its trace and will exit."""
+    """Ignore the signals of `raise_on_signals`, while the process finishes its trace and exits."""
     while _request.handled_signals:
         signal.signal(_request.handled_signals.pop(), signal.SIG_IGN)
 

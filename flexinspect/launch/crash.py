@@ -67,7 +67,9 @@ def _crash_event(
     if call.entered:
         text = f"{ended}: it had entered {_describe_call(call)}, which did not return."
         return EventRecord(NOT_RETURNED_EVENT, text, at, generation, call.step, facts)
-    text = f"{ended}, after {_describe_call(call)} had returned: what compiled code breaks may show later."
+    text = (
+        f"{ended}, after {_describe_call(call)} had returned: a fault of compiled code may show later."
+    )
     return EventRecord(CRASHED_EVENT, text, at, generation, call.step, facts)
 
 

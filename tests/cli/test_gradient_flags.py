@@ -250,8 +250,8 @@ def test_the_flags_say_what_is_differentiated() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--grads-steps", "1"), "--grads-steps is about gradients, and none are asked for."),
-        (("--detect-anomaly",), "--detect-anomaly is about gradients, and none are asked for."),
+        (("--grads-steps", "1"), "--grads-steps needs gradients, and --grads is missing."),
+        (("--detect-anomaly",), "--detect-anomaly needs gradients, and --grads is missing."),
         (
             ("--grads", "--grads-steps", "1,x"),
             "--grads-steps 1,x is not a list of steps: 'x' is no number or range.",

@@ -90,8 +90,8 @@ def test_help_shows_how_to_add_own_names(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_none_of_the_light_modules_imports_torch(run_python: Runner) -> None:
     done = run_python(
-        "import sys, flexinspect.inputs.config, flexinspect.inputs.model_names, flexinspect.inputs.model_sizes\n"
-        "import flexinspect.inputs.datasets\n"
+        "import sys\n"
+        "from flexinspect.inputs import config, datasets, model_names, model_sizes\n"
         "assert not {'torch', 'transformers', 'datasets', 'rich'} & set(sys.modules)"
     )
     assert done.returncode == 0, done.stderr

@@ -137,9 +137,7 @@ def test_the_help_has_examples_and_says_where_own_code_goes(
         main(["prove", "--help"])
     shown = capsys.readouterr().out
     assert "flexinspect prove cache --mask shared-prefix --cache-check 4" in shown
-    assert "Given a program of your own, that is run up to its first call" in " ".join(
-        shown.split()
-    )
+    assert "Given a program of your own, it runs up to its first call" in " ".join(shown.split())
     assert 'flexinspect.prove("isolation", model, ids' in shown
 
 

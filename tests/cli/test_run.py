@@ -71,8 +71,9 @@ def test_help_and_import_load_neither_torch_nor_textual() -> None:
 
 def test_the_capture_side_loads_without_textual() -> None:
     code = (
-        "import sys, flexinspect_hooks.ensemble.capture_process, flexinspect_hooks.sessions.capture_session\n"
-        "import flexinspect_hooks.ensemble.ensemble_run\n"
+        "import sys\n"
+        "import flexinspect_hooks.ensemble.capture_process, flexinspect_hooks.ensemble.ensemble_run\n"
+        "import flexinspect_hooks.sessions.capture_session\n"
         "assert 'textual' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

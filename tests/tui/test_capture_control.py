@@ -235,7 +235,7 @@ async def test_a_run_that_is_not_our_own_is_asked_to_stop(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
-        await here.until(lambda: app.screen.standing.status)  # type: ignore[attr-defined]
+        await here.until(lambda: app.screen.capture_status.status)  # type: ignore[attr-defined]
         await pilot.press("ctrl+c")
         await here.until(lambda: here.said("stopping after this step"))
         assert here.capture.asked == [("stop",)]
@@ -284,10 +284,10 @@ def test_a_program_that_has_ended_its_trace_is_left_to_its_own_exit_code() -> No
 
 def test_a_run_that_loads_is_told_from_one_that_takes_no_commands() -> None:
     capture = SimpleNamespace(pid=-1)
-    feed: Any = SimpleNamespace(process=capture, path=None, exit_code=None, waiting=True)
+    feed: Any = SimpleNamespace(process=capture, path=None, exit_code=None, is_waiting=True)
     with pytest.raises(ControlError, match="still loading"):
         CaptureClient(feed).client()
-    feed.waiting = False
+    feed.is_waiting = False
     with pytest.raises(ControlError, match="--no-control"):
         CaptureClient(feed).client()
 
