@@ -293,7 +293,7 @@ def add_edit_flags(parser: argparse.ArgumentParser) -> None:
         "--unsee": ("A:B", "segment A no longer attends to segment B"),
         "--open": (
             "ROW:KEY",
-            "this row attends to this key; without a key: to all keys up to itself",
+            "this row attends to this key, or without KEY to all keys up to itself",
         ),
         "--close": (
             "ROW:KEY",

@@ -43,8 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     parser.description = (
         "Run a paraphrase-ensemble generation under FlexAttention and prove one property of it.\n"
-        "isolation: changing the tokens of a segment changes no row that must not attend to it, in\n"
-        "any layer. order: the next token's logits stay the same when paraphrases are swapped.\n"
+        "isolation: changing the tokens of a segment changes no row that must not attend to it,\n"
+        "in any layer. order: the next token's logits stay the same when paraphrases are swapped.\n"
         "kernel: the attention weights recovered from each call equal those that are displayed.\n"
         "cache: decode steps equal a full recompute. Given a program of your own, it runs up to\n"
         "its first call of a model with a whole prompt, and the proof is run on that call, with\n"

@@ -379,7 +379,7 @@ def default_trace_name(stem: str, folder: Path) -> str:
 
 
 def check_job(job: Job) -> None:
-    """Raise `FlexInspectError` for a wrong model name, mask, dtype, text or seed; loads no model."""
+    """Raise `FlexInspectError` for a wrong model name, mask, dtype, text or seed; load no model."""
     from flexinspect.inputs import declarations, model_names
     from flexinspect.inputs.config import load_config
     from flexinspect.inputs.model_sizes import check_dtype

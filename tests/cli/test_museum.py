@@ -103,7 +103,7 @@ def test_an_exhibit_tells_its_story_and_is_kept(
         (["orphan-separator"], "Did you mean orphan-separators?"),
         (["nothing-like-it"], "The museum has no exhibit 'nothing-like-it'."),
         (["--repaired"], "No exhibit is named."),
-        ([SHORT, "--json"], "--json goes with the list and with --check."),
+        ([SHORT, "--json"], "--json needs the list or --check, not a name."),
         ([SHORT, "--check"], "--check builds all exhibits."),
     ],
 )

@@ -72,7 +72,7 @@ def test_help_and_import_load_neither_torch_nor_textual() -> None:
 def test_the_capture_side_loads_without_textual() -> None:
     code = (
         "import sys\n"
-        "import flexinspect_hooks.ensemble.capture_process, flexinspect_hooks.ensemble.ensemble_run\n"
+        "from flexinspect_hooks.ensemble import capture_process, ensemble_run\n"
         "import flexinspect_hooks.sessions.capture_session\n"
         "assert 'textual' not in sys.modules"
     )
