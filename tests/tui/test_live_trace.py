@@ -171,7 +171,7 @@ async def test_a_trace_of_somebody_else_says_when_its_process_is_killed(tmp_path
             other.kill()
             other.wait()
             await until(pilot, lambda: screen(app).status.state == "dead")
-            await until(pilot, lambda: "The trace was never ended." in screen_text(app))
+            await until(pilot, lambda: "The trace was never finished." in screen_text(app))
     finally:
         other.kill()
         other.wait()

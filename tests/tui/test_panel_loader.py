@@ -151,10 +151,10 @@ async def test_what_is_ahead_is_forgotten_when_the_trace_grows(trace: Path) -> N
         await settle(pilot)
         await pilot.pause(0.1)
         view = screen.slots.views()[0]
-        assert view.loader._expected[0][2] == screen.version
+        assert view.loader._preloaded[0][2] == screen.version
         screen.version += 1
         await settle(pilot)
-        assert view.loader._expected is None
+        assert view.loader._preloaded is None
 
 
 def test_without_a_step_there_is_nowhere_before_the_first() -> None:

@@ -435,7 +435,7 @@ async def test_a_trace_of_a_killed_process_is_usable_and_says_so(tmp_path: Path)
     async with app.run_test(size=WIDE) as pilot:
         await settle(pilot)
         text = screen_text(app)
-        assert "The trace was never ended." in text
+        assert "The trace was never finished." in text
         assert "its process is gone" in text.lower()
         await press(pilot, "end")
         assert place(app).step == 2
