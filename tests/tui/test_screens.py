@@ -139,7 +139,7 @@ async def test_a_word_that_is_nowhere_is_said(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "/", "[red]")
-        assert [note.message for note in app._notifications] == ["No token holds “[red]”."]
+        assert [note.message for note in app._notifications] == ["No token contains “[red]”."]
 
 
 async def test_n_goes_to_the_finding_and_its_layer(trace: Path) -> None:
