@@ -227,7 +227,7 @@ def test_a_rule_that_fails_is_named(
     made = ({"broken": Broken}, {"other": "It did not load."})
     monkeypatch.setattr(plugins, "load_all", lambda group: made)
     said = json.loads(run("--json")[1])
-    assert said["notes"] == ["The rule 'other' cannot look: It did not load."]
+    assert said["notes"] == ["The rule 'other' could not run: It did not load."]
     assert said["rules_off"][0].startswith("The rule 'broken' failed at step 2")
 
 
