@@ -56,9 +56,7 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_program_is_ended_by_a_breakpoint_where_nobody_could_continue_it(
-    program: Path, tmp_path: Path
-) -> None:
+def test_a_breakpoint_without_a_terminal_ends_the_program(program: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.flextrace"
     process = start("--out", str(out), "--break", "step == 1", str(program), folder=tmp_path)
     printed, said = process.communicate(timeout=120)
@@ -72,9 +70,7 @@ def test_a_program_is_ended_by_a_breakpoint_where_nobody_could_continue_it(
         assert reader.run()["exit_code"] == 3
 
 
-def test_a_program_that_waits_pauses_says_how_it_goes_on_and_goes_on(
-    program: Path, tmp_path: Path
-) -> None:
+def test_a_paused_program_prints_how_to_continue_it(program: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.flextrace"
     words = ("--wait", "--out", str(out), "--break", "prob > 0 and step == 1", str(program))
     process = start(*words, folder=tmp_path)
@@ -154,7 +150,7 @@ def test_wait_without_control_is_refused() -> None:
         job_of("--wait", "--no-control", "--break", "step == 1")
 
 
-def test_a_run_that_takes_no_commands_is_not_told_to_wait() -> None:
+def test_a_run_without_control_gets_no_hint_to_wait() -> None:
     gate = StepBarrier()
     control: Any = SimpleNamespace(barrier=gate, targets=SimpleNamespace(), note="")
     breaks = RunBreakpoints(

@@ -107,7 +107,7 @@ def test_an_order_is_waited_for_until_the_pause_that_it_ends_in(kind: Any, state
     assert (status.state, client.looks) == ("paused", 2)
 
 
-def test_a_capture_that_is_there_and_silent_has_not_ended() -> None:
+def test_an_unresponsive_capture_has_not_ended() -> None:
     silent = ControlError("It does not answer.")
     silent.__cause__ = TimeoutError()
     client: Any = Vanishing(silent)
@@ -116,7 +116,7 @@ def test_a_capture_that_is_there_and_silent_has_not_ended() -> None:
         wait_for_effect(client, CommandResponse("pausing", going))
 
 
-def test_answers_are_said_in_words() -> None:
+def test_responses_are_printed_as_text() -> None:
     assert response_lines(CommandResponse("going on", STATUS)) == ["going on"]
     cost = Cost("40 rows in one forward", 0.2, 4096, True)
     assert response_lines(CommandResponse("x", STATUS, None, cost)) == [

@@ -25,7 +25,7 @@ def refused(words: list[str], capsys: Said) -> str:
 
 
 @pytest.mark.parametrize("words", [["--model", "demo"], ["program.py"]])
-def test_a_port_that_is_taken_is_one_sentence_and_starts_nothing(
+def test_a_port_in_use_is_an_error_message_and_starts_nothing(
     words: list[str], capsys: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -151,7 +151,7 @@ def test_a_review_says_the_same_afterwards(
         assert again == live
 
 
-def test_a_failure_is_an_event_and_the_answer_stands(
+def test_a_failure_is_an_event_and_keeps_the_answer(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -168,7 +168,7 @@ def test_a_failure_is_an_event_and_the_answer_stands(
         assert said(reader, after_generation.COST_EVENT)[0] == "Gradients of no token were taken."
 
 
-def test_where_flex_has_no_backward_after_all_the_reference_takes_its_place(
+def test_without_a_backward_of_flex_the_reference_is_used(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backward, "flex_has_backward", lambda device: True)
@@ -263,9 +263,7 @@ def test_the_flags_say_what_is_differentiated() -> None:
         (("--grads", "--grads-steps", "7-5"), "--grads-steps 7-5 names no step."),
     ],
 )
-def test_flags_that_cannot_be_are_refused_in_one_sentence(
-    words: tuple[str, ...], sentence: str
-) -> None:
+def test_invalid_flags_are_refused_with_one_message(words: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
         job_of(*words)
     assert refused.value.message == sentence
@@ -281,9 +279,7 @@ def test_a_program_of_the_users_takes_no_gradient_flags(tmp_path: Path) -> None:
 # -- beside control --------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_told_to_stop_keeps_the_gradients_that_are_done(
-    demo: Any, tmp_path: Path
-) -> None:
+def test_a_stopped_run_keeps_its_finished_gradients(demo: Any, tmp_path: Path) -> None:
     out, done = tmp_path / "t.flextrace", []
     with TraceWriter.create(out, {}) as writer:
         with CaptureSession(demo.model, writer, level="basic", copy_logits=False) as session:

@@ -107,7 +107,7 @@ def test_an_exhibit_tells_its_story_and_is_kept(
         ([SHORT, "--check"], "--check builds all exhibits."),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
+def test_an_invalid_request_is_refused_with_a_message(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["museum", *words]) == 2

@@ -143,7 +143,7 @@ def test_a_trace_of_another_build_that_lost_part_of_its_schema_is_not_opened(
         schemapages._empty_trace.cache_clear()
 
 
-def test_only_a_trace_that_is_cut_short_is_mended(tmp_path: Path) -> None:
+def test_only_a_truncated_trace_is_repaired(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "a.flextrace")
     assert repair_copy(path) is None
     other = tmp_path / "b.flextrace"

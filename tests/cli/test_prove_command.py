@@ -130,7 +130,7 @@ def test_one_paraphrase_alone_has_no_order(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_help_has_examples_and_says_where_own_code_goes(
+def test_the_help_has_examples_also_for_own_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):

@@ -310,7 +310,7 @@ def test_json_has_stdout_for_itself(tmp_path: Path) -> None:
     assert done.returncode == 3
 
 
-def test_a_program_without_models_is_told_what_would_help(tmp_path: Path) -> None:
+def test_a_program_without_models_gets_a_hint(tmp_path: Path) -> None:
     write(tmp_path, "script.py", "print('nothing')")
     done = inspected("script.py", cwd=tmp_path)
     assert b"the program did not use transformers' models" in done.stderr
@@ -357,7 +357,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_a_sentence_and_nothing_runs(case: str, tmp_path: Path) -> None:
+def test_an_invalid_request_is_an_error_message_and_nothing_runs(case: str, tmp_path: Path) -> None:
     words, sentence = REFUSED[case]
     write(tmp_path, "s.py", "print('ran')")
     (tmp_path / "here").mkdir()

@@ -172,7 +172,7 @@ async def driven(app: InspectorApp, pilot: Pilot[Any]) -> Driven:
     return Driven(app, pilot, capture)
 
 
-async def test_space_pauses_and_goes_on_and_the_header_says_so(path: Path) -> None:
+async def test_space_pauses_and_continues_and_the_header_shows_it(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -251,7 +251,7 @@ async def test_a_process_that_is_held_does_not_hold_the_interface(path: Path) ->
         assert app.screen.place.step == 1  # type: ignore[attr-defined]
 
 
-async def test_where_a_debugger_holds_the_model_is_said(path: Path) -> None:
+async def test_the_place_of_a_debugger_stop_is_shown(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -260,7 +260,7 @@ async def test_where_a_debugger_holds_the_model_is_said(path: Path) -> None:
         await here.until(lambda: "held by a debugger" in screen_lines(app)[0])
 
 
-async def test_a_trace_that_nobody_writes_refuses_commands_in_a_sentence(tmp_path: Path) -> None:
+async def test_a_trace_without_a_capture_refuses_commands_with_a_message(tmp_path: Path) -> None:
     app = InspectorApp(sample_trace(tmp_path / "done.flextrace"))
     async with app.run_test(size=SIZE) as pilot:
         await settle(pilot)
@@ -282,7 +282,7 @@ def test_a_program_that_has_ended_its_trace_is_left_to_its_own_exit_code() -> No
     assert asked
 
 
-def test_a_run_that_loads_is_told_from_one_that_takes_no_commands() -> None:
+def test_a_loading_run_differs_from_one_that_takes_no_commands() -> None:
     capture = SimpleNamespace(pid=-1)
     feed: Any = SimpleNamespace(process=capture, path=None, exit_code=None, is_waiting=True)
     with pytest.raises(ControlError, match="still loading"):
@@ -378,7 +378,7 @@ async def test_a_typed_text_is_forced(path: Path) -> None:
         assert here.capture.asked[0][2:] == (None, " Rome")
 
 
-async def test_a_dear_restore_is_confirmed_first(path: Path) -> None:
+async def test_an_expensive_restore_is_confirmed_first(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)

@@ -61,7 +61,7 @@ async def until(pilot: Pilot[None], text: str) -> str:
     raise AssertionError(f"{text} never came: {shown}")
 
 
-async def test_what_dear_rules_say_appears_while_somebody_looks(
+async def test_findings_of_offline_rules_appear_in_an_open_trace(
     trace: Path, child: list[str]
 ) -> None:
     save_state(panels=("findings",), slots=1)
@@ -77,7 +77,7 @@ async def test_what_dear_rules_say_appears_while_somebody_looks(
         assert reader.reviews() == [("slow", 0), ("slow", 1)]
 
 
-def test_what_was_said_of_a_held_run_is_looked_for_again_at_its_end(
+def test_findings_of_a_held_run_are_computed_again_at_its_end(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed, screen = TraceSession(trace), capture_control.ReviewScreen()
@@ -97,7 +97,9 @@ def test_what_was_said_of_a_held_run_is_looked_for_again_at_its_end(
     feed.close()
 
 
-async def test_what_cannot_be_stored_is_shown_and_said(trace: Path, child: list[str]) -> None:
+async def test_findings_that_cannot_be_stored_are_shown_with_a_note(
+    trace: Path, child: list[str]
+) -> None:
     child.append("read-only")
     before = trace.read_bytes()
     app = InspectorApp(trace)
@@ -109,7 +111,7 @@ async def test_what_cannot_be_stored_is_shown_and_said(trace: Path, child: list[
     assert trace.read_bytes() == before
 
 
-async def test_closing_ends_the_process_that_looks(
+async def test_closing_ends_the_process_of_the_review(
     trace: Path, child: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     began = tmp_path / "began"
