@@ -436,17 +436,17 @@ async def test_a_trace_of_a_killed_process_is_usable_and_says_so(tmp_path: Path)
         await settle(pilot)
         text = screen_text(app)
         assert "The trace was never finished." in text
-        assert "its process is gone" in text.lower()
+        assert "its process ended without finishing the trace" in text.lower()
         await press(pilot, "end")
         assert place(app).step == 2
 
 
-async def test_an_empty_trace_says_that_it_holds_no_step(tmp_path: Path) -> None:
+async def test_an_empty_trace_says_that_it_has_no_step(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "none.flextrace", generations=0)
     app = InspectorApp(path)
     async with app.run_test(size=WIDE) as pilot:
         await settle(pilot)
-        assert "This trace holds no step" in screen_text(app)
+        assert "This trace has no step" in screen_text(app)
         await press(pilot, "right", "n", "x")
         assert isinstance(app.screen, TraceScreen)
 
