@@ -1,6 +1,6 @@
 """flexinspect: the debugger for FlexAttention generation.
 
-Importing this package loads neither torch nor textual; public names load on first use.
+Importing this package imports neither torch nor textual; public names are loaded on first use.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562)."""
+    """Return a public name, imported on first use (PEP 562)."""
     if name == "FlexInspectError":
         from flexinspect.core.errors import FlexInspectError
 
@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
         from flexinspect.records import debug_switches
 
         return getattr(debug_switches, name)
-    if name in __all__:  # the debuggers for training, which have their types in that package
+    if name in __all__:  # the training debuggers; flexinspect_hooks has their types
         from flexinspect.core import plugins
 
         return getattr(plugins.load(plugins.CAPTURE, "training_debuggers"), name)

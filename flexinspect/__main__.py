@@ -4,12 +4,12 @@ import sys
 
 
 def main() -> int:
-    """Run the command line; Ctrl-C is a word from the first moment, not a traceback."""
+    """Run the command line; Ctrl-C prints one line instead of a traceback, also while importing."""
     try:
         from flexinspect.cli.main import main as run_command
 
         return run_command()
-    except KeyboardInterrupt:  # while the commands themselves were loaded
+    except KeyboardInterrupt:  # during the imports; `run_command` handles it afterwards
         sys.stderr.write("flexinspect: interrupted\n")
         return 130
 

@@ -1,4 +1,4 @@
-"""`flexinspect attach`: open the inspector on a run that goes on."""
+"""`flexinspect attach`: open the interface on a running capture."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flexinspect.core.text import escape_unprintable
 
+if TYPE_CHECKING:
+    from flexinspect.control.discovery import CaptureEntry
+
 EXAMPLES = """\
 examples:
-  flexinspect attach                      # to the only run that goes on
+  flexinspect attach                      # if only one capture is running
   flexinspect attach --list
-  flexinspect attach 41230                # to that of a process
-  flexinspect attach run.flextrace        # to the one that records this trace
+  flexinspect attach 41230                # the capture of this process
+  flexinspect attach run.flextrace        # the capture that records this trace
 
-Closing the interface leaves the run going, and any number may look at once.
+Closing the interface does not stop the run. Several interfaces can be attached at the same time.
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "attach",
-        help="open the inspector on a run that goes on",
-        description="Find the captures of yours that run on this machine, and open the inspector "
-        "on one of them.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = (
+        "Find your running captures on this machine, and open the interface on one of them."
     )
-    parser.add_argument("which", metavar="PID|TRACE", nargs="?", help="which one, if several run")
-    parser.add_argument("--list", action="store_true", help="list them, and open nothing")
-    parser.add_argument("--json", action="store_true", help="with --list: as JSON, tokens too")
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "which", metavar="PID|TRACE", nargs="?", help="which capture, if several are running"
+    )
+    parser.add_argument("--list", action="store_true", help="list the captures and exit")
+    parser.add_argument("--json", action="store_true", help="list them as JSON, with their tokens")
     parser.set_defaults(run=run)
 
 
@@ -42,14 +43,16 @@ def run(args: argparse.Namespace) -> int:
     """List captures, or open one."""
     if args.list or args.json:
         return _list(as_json=args.json)
-    from flexinspect.cli.open import open_trace_file
+    from flexinspect.cli.interface import open_trace_file
     from flexinspect.control.discovery import find_capture
 
     which = args.which
     is_pid = which is not None and which.isdecimal()
-    trace = Path(which) if which is not None and not is_pid else None
-    hint = "Name one: flexinspect attach PID, or attach TRACE."
-    entry = find_capture(int(which) if is_pid else None, trace, hint=hint)
+    entry = find_capture(
+        pid=int(which) if is_pid else None,
+        trace=Path(which) if which is not None and not is_pid else None,
+        hint="Name one: flexinspect attach PID, or attach TRACE.",
+    )
     return open_trace_file(Path(entry.trace))
 
 
@@ -57,27 +60,26 @@ def _list(*, as_json: bool) -> int:
     from flexinspect.control.discovery import running
     from flexinspect.control.messages import to_json
 
-    found = running()
+    captures = running()
     if as_json:
-        print(json.dumps([to_json(entry) for entry in found], indent=2))
+        print(json.dumps([to_json(entry) for entry in captures], indent=2))
         return 0
-    for line in _table(found):
+    for line in _table(captures):
         print(escape_unprintable(line))
     return 0
 
 
-def _table(found: Sequence[Any]) -> list[str]:
-    if not found:
-        return ["No capture is running."]
-    states = [_capture_state(entry) for entry in found]
-    return [
-        f"{entry.pid:>8}  {_format_age(entry.started_at):>8}  {state:<28}  {entry.title}  {entry.trace}"
-        + (f"  {entry.address.url}" if entry.address.url else "")
-        for entry, state in zip(found, states, strict=True)
-    ]
+def _table(captures: Sequence[CaptureEntry]) -> list[str]:
+    return [_table_line(entry) for entry in captures] or ["No capture is running."]
 
 
-def _capture_state(entry: Any) -> str:
+def _table_line(entry: CaptureEntry) -> str:
+    state = _capture_state(entry)
+    line = f"{entry.pid:>8}  {_format_age(entry.started_at):>8}  {state:<28}  {entry.title}"
+    return "  ".join(filter(None, (line, entry.trace, entry.address.url)))
+
+
+def _capture_state(entry: CaptureEntry) -> str:
     from flexinspect.control.client import ControlClient
     from flexinspect.control.discovery import Address
     from flexinspect.core.errors import ControlError

@@ -1,4 +1,4 @@
-"""`flexinspect dump`: a trace as text for people, or as JSON for programs."""
+"""`flexinspect dump`: a trace as text, or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,10 @@ _EPILOG = """examples:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "dump",
-        help="print a trace as text or JSON",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
     parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
     parser.add_argument("--generation", metavar="N", type=int, help="only this generation")
     parser.add_argument("--step", metavar="N", type=int, help="only this step (0 is the prefill)")
@@ -36,28 +31,28 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was asked for on stdout.
+    """Print the trace, or the selected part of it, on stdout.
 
-    Raises `UsageError` for a step or generation that does not exist and `TraceError` for a file
-    that is no trace or is damaged.
+    Raises `UsageError` for a step or generation that does not exist, and `TraceError` for a file
+    that is damaged or not a trace.
     """
     from flexinspect.trace.reader import open_trace
     from flexinspect.trace.trace_dump import DumpSelection, dump_json, dump_text
 
     with open_trace(args.trace) as reader, reader.snapshot():
-        what = DumpSelection(reader, generation=args.generation, step=args.step)
-        pieces = dump_json(what) if args.json else dump_text(what)
+        selection = DumpSelection(reader, generation=args.generation, step=args.step)
+        pieces = dump_json(selection) if args.json else dump_text(selection)
         try:
             _print(pieces)
         except BrokenPipeError:
-            # The reader of the pipe has seen enough; the interpreter must not try to flush again.
+            # The reader of the pipe has gone; redirect stdout so that the flush at exit succeeds.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _print(pieces: Any) -> None:
     reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:  # a terminal that cannot show a letter shows its escape
+    if reconfigure is not None:  # escape what the encoding cannot represent
         reconfigure(errors="backslashreplace")
     for piece in pieces:
         sys.stdout.write(piece)

@@ -1,4 +1,4 @@
-"""`flexinspect findings`: what is wrong in a trace, for people, for scripts and for CI."""
+"""`flexinspect findings`: the findings of a trace as text, or in formats for scripts and CI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexinspect.records.finding import Severity
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from flexinspect.rules.engine import Rule
     from flexinspect.trace.reader import TraceReader
 
-_DESCRIPTION = """Print what the rules found wrong in a trace, the worst first, with the
-numbers behind it, why it matters, how to confirm it and what usually fixes it.
-Rules that have not looked at the trace yet (those that take too long for a
-running model, and those installed since) look now, and what they say is stored
-in it."""
+_DESCRIPTION = """Print the findings of a trace, most severe first, with the evidence, why
+it matters, how to confirm it and what usually fixes it. Rules that have not
+checked the trace yet (offline-only rules, and rules installed since) run now,
+and their findings are stored in it."""
 
 _EPILOG = """examples:
   flexinspect findings run.flextrace
@@ -32,23 +31,18 @@ _EPILOG = """examples:
   flexinspect findings run.flextrace --fail-on warning --junit > findings.xml
   flexinspect findings run.flextrace --sarif > findings.sarif
 
-exit codes: 0 nothing as bad as --fail-on, 1 something is,
-            2 the trace cannot be read or the request makes no sense
+exit codes: 0 no finding as severe as --fail-on, 1 at least one,
+            2 the trace could not be read or the request is invalid
 """
 
 _PROGRESS_AFTER_S = 1.0
 NEVER = "never"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "findings",
-        help="say what is wrong in a trace (exit code 1 if something is)",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
     add = parser.add_argument
     severities = [str(severity) for severity in Severity]
     add("trace", metavar="TRACE", type=Path, help="the trace file")
@@ -60,44 +54,56 @@ def add_parser(subparsers: Any) -> None:
         "--fail-on",
         choices=[*severities, NEVER],
         default=str(Severity.ERROR),
-        help="exit with 1 when something this bad or worse is found (default: error)",
+        help="exit with 1 for a finding this severe or more (default: error)",
     )
-    add("--generation", metavar="N", type=int, help="only of this generation")
-    add("--id", metavar="PATTERN", action="append", help="only these ids, as in a shell: mask.*")
-    add("--severity", choices=severities, action="append", help="only these (may be repeated)")
-    add("--no-review", action="store_true", help="only what the trace holds; no rule looks now")
+    add("--generation", metavar="N", type=int, help="only findings of this generation")
+    add(
+        "--id",
+        metavar="PATTERN",
+        action="append",
+        help="only these ids, with shell wildcards: mask.*",
+    )
+    add(
+        "--severity",
+        choices=severities,
+        action="append",
+        help="only this severity (may be repeated)",
+    )
+    add("--no-review", action="store_true", help="only the stored findings; run no rules now")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report and return 1 when something reaches the bar.
+    """Print the report; return 1 when a finding is as severe as `--fail-on`.
 
-    Raises `UsageError` for a generation that does not exist and `TraceError` for a file that is no
-    trace or is damaged.
+    Raises `UsageError` for a generation that does not exist, and `TraceError` for a file that is
+    damaged or not a trace.
     """
     from flexinspect.analysis.reports.collect import FindingFilter, collect_report
     from flexinspect.rules.engine import load_rules
     from flexinspect.trace.reader import open_trace
 
-    wanted = FindingFilter(
-        args.generation, tuple(args.id or ()), tuple(map(Severity, args.severity or ()))
+    selection = FindingFilter(
+        generation=args.generation,
+        ids=tuple(args.id or ()),
+        severities=tuple(map(Severity, args.severity or ())),
     )
-    bar = None if args.fail_on == NEVER else Severity(args.fail_on)
-    known = load_rules()
+    threshold = None if args.fail_on == NEVER else Severity(args.fail_on)
+    rules = load_rules()
     with open_trace(args.trace) as reader:
-        notes = [f"The rule '{name}' cannot look: {why}" for name, why in known.failed.items()]
+        notes = [f"The rule '{name}' could not run: {why}" for name, why in rules.failed.items()]
         notes += _state_notes(reader)
         if not args.no_review:
-            notes += run_missing_rules(reader, known.rules)
-        report = collect_report(reader, wanted, known.rules, notes)
-    _print(args, report, bar)
-    return 1 if report.reaches(bar) else 0
+            notes += run_missing_rules(reader, rules.rules)
+        report = collect_report(reader, selection, rules.rules, notes)
+    _print(args, report, threshold)
+    return 1 if report.reaches(threshold) else 0
 
 
 def run_missing_rules(reader: TraceReader, rules: Sequence[Rule]) -> list[str]:
-    """Let rules look that have not yet; returns what there is to say about it.
+    """Run the rules that have not checked the trace yet, and return notes about it.
 
-    What they say and the trace cannot hold, the reader holds from then on.
+    Findings that could not be stored in the trace are added to the reader.
     """
     from flexinspect.analysis.offline_rules import review
     from flexinspect.trace.file.writer import review_statements
@@ -115,14 +121,14 @@ def _state_notes(reader: TraceReader) -> list[str]:
     if reader.state != "recording":
         return []
     if is_recorder_alive(reader.run()):
-        told = "rules that look afterwards have looked at generations that are over alone"
-        return [f"The trace is still being recorded: {told}."]
-    return ["The process that recorded it is gone without having ended it."]
+        checked = "offline rules have checked only the generations that have ended"
+        return [f"The trace is still being recorded: {checked}."]
+    return ["The process that recorded it ended without finishing the trace."]
 
 
 @contextmanager
 def _progress() -> Iterator[ProgressCallback | None]:
-    """Show how far the rules are, on a terminal and once that takes longer than a second."""
+    """Show a progress bar on a terminal when the rules take longer than a second."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -130,32 +136,32 @@ def _progress() -> Iterator[ProgressCallback | None]:
     from rich.progress import Progress as Bar
 
     bar = Bar(console=Console(stderr=True), transient=True)
-    task, started = bar.add_task("rules look at the steps"), time.monotonic()
+    task, started = bar.add_task("checking the steps"), time.monotonic()
 
-    def told(done: int, total: int) -> None:
+    def update(done: int, total: int) -> None:
         if bar.live.is_started or time.monotonic() - started > _PROGRESS_AFTER_S:
             bar.start()
             bar.update(task, completed=done, total=total)
 
     try:
-        yield told
+        yield update
     finally:
         if bar.live.is_started:
             bar.stop()
 
 
-def _print(args: argparse.Namespace, report: Report, bar: Severity | None) -> None:
+def _print(args: argparse.Namespace, report: Report, threshold: Severity | None) -> None:
     if args.json or args.sarif:
         from flexinspect.analysis.reports.machine_formats import as_json, as_sarif
 
-        said = as_json(report) if args.json else as_sarif(report)
-        print(json.dumps(said, indent=2, allow_nan=False))
+        document = as_json(report) if args.json else as_sarif(report)
+        print(json.dumps(document, indent=2, allow_nan=False))
     elif args.junit:
         from flexinspect.analysis.reports.machine_formats import as_junit
 
-        sys.stdout.write(as_junit(report, bar))
+        sys.stdout.write(as_junit(report, threshold))
     else:
         from flexinspect.analysis.reports.plain_text import print_report
-        from flexinspect.cli.flags import Output
+        from flexinspect.cli.output import Output
 
         print_report(report, Output())

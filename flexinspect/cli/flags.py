@@ -1,4 +1,4 @@
-"""What commands print on stdout in words and tables."""
+"""Flags that several commands share, and the options that they select."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import os
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Collection
-from typing import Any
-
-from rich.console import Console
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debugger_options import (
@@ -21,76 +18,60 @@ from flexinspect.records.debugger_options import (
 from flexinspect.records.job import OnBreak
 
 
-class Output(Console):
-    """Rich's console on stdout, without markup, so that text of the user's is printed as it is.
-
-    Raises `BrokenPipeError` when whoever read stdout has gone (`| head`); Rich itself would end the
-    process with exit code 1.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, **options)
-
-    def on_broken_pipe(self) -> None:
-        """Let the command line end quietly, as for everything else that it prints."""
-        raise BrokenPipeError
-
-
 def add_break_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say where a run stops by itself."""
-    group = parser.add_argument_group("breakpoints", "docs/breakpoints.md has the language")
+    """Add the flags of breakpoints."""
+    group = parser.add_argument_group("breakpoints", "docs/breakpoints.md describes the language")
     group.add_argument(
         "--break",
         dest="breakpoints",
         action="append",
         default=None,
         metavar="EXPR",
-        help="stop where this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
-        "'finding mask.* [once]'; repeat it for more",
+        help="stop when this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
+        "'finding mask.* [once]' (may be repeated)",
     )
     group.add_argument(
         "--wait",
         default=False,
         action="store_true",
-        help="pause at a breakpoint also without a terminal, where a run ends with exit code 3",
+        help="pause at a breakpoint even without a terminal, instead of ending with exit code 3",
     )
 
 
 def breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the breakpoints of the settings and of the flags.
 
-    Raises `ExpressionError` for one that cannot be read.
+    Raises `ExpressionError` for a condition with a syntax error.
     """
     from flexinspect.breakpoints import BreakpointStore, ExpressionError
     from flexinspect.inputs.config import load_config
 
-    given: list[str] = args.breakpoints or []
-    book = BreakpointStore(finding_ids=known_finding_ids)
-    for text in given:
+    conditions: list[str] = args.breakpoints or []
+    store = BreakpointStore(finding_ids=known_finding_ids)
+    for condition in conditions:
         try:
-            book.add(text)
+            store.add(condition)
         except ExpressionError as error:
             raise error.with_location("--break") from None
-    return (*load_config().breakpoints.values(), *given)
+    return (*load_config().breakpoints.values(), *conditions)
 
 
 def known_finding_ids() -> Collection[str]:
-    """Return the ids of all findings that the registered rules may tell of."""
+    """Return the ids of all findings that the registered rules can report."""
     from flexinspect.rules.engine import load_rules
 
     return load_rules().finding_kinds.keys()
 
 
 def on_break(args: argparse.Namespace) -> OnBreak:
-    """Say what a hit does: without a terminal, or under --json, nobody would see the pause.
+    """Return what a hit of a breakpoint does: pause the run, or end it.
 
-    With a debugger somebody does.
-
-    Raises `UsageError` for --wait in a run that takes no commands: it would wait for ever.
+    A run ends where nobody would see the pause: without a terminal or with --json, and without a
+    debugger. Raises `UsageError` for --wait with --no-control, which would wait for ever.
     """
     if args.wait and not args.control:
         raise UsageError(
-            "--wait pauses the run until a command comes, and --no-control takes none.",
+            "--wait pauses the run until a command comes, and --no-control accepts none.",
             hint="Leave one of them out.",
         )
     is_watched = (sys.stderr.isatty() and not args.json) or args.pdb or args.debugpy is not None
@@ -101,51 +82,51 @@ DEBUG_FLAGS = ("--debugpy", "--wait-for-client", "--debugpy-expose", "--pdb")
 
 
 def add_debugger_flags(parser: argparse.ArgumentParser) -> None:
-    """Add them, as a group of their own."""
+    """Add the flags of debuggers."""
     group = parser.add_argument_group(
         "debugger",
-        "rules of an uncompiled FlexAttention then run as plain Python, so that breakpoints in a "
-        "mask_mod are hit: values stay the same, a breakpoint costs what its lines cost",
+        "an uncompiled FlexAttention then runs each mask_mod as plain Python, so that breakpoints "
+        "in it are hit; the values stay the same",
     )
     group.add_argument(
         "--debugpy",
         default=None,
         type=_parse_address,
         metavar="[HOST:]PORT",
-        help="let VSCode attach to the capture process here (0: any free port)",
+        help="let VSCode attach to the capture process at this address (0: any free port)",
     )
     group.add_argument(
         "--wait-for-client",
         default=False,
         action="store_true",
-        help="run nothing until a client has attached",
+        help="wait for a client before anything runs",
     )
     group.add_argument(
         "--debugpy-expose",
         default=False,
         action="store_true",
-        help="let HOST be an address that other machines reach",
+        help="allow a HOST that other machines can reach",
     )
     group.add_argument(
         "--pdb",
         "--interactive",
         default=False,
         action="store_true",
-        help="plain pdb on this terminal at a breakpoint() or an exception",
+        help="start pdb on this terminal at a breakpoint() or an exception",
     )
 
 
 def debugger_of(args: argparse.Namespace) -> DebuggerOptions:
-    """Return what the flags ask for, checked; tells on stderr of a port that others can reach.
+    """Return the checked debugger options; warn on stderr about a port that others can reach.
 
-    Raises `UsageError`.
+    Raises `UsageError` for options that exclude each other or an address that is not allowed.
     """
     host, port = args.debugpy or (DebuggerOptions().host, None)
     tty = controlling_terminal() if args.pdb else None
     options = DebuggerOptions(host, port, args.wait_for_client, args.pdb, tty)
     if check_debugger(options, is_exposed=args.debugpy_expose):
         print(
-            f"flexinspect: whoever reaches {host}:{port} can run any code in this run.",
+            f"flexinspect: anyone who can reach {host}:{port} can run any code in this run.",
             file=sys.stderr,
         )
     return options
@@ -159,9 +140,9 @@ def _parse_address(text: str) -> tuple[str, int]:
 
 
 def add_control_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of control."""
+    """Add the flags of control by `flexinspect ctl` and `flexinspect attach`."""
     group = parser.add_argument_group(
-        "control", "flexinspect ctl and flexinspect attach reach a run while it goes on"
+        "control", "flexinspect ctl and flexinspect attach control a run while it is running"
     )
     group.add_argument(
         "--hold",
@@ -173,28 +154,28 @@ def add_control_flags(parser: argparse.ArgumentParser) -> None:
         "--serve",
         default=None,
         metavar="HOST:PORT",
-        help="take commands over TCP too; every request needs the token that is printed",
+        help="accept commands over TCP too; every request needs the token that is printed",
     )
     group.add_argument(
         "--insecure-bind",
         default=False,
         action="store_true",
-        help="let --serve listen where other machines reach it, unencrypted",
+        help="let --serve listen on an address that other machines can reach, unencrypted",
     )
     group.add_argument(
         "--no-control",
         dest="control",
         default=True,
         action="store_false",
-        help="take no commands at all",
+        help="accept no commands",
     )
 
 
 def serve_options(args: argparse.Namespace) -> tuple[str, int, str] | None:
-    """Return host, port and token of --serve, None without. Raises `UsageError`."""
+    """Return host, port and token of --serve, None without it. Raises `UsageError`."""
     if args.serve is None:
         if args.insecure_bind:
-            raise UsageError("--insecure-bind goes with --serve HOST:PORT.")
+            raise UsageError("--insecure-bind needs --serve HOST:PORT.")
         return None
     if not args.control:
         raise UsageError("--serve and --no-control exclude each other.")
@@ -205,7 +186,7 @@ def serve_options(args: argparse.Namespace) -> tuple[str, int, str] | None:
 
 
 def print_serve_address(serving: tuple[str, int, str] | None) -> None:
-    """Say on stderr how to reach a run over TCP, before it starts."""
+    """Print on stderr how to reach a run over TCP, before it starts."""
     if serving is None:
         return
     from flexinspect.control.discovery import TOKEN_VARIABLE, is_loopback
@@ -213,19 +194,19 @@ def print_serve_address(serving: tuple[str, int, str] | None) -> None:
     host, port, token = serving
     name = f"[{host}]" if ":" in host else host
     where = f"http://{name}:{port}" if port else "a port that flexinspect attach --list shows"
-    given = "" if os.environ.get(TOKEN_VARIABLE) else f", {TOKEN_VARIABLE}={token}"
-    print(f"flexinspect: commands will be taken at {where}{given}", file=sys.stderr)
+    token_text = "" if os.environ.get(TOKEN_VARIABLE) else f", {TOKEN_VARIABLE}={token}"
+    print(f"flexinspect: commands will be accepted at {where}{token_text}", file=sys.stderr)
     if not is_loopback(host):
-        text = "other machines can reach it; what is sent, the token too, is not encrypted"
+        text = "other machines can reach it; the connection, token included, is not encrypted"
         print(f"flexinspect: {text}", file=sys.stderr)
 
 
 MAX_THREADS = 1024
-"""OpenMP makes as many as it is told, until the machine has none left for anybody."""
+"""Limit of --threads: OpenMP creates as many as requested, until the system runs out."""
 
 
 def positive_int(text: str) -> int:
-    """Read a whole number above 0."""
+    """Return a whole number above 0. Raises `ArgumentTypeError`."""
     try:
         value = int(text)
     except ValueError:
@@ -236,8 +217,15 @@ def positive_int(text: str) -> int:
 
 
 def n_threads(text: str) -> int:
-    """Read a number of CPU threads."""
+    """Return a number of CPU threads. Raises `ArgumentTypeError`."""
     value = positive_int(text)
     if value > MAX_THREADS:
         raise ArgumentTypeError(f"{value} threads are more than {MAX_THREADS}")
     return value
+
+
+def non_negative_int(text: str) -> int:
+    """Return a whole number that is 0 or greater. Raises `ArgumentTypeError`."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number that is 0 or greater")
+    return int(text)

@@ -1,4 +1,4 @@
-"""Running a job without the full-screen viewer: progress as it happens, then the result."""
+"""Run a job without the full-screen interface: print its progress, then the result."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ POLL_INTERVAL_S = 0.05
 
 
 def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
-    """Start the capture process, show what it does, and print the result.
+    """Start the capture process, show its progress, and print the result.
 
     The result goes to stdout, everything else to stderr. Returns the exit code: that of the
-    capture process, 1 when it was ended by a signal.
+    capture process, or 1 when a signal killed it.
     """
     console = Console(stderr=True, highlight=False, markup=False)
     progress = _make_progress(console, quiet=as_json, verbose=verbose)
@@ -60,22 +60,22 @@ def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
 def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
     """Wait for a run whose interface was closed, and print its result as `show_run` does.
 
-    `stopping` says that it was asked to end already, so that one Ctrl-C ends it at once.
+    With `stopping`, the run was asked to end before, so that the first Ctrl-C kills it.
     """
     console = Console(stderr=True, highlight=False, markup=False)
     if process.poll() is None:
         console.print("finishing the trace (Ctrl-C ends it at once) …")
     _handle_end_signals()
     while not process.state.pauses.empty():
-        process.state.pauses.get()  # the interface has shown them
+        process.state.pauses.get()  # already shown by the interface
     kind = LiveScriptRun if process.has_own_streams else LiveRun
     run = kind(process, PlainProgress(console, quiet=True), stops=int(stopping))
-    ended = run.conclude(run.watch(), console, as_json=False)
-    return code or ended
+    run_code = run.conclude(run.watch(), console, as_json=False)
+    return code or run_code
 
 
 def _handle_end_signals() -> None:
-    """Let `kill`, `timeout` and a closed terminal end a run as Ctrl-C does, with a valid trace."""
+    """Make `kill`, `timeout` and a closed terminal end a run as Ctrl-C does, with a valid trace."""
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
             raise_on_signals(name)
@@ -88,7 +88,7 @@ def _make_progress(console: Console, *, quiet: bool, verbose: bool) -> RunProgre
 
 
 class LiveRun:
-    """One capture process and what is shown of it."""
+    """Follows a capture process: shows its progress and prints its result."""
 
     def __init__(self, process: Capture, progress: RunProgress, *, stops: int = 0) -> None:
         self._process = process
@@ -99,9 +99,9 @@ class LiveRun:
         self._debugger_stop: DebuggerStop | None = None
 
     def watch(self) -> int:
-        """Follow the trace until the process ends; returns its exit code.
+        """Follow the trace until the process ends, and return its exit code.
 
-        The first Ctrl-C asks the process to end its generation and trace, the second kills it.
+        The first Ctrl-C asks the process to end its generation and trace; the second kills it.
         """
         while True:
             try:
@@ -119,11 +119,11 @@ class LiveRun:
                 self._stop(interrupt_signal(error))
 
     def _print_pauses(self) -> None:
-        """Say that the run pauses, even when nothing else is said: else it would seem to hang."""
-        stops = self._process.state.pauses
-        while not stops.empty():
+        """Print that the run is paused, even in quiet mode, where it would seem to hang."""
+        pauses = self._process.state.pauses
+        while not pauses.empty():
             self._progress.console.print(
-                f"flexinspect: {escape_unprintable(stops.get())}", soft_wrap=True
+                f"flexinspect: {escape_unprintable(pauses.get())}", soft_wrap=True
             )
 
     def _stop(self, number: int) -> None:
@@ -151,29 +151,29 @@ class LiveRun:
         except TraceError:
             if state.recording is not None and state.recording.exists():
                 raise
-            # The trace was withdrawn or moved to its place; the end of the process tells.
+            # The process removed its trace or moved it to its final place; its end shows which.
             self._close()
 
     def _report_debugger_stop(self, recording: Path) -> None:
-        """Say once that a debugger holds the run, and where: nothing comes before it lets go."""
-        held = read_stop(recording)
-        if held is not None and held.by != "pdb" and held != self._debugger_stop:
-            self._report(held.sentence())
-        self._debugger_stop = held
+        """Print once where a debugger has stopped the run: no step comes until it continues."""
+        stop = read_stop(recording)
+        if stop is not None and stop.by != "pdb" and stop != self._debugger_stop:
+            self._report(stop.sentence())
+        self._debugger_stop = stop
 
     def _report(self, text: str) -> None:
         self._progress.print_line(text)
 
-    def _show(self, news: TraceUpdates, reader: TraceReader) -> None:
-        for row in news.events:
+    def _show(self, updates: TraceUpdates, reader: TraceReader) -> None:
+        for row in updates.events:
             self._progress.on_event(row.event)
-        for what in news.changes:
-            if isinstance(what, NewGeneration):
-                self._progress.on_generation_start(what.generation, reader)
-            elif isinstance(what, NewStep):
-                self._progress.on_step(what.step, what.tokens, reader)
+        for change in updates.changes:
+            if isinstance(change, NewGeneration):
+                self._progress.on_generation_start(change.generation, reader)
+            elif isinstance(change, NewStep):
+                self._progress.on_step(change.step, change.tokens, reader)
             else:
-                self._progress.on_generation_end(what.generation)
+                self._progress.on_generation_end(change.generation)
 
     def _close(self) -> None:
         if self._follower is not None:
@@ -181,15 +181,17 @@ class LiveRun:
             self._follower = None
 
     def conclude(self, code: int, console: Console, *, as_json: bool) -> int:
-        """Print the result and, if the run went wrong, why."""
+        """Print the result and, if the run failed, the reason. Return the exit code."""
         state = self._process.state
         if not state.is_over and state.recording is not None and state.recording.exists():
             close_crashed_trace(state.recording, self._process, code)
             state.path = state.recording
         elif state.is_over and state.path is None and state.recording is not None:
-            delete_trace(state.recording)  # what our own look at it may have put beside it
+            delete_trace(
+                state.recording
+            )  # and the files that our reader may have created beside it
         path = state.path if state.path is not None and state.path.exists() else None
-        summary = summarize_run(path, code) if path is not None else None
+        summary = summarize_run(path) if path is not None else None
         if as_json:
             facts = summary.as_json() if summary else {"trace": None, "generations": []}
             error = state.error or (None if code == 0 else self._process.describe_exit(code))
@@ -198,7 +200,7 @@ class LiveRun:
             sys.stdout.write("\n")
         elif summary is not None:
             self._print(summary, console)
-        self._explain(code, console, kept=path is not None)
+        self._explain(code, console, has_trace=path is not None)
         return self._exit_code(code)
 
     def _print(self, summary: RunSummary, console: Console) -> None:
@@ -209,18 +211,18 @@ class LiveRun:
             return 128 + self._end_signal
         return code if code >= 0 else 1
 
-    def _explain(self, code: int, console: Console, *, kept: bool) -> None:
+    def _explain(self, code: int, console: Console, *, has_trace: bool) -> None:
         state = self._process.state
         lines = [f"flexinspect: {state.note}"] if state.note else []
         if state.error:
             lines += [f"flexinspect: {state.error}", state.hint or ""]
         elif code not in (0, INTERRUPTED) and not self._stops:
             lines.append(f"flexinspect: {self._process.describe_exit(code)}")
-        elif not kept:
+        elif not has_trace:
             lines.append("flexinspect: The run was stopped before anything ran; there is no trace.")
-        if not state.error and not is_signal_exit_code(code) and (kept or not self._stops):
-            # Warnings of a good run, or the last words of one that died without a sentence; what
-            # one says that was asked to end before it was up is Python's own end.
+        if not state.error and not is_signal_exit_code(code) and (has_trace or not self._stops):
+            # Warnings of a successful run, or the last output of one that died without a message.
+            # A run that was stopped while loading prints only Python's own traceback.
             lines += self._process.last_stderr_lines()
         for line in filter(None, lines):
             console.print(escape_unprintable(line), soft_wrap=True)
@@ -231,10 +233,10 @@ MAX_ANSWERS = 10
 
 
 class LiveScriptRun(LiveRun):
-    """A program of the user's: signals are its own, stdout too, and so is its exit code."""
+    """Follows a program of the user, which keeps its own signals, stdout and exit code."""
 
     def _poll(self) -> None:
-        """Look only when asked to tell of each step: the program may need every core."""
+        """Read the trace only in verbose mode: the program may need every core."""
         self._report_debugger_messages()
         if self._progress.verbose:
             super()._poll()
@@ -242,17 +244,17 @@ class LiveScriptRun(LiveRun):
             self._report_debugger_stop(self._process.state.recording)
 
     def _report_debugger_messages(self) -> None:
-        """Say on stderr where to attach, and what no debugger can do: it cannot wait."""
-        said = self._process.state.debugger_messages
-        while not said.empty():
-            self._report(said.get())
+        """Print messages of the debugger, such as where to attach, without delay."""
+        messages = self._process.state.debugger_messages
+        while not messages.empty():
+            self._report(messages.get())
 
     def _report(self, text: str) -> None:
-        """Say it even though a program's run is quiet otherwise."""
+        """Print a message even though the run of a program is quiet otherwise."""
         self._progress.console.print(f"flexinspect: {escape_unprintable(text)}", soft_wrap=True)
 
     def _stop(self, number: int) -> None:
-        """Hand a signal on, as often as it comes: what it means is for the program to say."""
+        """Pass a signal on each time: the program decides what it means."""
         self._stops += 1
         if self._stops < KILL_AFTER_INTERRUPTS:
             self._process.signal(number)
@@ -260,7 +262,7 @@ class LiveScriptRun(LiveRun):
             self._process.kill()
 
     def _exit_code(self, code: int) -> int:
-        """Return the program's own, as a shell would see it."""
+        """Return the exit code of the program as a shell reports it."""
         return code if code >= 0 else 128 - code
 
     def _print(self, summary: RunSummary, console: Console) -> None:
@@ -271,8 +273,8 @@ class LiveScriptRun(LiveRun):
         if len(notes) > MAX_NOTES:
             console.print(f"note  and {len(notes) - MAX_NOTES} more events in the trace")
 
-    def _explain(self, code: int, console: Console, *, kept: bool) -> None:
-        """Say what is ours to say: what the program said of its end, it has said already."""
+    def _explain(self, code: int, console: Console, *, has_trace: bool) -> None:
+        """Print only our own messages: the program has printed its own."""
         state = self._process.state
         lines = [f"flexinspect: {state.note}"] if state.note else []
         if state.error:
@@ -284,9 +286,9 @@ class LiveScriptRun(LiveRun):
 
 
 def show_script(process: Capture, *, as_json: bool, verbose: bool) -> int:
-    """Follow a user's program to its end, and say on stderr what its trace holds.
+    """Follow a user's program to its end, and print a summary of its trace on stderr.
 
-    With `as_json` our summary goes to stdout. Returns the program's exit code.
+    With `as_json` the summary goes to stdout. Returns the program's exit code.
     """
     console = Console(stderr=True, highlight=False, markup=False)
     run = LiveScriptRun(process, PlainProgress(console, verbose=verbose, quiet=not verbose))

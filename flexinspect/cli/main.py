@@ -1,4 +1,4 @@
-"""The command line: one file per subcommand, whose heavy imports wait until it runs."""
+"""The command line: a table of commands, of which only the one asked for is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
 from flexinspect.core import __version__
 from flexinspect.core.errors import FlexInspectError, TruncatedTraceError
@@ -21,8 +22,8 @@ EXAMPLES = """\
 examples:
   flexinspect run --model demo --dataset demo --max-samples 2
   flexinspect run --model llama3.2_3b_it --prompt "Who wrote Emma?" --prompt "Emma's author?"
-  flexinspect open run.flextrace          (open may be left out)
-  flexinspect attach                      (to a run that goes on)
+  flexinspect open run.flextrace          ("open" is optional)
+  flexinspect attach                      (to a running capture)
   flexinspect ctl pause
   flexinspect findings run.flextrace
   flexinspect show run.flextrace --panel mask --step 3
@@ -33,64 +34,98 @@ examples:
   flexinspect museum
   flexinspect vscode
 
-exit codes: 0 done, 1 the run failed or what was to be proved is not so,
-2 it could not be done as asked, 3 a breakpoint ended the run, 130 interrupted,
-143 ended by SIGTERM
+exit codes: 0 success, 1 the run failed or the proof does not hold, 2 invalid request,
+3 a breakpoint ended the run, 130 interrupted, 143 ended by SIGTERM
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
-    from flexinspect.cli import (
-        attach,
-        compare,
-        ctl,
-        dump,
-        findings,
-        models,
-        museum,
-        prove,
-        run,
-        show,
-        vscode,
-    )
-    from flexinspect.cli import open as open_
+class Command(NamedTuple):
+    """A subcommand.
 
+    `module` has `configure(parser)`, which adds the arguments and sets the default `run`: a
+    function from the parsed arguments to the exit code.
+    """
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command(
+        "run",
+        "flexinspect.cli.run",
+        "run a generation under FlexAttention, or your own program, and record every step",
+    ),
+    Command("open", "flexinspect.cli.open", "step through a trace in the terminal"),
+    Command("attach", "flexinspect.cli.attach", "open the interface on a running capture"),
+    Command("ctl", "flexinspect.cli.ctl", "pause, step, stop and change a running capture"),
+    Command(
+        "findings",
+        "flexinspect.cli.findings",
+        "print what is wrong in a trace (exit code 1 if there is an error)",
+    ),
+    Command(
+        "show",
+        "flexinspect.cli.show",
+        "print a panel as text, or save its picture, without the interface",
+    ),
+    Command(
+        "compare",
+        "flexinspect.cli.compare",
+        "print the differences between two traces (exit code 1 if they differ)",
+    ),
+    Command(
+        "prove",
+        "flexinspect.cli.prove",
+        "prove isolation, order, kernel or cache of a generation by running it",
+    ),
+    Command("dump", "flexinspect.cli.dump", "print a trace as text or JSON"),
+    Command(
+        "models",
+        "flexinspect.cli.models",
+        "list the models: size, and whether they are local, cached or need a download",
+    ),
+    Command(
+        "museum", "flexinspect.cli.museum", "broken runs to learn from, each after a public case"
+    ),
+    Command("vscode", "flexinspect.cli.vscode", "write the debug configurations for VSCode"),
+)
+"""All subcommands, in the order of `flexinspect --help`."""
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the command line, with the arguments of one command.
+
+    The parsers of the other commands have a name and a line of help only, so that their modules
+    need not be imported.
+    """
     parser = argparse.ArgumentParser(
         prog="flexinspect",
-        description="The debugger for FlexAttention generation: it shows what ran.",
+        description="The debugger for FlexAttention generation.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    commands = (
-        run,
-        open_,
-        attach,
-        ctl,
-        findings,
-        show,
-        compare,
-        prove,
-        dump,
-        models,
-        museum,
-        vscode,
-    )
-    for command in commands:
-        command.add_parser(subparsers)
+    for name, module, text in COMMANDS:
+        subparser = subparsers.add_parser(
+            name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name == command:
+            import_module(module).configure(subparser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; errors are sentences on stderr."""
+    """Run the command line and return its exit code; errors go to stderr."""
     _make_output_safe()
-    parser = build_parser()
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0].endswith(".flextrace"):  # no command ends so
-        words.insert(0, "open")
-    args = parser.parse_args(words)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0].endswith(".flextrace"):  # not the name of a command
+        arguments.insert(0, "open")
+    # No option of the main parser takes a value, so the first positional is the command.
+    parser = build_parser(next((word for word in arguments if not word.startswith("-")), None))
+    args = parser.parse_args(arguments)
     try:
         return _run_without_command(parser) if args.command is None else int(args.run(args))
     except FlexInspectError as error:
@@ -102,24 +137,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error("interrupted")
         return exit_code_of(error)
     except BrokenPipeError:
-        # The reader of our output is gone; point stdout at nothing so that exit stays quiet.
+        # The reader of our output has gone; redirect stdout so that the flush at exit succeeds.
         _drop_output()
         return 0
     except OSError as error:
-        # Commands turn what they expect into sentences; what is left is our own output failing.
+        # Commands convert the errors they expect; what remains is a failed write of our output.
         _drop_output()
         _print_error(f"Writing the output failed: {error.strerror or error}.")
         return 1
 
 
 def _run_without_command(parser: argparse.ArgumentParser) -> int:
-    """Without a command: ask what to do on a terminal, print the help anywhere else."""
+    """Open the start screen on a terminal; print the help elsewhere."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         parser.print_help()
         return 0
-    from flexinspect.cli.open import open_start_screen
+    from flexinspect.cli.interface import open_start_screen
+    from flexinspect.cli.run import job_from_argv
 
-    return open_start_screen()
+    return open_start_screen(job_from_argv)
 
 
 def _print_error(sentence: str) -> None:
@@ -128,7 +164,7 @@ def _print_error(sentence: str) -> None:
 
 
 def _print_remaining_parts(path: Path) -> None:
-    """Say what a trace that is cut short still holds, and how to see it."""
+    """Print what a truncated trace still contains, and how to open it."""
     from flexinspect.trace.file.salvage import describe_readable, is_repairable
 
     for line in describe_readable(path)[1:]:
@@ -136,15 +172,15 @@ def _print_remaining_parts(path: Path) -> None:
     if is_repairable(path):
         print(f"To see that: flexinspect open {escape_unprintable(str(path))}", file=sys.stderr)
     else:
-        print("It cannot be opened without the part that is missing.", file=sys.stderr)
+        print("It cannot be opened without the missing part.", file=sys.stderr)
 
 
 def _make_output_safe() -> None:
-    """Let no character end a run: what a terminal cannot show is escaped."""
+    """Escape what the output's encoding cannot represent, instead of raising."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            # Started with its output closed: what is printed goes nowhere.
+            # Started with this stream closed: discard what is printed.
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

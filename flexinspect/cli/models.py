@@ -1,4 +1,4 @@
-"""`flexinspect models`: which models there are, how large, and whether they are on this machine."""
+"""`flexinspect models`: the known models, their sizes, and whether they are on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ examples:
   flexinspect models --json | python -m json.tool
   flexinspect run --model llama3.2_3b_it --weights random
 
-own names, in flexinspect.toml (or under [tool.flexinspect.models] in pyproject.toml):
+your own names, in flexinspect.toml (or under [tool.flexinspect.models] in pyproject.toml):
   [models]
   my_model = "org/name"
   local = "checkpoints/step-1000"
@@ -72,22 +72,19 @@ class _ModelRow:
         }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the command line."""
-    parser = subparsers.add_parser(
-        "models",
-        help="list the models: size, and whether they are here, cached or need a download",
-        description="List every model that --model knows by name, its size, and where it is. "
-        "Looks at this machine only; nothing is downloaded.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = (
+        "List every model that --model knows by name, its size, and where it is.\n"
+        "Only this machine is searched; nothing is downloaded."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("--json", action="store_true", help="print JSON on standard output")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table (or JSON) and return the exit code."""
+    """Print the table, or JSON with --json."""
     config = load_config()
     rows = [
         _model_row(alias, config) for alias in dict.fromkeys(["demo", *config.models, *ALIASES])
@@ -101,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model_row(alias: str, config: Config) -> _ModelRow:
-    # One broken entry must not hide the others.
+    # A broken entry must not hide the others.
     try:
         source = resolve(alias, config)
         model = read_config(source) or {}
@@ -113,7 +110,7 @@ def _model_row(alias: str, config: Config) -> _ModelRow:
 
 
 def _print(rows: list[_ModelRow], config: Config) -> None:
-    from flexinspect.cli.flags import Output
+    from flexinspect.cli.output import Output
 
     console = Output()
     console.print(_table(rows, full_names=console.width >= 100))
@@ -127,7 +124,7 @@ def _table(rows: list[_ModelRow], *, full_names: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    # Two blanks between columns and nothing else: the widest built-in row is 80 cells.
+    # Only two spaces between columns: the widest built-in row has 80 cells.
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
     for title in ("name", "model"):
         table.add_column(title, overflow="fold")
@@ -159,17 +156,17 @@ def _model_label(source: ModelSource | None, full_names: bool) -> str:
 
 
 def _notes(config: Config) -> str:
-    own = ", ".join(str(file) for file in config.files) or "none found"
+    files = ", ".join(str(file) for file in config.files) or "none found"
     return (
-        "bf16 and fp32: memory of the weights; the KV cache comes on top.\n"
-        "gated: accept the licence on the model's page, then `hf auth login`.\n"
-        "No weights at hand? `--weights random` builds the real architecture at its real size.\n"
+        "bf16 and fp32: memory of the weights, without the KV cache.\n"
+        "gated: accept the licence on the model's page, then run `hf auth login`.\n"
+        "Without weights, `--weights random` builds the real architecture at its real size.\n"
         "\n"
-        "Own names: in flexinspect.toml, [tool.flexinspect.models] of pyproject.toml, "
+        "Your own names: in flexinspect.toml, [tool.flexinspect.models] of pyproject.toml, "
         f"or {user_config_file() or 'the per-user file'}:\n"
         "  [models]\n"
         '  my_model = "org/name"\n'
         '  local = "checkpoints/step-1000"\n'
         '  big = { path = "org/name", dtype = "bfloat16" }\n'
-        f"Settings read: {own}."
+        f"Settings files: {files}."
     )

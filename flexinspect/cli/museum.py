@@ -1,4 +1,4 @@
-"""`flexinspect museum`: broken runs to learn on, and the proof that each fault is found."""
+"""`flexinspect museum`: broken runs to learn from, and the check that each fault is found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexinspect.core.errors import UsageError
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from flexinspect.analysis.broken_run_check import BrokenRunCheck
     from flexinspect.inputs.broken_run_catalog import BrokenRun
 
-_DESCRIPTION = """Without a name, list the museum: runs with one fault each, of the kind
-that was reported in public. With a name, build that run (a few seconds, no
-network), tell its story and question, and open its trace. --check builds all
-of them and their repaired twins, and says of each fault whether it is found,
-and of each twin whether something is found that is not there."""
+_DESCRIPTION = """Without a name, list the museum: runs with one fault each, after faults
+that were reported in public. With a name, build that run (a few seconds, no
+network), print its description and a question, and open its trace. --check
+builds all runs and their repaired versions, and reports for each fault whether
+it is found, and for each repaired version whether there is a false alarm."""
 
 _EPILOG = """examples:
   flexinspect museum
@@ -30,32 +30,27 @@ _EPILOG = """examples:
   flexinspect museum decode-without-offset --no-ui --out wrong.flextrace
   flexinspect museum --check
 
-exit codes: 0 done, 1 --check has missed a fault or has a false alarm,
-            2 there is no such exhibit, or it cannot be built as asked
+exit codes: 0 success, 1 --check missed a fault or found a false alarm,
+            2 unknown exhibit or invalid request
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "museum",
-        help="broken runs to learn on, each after a public case",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
     add = parser.add_argument
-    add("name", metavar="NAME", nargs="?", help="the exhibit")
-    add("--repaired", action="store_true", help="its twin in which the fault is mended")
-    add("--no-ui", action="store_true", help="build and tell only; open nothing")
+    add("name", metavar="NAME", nargs="?", help="the exhibit to build and open")
+    add("--repaired", action="store_true", help="build the repaired version instead")
+    add("--no-ui", action="store_true", help="do not open the interface")
     add("--out", metavar="FILE", type=Path, help="the trace (default: in the user's cache)")
-    add("--check", action="store_true", help="build all, and say what was found and missed")
-    add("--json", action="store_true", help="print the list or the verdicts as JSON")
+    add("--check", action="store_true", help="build all exhibits and report which faults are found")
+    add("--json", action="store_true", help="print the list or the results as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, open or check. Raises `UsageError` for what does not go together."""
+    """List, open or check exhibits. Raises `UsageError` for flags that exclude each other."""
     if args.check:
         if args.name or args.out or args.repaired:
             raise UsageError("--check builds all exhibits.", hint="Give it alone, or with --json.")
@@ -65,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("No exhibit is named.", hint="'flexinspect museum' lists them.")
         return _list(as_json=args.json)
     if args.json:
-        raise UsageError("--json goes with the list and with --check.")
+        raise UsageError("--json needs the list or --check, not a name.")
     return _open(args)
 
 
@@ -86,7 +81,7 @@ def _list(*, as_json: bool) -> int:
 
 
 def _console() -> Console:
-    from flexinspect.cli.flags import Output
+    from flexinspect.cli.output import Output
 
     return Output()
 
@@ -95,31 +90,32 @@ def _open(args: argparse.Namespace) -> int:
     from flexinspect.analysis.broken_run_check import annotate_trace, build_broken_runs
     from flexinspect.inputs.broken_run_catalog import cache_folder, find_broken_run
 
-    about = find_broken_run(args.name)
+    broken_run = find_broken_run(args.name)
     if args.out is not None and args.out.exists():
         raise UsageError(f"{args.out} exists already.", hint="Choose another --out.")
-    twin = "-repaired" if args.repaired else ""
-    path = args.out or cache_folder() / f"{about.name}{twin}.flextrace"
-    _print_description(about)
+    suffix = "-repaired" if args.repaired else ""
+    path = args.out or cache_folder() / f"{broken_run.name}{suffix}.flextrace"
+    _print_description(broken_run)
     if not path.exists():
         print("building it …", file=sys.stderr)
-        build_broken_runs({("!" if args.repaired else "") + about.name: path})
-        annotate_trace(path, about, repaired=args.repaired)
+        build_broken_runs({("!" if args.repaired else "") + broken_run.name: path})
+        annotate_trace(path, broken_run, repaired=args.repaired)
     if args.no_ui or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        print(f"\ntrace {path}\nnext  flexinspect open {path} --step {about.step}")
+        print(f"\ntrace {path}\nnext  flexinspect open {path} --step {broken_run.step}")
         return 0
     try:
-        input("\nEnter opens it ('?' shows the keys). ")
+        input("\nPress Enter to open it ('?' shows the keys). ")
     except EOFError:
         return 0
-    from flexinspect.cli.main import main
+    from flexinspect.cli.interface import open_trace_file
+    from flexinspect.panels.base import TracePlace
 
-    return main(["open", str(path), "--step", str(about.step)])
+    return open_trace_file(path, TracePlace(step=broken_run.step))
 
 
-def _print_description(about: BrokenRun) -> None:
+def _print_description(broken_run: BrokenRun) -> None:
     console = _console()
-    for number, line in enumerate(about.tutorial_lines()):
+    for number, line in enumerate(broken_run.tutorial_lines()):
         console.print(line, style="bold" if number == 0 else None)
 
 
@@ -129,28 +125,28 @@ def _check(*, as_json: bool) -> int:
     from flexinspect.analysis.broken_run_check import check_broken_runs
 
     progress = None if as_json or not sys.stderr.isatty() else _print_progress
-    verdicts = check_broken_runs(progress)
+    checks = check_broken_runs(progress)
+    is_good = all(check.is_good for check in checks)
     if as_json:
-        good = [one.is_good for one in verdicts]
-        facts = [{**asdict(one), "good": ok} for one, ok in zip(verdicts, good, strict=True)]
-        print(json.dumps({"exhibits": facts, "good": all(good)}, indent=2))
+        facts = [{**asdict(check), "good": check.is_good} for check in checks]
+        print(json.dumps({"exhibits": facts, "good": is_good}, indent=2))
     else:
-        _print_verdicts(verdicts)
-    return 0 if all(one.is_good for one in verdicts) else 1
+        _print_checks(checks)
+    return 0 if is_good else 1
 
 
 def _print_progress(name: str) -> None:
     print(f"built {name}", file=sys.stderr)
 
 
-def _print_verdicts(verdicts: Sequence[BrokenRunCheck]) -> None:
+def _print_checks(checks: Sequence[BrokenRunCheck]) -> None:
     console = _console()
-    width = max(len(one.name) for one in verdicts)
-    for one in verdicts:
-        style = None if one.is_good else "bold red"
-        console.print(f"{one.name:{width}}  {one.to_line()}", style=style)
-    n_found = sum(bool(one.found) for one in verdicts)
-    n_false = sum(bool(one.false) for one in verdicts)
-    n_failed = sum(bool(one.error) for one in verdicts)
-    said = f"{n_found} of {len(verdicts)} found, {n_false} false alarms"
-    console.print(said + (f", {n_failed} could not be built" if n_failed else ""))
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        style = None if check.is_good else "bold red"
+        console.print(f"{check.name:{width}}  {check.to_line()}", style=style)
+    n_found = sum(bool(check.found) for check in checks)
+    n_false = sum(bool(check.false) for check in checks)
+    n_failed = sum(bool(check.error) for check in checks)
+    summary = f"{n_found} of {len(checks)} found, {n_false} false alarms"
+    console.print(summary + (f", {n_failed} could not be built" if n_failed else ""))

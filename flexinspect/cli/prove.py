@@ -1,4 +1,4 @@
-"""`flexinspect prove`: run a model, and judge what moved instead of what a mask says."""
+"""`flexinspect prove`: run a model and test its behaviour, independent of the declared mask."""
 
 from __future__ import annotations
 
@@ -25,36 +25,33 @@ examples:
   flexinspect prove isolation --declare prompt.toml my_generation.py       # your own program
   flexinspect prove order --declare prompt.toml --add-to run.flextrace my_generation.py
 
-In Python, whatever your code patches:
+In Python, with any patches of your own:
   flexinspect.prove("isolation", model, ids, segments=[(1, 7, "a"), (9, 15, "b")], run=my_forward)
-docs/proofs.md shows each kind.
+docs/proofs.md describes each kind.
 
-exit codes: 0 it holds, 1 it does not (or the run failed), 2 it could not be done as asked,
+exit codes: 0 the proof holds, 1 it does not (or the run failed), 2 invalid request,
 130 interrupted
 """
 _DEFAULT_NEW_TOKENS = {"isolation": 4, "order": 1, "kernel": 2, "cache": 16}
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
     from flexinspect.analysis.proof_results import PROOF_KINDS
     from flexinspect.cli import run as run_
 
-    parser = subparsers.add_parser(
-        "prove",
-        help="prove isolation, kernel or cache of a generation, by running it",
-        description="Run a paraphrase-ensemble generation under FlexAttention, and prove one "
-        "thing of it. isolation: the tokens of each segment are changed, and no row that must not "
-        "see it may move, in any layer. order: paraphrases change places, and the next token's "
-        "logits are compared. kernel: the weights that each attention call used are recovered and "
-        "compared with those that are drawn. cache: decode steps are compared with a full "
-        "recompute. Given a program of your own, that is run up to its first call of a model with "
-        "a whole prompt, and that call is proved, with whatever the program has patched by then.",
-        argument_default=argparse.SUPPRESS,  # so that it shows which flags were given
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Run a paraphrase-ensemble generation under FlexAttention and prove one property of it.\n"
+        "isolation: changing the tokens of a segment changes no row that must not attend to it,\n"
+        "in any layer. order: the next token's logits stay the same when paraphrases are swapped.\n"
+        "kernel: the attention weights recovered from each call equal those that are displayed.\n"
+        "cache: decode steps equal a full recompute. Given a program of your own, it runs up to\n"
+        "its first call of a model with a whole prompt, and the proof is run on that call, with\n"
+        "everything that the program has patched by then."
     )
+    parser.argument_default = argparse.SUPPRESS
+    parser.epilog = EXAMPLES
     parser.add_argument(
         "proof", choices=PROOF_KINDS, metavar="|".join(PROOF_KINDS), help="what to prove"
     )
@@ -79,57 +76,59 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--call",
         type=positive_int,
         metavar="N",
-        help="of a program: the N-th call that feeds a whole prompt (default: 1)",
+        help="of a program: the N-th call with a whole prompt (default: 1)",
     )
     group.add_argument(
-        "--add-to", metavar="TRACE", help="store what was found in this finished trace"
+        "--add-to", metavar="TRACE", help="store the findings in this finished trace"
     )
     group.add_argument("--threads", default=None, type=n_threads, help="CPU threads")
-    group.add_argument("--json", default=False, action="store_true", help="print it as JSON")
+    group.add_argument(
+        "--json", default=False, action="store_true", help="print the result as JSON"
+    )
     parser.set_defaults(run=run, out="", level="basic", layers=None, overwrite=False)
     parser.set_defaults(**_RUN_DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prove what the flags ask for; 1 when it does not hold."""
+    """Run the proof; return 1 when it does not hold."""
     try:
         return _run(args)
     except FlexInspectError as error:
         if args.json:
-            said = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
-            print(json.dumps({"proofs": [], **said}, indent=2))
+            facts = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
+            print(json.dumps({"proofs": [], **facts}, indent=2))
         raise
 
 
 def _run(args: argparse.Namespace) -> int:
-    from flexinspect.cli.flags import Output
+    from flexinspect.cli.output import Output
 
     console = Output()
-    done = []
+    proofs = []
     is_program = hasattr(args, "program") or hasattr(args, "module")
     for proof in _program_proofs(args) if is_program else _generation_proofs(args, _job(args)):
-        done.append(proof)
+        proofs.append(proof)
         if not args.json:
             _show(proof, console)
         if hasattr(args, "add_to"):
             proof.add_to(args.add_to)
-    holds = all(proof.holds for proof in done)
+    holds = all(proof.holds for proof in proofs)
     if args.json:
-        facts = {"proofs": [proof.as_json() for proof in done], "exit_code": int(not holds)}
+        facts = {"proofs": [proof.as_json() for proof in proofs], "exit_code": int(not holds)}
         json.dump(facts, sys.stdout, ensure_ascii=False, indent=2)
         sys.stdout.write("\n")
     return int(not holds)
 
 
 def _job(args: argparse.Namespace) -> Job:
-    """Return the job that the flags describe. Raises `FlexInspectError` for what cannot be."""
+    """Return the generation that the flags describe. Raises `FlexInspectError`."""
     from flexinspect.cli.run import check_job, job_of
 
     _check_cache_flag(args)
     for name in ("declare", "call"):
         if hasattr(args, name):
             raise UsageError(
-                f"--{name} goes with a program of your own.",
+                f"--{name} needs a program of your own.",
                 hint="Name it last: flexinspect prove KIND --declare FILE SCRIPT.py",
             )
     job = job_of(args)
@@ -156,26 +155,24 @@ _RUN_DEFAULTS = {
     "serve": None,
     "insecure_bind": False,
 }
-"""What a run may be told beside: a proof stops nowhere and takes no commands."""
+"""Values of the flags of `run` that a proof does not have: it never stops or takes commands."""
 
 _PROGRAM_ARGS = ("declare", "program", "module", "call", "cache_check", "add_to")
 _COMMON_ARGS = ("command", "proof", "run", "out", "level", "layers", "overwrite", "threads", "json")
 
 
 def _program_proofs(args: argparse.Namespace) -> Iterator[Any]:
-    """Yield the proof of a user's own program. What that prints goes to stderr with --json."""
+    """Yield the proof of the user's program. With --json, the program's output goes to stderr."""
     from flexinspect.cli.run import script_job
     from flexinspect.core import plugins
 
     _check_cache_flag(args)
-    given = [
-        name for name in vars(args) if name not in (*_PROGRAM_ARGS, *_COMMON_ARGS, *_RUN_DEFAULTS)
-    ]
-    flags = [f"--{name.replace('_', '-')}" for name in given]
-    nowhere = argparse.Namespace(**{**vars(args), "out": None})  # a proof records nothing
-    job = replace(script_job(nowhere, flags), threads=args.threads)
+    allowed = (*_PROGRAM_ARGS, *_COMMON_ARGS, *_RUN_DEFAULTS)
+    flags = [f"--{name.replace('_', '-')}" for name in vars(args) if name not in allowed]
+    without_trace = argparse.Namespace(**{**vars(args), "out": None})  # a proof records nothing
+    job = replace(script_job(without_trace, flags), threads=args.threads)
     if job.declaration.separators != "attached":
-        raise UsageError('A proof knows separators = "attached" alone.')
+        raise UsageError('A proof supports only separators = "attached".')
     prove = plugins.load(plugins.CAPTURE, "prove-script")
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
         proof = prove(
@@ -185,7 +182,7 @@ def _program_proofs(args: argparse.Namespace) -> Iterator[Any]:
 
 
 def _generation_proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
-    """Yield the proof of each sample as it is done, with progress on stderr."""
+    """Yield the proof of each sample as it completes, with progress on stderr."""
     from rich.console import Console
 
     from flexinspect.cli.run_progress import PlainProgress, RunProgress, TerminalProgress
@@ -197,20 +194,20 @@ def _generation_proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
         TerminalProgress(console) if is_shown else PlainProgress(console, quiet=args.json)
     )
 
-    def tell(phase: str, data: Mapping[str, Any]) -> None:
+    def show_phase(phase: str, data: Mapping[str, Any]) -> None:
         progress.on_event(EventRecord("phase", phase, time.time(), data=data))
 
     def report(phase: str, fraction: float | None) -> None:
-        if is_shown:  # in a file the many small steps of a proof would be noise
-            tell(phase, {} if fraction is None else {"fraction": fraction})
+        if is_shown:  # a log file need not have the many small steps of a proof
+            show_phase(phase, {} if fraction is None else {"fraction": fraction})
 
     with progress:
-        tell("importing torch", {})
+        show_phase("importing torch", {})
         from flexinspect.core import plugins
 
         prove = plugins.load(plugins.CAPTURE, "prove-run")
         every = getattr(args, "cache_check", 1)
-        proofs = prove(args.proof, job, every=every, load_report=tell, report=report)
+        proofs = prove(args.proof, job, every=every, load_report=show_phase, report=report)
     while True:
         with progress:
             proof = next(proofs, None)
@@ -229,8 +226,8 @@ def _show(proof: Any, console: Any) -> None:
         console.print(escape_unprintable(line), soft_wrap=True)
     for finding in sort_by_severity(proof.findings):
         label = Text(f"{finding.severity}: ", style=_STYLES[finding.severity])
-        said = Text.assemble(label, escape_unprintable(finding.sentence), f" [{finding.id}]")
-        console.print(said, soft_wrap=True)
+        text = Text.assemble(label, escape_unprintable(finding.sentence), f" [{finding.id}]")
+        console.print(text, soft_wrap=True)
         if finding.severity is Severity.ERROR:
             for name in ("why", "confirm", "fix"):
                 console.print(

@@ -1,4 +1,8 @@
-"""`flexinspect run`: our own generation or a program of the user's, captured in its own process."""
+"""`flexinspect run`: capture our own generation, or the user's program, in its own process.
+
+The flags of a job, and the checked `Job` or `ScriptJob` that they describe, are here too;
+`flexinspect prove` shares them.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +49,11 @@ examples:
   flexinspect run --model llama3.2_3b_it --weights random --device cuda --level extreme --layers 0-3
   flexinspect run --debugpy 5678 --wait-for-client --no-ui      # then attach from VSCode
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
-  flexinspect run --grads --grads-steps 0-3             # which paraphrase made each token
+  flexinspect run --grads --grads-steps 0-3             # which paraphrase affects each token
   flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
   flexinspect run --no-ui --hold --serve 127.0.0.1:8421      # then: flexinspect ctl --help
   flexinspect run train_or_generate.py                 # your own program, unchanged
-  flexinspect run script.py -- --its-own flags         # what follows the script is for it
+  flexinspect run script.py -- --its-own flags         # everything after the script is for it
   flexinspect run --no-ui --out t.flextrace script.py < questions.txt > answers.txt
   flexinspect run --declare prompt.toml -m package.module 3
 """
@@ -60,23 +64,22 @@ SCRIPT_FLAGS = (
     *("--break", "--wait"),
     *DEBUG_FLAGS,
 )
-"""Flags that go with a program of the user's."""
+"""Flags that can be used with a program of the user."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = subparsers.add_parser(
-        "run",
-        help="run a generation under FlexAttention, or your own program, and record every step",
-        usage="%(prog)s [options]\n       %(prog)s [options] SCRIPT.py [--] [its arguments]\n"
-        "       %(prog)s [options] -m MODULE [--] [its arguments]",
-        description="Run a paraphrase-ensemble generation under FlexAttention, or a program of "
-        "your own as Python would run it, in a process of its own, and record every step of every "
-        "model in a trace. The exit code of a program is passed on.",
-        argument_default=argparse.SUPPRESS,  # so that it shows which flags were given
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.usage = (
+        "%(prog)s [options]\n       %(prog)s [options] SCRIPT.py [--] [its arguments]\n"
+        "       %(prog)s [options] -m MODULE [--] [its arguments]"
     )
+    parser.description = (
+        "Run a paraphrase-ensemble generation under FlexAttention, or a program of your own as\n"
+        "Python would run it, in a separate process, and record every step of every model in a\n"
+        "trace. The exit code of a program is passed on."
+    )
+    parser.argument_default = argparse.SUPPRESS
+    parser.epilog = EXAMPLES
     add_program_flags(parser)
     add_model_flags(parser)
     add_data_flags(parser)
@@ -91,11 +94,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def add_program_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the program, with what is declared of it."""
+    """Add the arguments that name the user's program, and its declaration."""
     group = parser.add_argument_group(
-        "a program of your own", "with it go only the flags of this group and of the last one"
+        "a program of your own",
+        "only the flags of this group and of the groups capture and output, debugger, breakpoints "
+        "and control apply to it",
     )
-    # A positional of this kind takes whatever follows it, flags too; but it is not required.
+    # PARSER consumes all following arguments, flags included; it is required by default.
     program = group.add_argument(
         "program", nargs=argparse.PARSER, metavar="SCRIPT.py", help="run this file, unchanged"
     )
@@ -106,25 +111,27 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--declare",
         metavar="FILE",
-        help="TOML or JSON: the segments of its prompts and the mask that is meant",
+        help="TOML or JSON: the segments of its prompts and the declared mask",
     )
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which model runs, and where."""
+    """Add the flags of the model: which one, with which weights, where."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", help="demo, an alias, a hub id or a folder (default: demo)")
     group.add_argument("--weights", choices=("pretrained", "random"))
     group.add_argument("--device", help="auto, cuda, cuda:N, cpu or mps")
     group.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
-    group.add_argument("--seed", type=int, help="of random weights and of sampling")
+    group.add_argument("--seed", type=int, help="seed of random weights and of sampling")
     group.add_argument(
-        "--trust-remote-code", action="store_true", help="run code that comes with the model"
+        "--trust-remote-code",
+        action="store_true",
+        help="allow code that comes with the model to run",
     )
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what is asked."""
+    """Add the flags of the prompts: a data set, or texts."""
     group = parser.add_argument_group("data")
     group.add_argument(
         "--dataset",
@@ -132,12 +139,12 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         help="demo, webqa, myriadlama, FILE.jsonl or package.module:Class "
         "(default: demo, unless --prompt is given)",
     )
-    group.add_argument("--prompt", action="append", help="a paraphrase; repeat it for each one")
+    group.add_argument("--prompt", action="append", help="a paraphrase (may be repeated)")
     group.add_argument("--max-samples", type=positive_int, help="default: 1")
     group.add_argument(
         *("--num-paraphrases", "--num_paraphrases"),
         type=positive_int,
-        help="default: the first five, or all that --indices names",
+        help="default: the first five, or all of --indices",
     )
     group.add_argument(
         "--indices", "--indexs", metavar="0,1,2", help="which paraphrases of each sample"
@@ -148,7 +155,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_attention_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how the paraphrases see each other."""
+    """Add the flags of attention: the mask, separators, position ids, compilation."""
     from flexinspect.masks.algebra import PRESETS, SEPARATOR_MODES
     from flexinspect.records.prompt import POSITION_MODES
 
@@ -180,20 +187,20 @@ def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
 def _add_gradient_flags(parser: argparse.ArgumentParser) -> None:
     from flexinspect.records.token_gradients import GRADIENT_TARGETS
 
-    group = parser.add_argument_group("gradients (taken when a generation is over)")
+    group = parser.add_argument_group("gradients (computed after a generation)")
     group.add_argument(
         "--grads",
         nargs="?",
         const="logprob",
         choices=GRADIENT_TARGETS,
-        help="of each generated token's log-probability (default), or of its margin to the next "
-        "best one; a forward and a backward of the whole sequence per token",
+        help="gradients of each generated token's log-probability (default), or of its margin to "
+        "the next best token; one forward and backward of the whole sequence per token",
     )
-    group.add_argument("--grads-steps", metavar="0,5-7", help="of these steps (default: all)")
+    group.add_argument("--grads-steps", metavar="0,5-7", help="only of these steps (default: all)")
     group.add_argument(
         "--detect-anomaly",
         action="store_true",
-        help="name the line of the forward whose backward makes a NaN; twice as slow",
+        help="report the line of the forward whose backward produces NaN; twice as slow",
     )
 
 
@@ -204,39 +211,39 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
         "--layers",
         default=None,
         metavar="0,3,5-7",
-        help="whose activations level extreme stores (default: all)",
+        help="the layers whose activations level extreme stores (default: all)",
     )
     group.add_argument(
-        "--out", default=None, metavar="FILE", help="the trace (default: a name made from the run)"
+        "--out", default=None, metavar="FILE", help="the trace file (default: named after the run)"
     )
     group.add_argument(
         "--threads",
         default=None,
         type=n_threads,
-        help="CPU threads (default: cores less one; of your own program: as it sets them)",
+        help="CPU threads (default: one less than cores; for your own program: unchanged)",
     )
     switches = {
         "--overwrite": "replace an existing trace",
-        "--no-ui": "plain output, no interface",
+        "--no-ui": "print plain output instead of opening the interface",
         "--json": "print a summary as JSON on stdout",
-        "--verbose": "no interface; print lengths, path and candidates of each step",
+        "--verbose": "print lengths, kernel path and candidates of each step; no interface",
     }
     for name, text in switches.items():
         group.add_argument(name, default=False, action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job that the flags describe."""
+    """Run the job that the flags describe, and return its exit code."""
     try:
         job = checked_job(args)
         print_serve_address(job.serving)
     except FlexInspectError as error:
         if args.json:
-            said = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
-            print(json.dumps({"trace": None, "generations": [], **said}, indent=2))
+            facts = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
+            print(json.dumps({"trace": None, "generations": [], **facts}, indent=2))
         raise
     if not (args.no_ui or args.json or args.verbose) and _is_interactive():
-        from flexinspect.cli.open import inspect_run
+        from flexinspect.cli.interface import inspect_run
 
         return inspect_run(job)
     if isinstance(job, ScriptJob):
@@ -247,12 +254,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_script(job: ScriptJob, *, as_json: bool, verbose: bool) -> int:
-    """Run a program with our own streams; with `as_json` what it prints goes to stderr."""
+    """Run a program with our own streams; with `as_json` its output goes to stderr."""
     from flexinspect.launch.child_process import OutputRelay, ScriptProcess, forward_signals
 
     process = ScriptProcess(job, OutputRelay(hold=False, stdout=2 if as_json else 1))
     forward_signals(process)
-    # The program runs by now: what shows its end may load meanwhile.
+    # The program is already running: import meanwhile what prints its result.
     from flexinspect.cli.live_run import show_script
 
     return show_script(process, as_json=as_json, verbose=verbose)
@@ -264,18 +271,19 @@ def _is_interactive() -> bool:
 
 def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
     """Return the job of a command line ("run", "--model", ...). Raises `FlexInspectError`."""
-    from flexinspect.cli.main import build_parser
-
-    return replace(checked_job(build_parser().parse_args(argv)), argv=("flexinspect", *argv))
+    command, *arguments = argv
+    parser = argparse.ArgumentParser(f"flexinspect {command}")
+    configure(parser)
+    return replace(checked_job(parser.parse_args(arguments)), argv=("flexinspect", *argv))
 
 
 def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
-    """Return the job that parsed flags describe, with all that can be seen wrong now refused."""
+    """Return the job of parsed flags. Raises `FlexInspectError` for anything wrong with them."""
     if hasattr(args, "program") or hasattr(args, "module"):
         return script_job(args, _generation_flags(args))
     if hasattr(args, "declare"):
         raise UsageError(
-            "--declare goes with a program of your own.",
+            "--declare needs a program of your own.",
             hint="Name a script, or use --mask and --prompt.",
         )
     job = job_of(args)
@@ -294,7 +302,7 @@ _SAMPLING_ARGS = ("sample", "temperature", "top_k", "top_p")
 
 
 def _generation_flags(args: argparse.Namespace) -> list[str]:
-    """Return the flags of our own generation that were given, as they are written."""
+    """Return the flags of our own generation that were given, as written on a command line."""
     names = [
         name
         for name in (*_GENERATION_ARGS, "prompt", *_TEXT_ARGS, *_SAMPLING_ARGS)
@@ -304,14 +312,14 @@ def _generation_flags(args: argparse.Namespace) -> list[str]:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """Return the job that parsed flags describe. Raises `UsageError`."""
-    said = vars(args)
-    texts = {name: _unescape(said[name]) for name in _TEXT_ARGS if name in said}
-    _check_prompt_source(said)
+    """Return the generation of parsed flags. Raises `UsageError`."""
+    flags = vars(args)  # flags without a default are missing unless they were given
+    texts = {name: _unescape(flags[name]) for name in _TEXT_ARGS if name in flags}
+    _check_prompt_source(flags)
     job = Job(
         out=args.out or "",
-        **{name: said[name] for name in _GENERATION_ARGS if name in said},
-        prompts=tuple(said.get("prompt", ())),
+        **{name: flags[name] for name in _GENERATION_ARGS if name in flags},
+        prompts=tuple(flags.get("prompt", ())),
         level=args.level,
         layers=args.layers,
         threads=args.threads,
@@ -322,7 +330,7 @@ def job_of(args: argparse.Namespace) -> Job:
         control=args.control,
         serving=serve_options(args),
         texts=PromptTexts(**texts),
-        sampling=_sampling({name: said[name] for name in _SAMPLING_ARGS if name in said}),
+        sampling=_sampling({name: flags[name] for name in _SAMPLING_ARGS if name in flags}),
         argv=tuple(sys.argv),
     )
     if args.out is None:
@@ -332,36 +340,36 @@ def job_of(args: argparse.Namespace) -> Job:
     return job
 
 
-def _check_prompt_source(said: dict[str, Any]) -> None:
-    if "dataset" in said and "prompt" in said:
+def _check_prompt_source(flags: dict[str, Any]) -> None:
+    if "dataset" in flags and "prompt" in flags:
         raise UsageError(
-            "--prompt and --dataset exclude each other: both name what is asked.",
+            "--prompt and --dataset exclude each other: both select the prompts.",
             hint="Leave one of them out.",
         )
-    if "max_samples" in said and "prompt" in said:
+    if "max_samples" in flags and "prompt" in flags:
         raise UsageError(
-            "--max-samples counts the samples of a dataset, and --prompt is one by itself.",
+            "--max-samples limits the samples of a dataset, and --prompt is a single sample.",
             hint="Leave one of them out.",
         )
 
 
-def _sampling(given: dict[str, Any]) -> SamplingOptions:
-    """Return how tokens are chosen; any flag of sampling asks for it."""
-    if not given:
+def _sampling(flags: dict[str, Any]) -> SamplingOptions:
+    """Return the sampling options; any sampling flag turns sampling on."""
+    if not flags:
         return SamplingOptions()
-    given.pop("sample", None)
-    options = SamplingOptions(do_sample=True, **given)
+    values = {name: value for name, value in flags.items() if name != "sample"}
+    options = SamplingOptions(do_sample=True, **values)
     options.check()
     return options
 
 
 def _unescape(text: str) -> str:
-    """Let \\n and \\t be written on a command line."""
+    """Replace \\n and \\t, as written on a command line, by the characters."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def default_trace_name(stem: str, folder: Path) -> str:
-    """Return a readable name, from `stem` and the time, for a trace that is not in `folder` yet."""
+    """Return a name for a new trace in `folder`: `stem`, the time and a number if needed."""
     stem = re.sub(r"[^\w.-]+", "-", stem).strip("-")
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1
@@ -371,7 +379,7 @@ def default_trace_name(stem: str, folder: Path) -> str:
 
 
 def check_job(job: Job) -> None:
-    """Refuse at once what needs no model to see: an unknown one, a preset, a dtype, a seed."""
+    """Raise `FlexInspectError` for a wrong model name, mask, dtype, text or seed; load no model."""
     from flexinspect.inputs import declarations, model_names
     from flexinspect.inputs.config import load_config
     from flexinspect.inputs.model_sizes import check_dtype
@@ -393,19 +401,17 @@ def check_job(job: Job) -> None:
 
 def _check_gradients(job: Job) -> None:
     parse_steps(job.grads_steps)
-    said = [("--grads-steps", job.grads_steps != "all"), ("--detect-anomaly", job.detect_anomaly)]
-    for flag, is_given in said:
+    flags = {"--grads-steps": job.grads_steps != "all", "--detect-anomaly": job.detect_anomaly}
+    for flag, is_given in flags.items():
         if is_given and job.grads is None:
-            raise UsageError(
-                f"{flag} is about gradients, and none are asked for.", hint="Add --grads."
-            )
+            raise UsageError(f"{flag} needs gradients, and --grads is missing.", hint="Add it.")
 
 
 def check_trace(job: Job | ScriptJob) -> None:
-    """Refuse flags of the trace that cannot be: layers that are not stored, a file in the way."""
+    """Raise `UsageError` for --layers without level extreme, and for an existing trace file."""
     if job.layers and job.level != "extreme":
         raise UsageError(
-            "--layers chooses whose activations are stored, which only level extreme does.",
+            "--layers selects whose activations are stored, and only level extreme stores any.",
             hint="Add --level extreme, or leave --layers out.",
         )
     if not job.out:
@@ -421,19 +427,20 @@ _MAX_LAYERS = 1 << 20
 
 
 def script_job(args: argparse.Namespace, generation_flags: Sequence[str]) -> ScriptJob:
-    """Return the job of a program; `given` are flags of our own generation that were given too.
+    """Return the job of a program.
 
-    Raises `UsageError` for those, a program that is not there, and a bad declaration.
+    Raises `UsageError` for `generation_flags` (flags of our own generation that were given), a
+    missing program, and a bad declaration.
     """
     if args.hold:
         generation_flags = [*generation_flags, "--hold"]
     is_module = hasattr(args, "module")
-    words = [*getattr(args, "module", ()), *getattr(args, "program", ())]
-    program, rest = _split_program_args(words)
+    command = [*getattr(args, "module", ()), *getattr(args, "program", ())]
+    program, rest = _split_program_args(command)
     if generation_flags:
         raise UsageError(
-            f"{generation_flags[0]} is for our own generation, and {program} brings its own.",
-            hint=f"With a program go {', '.join(SCRIPT_FLAGS)}; its own flags come after it.",
+            f"{generation_flags[0]} is for our own generation, not for {program}.",
+            hint=f"A program accepts {', '.join(SCRIPT_FLAGS)}; its own flags come after it.",
         )
     if not is_module:
         _check_file(program)
@@ -460,9 +467,9 @@ def script_job(args: argparse.Namespace, generation_flags: Sequence[str]) -> Scr
     return job
 
 
-def _split_program_args(words: list[str]) -> tuple[str, list[str]]:
-    """Return the program and its arguments, without the "--" between them."""
-    program, *rest = words[1:] if words[0] == "--" else words
+def _split_program_args(command: list[str]) -> tuple[str, list[str]]:
+    """Return the program and its arguments, without the "--" before or between them."""
+    program, *rest = command[1:] if command[0] == "--" else command
     return program, rest[1:] if rest[:1] == ["--"] else rest
 
 
@@ -475,7 +482,7 @@ def _check_file(program: str) -> None:
     if not path.is_file():
         raise UsageError(
             f"There is no script {program}.",
-            hint="Give a Python file, -m MODULE, or flags alone for our own generation.",
+            hint="Give a Python file or -m MODULE; without a program, our own generation runs.",
         )
 
 

@@ -1,4 +1,4 @@
-"""The result of a run, read back from its trace: answers, speed, cost, and what to type next."""
+"""Progress of a run on stderr, and its result: answers, speed, cost, findings, next command."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flexinspect.cli.flags import Output
-from flexinspect.core.text import escape_unprintable
+from flexinspect.cli.output import Output
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.inputs.datasets import is_correct_answer
 from flexinspect.inputs.model_sizes import human_bytes, human_count
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
@@ -30,12 +30,12 @@ _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
 _MAX_FINDINGS = 200
 _MAX_ANSWER_CHARS = 300
-"""Characters of an answer that are printed."""
+"""Limit of an answer's printed length."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSummary:
-    """One generation's outcome; `correct` is None when nothing was expected."""
+    """Result of a generation; `correct` is None without an expected answer."""
 
     generation: int
     sample_id: str
@@ -51,7 +51,7 @@ class GenerationSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a finished (or interrupted) run left."""
+    """Result of a finished or interrupted run; `size` is that of the trace in bytes."""
 
     trace: Path
     state: str
@@ -62,7 +62,7 @@ class RunSummary:
     findings: tuple[Finding, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the summary for scripts."""
+        """Return the summary as JSON-compatible data."""
         return {
             "trace": str(self.trace),
             "state": self.state,
@@ -76,8 +76,8 @@ class RunSummary:
         }
 
 
-def summarize_run(path: Path, code: int) -> RunSummary:
-    """Read a trace's outcome. Raises `TraceError`."""
+def summarize_run(path: Path) -> RunSummary:
+    """Return the summary of a trace. Raises `TraceError` when it could not be read."""
     with open_trace(path) as reader:
         rows = reader.generations()
         return RunSummary(
@@ -121,7 +121,7 @@ def _generation_summary(row: GenerationRow, reader: TraceReader) -> GenerationSu
 
 
 def _partial_answer(row: GenerationRow, reader: TraceReader) -> str:
-    """Return what a generation that never ended had said."""
+    """Return the text of a generation that did not end."""
     last = next(iter(reader.segments(row.generation)[::-1]), None)
     tokens = [] if last is None else reader.tokens(row.generation, start=last.start)
     return "".join(token.text for token in tokens if not token.special).strip()
@@ -130,19 +130,19 @@ def _partial_answer(row: GenerationRow, reader: TraceReader) -> str:
 def print_summary(
     summary: RunSummary, console: Console | None = None, *, limit: int | None = None
 ) -> None:
-    """Print the answers beside those expected, what capture cost, and the next commands.
+    """Print the answers and those expected, the cost of capture, findings, and the next command.
 
-    On stdout, unless another `console` is given; of more than `most` answers only the last.
+    Prints on stdout unless `console` is given, and at most the last `limit` answers.
     """
     console = console or Output()
-    spoken = [answer for answer in summary.answers if answer.question or answer.answer]
-    n_more = len(spoken) - limit if limit is not None else 0
+    with_text = [answer for answer in summary.answers if answer.question or answer.answer]
+    n_more = len(with_text) - limit if limit is not None else 0
     if n_more > 0:
         console.print(f"      {n_more} generations before these, in the interface", soft_wrap=True)
-    for answer in spoken[max(n_more, 0) :]:
+    for answer in with_text[max(n_more, 0) :]:
         console.print(_answer_text(answer), soft_wrap=True)
-    if silent := len(summary.answers) - len(spoken):
-        console.print(f"{silent} generation{'s' if silent > 1 else ''} without tokens")
+    if n_empty := len(summary.answers) - len(with_text):
+        console.print(f"{plural(n_empty, 'generation')} without tokens")
     console.print(_cost_line(summary), soft_wrap=True)
     for finding in summary.findings[:_SHOWN_FINDINGS]:
         console.print(_finding_text(finding), soft_wrap=True)
@@ -185,7 +185,7 @@ def _answer_text(answer: GenerationSummary) -> Text:
 def _cost_line(summary: RunSummary) -> str:
     tokens = sum(answer.tokens for answer in summary.answers)
     rates = [a.tokens_per_s for a in summary.answers if a.tokens_per_s]
-    parts = [f"{tokens} token{'s' * (tokens != 1)}"]
+    parts = [plural(tokens, "token")]
     if rates:
         parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
     cost = summary.run.get("cost")
@@ -204,7 +204,7 @@ def _relative_path(path: Path) -> str:
 
 
 class RunProgress:
-    """Takes the news of a run. This base class notes; the two below show."""
+    """Receives the events of a run. This base class keeps the state; its subclasses display it."""
 
     def __init__(self, console: Console, *, verbose: bool = False) -> None:
         self.console = console
@@ -225,19 +225,19 @@ class RunProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Nothing to put back."""
+        """Do nothing: this class holds no resources."""
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While entered, nothing is drawn: somebody else has the terminal."""
+        """Draw nothing while the body runs and another program uses the terminal."""
         yield
 
     def print_line(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a line."""
         self.console.print(escape_unprintable(text))
 
     def on_event(self, event: EventRecord) -> None:
-        """Take an event: a phase moves the bar, anything else is said."""
+        """Handle an event: a phase moves the bar, anything else is printed."""
         if event.kind != "phase":
             if event.kind == "breakpoint" and not event.text.startswith("paused"):
                 self.print_line(event.text)
@@ -255,16 +255,16 @@ class RunProgress:
             self.on_phase()
 
     def on_phase(self) -> None:
-        """The phase changed."""
+        """Called when the phase has changed."""
 
     def on_generation_start(self, generation: GenerationRow, reader: TraceReader) -> None:
-        """A generation began."""
+        """Called when a generation has started."""
         self.text, self.n_tokens, self.wall_ms, self.capture_ms = "", 0, 0.0, 0.0
         question = first_question(generation, reader)
         self.print_line(f"generation {generation.generation}: {question}")
 
     def on_step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
-        """A step is in the trace."""
+        """Called when a step has been stored in the trace."""
         self.n_tokens += len(tokens)
         self.text += "".join(token.text for token in tokens if not token.special)
         self.capture_ms += step.capture_ms
@@ -275,10 +275,10 @@ class RunProgress:
                 self.print_line(line)
 
     def on_generation_end(self, generation: GenerationRow) -> None:
-        """A generation ended."""
+        """Called when a generation has ended."""
 
     def rate(self) -> str:
-        """Return "12.3 tokens/s, capture 0.4 ms/step" for the decode steps so far."""
+        """Return "12.3 tokens/s, capture 0.4 ms/step" of this generation; empty at its start."""
         if self.n_tokens < 2 or not self.wall_ms:
             return ""
         speed = (self.n_tokens - 1) / (self.wall_ms / 1e3)
@@ -286,7 +286,7 @@ class RunProgress:
 
 
 class PlainProgress(RunProgress):
-    """Lines for a pipe or a file: phases and questions, no bars; nothing at all when quiet."""
+    """Lines for a pipe or a file: phases and questions without bars; nothing when quiet."""
 
     def __init__(self, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
         super().__init__(console, verbose=verbose)
@@ -298,7 +298,7 @@ class PlainProgress(RunProgress):
             self.console.print(escape_unprintable(text), soft_wrap=True)
 
     def on_phase(self) -> None:
-        """Name the phase."""
+        """Print the name of the phase."""
         self.print_line(f"{self.phase} …")
 
 
@@ -324,7 +324,7 @@ class TerminalProgress(RunProgress):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While entered, the live lines are gone."""
+        """Remove the live lines while the body runs."""
         self._live.stop()
         try:
             yield
@@ -332,12 +332,12 @@ class TerminalProgress(RunProgress):
             self._live.start()
 
     def on_event(self, event: EventRecord) -> None:
-        """Take the event and redraw."""
+        """Handle the event and redraw."""
         super().on_event(event)
         self._draw(now=True)
 
     def on_step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
-        """Take the step and redraw, at most ten times a second."""
+        """Handle the step and redraw, at most ten times per second."""
         super().on_step(step, tokens, reader)
         self._draw()
 
@@ -359,7 +359,7 @@ class TerminalProgress(RunProgress):
         bar.add_row(*row)
         lines.append(bar)
         if self.n_tokens:
-            # The end of it: a picture taller than the window cannot be redrawn in place.
+            # Only the end: text taller than the window cannot be redrawn in place.
             newest = escape_unprintable(self.text)[-2 * self.console.width :]
             lines.append(Text("  " + newest, style="green", overflow="fold"))
             lines.append(Text(f"  token {self.n_tokens}  {self.rate()}", style="dim"))
@@ -367,7 +367,7 @@ class TerminalProgress(RunProgress):
 
 
 def plan_line(event: EventRecord) -> str:
-    """Say what is about to be loaded, from where, and what memory it needs of what there is."""
+    """Return which model is going to be loaded, from where, and the memory it needs."""
     data = event.data
     count = human_count(data.get("parameters"))
     needs = human_bytes(data.get("total"))
@@ -379,7 +379,7 @@ def plan_line(event: EventRecord) -> str:
 
 
 def first_question(generation: GenerationRow, reader: TraceReader) -> str:
-    """Return the first paraphrase of a prompt, as its tokens spell it."""
+    """Return the text of a prompt's first paraphrase, decoded from its tokens."""
     segments = reader.segments(generation.generation)
     first = next((s for s in segments if s.kind == "paraphrase"), next(iter(segments), None))
     if first is None:
@@ -389,7 +389,7 @@ def first_question(generation: GenerationRow, reader: TraceReader) -> str:
 
 
 def step_lines(step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> list[str]:
-    """Return a step in words: lengths, path, mask, shapes, candidates."""
+    """Return the lines of a step: lengths, kernel paths, shapes, masks, candidates."""
     calls = reader.calls(step.generation, step.step)
     lengths = f"q {step.q_len}, kv {step.kv_before} → {step.kv_after}"
     lines = [f"  step {step.step} {step.phase}: {lengths}, {step.wall_ms:.1f} ms"]

@@ -1,4 +1,4 @@
-"""`flexinspect show`: what a panel says of one place of a trace, in words or as a picture."""
+"""`flexinspect show`: print a panel for one place of a trace, as text or as a picture."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from flexinspect.panels.source import Source
     from flexinspect.trace.reader import TraceReader
 
-_DESCRIPTION = """Print what the panels of the interface say about one place of a trace: all of
-them, or those named. Without --generation and --step the place is the prefill (step 0) of
-generation 0, layer 0, head 0. Works on a finished trace and on one that is being recorded."""
+_DESCRIPTION = """Print the panels of the interface for one place of a trace: all of them, or
+those named. Without --generation and --step the place is the prefill (step 0) of generation 0,
+layer 0, head 0. Works on a finished trace and on one that is being recorded."""
 
 _EPILOG = """examples:
   flexinspect show run.flextrace
@@ -35,22 +35,18 @@ _EPILOG = """examples:
   flexinspect show run.flextrace --panel logits --json | jq -r '.lines[]'
   flexinspect show --list
 
-exit codes: 0 done, 1 the only panel has nothing to show or one failed, 2 no such place or option
+exit codes: 0 success, 1 the only panel has nothing to show, or a panel failed,
+            2 unknown place or option
 """
 
 _DEFAULT_WIDTH, _DEFAULT_HEIGHT = 100, 30
 _MAX_SIZE = 1000
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "show",
-        help="print a panel as text, or save its picture, without the interface",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, nargs="?", help="the trace file")
     add("--panel", metavar="NAME", action="append", help="only this panel (may be repeated)")
@@ -78,10 +74,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was asked for and return the exit code.
+    """Print the panels, or save the picture of one, and return the exit code.
 
     Raises `UsageError` for a panel, place or option that does not exist, `TraceError` for a file
-    that is no trace, and `FlexInspectError` when a panel fails or a picture cannot be saved.
+    that is not a trace, and `FlexInspectError` when a panel fails or a picture cannot be saved.
     """
     if args.list:
         return _list(as_json=args.json)
@@ -118,9 +114,9 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--export {args.export} is neither .svg nor .png.")
 
 
-def _parse_options(given: Iterable[str]) -> dict[str, str]:
+def _parse_options(texts: Iterable[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
-    for text in given:
+    for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"--option {text} is not KEY=VALUE.")
@@ -129,14 +125,14 @@ def _parse_options(given: Iterable[str]) -> dict[str, str]:
 
 
 def _check_options(options: dict[str, str], panels: Sequence[Panel[Any, Any]]) -> None:
-    """Raise `UsageError` for an option that no panel has, or a value that does not fit."""
+    """Raise `UsageError` for an option that no panel has, and for an invalid value."""
     from flexinspect.panels.panel_registry import option_names, with_options
 
     known = {name: panel.name for panel in panels for name in option_names(panel)}
     for key in options:
         if key not in known:
-            who = f"The panel {panels[0].name} has" if len(panels) == 1 else "The panels have"
-            raise UsageError(f"{who} no option '{key}'; known: {', '.join(known) or 'none'}.")
+            subject = f"The panel {panels[0].name} has" if len(panels) == 1 else "The panels have"
+            raise UsageError(f"{subject} no option '{key}'; known: {', '.join(known) or 'none'}.")
     for panel in panels:
         with_options(panel, options)
 
@@ -144,30 +140,30 @@ def _check_options(options: dict[str, str], panels: Sequence[Panel[Any, Any]]) -
 def _loadable_panels() -> list[Panel[Any, Any]]:
     from flexinspect.panels.panel_registry import load_panel, panel_names
 
-    found = []
+    panels = []
     for name in panel_names():
-        with suppress(FlexInspectError):  # told when its turn comes
-            found.append(load_panel(name))
-    return found
+        with suppress(FlexInspectError):  # reported when the panel is printed
+            panels.append(load_panel(name))
+    return panels
 
 
 def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
-    """Return the place asked for; what was not asked for is the first there is."""
+    """Return the requested place; what was not requested is the first one in the trace."""
     from flexinspect.panels.base import TracePlace
     from flexinspect.trace.queries.range_queries import branch_of_step, lineage
 
     generations = [row.generation for row in reader.generations()]
     generation = _choose_number("generation", args.generation, generations, "The trace")
-    whose = f"Generation {generation}"
+    owner_name = f"Generation {generation}"
     branches = [row.branch for row in reader.branches(generation)]
-    branch = _choose_number("branch", args.branch, branches, whose)
+    branch = _choose_number("branch", args.branch, branches, owner_name)
     if branch:
-        whose = f"Branch {branch} of generation {generation}"
+        owner_name = f"Branch {branch} of generation {generation}"
     family = lineage(reader, generation, branch) or [(branch, 0, None)]
     steps = _branch_steps(reader, generation, family)
-    begin = family[0][1]
-    asked = begin if args.step is None and begin in steps else args.step
-    step = _choose_number("step", asked, steps, whose)
+    first = family[0][1]
+    requested = first if args.step is None and first in steps else args.step
+    step = _choose_number("step", requested, steps, owner_name)
     owner = branch_of_step(reader, generation, step, branch)
     layers, heads = _layers_and_heads(reader, (generation, step, owner))
     layer = _choose_number("layer", args.layer, layers, f"Step {step}", unknown=True)
@@ -178,26 +174,29 @@ def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
 def _branch_steps(
     reader: TraceReader, generation: int, family: Sequence[tuple[int, int, int | None]]
 ) -> range:
-    """Return the steps of a branch, from the first one of the branch that it comes from."""
+    """Return the steps of a branch, including those before its fork."""
     newest, fork, _ = family[0]
     root = family[-1][0]
     last = reader.last_step(generation, newest)
     if last is None:
-        return range(fork)  # nothing of its own yet
+        return range(fork)  # no steps of its own yet
     root_last = reader.last_step(generation, root)
     first = fork if root_last is None else root_last + 1 - reader.n_steps(generation, root)
     return range(first, last + 1)
 
 
 def _choose_number(
-    what: str, requested: int | None, known: Sequence[int], whose: str, *, unknown: bool = False
+    what: str, requested: int | None, known: Sequence[int], owner: str, *, unknown: bool = False
 ) -> int:
-    """Return the number asked for, or the first known one; `unknown`: none known proves nothing."""
+    """Return the requested number, or the first known one.
+
+    With `unknown`, any number is accepted when none is known. Raises `UsageError`.
+    """
     if requested is None:
         return known[0] if known else 0
     if requested in known or (unknown and not known):
         return requested
-    raise UsageError(f"{whose} has no {what} {requested}; it has {_format_numbers(what, known)}.")
+    raise UsageError(f"{owner} has no {what} {requested}; it has {_format_numbers(what, known)}.")
 
 
 def _format_numbers(what: str, known: Sequence[int]) -> str:
@@ -213,20 +212,20 @@ def _format_numbers(what: str, known: Sequence[int]) -> str:
 def _layers_and_heads(
     reader: TraceReader, key: tuple[int, int, int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the layers and query heads of a step: of its calls, or as the manifest says."""
+    """Return the layers and query heads of a step, from its calls or else from the manifest."""
     calls = reader.calls(*key)
     if calls:
         heads = range(max(call.q_heads for call in calls))
         return sorted({call.layer for call in calls}), heads
     model = reader.model(key[0])
     counts = [model.get(name) for name in ("layers", "heads")]
-    found = [range(count if isinstance(count, int) else 0) for count in counts]
-    return found[0], found[1]
+    layers, heads = (range(count if isinstance(count, int) else 0) for count in counts)
+    return layers, heads
 
 
 @dataclass(frozen=True, slots=True)
 class _PanelPrinter:
-    """What is shown, and how: the command line, the place, the options that were set."""
+    """Prints panels: holds the command line, the place, and the options of panels."""
 
     args: argparse.Namespace
     place: TracePlace
@@ -234,25 +233,25 @@ class _PanelPrinter:
     options: dict[str, str]
 
     def show(self, names: Sequence[str], *, named: bool) -> int:
-        """Show the panels and return the exit code.
+        """Print the panels and return the exit code.
 
-        Of panels that were not named, one that fails is told on stderr and passed by.
+        When the panels were not `named`, one that fails is reported on stderr and skipped.
         """
-        told: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
         failed = False
         if len(names) > 1 and not self.args.json:
             print(self._location())
         for name in names:
             try:
-                told.append(self._show_panel(name, alone=len(names) == 1))
+                results.append(self._show_panel(name, alone=len(names) == 1))
             except FlexInspectError as error:
                 if named:
                     raise
                 failed = True
                 print(f"flexinspect: {_escape_unprintable(error.message)}", file=sys.stderr)
         if self.args.json:
-            _print_json(told[0] if len(names) == 1 else told)
-        return 1 if failed or (len(names) == 1 and told[0]["missing"]) else 0
+            _print_json(results[0] if len(names) == 1 else results)
+        return 1 if failed or (len(names) == 1 and results[0]["missing"]) else 0
 
     def _show_panel(self, name: str, *, alone: bool) -> dict[str, Any]:
         from flexinspect.panels.base import Missing, check_panel_applies
@@ -268,15 +267,21 @@ class _PanelPrinter:
                 lines, missing = panel.describe(data), False
                 if self.args.picture or self.args.export:
                     picture = panel.paint(data, request, self._theme())
-            except Missing as nothing:
-                lines, missing = nothing.lines(), True
+            except Missing as reason:
+                lines, missing = reason.lines(), True
         lines = [_escape_unprintable(line) for line in lines]
         if self.args.export:
             self._save(panel, picture, lines)
         if not (self.args.json or (self.args.export and not self.args.picture)):
             _print_panel(None if alone else f"{panel.title} ({name})", lines, picture)
-        about = {"trace": str(self.args.trace), "place": asdict(self.place), "panel": name}
-        return {**about, "title": panel.title, "missing": missing, "lines": lines}
+        return {
+            "trace": str(self.args.trace),
+            "place": asdict(self.place),
+            "panel": name,
+            "title": panel.title,
+            "missing": missing,
+            "lines": lines,
+        }
 
     def _request(self, panel: Panel[Any, Any]) -> Request[Any]:
         from flexinspect.panels.base import Request
@@ -294,7 +299,7 @@ class _PanelPrinter:
         return Request(self.place, options, width, self.args.height or _DEFAULT_HEIGHT)
 
     def _theme(self) -> Theme:
-        """Return all colours for a file, and for the terminal what it has."""
+        """Return the theme: all colours for a file, those of the terminal otherwise."""
         from flexinspect.drawing.theme import Theme
 
         if self.args.export:
@@ -315,14 +320,14 @@ class _PanelPrinter:
 
     def _location(self) -> str:
         place = asdict(self.place)
-        usual = {"branch": 0, "pos": None}
-        words = [f"{name} {place[name]}" for name in place if place[name] != usual.get(name, "")]
-        return _escape_unprintable(", ".join([self.args.trace.name, *words]))
+        hidden = {"branch": 0, "pos": None}
+        parts = [f"{name} {place[name]}" for name in place if place[name] != hidden.get(name, "")]
+        return _escape_unprintable(", ".join([self.args.trace.name, *parts]))
 
 
 @contextmanager
 def _panel_errors(name: str) -> Iterator[None]:
-    """Make a sentence of whatever a panel, maybe somebody else's, fails with."""
+    """Convert any exception of a panel, which may be a plug-in, to a `FlexInspectError`."""
     try:
         yield
     except FlexInspectError:
@@ -330,7 +335,7 @@ def _panel_errors(name: str) -> Iterator[None]:
     except Exception as error:
         raise FlexInspectError(
             f"The panel {name} failed: {type(error).__name__}: {error}",
-            hint="This is a bug of the panel; the others work without it.",
+            hint="This is a bug in the panel; the other panels still work.",
         ) from error
 
 
@@ -351,7 +356,7 @@ def _print_panel(heading: str | None, lines: Sequence[str], picture: Picture | N
 
 
 def _console() -> Console:
-    """Return the terminal as Rich sees it: NO_COLOR, FORCE_COLOR, and none where there is none."""
+    """Return Rich's console on stdout, which respects NO_COLOR and FORCE_COLOR."""
     from rich.console import Console
 
     console = Console(file=sys.stdout)
@@ -364,7 +369,7 @@ def _print_json(what: Any) -> None:
 
 
 def _escape_unprintable(line: str) -> str:
-    """Escape what no panel should have let through; what is printable is left as it is."""
+    """Escape a line that a panel should have escaped; backslashes of printable lines stay."""
     return line if line.isprintable() else escape_unprintable(line)
 
 
@@ -392,5 +397,4 @@ def _panel_entry(name: str) -> dict[str, Any]:
     except FlexInspectError as error:
         return {"name": name, "title": "not available", "help": [error.message], "options": {}}
     options = {key: getattr(panel.options(), key) for key in option_names(panel)}
-    about = {"name": name, "title": panel.title, "help": panel.help.lines()}
-    return {**about, "options": options}
+    return {"name": name, "title": panel.title, "help": panel.help.lines(), "options": options}

@@ -1,4 +1,4 @@
-"""`flexinspect vscode`: the debug configurations of this folder."""
+"""`flexinspect vscode`: write debug configurations for VSCode into a folder."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = subparsers.add_parser(
-        "vscode",
-        help="write the debug configurations for VSCode",
-        description="Add configurations to .vscode/launch.json: run under the debugger, attach to "
-        "a run, attach by process id, run the tests. What the file holds stays as it is, comments "
-        "too, and a configuration of the same name is left alone.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Set the description and the arguments of this command."""
+    parser.description = (
+        "Add configurations to .vscode/launch.json: run under the debugger, attach to a\n"
+        "run, attach by process id, run the tests. The existing content of the file is kept,\n"
+        "including comments and configurations of the same name."
     )
+    parser.epilog = EXAMPLES
     parser.add_argument(
         "--folder", type=Path, default=Path(), help="the folder that VSCode opens (default: here)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the file, write nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the file instead of writing it"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write or print the file."""
+    """Write the file, or print it with --dry-run."""
     from flexinspect.launch.vscode_config import attach_notes, write_launch
 
     path, merged = write_launch(args.folder, dry_run=args.dry_run)

@@ -1,3 +1,3 @@
-"""What every other package may use: errors, text, plug-ins, keys, signals, the machine."""
+"""What every package may import: errors, text helpers, plug-ins, keys, signals, environment."""
 
 __version__ = "0.1.0.dev0"

@@ -1,4 +1,4 @@
-"""The one tree of errors. Each message is a sentence: what is wrong, where, and what to do next."""
+"""The exception hierarchy. A message is a sentence: what is wrong, where, and what to do next."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class FlexInspectError(Exception):
-    """Base of everything flexinspect raises on purpose.
+    """Base class of all errors that flexinspect raises deliberately.
 
-    `exit_code` is what a command returns when the error ends it; `hint` is the next step for the
-    user, shown on a line of its own.
+    `exit_code` is the exit code of a command that the error ends. `hint` is the next step for the
+    user, printed on its own line.
     """
 
     exit_code = 1
@@ -28,37 +28,40 @@ class FlexInspectError(Exception):
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return what somebody else's exception says: its kind and the first line of its message."""
+    """Return the type of a foreign exception and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 class UsageError(FlexInspectError):
-    """The user asked for something that cannot be: unknown name, bad flag, missing file."""
+    """The request is invalid: an unknown name, a bad flag, a missing file."""
 
     exit_code = 2
 
 
 class ModelError(UsageError):
-    """A model cannot be had: unknown alias, no weights, no network, too little memory."""
+    """A model could not be loaded: unknown alias, no weights, no network, too little memory."""
 
 
 class DatasetError(UsageError):
-    """A dataset or a prompt cannot be read."""
+    """A dataset or a prompt could not be read."""
 
 
 class MaskError(UsageError):
-    """A mask rule or preset cannot be used."""
+    """A `mask_mod` or a mask preset cannot be used."""
 
 
 class TraceError(FlexInspectError):
-    """A trace cannot be read: damaged, foreign, or of a version this program does not know."""
+    """A trace could not be read: damaged, another format, or an unknown version."""
 
     exit_code = 2
 
 
 class TruncatedTraceError(TraceError):
-    """The trace at `path` lacks its end; `flexinspect.trace.file.salvage` tells what is left of it."""
+    """The trace at `path` lacks its end.
+
+    `flexinspect.trace.file.salvage` lists the readable parts.
+    """
 
     def __init__(self, message: str, path: Path, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -66,10 +69,10 @@ class TruncatedTraceError(TraceError):
 
 
 class TraceWriteError(FlexInspectError):
-    """The trace cannot be written any further (full disk, read-only folder).
+    """The trace could not be written (full disk, read-only folder).
 
-    `stored` are the places, from 0, of what was stored all the same, of several given together,
-    and `others` the messages of those that were refused beside the one that is named.
+    When several records were written in one call, `stored` are the positions, from 0, of those
+    that were stored, and `others` the messages of all further failures.
     """
 
     stored: tuple[int, ...] = ()
@@ -77,8 +80,8 @@ class TraceWriteError(FlexInspectError):
 
 
 class ControlError(FlexInspectError):
-    """A running capture refused a command, or cannot be reached."""
+    """A running capture refused a command or could not be reached."""
 
 
 class AttentionCallError(FlexInspectError):
-    """The attention call of a layer failed; nothing falls back in silence."""
+    """The attention call of a layer failed; there is no silent fallback."""

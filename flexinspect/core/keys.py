@@ -1,9 +1,10 @@
-"""The one table of keys: action, default keys, description, who answers.
+"""The table of keys: for each action its id, default keys and description.
 
 Users remap an action by its id under `[keys]` in the settings file, for instance
-`"step.next" = "n"` or `"step.next" = ["n", "right"]`. Panels never name a key; they answer actions.
+`"step.next" = "n"` or `"step.next" = ["n", "right"]`. Panels never name a key; they handle actions.
 
-The settings are read in the capture process, too: Textual's names stand here, not its code.
+The capture process reads the settings too, so this module has Textual's names of keys without
+importing Textual.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One action: `id` (group.name), default keys as Textual names them, what it does.
+    """An action: `id` (group.name), default keys by Textual's names, and a description.
 
-    `label` puts it in the footer under that name. What the trace screen does not answer itself goes
-    to the focused panel, or to the first one that does.
+    An action with a `label` appears in the footer under that name. An action that the trace screen
+    does not handle goes to the focused panel, or else to the first panel that handles it.
     """
 
     id: str
@@ -84,7 +85,7 @@ N_DIGITS = 10
 
 
 def all_keys() -> tuple[Key, ...]:
-    """Return the table with the digits, which show a panel by its number; 0 stands for 10."""
+    """Return the table with the digit keys, which show a panel by its number (0: panel 10)."""
     digits = tuple(
         Key(f"panel.show-{n}", (str(n % 10),), f"show panel {n} here")
         for n in range(1, N_DIGITS + 1)
@@ -100,30 +101,31 @@ NAMED_KEYS = (
 KEY_SYNTAX = (
     'A key is a character ("w", "?", "7"), or one of up, down, left, right, home, end, pageup, '
     "pagedown, enter, tab, space, escape, backspace, delete, insert, f1 to f24; ctrl+, alt+ and "
-    "shift+ may stand before it."
+    "shift+ may precede it."
 )
 FIXED_KEYS = {"app.palette": "ctrl+p", "app.quit": "ctrl+q"}
-"""Keys that Textual itself gives to an action, whatever else the user gives to it."""
+"""Keys that Textual itself binds to an action, in addition to the user's."""
 
 _MODIFIERS = ("alt", "ctrl", "shift")
 _EQUIVALENT_KEYS = {"ctrl+i": "tab", "ctrl+m": "enter", "ctrl+left_square_bracket": "escape"}
-"""Keys that a terminal cannot tell from another one."""
+"""Keys for which a terminal sends the same code as for another key."""
 
 
 def parse_key(text: str) -> str | None:
-    """Return the key that is meant as Textual names it, None if there is none.
+    """Return Textual's name of a key, None for text that is not a key.
 
-    It is a character, a name, or as the help shows it (`→`, `pgdn`), after any modifiers.
+    `text` is a character, a name, or the form that the help shows (`→`, `pgdn`), after any
+    modifiers (`ctrl+`, `alt+`, `shift+`).
     """
-    found = re.fullmatch(r"((?:\w+\+)*)(.+)", text if len(text) == 1 else text.replace(" ", ""))
-    base = _parse_base(found[2]) if found else None
-    if found is None or base is None:
+    match = re.fullmatch(r"((?:\w+\+)*)(.+)", text if len(text) == 1 else text.replace(" ", ""))
+    base = _parse_base(match[2]) if match else None
+    if match is None or base is None:
         return None
-    modifiers = found[1].lower().split("+")[:-1]
+    modifiers = match[1].lower().split("+")[:-1]
     if len(set(modifiers)) < len(modifiers) or not set(modifiers) <= set(_MODIFIERS):
         return None
     if modifiers == ["shift"] and len(base) == 1:
-        return base.upper() if base.isalpha() else None  # a terminal sends what shift makes of it
+        return base.upper() if base.isalpha() else None  # a terminal sends the shifted character
     whole = "+".join([*sorted(modifiers), base.lower() if modifiers else base])
     return _EQUIVALENT_KEYS.get(whole, whole)
 
@@ -138,7 +140,7 @@ def _parse_base(text: str) -> str | None:
 
 
 def _character_name(character: str) -> str:
-    """Return Textual's name of a character: itself, or what Unicode calls it."""
+    """Return Textual's name of a character: a letter or digit itself, else its Unicode name."""
     name = unicodedata.name(character, "").lower().replace("-", "_").replace(" ", "_")
     name = character if character.isalnum() or not name else name
     return _SHORT_NAMES.get(name, name)
@@ -165,11 +167,11 @@ _DISPLAY_NAMES = {
     "pgup": "pageup",
     "del": "delete",
 }
-"""How the help of the interface shows keys."""
+"""Keys as the help of the interface shows them."""
 
 
 class KeyConflict(NamedTuple):
-    """Two actions that would claim one key; `given` is the one that the user gave it to."""
+    """Two actions with the same key; `action` is the one that the user remapped."""
 
     key: str
     action: str
@@ -177,9 +179,9 @@ class KeyConflict(NamedTuple):
 
 
 def find_key_conflict(overrides: Mapping[str, Sequence[str]]) -> KeyConflict | None:
-    """Return the first key that a remapped action would share with another one.
+    """Return the first key that a remapped action would share with another action.
 
-    `given` maps actions to keys by Textual's names; all other actions have their default keys.
+    `overrides` maps actions to keys by Textual's names; other actions have their default keys.
     """
     claims: dict[str, list[str]] = {}
     for key in all_keys():

@@ -1,17 +1,22 @@
-"""Plug-ins at three grains: list names, load one, load all.
+"""Plug-ins: list their names, load one, load all of a group.
 
 The built-in hooks, panels and rules are named in `BUILT_IN`; other packages register theirs as
 entry points of the same groups (https://packaging.python.org/en/latest/specifications/entry-points/).
-Listing names imports nothing. A built-in plug-in needs one line here, and no reinstall.
+Listing names imports no plug-in. A new built-in plug-in is one line in the table; the package need
+not be installed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexinspect.core.errors import FlexInspectError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 HOOKS, PANELS, RULES = "flexinspect.hooks", "flexinspect.panels", "flexinspect.rules"
 CAPTURE = "flexinspect.capture"
@@ -85,25 +90,38 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
 """Group, then name, then `module:attribute`. The order of panels is the order of their list."""
 
 
+class BuiltInPlugin(NamedTuple):
+    """An entry of `BUILT_IN`, with the part of the `EntryPoint` interface that is used here."""
+
+    name: str
+    value: str
+
+    def load(self) -> Any:
+        """Import the module and return the attribute, or the module without one."""
+        module, _, attribute = self.value.partition(":")
+        loaded = import_module(module)
+        return getattr(loaded, attribute) if attribute else loaded
+
+
 def names(group: str) -> tuple[str, ...]:
-    """Return the names registered in a group, sorted, without importing any of them."""
+    """Return the names registered in a group, sorted, without importing the plug-ins."""
     return tuple(sorted(point.name for point in registered(group)))
 
 
 def load(group: str, name: str) -> Any:
-    """Load one plug-in. Raises `FlexInspectError` when it is unknown or its import fails."""
+    """Load a plug-in. Raises `FlexInspectError` for an unknown name or a failed import."""
     for point in registered(group):
         if point.name == name:
             return _import(point)
     known = ", ".join(names(group)) or "none"
     raise FlexInspectError(
         f"No plug-in '{name}' is registered in {group} (registered: {known}).",
-        hint="Install the package that offers it.",
+        hint="Install the package that provides it.",
     )
 
 
 def load_all(group: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Load every plug-in of a group: (name to object, name to the sentence of its failure)."""
+    """Load all plug-ins of a group: objects by name, and messages of failed imports by name."""
     loaded: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for point in sorted(registered(group), key=lambda point: point.name):
@@ -114,18 +132,28 @@ def load_all(group: str) -> tuple[dict[str, Any], dict[str, str]]:
     return loaded, failed
 
 
-def registered(group: str) -> list[EntryPoint]:
-    """Return the plug-ins of a group, the built-in ones first; one of their names is theirs."""
+def registered(group: str) -> Iterator[BuiltInPlugin | EntryPoint]:
+    """Yield the plug-ins of a group, the built-in ones first. Their names are reserved."""
     built_in = BUILT_IN.get(group, {})
-    ours = [EntryPoint(name, value, group) for name, value in built_in.items()]
-    return ours + [point for point in entry_points(group=group) if point.name not in built_in]
+    for name, value in built_in.items():
+        yield BuiltInPlugin(name, value)
+    for point in _entry_points(group):
+        if point.name not in built_in:
+            yield point
 
 
-def _import(point: EntryPoint) -> Any:
+@cache  # a search through all installed packages takes milliseconds
+def _entry_points(group: str) -> tuple[EntryPoint, ...]:
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
+
+    return tuple(entry_points(group=group))
+
+
+def _import(point: BuiltInPlugin | EntryPoint) -> Any:
     try:
         return point.load()
     except Exception as error:
         raise FlexInspectError(
-            f"The plug-in '{point.name}' ({point.value}) did not load: "
+            f"The plug-in '{point.name}' ({point.value}) could not be loaded: "
             f"{type(error).__name__}: {error}"
         ) from error

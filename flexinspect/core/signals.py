@@ -1,9 +1,9 @@
-"""Signals that ask a run to end: Ctrl-C, `kill`, `timeout`, a terminal that is closed.
+"""Signals that end a run: Ctrl-C, `kill`, `timeout`, a closed terminal.
 
-Python runs a signal's handler between any two of its instructions. What it raises there may be
-lost (an exception in a weak reference's callback or a `__del__` is printed and forgotten) or leave
-half a record behind. So a request is remembered as well as raised, and work that must not be cut
-in the middle is done within `defer_interrupts`.
+Python runs a signal handler between any two bytecode instructions. An exception raised there may
+be lost (in a weak reference's callback or a `__del__` it is printed and discarded) or interrupt
+the writing of a record. A request is therefore stored as well as raised, and work that must not be
+interrupted runs within `defer_interrupts`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 and the signal's number, as after any other signal."""
+"""Exit code after Ctrl-C: 128 plus the number of the signal, as after any other signal."""
 
 GRACE_S = 2.0
-"""How long work may go on to its end after a signal: a step, not a compilation of minutes."""
+"""Time that deferred work has to finish after a signal: a step, not minutes of compilation."""
 
 RETRY_INTERVAL_S = 5.0
-"""How long after an exception that has led nowhere the next one is raised."""
+"""Time after which the exception is raised again if the last one had no effect."""
 
 
 class SignalInterrupt(KeyboardInterrupt):
-    """A signal asked for the end, as Ctrl-C does; `number` says which."""
+    """A signal asked the process to end, as Ctrl-C does; `number` is the number of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class SignalInterrupt(KeyboardInterrupt):
 
 
 class _EndRequest:
-    """What this process was asked, and whether it is in work that is let come to its end."""
+    """The last request to end this process, and the nesting depth of `defer_interrupts`."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -44,9 +44,10 @@ _request = _EndRequest()
 
 
 def raise_on_signals(*names: str, once: bool = False) -> None:
-    """Let these signals raise `Ended` in the main thread, where this system has them.
+    """Make these signals, where the system has them, raise `SignalInterrupt` in the main thread.
 
-    With `once` the first of each is the last, so that a second cannot cut short what it began.
+    With `once`, further signals of the same number are ignored, so that a second one cannot
+    interrupt the clean-up that the first one started.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -63,18 +64,18 @@ def raise_on_signals(*names: str, once: bool = False) -> None:
 
 
 def ignore_end_signals() -> None:
-    """Ignore what `raise_on_signals` took: the process is ending its trace, and then itself."""
+    """Ignore the signals of `raise_on_signals`, while the process finishes its trace and exits."""
     while _request.handled_signals:
         signal.signal(_request.handled_signals.pop(), signal.SIG_IGN)
 
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Let what is done inside come to its end, then raise `Ended` if a signal asked meanwhile.
+    """Finish the body first, then raise `SignalInterrupt` if a signal arrived meanwhile.
 
-    After `GRACE_S` it is raised inside all the same: what runs may wait for a debugger. A request
-    whose exception was lost before counts too, and an error that one was turned into is an `Ended`
-    again.
+    After `GRACE_S` the exception is raised inside the body, which may be waiting for a debugger.
+    A request whose exception was lost earlier counts too. An error raised in the body after a
+    request is converted to a `SignalInterrupt`: it may be the interrupt in another form.
     """
     _request.n_deferrals += 1
     try:
@@ -91,22 +92,22 @@ def defer_interrupts() -> Iterator[None]:
 
 @contextmanager
 def allow_interrupts() -> Iterator[None]:
-    """Leave Ctrl-C to what runs inside, such as a debugger's prompt: raised at once, then over."""
-    before, n_works = _request.number, _request.n_deferrals
+    """Raise Ctrl-C in the body immediately, for instance at a debugger's prompt, and not again."""
+    before, n_deferrals = _request.number, _request.n_deferrals
     _request.n_deferrals = 0
     _disarm_timer()
     try:
         yield
     finally:
-        _request.n_deferrals = n_works
+        _request.n_deferrals = n_deferrals
         if _request.number == signal.SIGINT:
             _request.number = before
 
 
 def acknowledge_end() -> None:
-    """Say that what was asked for is being done: it is not raised again, and no other is heard.
+    """Record that the process is ending: do not raise the request again and ignore further ones.
 
-    Whoever started us may go meanwhile, which asks a second time.
+    The parent process may exit meanwhile, which sends another signal.
     """
     ignore_end_signals()
     _request.number = None
@@ -118,14 +119,14 @@ def _raise_if_requested() -> None:
 
 
 def _arm_timer() -> bool:
-    """Raise after a while, and again until somebody hears; False where there is no such clock."""
+    """Raise after `GRACE_S` and then repeatedly; False on a system without interval timers."""
     if not hasattr(signal, "setitimer"):
         return False
 
-    def insist(number: int, frame: FrameType | None) -> None:
+    def raise_again(number: int, frame: FrameType | None) -> None:
         _raise_if_requested()
 
-    signal.signal(signal.SIGALRM, insist)
+    signal.signal(signal.SIGALRM, raise_again)
     signal.setitimer(signal.ITIMER_REAL, GRACE_S, RETRY_INTERVAL_S)
     return True
 
@@ -136,15 +137,15 @@ def _disarm_timer() -> None:
 
 
 def interrupt_signal(error: KeyboardInterrupt) -> int:
-    """Return the signal that an exception stands for: SIGINT unless it says another."""
+    """Return the number of the signal that caused an exception: SIGINT for plain Ctrl-C."""
     return error.number if isinstance(error, SignalInterrupt) else int(signal.SIGINT)
 
 
 def exit_code_of(error: KeyboardInterrupt) -> int:
-    """Return what a shell gives a program that this signal ended."""
+    """Return the exit code that a shell reports for a process ended by this signal."""
     return 128 + interrupt_signal(error)
 
 
 def is_signal_exit_code(code: int) -> bool:
-    """Say whether an exit code of our own process says that a signal asked for its end."""
+    """Return whether an exit code of our own process means that a signal ended it."""
     return 128 < code <= 128 + max(signal.Signals)

@@ -1,17 +1,19 @@
-"""Text from a model or a trace, made safe for a terminal."""
+"""Text for terminals and messages: escaping, plurals, ranges of numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # the command line imports this module, and need not load numpy
+    import numpy as np
+    import numpy.typing as npt
 
 
 def escape_unprintable(text: str) -> str:
-    """Return `text` with everything that is not printable escaped as in Python, backslashes too.
+    """Return `text` with non-printable characters and backslashes escaped as in Python.
 
-    Nothing that came from a model can move the cursor, colour the screen or end a line.
+    Text from a model then cannot move the cursor, colour the screen or end a line.
     """
     if text.isprintable() and "\\" not in text:
         return text
@@ -24,18 +26,18 @@ def _escape_char(char: str) -> str:
     return char.encode("unicode_escape").decode()
 
 
-Positions = npt.NDArray[np.intp]
+Positions: TypeAlias = "npt.NDArray[np.intp]"
 
 MAX_LISTED_POSITIONS = 32
-"""Positions that one finding lists; its sentence and evidence count them all."""
+"""Positions that a finding lists; its sentence and evidence count all of them."""
 
 _CONTROL_SIGNS = {"\n": "↵", "\t": "⇥"}
 
 
 def printable(text: str) -> str:
-    """Return a word or name of the model's for a sentence, on one line.
+    """Return text of a model for a sentence, on one line.
 
-    Without backslashes of ours: a sentence is made safe once more where it is shown.
+    It adds no backslashes, because the whole sentence is escaped again where it is displayed.
     """
     if text.isprintable():
         return text
@@ -50,7 +52,7 @@ def plural(n: int, what: str) -> str:
 
 
 def limit_positions(positions: Positions) -> tuple[int, ...]:
-    """Return the positions that a finding lists."""
+    """Return the first `MAX_LISTED_POSITIONS` positions."""
     return tuple(positions[:MAX_LISTED_POSITIONS].tolist())
 
 

@@ -32,11 +32,11 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from flexinspect.core import plugins
 from flexinspect.core.environment import PACKAGE_DATA, offline_if_unreachable
 from flexinspect.core.errors import DatasetError, FlexInspectError, UsageError, summarize_error
 
@@ -105,7 +105,7 @@ def register_dataset(name: str, dataset: Callable[[], Any]) -> None:
 
 def names() -> tuple[str, ...]:
     """Return all names that `load` accepts: built in, registered, and from entry points."""
-    points = (point.name for point in entry_points(group=ENTRY_POINTS))
+    points = (point.name for point in plugins.registered(ENTRY_POINTS))
     return tuple(dict.fromkeys((*_BUILT_IN, *_registered, *points)))
 
 
@@ -133,7 +133,7 @@ def _samples(spec: str, limit: int | None) -> Iterator[Sample]:
         return PUBLIC_DATASETS[name].samples(rows, limit)
     if spec in _registered:
         return _user_samples(spec, _registered[spec])
-    point = next((p for p in entry_points(group=ENTRY_POINTS) if p.name == spec), None)
+    point = next((p for p in plugins.registered(ENTRY_POINTS) if p.name == spec), None)
     if point is not None:
         return _user_samples(spec, lambda: point.load()())
     if _CLASS_SPEC.fullmatch(spec) and not Path(spec).exists():

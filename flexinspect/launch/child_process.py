@@ -1,8 +1,8 @@
-"""The capture process seen from outside: start it, hear where its trace is, stop it.
+"""Start, follow and stop the capture process, for the interface and for plain output.
 
-We read what it prints, pass it on byte for byte, and send a copy back through the socket for the
-trace. Not the process itself: code that prints while it holds the interpreter would wait for ever
-for a reader of its own.
+The output of a user's program is read here, passed on byte for byte, and sent back through a
+socket for the trace. The capture process cannot read its own output: code that prints while it
+holds the GIL would wait for ever for the thread that reads.
 """
 
 from __future__ import annotations
@@ -30,13 +30,35 @@ from flexinspect.core.signals import is_signal_exit_code
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, ScriptJob
 
+POLL_INTERVAL_S = 0.05
+
 MAX_STDERR_LINES = 40
-"""Lines of the process's stderr that are kept."""
+"""Last lines of a process's stderr that are kept for error messages."""
+
+MAX_HEAD_CHARS = 4 << 20
+"""Characters stored in the trace from the beginning of a program's output."""
+
+MAX_TAIL_CHARS = 256 << 10
+"""Characters stored from the end of a longer output."""
+
+SEND_EVERY_S = 0.05
+LINGER_S = 0.3
+"""How long the streams may be silent after the program has ended before reading stops.
+
+A process that the program has started may keep them open for ever.
+"""
+
+KILL_AFTER_INTERRUPTS = 4
+"""Number of the Ctrl-C that kills a program which ignored the ones before it."""
+
+_READ_BYTES = 1 << 16
+_MERGE_WITHIN_S = 0.005
+"""Maximum time between two pieces of a stream that are stored as one."""
 
 
 @dataclass(slots=True)
 class CaptureState:
-    """What the process has said so far."""
+    """What the process has reported so far: its trace, errors, requests and printed lines."""
 
     path: Path | None = None
     recording: Path | None = None
@@ -52,24 +74,24 @@ class CaptureState:
 
 
 class Capture:
-    """A process that captures, in a process group of its own; `CaptureProcess` is one.
+    """A capture process in its own session; `GenerationProcess` and `ScriptProcess` implement it.
 
-    Ctrl-C in the terminal reaches us alone; `interrupt` hands it on, so that the process can end
-    its trace, and `kill` ends it whatever it does.
+    Ctrl-C in the terminal reaches only the parent. `interrupt` passes it on, so that the process
+    can finish its trace; `kill` ends it immediately.
     """
 
     display_name: ClassVar[str]
-    """What it is in a sentence."""
+    """The subject of sentences about it."""
 
     has_own_streams: ClassVar[bool] = False
-    """Whether stdout, signals and exit code are a user's program's own."""
+    """Whether stdout, signals and the exit code belong to a user's program."""
 
     _process: subprocess.Popen[Any]
 
     def __init__(self) -> None:
         self.state = CaptureState()
         self.was_killed = False
-        """Whether we ended it at once."""
+        """Whether `kill` ended it."""
         self._stderr: deque[str] = deque(maxlen=MAX_STDERR_LINES)
 
     @property
@@ -78,37 +100,37 @@ class Capture:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit code once the process has ended and all it said has been heard."""
+        """Return the exit code once the process has ended and all its output has been read."""
         raise NotImplementedError
 
     def interrupt(self) -> None:
-        """Ask the process to end its generation and its trace."""
+        """Ask the process to end its generation and finish its trace."""
         self.signal(signal.SIGINT)
 
     def signal(self, number: int) -> None:
-        """Send the process a signal."""
+        """Send a signal to the process."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End the process at once; its trace holds every finished step."""
+        """Kill the process; its trace has every finished step."""
         if self._process.poll() is None:
             self.was_killed = True
             self._process.kill()
 
     def detach(self) -> bool:
-        """Let the process go on when we end; False where that cannot be."""
+        """Let the process continue after the parent has ended; False where that is impossible."""
         return False
 
     def show_output(self) -> None:
-        """The interface is closed: print what was printed meanwhile, and go on with it."""
+        """Print the output held while the interface was open, and pass on further output."""
 
     def last_stderr_lines(self) -> list[str]:
-        """Return the last lines of the process's stderr."""
+        """Return the last lines of the process's stderr, at most `MAX_STDERR_LINES`."""
         return list(self._stderr)
 
     def describe_exit(self, code: int) -> str:
-        """Say in words how the process ended, for an exit that nobody explained."""
+        """Return a sentence about an exit code, for a process that reported no error."""
         if not self.has_own_streams and is_signal_exit_code(code):
             code = 128 - code
         if code >= 0:
@@ -121,7 +143,7 @@ class Capture:
         return f"{self.display_name} was ended by {name}{extra}."
 
     def _on_message(self, facts: Mapping[str, Any]) -> None:
-        """Take in what the process says of its trace."""
+        """Update the state from a message of the process."""
         if facts["kind"] == protocol.TRACE:
             self.state.path = Path(facts["path"])
             self.state.note = facts["note"]
@@ -141,20 +163,20 @@ class Capture:
             self.state.pauses.put(facts["text"])
 
     def grant_terminal(self) -> None:
-        """Let pdb in the process have the terminal, until `state.wants_terminal` is over."""
+        """Allow pdb in the process to use the terminal while `state.wants_terminal` is set."""
         raise NotImplementedError
 
 
 def python_debug_flags(job: Job | ScriptJob) -> list[str]:
-    """Return the flags of Python without which debugpy warns that it may miss breakpoints."""
+    """Return the flags of Python that debugpy needs in order not to miss breakpoints."""
     is_debugged = job.debugger.port is not None or "pydevd" in sys.modules
     return ["-X", "frozen_modules=off"] if is_debugged else []
 
 
 def start_capture(job: Job | ScriptJob) -> Capture:
-    """Start a job in a process of its own, for an interface that has the terminal to itself.
+    """Start a job in its own process, for an interface that uses the terminal.
 
-    What a user's program prints is held until `show_output`, and its stdin is empty.
+    The output of a user's program is held until `show_output`, and its stdin is empty.
     """
     if isinstance(job, Job):
         return GenerationProcess(job)
@@ -162,20 +184,17 @@ def start_capture(job: Job | ScriptJob) -> Capture:
 
 
 class GenerationProcess(Capture):
-    """One running capture of our own generation."""
+    """The capture process of our own generation."""
 
     display_name: ClassVar[str] = "The capture process"
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._process = subprocess.Popen(
-            # -P: nothing from here
+            # -P: no module of the current folder is imported
             [
-                sys.executable,
-                *python_debug_flags(job),
-                "-P",
-                "-m",
-                "flexinspect_hooks.ensemble.capture_process",
+                *(sys.executable, *python_debug_flags(job), "-P"),
+                *("-m", "flexinspect_hooks.ensemble.capture_process"),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -196,14 +215,14 @@ class GenerationProcess(Capture):
     def _send_job(self, job: Job) -> None:
         assert self._process.stdin is not None
         try:
-            # Left open: that it ends is how the process learns that we are gone.
+            # Left open: the process learns from its end that the parent is gone.
             self._process.stdin.write(job.to_json() + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it died at once; its exit code and last words tell why
+            pass  # it died at once; its exit code and stderr show why
 
     def detach(self) -> bool:
-        """Let the process go on when we end."""
+        """Let the process continue after the parent has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(protocol.DETACH.decode())
@@ -213,15 +232,15 @@ class GenerationProcess(Capture):
         return True
 
     def poll(self) -> int | None:
-        """Return the exit code once the process has ended, all it said has been heard."""
+        """Return the exit code once the process has ended and all its output has been read."""
         code = self._process.poll()
         if code is not None:
             for reader in self._readers:
-                reader.join(timeout=0.5)  # a grandchild may hold them open for ever
+                reader.join(timeout=0.5)  # a grandchild may keep the streams open for ever
         return code
 
     def grant_terminal(self) -> None:
-        """Let pdb have the terminal: any byte tells the process so."""
+        """Allow pdb to use the terminal: the process waits for a byte."""
         with suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.write(protocol.GRANT_TERMINAL.decode())
@@ -240,29 +259,11 @@ class GenerationProcess(Capture):
             self._stderr.append(line.rstrip("\n"))
 
 
-MAX_HEAD_CHARS = 4 << 20
-"""Characters of a program's output that its trace keeps from the beginning."""
-
-MAX_TAIL_CHARS = 256 << 10
-"""Characters that it keeps from the end, of what is longer."""
-
-SEND_EVERY_S = 0.05
-LINGER_S = 0.3
-"""How long streams may be silent, once the program has ended, before we stop listening: what it
-started may hold them open for ever."""
-
-KILL_AFTER_INTERRUPTS = 4
-"""Which Ctrl-C ends a program that takes no notice of those before it."""
-
-_READ_BYTES = 1 << 16
-_MERGE_WITHIN_S = 0.005
-"""Seconds between two pieces of one stream that are stored as one."""
-
 OutputItem = tuple[float, str, str]
 
 
 class OutputRelay:
-    """Where a program's output goes: out as it comes, or, while `held`, out when it is released."""
+    """Passes a program's output on immediately or, with `hold`, once it is released."""
 
     def __init__(self, *, hold: bool, stdout: int = 1, stderr: int = 2) -> None:
         self._targets = {"stdout": stdout, "stderr": stderr}
@@ -271,7 +272,7 @@ class OutputRelay:
         self._lock = threading.Lock()
 
     def write(self, stream: str, piece: bytes) -> bool:
-        """Pass a piece on; False when nobody reads that stream any more."""
+        """Pass a piece on; False when the stream has no reader any more."""
         with self._lock:
             if self._held is None:
                 return self._write(stream, piece)
@@ -283,7 +284,7 @@ class OutputRelay:
             return True
 
     def release(self) -> None:
-        """Print what was held, and hold nothing from here on."""
+        """Print the held output, and pass on further output immediately."""
         with self._lock:
             held, self._held = self._held, None
             if self._n_dropped:
@@ -302,7 +303,7 @@ class OutputRelay:
 
 
 class OutputRecorder:
-    """The copy of a program's output that is sent back for its trace, in a thread of its own."""
+    """Sends a copy of a program's output back for its trace, in its own thread."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -318,7 +319,7 @@ class OutputRecorder:
         self._thread.start()
 
     def add(self, stream: str, piece: bytes, *, final: bool = False) -> None:
-        """Take a piece as it was read."""
+        """Add a piece of a stream, as it was read."""
         text = self._decoders[stream].decode(piece, final)
         if not text:
             return
@@ -339,7 +340,7 @@ class OutputRecorder:
             self._n_tail, self._n_left_out = self._n_tail - n, self._n_left_out + n
 
     def finish(self) -> None:
-        """Send the rest, with what had to be left out, and say that this is all."""
+        """Send the rest, the number of omitted characters, and the message that this is all."""
         for stream in self._decoders:
             self.add(stream, b"", final=True)
         self._is_finished = True
@@ -376,12 +377,12 @@ class OutputRecorder:
         return True
 
     def grant_terminal(self) -> None:
-        """Say that pdb may have the terminal."""
+        """Send the message that pdb may use the terminal."""
         self._send_message(protocol.TERMINAL, wanted=True)
 
 
 def _append_merged(items: list[OutputItem], item: OutputItem) -> None:
-    """Add a piece, to the one before it if both came of one stream at one time."""
+    """Append a piece, merged with the last one if that is recent and of the same stream."""
     if items and items[-1][1] == item[1] and item[0] - items[-1][0] < _MERGE_WITHIN_S:
         at, stream, text = items[-1]
         items[-1] = (at, stream, text + item[2])
@@ -390,9 +391,9 @@ def _append_merged(items: list[OutputItem], item: OutputItem) -> None:
 
 
 class ScriptProcess(Capture):
-    """A user's program in the capture process; its standard streams are its own.
+    """The capture process of a user's program, which keeps its own standard streams.
 
-    `stdin` is that of this process when it is None.
+    With `stdin` None, the program reads the stdin of this process.
     """
 
     display_name: ClassVar[str] = "The program"
@@ -419,12 +420,12 @@ class ScriptProcess(Capture):
         self._reader.start()
 
     def poll(self) -> int | None:
-        """Return the exit code once the program has ended and all it printed was passed on."""
+        """Return the exit code once the program has ended and its output was passed on."""
         code = self._process.poll()
         return None if self._reader.is_alive() else code
 
     def signal(self, number: int) -> None:
-        """Send a signal to the program; Ctrl-C to all processes of it, as a terminal does."""
+        """Send a signal to the program; SIGINT to its process group, as a terminal does."""
         if self._process.poll() is not None:
             return
         with suppress(ProcessLookupError):
@@ -434,34 +435,35 @@ class ScriptProcess(Capture):
                 self._process.send_signal(number)
 
     def grant_terminal(self) -> None:
-        """Let pdb have the terminal."""
+        """Allow pdb to use the terminal."""
         self._recorder.grant_terminal()
 
     def show_output(self) -> None:
-        """Print what was held while the interface was open."""
+        """Print the output that was held while the interface was open."""
         self._relay.release()
 
     def _read(self) -> None:
-        """Pass everything on until the program has ended and nothing more comes."""
-        with selectors.DefaultSelector() as ready:
+        """Read and pass on all streams until the program has ended and nothing more arrives."""
+        with selectors.DefaultSelector() as selector:
             for name in ("stdout", "stderr"):
-                ready.register(getattr(self._process, name), selectors.EVENT_READ, name)
-            ready.register(self._control, selectors.EVENT_READ, "control")
-            while ready.get_map():
-                found = ready.select(LINGER_S)
-                if not found and self._process.poll() is not None:
+                selector.register(getattr(self._process, name), selectors.EVENT_READ, name)
+            selector.register(self._control, selectors.EVENT_READ, "control")
+            while selector.get_map():
+                events = selector.select(LINGER_S)
+                if not events and self._process.poll() is not None:
                     return
-                # The streams before the control: what was printed before a word came before it.
-                for key, _ in sorted(found, key=lambda pair: pair[0].data == "control"):
-                    self._on_readable(ready, key.fileobj, key.data)
+                # Streams before messages: what was printed before a message is read before it.
+                for key, _ in sorted(events, key=lambda event: event[0].data == "control"):
+                    self._on_readable(selector, key.fileobj, key.data)
         self._process.wait()
 
-    def _on_readable(self, ready: selectors.BaseSelector, source: Any, name: str) -> None:
-        is_open = (
-            self._read_messages(ready) if name == "control" else self._relay_output(source, name)
-        )
+    def _on_readable(self, selector: selectors.BaseSelector, source: Any, name: str) -> None:
+        if name == "control":
+            is_open = self._read_messages(selector)
+        else:
+            is_open = self._relay_output(source, name)
         if not is_open:
-            ready.unregister(source)
+            selector.unregister(source)
             source.close()
 
     def _relay_output(self, source: IO[bytes], name: str) -> bool:
@@ -471,7 +473,7 @@ class ScriptProcess(Capture):
             self._stderr.extend(piece.decode(errors="backslashreplace").splitlines())
         return bool(piece) and self._relay.write(name, piece)
 
-    def _read_messages(self, ready: selectors.BaseSelector) -> bool:
+    def _read_messages(self, selector: selectors.BaseSelector) -> bool:
         try:
             piece = self._control.recv(_READ_BYTES)
         except OSError:
@@ -482,23 +484,23 @@ class ScriptProcess(Capture):
             if facts is None:
                 continue
             if facts["kind"] == protocol.DRAIN:
-                self._drain(ready)
+                self._drain(selector)
             self._on_message(facts)
         return bool(piece)
 
-    def _drain(self, ready: selectors.BaseSelector) -> None:
-        """Take what lies in the streams by now, then tell the trace that this was all."""
-        while found := [key for key, _ in ready.select(0) if key.data != "control"]:
-            for key in found:
-                self._on_readable(ready, key.fileobj, key.data)
+    def _drain(self, selector: selectors.BaseSelector) -> None:
+        """Read what is in the streams by now, then send the message that this was all."""
+        while keys := [key for key, _ in selector.select(0) if key.data != "control"]:
+            for key in keys:
+                self._on_readable(selector, key.fileobj, key.data)
         self._recorder.finish()
 
 
 def forward_signals(process: Capture) -> None:
-    """Let the program have the signals that are sent to us in its place, until it has ended."""
+    """Pass signals that are sent to this process on to the program, until it has ended."""
     n_interrupts = 0
 
-    def hand_on(number: int, frame: object) -> None:
+    def forward(number: int, frame: object) -> None:
         nonlocal n_interrupts
         n_interrupts += number == signal.SIGINT
         if process.poll() is not None:
@@ -511,37 +513,35 @@ def forward_signals(process: Capture) -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, hand_on)
+            signal.signal(number, forward)
 
 
 def _entry_script() -> str:
-    """Return the file that runs a program under capture, without loading anything of it."""
+    """Return the file that runs a program under capture, without importing its package."""
     spec = importlib.util.find_spec("flexinspect_hooks")
     if spec is None or not spec.submodule_search_locations:
         raise FlexInspectError(
-            "The package flexinspect_hooks, which captures, is not there.",
-            hint="flexinspect is not installed whole in this Python: install it again.",
+            "The package flexinspect_hooks, which captures runs, was not found.",
+            hint="The installation of flexinspect is incomplete: install it again.",
         )
-    return str(Path(spec.submodule_search_locations[0]) / "scriptprocess.py")
-
-
-POLL_INTERVAL_S = 0.05
+    return str(
+        Path(spec.submodule_search_locations[0]) / "user_code" / "script" / "script_process.py"
+    )
 
 
 def hand_over_terminal(process: Capture) -> None:
-    """Let pdb have the terminal until it is done with it, or its process has ended.
+    """Let pdb in the process use the terminal until it finishes or the process has ended.
 
-    Nothing else may read from the terminal or draw on it meanwhile. Ctrl-C goes to pdb. Call it
-    from the main thread.
+    Nothing else may read from the terminal or draw on it meanwhile. Ctrl-C goes to pdb. Must be
+    called from the main thread.
     """
     before = signal.signal(signal.SIGINT, lambda number, frame: process.interrupt())
     try:
         n_granted = 0
         while process.state.wants_terminal and process.poll() is None:
-            if (
-                n_granted != process.state.n_terminal_requests
-            ):  # it may want it again between two looks
-                n_granted = process.state.n_terminal_requests
+            n_requests = process.state.n_terminal_requests  # may grow between two polls
+            if n_granted != n_requests:
+                n_granted = n_requests
                 process.grant_terminal()
             time.sleep(POLL_INTERVAL_S)
     finally:

@@ -1,4 +1,4 @@
-"""The end of a trace whose process was taken down: what it was doing, as an event and a finding."""
+"""Finish the trace of a crashed process, with an event and a finding about its last kernel call."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _KILL_SIGNAL = "SIGKILL"
 
 
 def close_crashed_trace(path: Path, process: Capture, code: int) -> bool:
-    """End the trace of a process that ended with `code` and could not end it itself.
+    """Finish the trace of a process that ended with `code` without finishing it.
 
-    A signal that tells of a crash makes an event and a finding, with the kernel call that was
-    entered last; one of ours does not. Returns whether the trace could be ended.
+    A signal of a crash, but not one that we sent, adds an event and a finding with the kernel call
+    that was entered last. Returns whether the trace could be finished.
     """
     call, name, reason = take_last_call(path), _signal_name(code), process.describe_exit(code)
     is_crash = name in _CRASH_SIGNALS or (name == _KILL_SIGNAL and not process.was_killed)
@@ -55,19 +55,22 @@ def _signal_name(code: int) -> str:
 def _crash_event(
     call: LastKernelCall | None, reason: str, name: str, last: tuple[int | None, int | None]
 ) -> EventRecord:
-    """Return what happened, at the call's place, or at the last whole step."""
+    """Return the event of a crash, at the last kernel call or else at the last complete step."""
     ended, at = reason.rstrip("."), time.time()
     if call is None:
-        whole = "no step was whole yet"
+        last_step = "no step was complete yet"
         if last[1] is not None:
-            whole = f"the last whole step is step {last[1]} of generation {last[0]}"
-        return EventRecord(CRASHED_EVENT, f"{ended}; {whole}.", at, *last, {"signal": name})
+            last_step = f"the last complete step is step {last[1]} of generation {last[0]}"
+        return EventRecord(CRASHED_EVENT, f"{ended}; {last_step}.", at, *last, {"signal": name})
     generation = last[0] if call.generation is None else call.generation
     facts = {"signal": name, **asdict(call)}
     if call.entered:
         text = f"{ended}: it had entered {_describe_call(call)}, which did not return."
         return EventRecord(NOT_RETURNED_EVENT, text, at, generation, call.step, facts)
-    text = f"{ended}, after {_describe_call(call)} had returned: what compiled code breaks may show later."
+    text = (
+        f"{ended}, after {_describe_call(call)} had returned: "
+        "what compiled code breaks may show later."
+    )
     return EventRecord(CRASHED_EVENT, text, at, generation, call.step, facts)
 
 

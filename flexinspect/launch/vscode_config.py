@@ -1,6 +1,6 @@
-"""VSCode's `launch.json`: the configurations that flexinspect brings, merged into a user's file.
+"""Debug configurations for VSCode, merged into the user's `launch.json`.
 
-The user's text is kept as it is: ours is put in before the end of the list.
+The user's text is kept unchanged; new configurations are inserted at the end of the list.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from flexinspect.core.errors import FlexInspectError, UsageError
 
 PORT = 5678
-"""Where the configurations expect debugpy; `--debugpy 5678` lets it listen there."""
+"""The port of debugpy in the configurations; `--debugpy 5678` makes a run listen on it."""
 
 _COMMON = {"type": "debugpy", "justMyCode": False}
 _LAUNCH = {**_COMMON, "request": "launch", "console": "integratedTerminal"}
@@ -61,43 +61,44 @@ CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
         "args": ["tests"],
     },
 )
-"""What is written: launches whose capture process is debugged too, and two ways to attach."""
+"""Configurations to launch a run, with its capture process under the debugger, and to attach."""
 
 
 GDB_SYMBOL_FILTER = ("PYDEVD_GDB_SCAN_SHARED_LIBRARIES", "libdl,libltdl,libc,libfreebl3")
-"""Variable and value that spare gdb the symbols of all of torch's libraries."""
+"""Environment variable and value that keep gdb from reading the symbols of all of torch."""
 
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _CPUINFO = Path("/proc/cpuinfo")
 
 _MIN_GDB_WITH_AMX = 14
-"""The first gdb that asks the processor how long the state of its registers is.
+"""The first version of gdb that asks the processor for the size of its register state.
 
-gdb 13.1 on a processor with AMX, whose state is longer than it expects, calls nothing in another
-process: "Couldn't write extended state status: Bad address". gdb's commit "x86: Add an
-x86_xsave_layout structure to handle variable XSAVE layouts", of 2023, replaced the fixed sizes.
+On a processor with AMX, whose register state is larger than expected, gdb 13.1 cannot call a
+function in another process: "Couldn't write extended state status: Bad address". The commit "x86:
+Add an x86_xsave_layout structure to handle variable XSAVE layouts" of gdb, from 2023, replaced the
+fixed sizes.
 """
 
 
 def attach_problems() -> list[str]:
-    """Return why no process can be attached to by its id here, a sentence each; Linux alone."""
+    """Return sentences about what prevents attaching by process id here (Linux only)."""
     if sys.platform != "linux":
         return []
-    lacks = []
+    problems = []
     if shutil.which("gdb") is None:
-        lacks.append("Attaching by process id needs gdb, which is not here: install it.")
+        problems.append("Attaching by process id needs gdb, which is not installed: install it.")
     scope = _PTRACE_SCOPE.read_text("ascii").strip() if _PTRACE_SCOPE.exists() else "0"
     if scope != "0" and os.geteuid() != 0:
-        lacks.append(
+        problems.append(
             f"Attaching by process id needs {_PTRACE_SCOPE} to be 0, and it is {scope}: "
-            "an administrator may write 0 there."
+            "an administrator can write 0 to it."
         )
-    if not lacks and _has_amx() and (version := _gdb_version()) < _MIN_GDB_WITH_AMX:
-        lacks.append(
+    if not problems and _has_amx() and (version := _gdb_version()) < _MIN_GDB_WITH_AMX:
+        problems.append(
             f"Attaching by process id needs gdb {_MIN_GDB_WITH_AMX} or later on a processor with "
             f"AMX, and gdb is {version}: install a later one, or start the run with --debugpy."
         )
-    return lacks
+    return problems
 
 
 def _has_amx() -> bool:
@@ -108,31 +109,31 @@ def _has_amx() -> bool:
 
 
 def _gdb_version() -> int:
-    """Return the first number of gdb's version, that of none too old where it does not tell."""
+    """Return the major version of gdb, or a sufficient one when it cannot be determined."""
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             ["gdb", "--version"], capture_output=True, text=True, timeout=10, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return _MIN_GDB_WITH_AMX
-    found = re.search(r"(\d+)\.\d+", said.partition("\n")[0])
-    return int(found[1]) if found else _MIN_GDB_WITH_AMX
+    match = re.search(r"(\d+)\.\d+", output.partition("\n")[0])
+    return int(match[1]) if match else _MIN_GDB_WITH_AMX
 
 
 def attach_notes() -> list[str]:
-    """Return what is to be known before attaching by process id here, a sentence each."""
+    """Return sentences to read before attaching by process id on this machine."""
     name, value = GDB_SYMBOL_FILTER
     slow = (
-        "Attaching by process id is slow, and may run into debugpy's limit of 60 s, as gdb reads "
+        "Attaching by process id is slow and may exceed debugpy's limit of 60 s, because gdb reads "
         f"all of torch's symbols first: start VSCode with {name}={value} in its environment."
     )
-    needs_it = sys.platform == "linux" and name not in os.environ
-    return attach_problems() or ([slow] if needs_it else [])
+    needs_filter = sys.platform == "linux" and name not in os.environ
+    return attach_problems() or ([slow] if needs_filter else [])
 
 
 @dataclass(frozen=True, slots=True)
 class MergedLaunch:
-    """A merged text, and the names that were added and that were there already."""
+    """A merged text, with the names of added configurations and of those that it had before."""
 
     text: str
     added: tuple[str, ...]
@@ -142,42 +143,42 @@ class MergedLaunch:
 def merge(
     text: str, configurations: Sequence[Mapping[str, Any]] = CONFIGURATIONS, *, name: str = ""
 ) -> MergedLaunch:
-    """Return a launch.json with the configurations that it lacks, by name, put at the end.
+    """Return a launch.json with the configurations that it lacks, by name, added at the end.
 
-    `name` is what the file is called in an error. Raises `UsageError` with line and column for a
-    text that is broken, or whose configurations are no list.
+    `name` is the name of the file in error messages. Raises `UsageError` with line and column for
+    a text that is not JSON with comments, or whose configurations are not a list.
     """
+    names = tuple(str(entry["name"]) for entry in configurations)
     if not text.strip():
-        whole = _format_json({"version": "0.2.0", "configurations": list(configurations)}, "  ")
-        return MergedLaunch(whole + "\n", tuple(str(one["name"]) for one in configurations), ())
-    found = _Document(text, name)
-    there = found.names()
-    missing = [one for one in configurations if one["name"] not in there]
-    merged = found.with_added(missing) if missing else text
+        new = _format_json({"version": "0.2.0", "configurations": list(configurations)}, "  ")
+        return MergedLaunch(new + "\n", added=names, kept=())
+    document = _Document(text, name)
+    existing = document.names()
+    missing = [entry for entry in configurations if entry["name"] not in existing]
+    merged = document.with_added(missing) if missing else text
     _check_merge(text, merged, missing)
-    names = tuple(str(one["name"]) for one in configurations)
     return MergedLaunch(
         merged,
-        tuple(one for one in names if one not in there),
-        tuple(one for one in names if one in there),
+        added=tuple(name for name in names if name not in existing),
+        kept=tuple(name for name in names if name in existing),
     )
 
 
 def _check_merge(before: str, after: str, added: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `FlexInspectError` rather than write a text that does not say what it should."""
+    """Raise `FlexInspectError` if the merged text changes anything but the added entries."""
     import json5
 
-    wanted = json5.loads(before)
-    wanted["configurations"] = [*wanted.get("configurations", []), *added]
-    if json5.loads(after) != wanted:
+    expected = json5.loads(before)
+    expected["configurations"] = [*expected.get("configurations", []), *added]
+    if json5.loads(after) != expected:
         raise FlexInspectError(
-            "The configurations could not be put in without changing others.",
+            "The configurations could not be added without changing others.",
             hint="Add them by hand: flexinspect vscode --dry-run prints them for an empty folder.",
         )
 
 
 class _Document:
-    """A parsed text and the places in it."""
+    """A parsed launch.json with the positions of its values."""
 
     def __init__(self, text: str, name: str) -> None:
         from json5.loader import ModelLoader, loads
@@ -206,27 +207,27 @@ class _Document:
         column = at - (self.text.rfind("\n", 0, at) + 1) + 1
         return UsageError(
             f"{self.name or 'launch.json'}, line {line}, column {column}: {what}.",
-            hint="Mend it first; nothing was written.",
+            hint="Correct it first; nothing was written.",
         )
 
     def names(self) -> set[str]:
-        """Return the names of the configurations that are there."""
+        """Return the names of the configurations in the text."""
         import json5
 
-        found = json5.loads(self.text).get("configurations", [])
-        return {str(one.get("name")) for one in found if isinstance(one, dict)}
+        entries = json5.loads(self.text).get("configurations", [])
+        return {str(entry.get("name")) for entry in entries if isinstance(entry, dict)}
 
     def with_added(self, configurations: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text with these at the end of the list, which is made if there is none."""
+        """Return the text with `configurations` at the end of the list, created if missing."""
         unit = self._indent_unit()
         if self.list is None:
             block = '"configurations": ' + _format_json(configurations, unit)
             return self._insert(self.root, block, unit)
-        blocks = [_format_json(one, unit) for one in configurations]
+        blocks = [_format_json(entry, unit) for entry in configurations]
         return self._insert(self.list, ",\n".join(blocks), unit)
 
     def _insert(self, node: Any, block: str, unit: str) -> str:
-        """Put lines before the closing bracket of a list or an object."""
+        """Insert lines before the closing bracket of a list or an object."""
         text, end = self.text, node._end_tok.index
         line = text.rfind("\n", 0, end) + 1
         own_line = not text[line:end].strip()
@@ -245,12 +246,12 @@ class _Document:
 
     def _indent_unit(self) -> str:
         """Return one level of the file's indentation."""
-        found = re.search(r'\n([ \t]+)"', self.text)
-        return found[1] if found else "  "
+        match = re.search(r'\n([ \t]+)"', self.text)
+        return match[1] if match else "  "
 
 
 def _with_newlines(head: str, tail: str, text: str) -> str:
-    """Join, with the line breaks that the file has."""
+    """Join two parts, with the line endings of the file."""
     if "\r\n" in text:
         tail = re.sub(r"(?<!\r)\n", "\r\n", tail)
     return head + tail
@@ -262,11 +263,11 @@ def _indent(text: str, at: int) -> str:
 
 
 def _format_json(value: Any, unit: str) -> str:
-    """Return our own JSON, with lists of words on one line, as people write them."""
+    """Return JSON with lists of strings on one line."""
     text = json.dumps(value, indent=unit, ensure_ascii=False)
     return re.sub(
         r"\[\s+((?:\"[^\"]*\",?\s*)*?)\s*\]",
-        lambda found: f"[{_on_one_line(found[1]).strip()}]",
+        lambda match: f"[{_on_one_line(match[1]).strip()}]",
         text,
     )
 
@@ -276,19 +277,19 @@ def _on_one_line(text: str) -> str:
 
 
 def _first_error(error: ValueError, end: int) -> tuple[int, str]:
-    """Return place and words of the first error that a parser told of; `end` for no place."""
-    said = str(error).replace("There were multiple errors parsing the JSON5 document.", "")
-    said = re.sub(r"\s*The primary error was:\s*", "", said)
-    place = re.search(r"\(char (\d+)\)", said)
-    words = re.split(r" at: line | in or near|\n| \(line ", said.strip())[0].rstrip(". ")
-    return int(place[1]) if place else end, words or "it is not JSON"
+    """Return position and text of the first error of the parser; `end` without a position."""
+    text = str(error).replace("There were multiple errors parsing the JSON5 document.", "")
+    text = re.sub(r"\s*The primary error was:\s*", "", text)
+    position = re.search(r"\(char (\d+)\)", text)
+    message = re.split(r" at: line | in or near|\n| \(line ", text.strip())[0].rstrip(". ")
+    return int(position[1]) if position else end, message or "it is not JSON"
 
 
 def write_launch(folder: Path, *, dry_run: bool = False) -> tuple[Path, MergedLaunch]:
-    """Merge our configurations into a folder's `.vscode/launch.json`, which is made if need be.
+    """Merge our configurations into a folder's `.vscode/launch.json`, created if missing.
 
-    It is replaced at once or not at all, and not touched when nothing is missing. Raises
-    `UsageError` for a folder that is not there and a file that cannot be read.
+    The file is replaced atomically, and not written when nothing is missing. Raises `UsageError`
+    for a folder that does not exist and a file that cannot be read or written.
     """
     if not folder.is_dir():
         raise UsageError(f"There is no folder {folder}.", hint="Give --folder an existing one.")
@@ -301,7 +302,7 @@ def write_launch(folder: Path, *, dry_run: bool = False) -> tuple[Path, MergedLa
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """Return the text of a file, nothing for none, and the mark that it begins with, if any."""
+    """Return the text of a file (empty if it does not exist) and its byte order mark, if any."""
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -315,15 +316,15 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file at once; a link stays a link, and the mode stays."""
+    """Replace a file atomically; a symbolic link and the file mode are kept."""
     target = Path(os.path.realpath(path))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=target.parent, prefix="launch-", suffix=".json")
         with os.fdopen(number, "wb") as file:
             file.write(text.encode("utf-8"))
-        part = Path(name)
-        part.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o644)
-        part.replace(target)
+        temporary = Path(name)
+        temporary.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o644)
+        temporary.replace(target)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from None

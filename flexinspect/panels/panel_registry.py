@@ -25,6 +25,12 @@ def panel_names() -> tuple[str, ...]:
     )
 
 
+def panel_number(name: str) -> int:
+    """Return the position of a panel in `panel_names`, from 1."""
+    built_in = tuple(plugins.BUILT_IN[plugins.PANELS])
+    return (built_in if name in built_in else panel_names()).index(name) + 1
+
+
 @cache
 def load_panel(name: str) -> Panel[Any, Any]:
     """Return the panel with a name; the same instance on every call.
@@ -32,7 +38,8 @@ def load_panel(name: str) -> Panel[Any, Any]:
     Raises `UsageError` with the closest name for an unknown one, and `FlexInspectError` for a
     plug-in that cannot be loaded or is not a panel.
     """
-    if name not in panel_names():
+    # A built-in panel loads without a search for other packages' panels, which takes a while.
+    if name not in plugins.BUILT_IN[plugins.PANELS] and name not in panel_names():
         raise _unknown_panel_error(name)
     panel = _instantiate(name, plugins.load(plugins.PANELS, name))
     for attribute, kind in (("name", str), ("title", str), ("help", Help)):

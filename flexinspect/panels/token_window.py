@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flexinspect.drawing.token_cells import TokenCell, display_text
-from flexinspect.inputs.datasets import is_correct_answer
 from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -206,5 +205,8 @@ def is_answer_correct(
     """
     if not expected or state == "recording":
         return None
+    # Most traces have no expected answers, so the data sets are imported only here.
+    from flexinspect.inputs.datasets import is_correct_answer
+
     key = ("right", *branch, state)
     return source.get_or_create(key, lambda: is_correct_answer(answer, expected), lambda _: 64)

@@ -1,4 +1,4 @@
-"""The application: which screen, which theme, which keys. Everything else is the screens'."""
+"""The Textual application: opens a screen, keeps the theme, and applies the user's keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
@@ -19,23 +19,25 @@ from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.keys import all_keys
 from flexinspect.drawing.text_lines import Canvas
 from flexinspect.drawing.theme import NoColorFilter
-from flexinspect.launch.child_process import POLL_INTERVAL_S, hand_over_terminal
 from flexinspect.panels.base import TracePlace
-from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.file.salvage import is_repaired_copy
 from flexinspect.tui import saved_state
-from flexinspect.tui.screens.start_screen import JobFactory, StartScreen, UnreadableTraceScreen
 from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.trace_session import TraceSession
+
+# What opening a trace does not show is imported on first use.
+if TYPE_CHECKING:
+    from flexinspect.records.job import Job, ScriptJob
+    from flexinspect.tui.screens.start_screen import JobFactory
 
 _NO_COLOR_FILTER = NoColorFilter()
 
 
 class InspectorApp(App[None]):
-    """The inspector. It opens a trace, follows a job, or asks what to do.
+    """The interface: opens a trace, runs and follows a job, or shows the start screen.
 
-    `keymap` maps ids of `flexinspect.core.keys` to keys, separated by commas; `job_of` makes the jobs
-    that the start screen offers.
+    `keymap` maps ids of `flexinspect.core.keys` to keys, separated by commas; `make_job` returns
+    the job of a command line of the start screen.
     """
 
     CSS_PATH = "app.tcss"
@@ -59,10 +61,10 @@ class InspectorApp(App[None]):
         self._keymap_overrides = dict(keymap or {})
         self.session: TraceSession | None = None
         self.trace_error: TraceError | None = None
-        self.animation_level = "none"  # a data view that moves by itself is repainted for nothing
+        self.animation_level = "none"  # animating a view of data only costs repaints
 
     def on_mount(self) -> None:
-        """Open what was asked for."""
+        """Restore the theme and open the job, the trace or the start screen."""
         theme = saved_state.load_state().theme
         if theme in self.available_themes:
             self.theme = theme
@@ -75,32 +77,40 @@ class InspectorApp(App[None]):
         elif self._trace is not None:
             self.inspect_trace(self._trace, self._place)
         else:
+            from flexinspect.tui.screens.start_screen import StartScreen
+
             self.push_screen(StartScreen(self._open_target, self._make_job))
 
     def on_unmount(self) -> None:
-        """Let go of the trace."""
+        """Close the trace."""
         if self.session is not None:
             self.session.close()
 
     def inspect_run(self, job: Job | ScriptJob) -> None:
-        """Start a job and follow it."""
+        """Start a job and follow its trace."""
         self.session = TraceSession.start(job)
         if job.debugger.pdb:
+            from flexinspect.launch.child_process import POLL_INTERVAL_S
+
             self.set_interval(POLL_INTERVAL_S, self._hand_over_terminal)
         self.push_screen(TraceScreen(self.session))
 
     def _hand_over_terminal(self) -> None:
-        """Step aside while pdb in the run has the terminal."""
+        """Suspend the interface while pdb in the run uses the terminal."""
         process = self.session.process if self.session is not None else None
         if process is not None and process.state.wants_terminal:
+            from flexinspect.launch.child_process import hand_over_terminal
+
             with self.suspend():
                 hand_over_terminal(process)
 
     def inspect_trace(self, path: Path, place: TracePlace | None = None) -> None:
-        """Open a trace; one that cannot be read gets a screen that says why."""
+        """Open a trace, or a screen with the reason when it could not be read."""
         try:
             self.session = TraceSession(path)
         except TraceError as error:
+            from flexinspect.tui.screens.start_screen import UnreadableTraceScreen
+
             self.trace_error = error
             self.push_screen(UnreadableTraceScreen(path, error, self._open_target))
             return
@@ -116,22 +126,22 @@ class InspectorApp(App[None]):
             self.inspect_trace(target)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Offer none of Textual's own commands: our table has them all, once and with its care."""
+        """Return none of Textual's own commands: the table of keys has all commands."""
         return ()
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Let no colour reach the terminal under `NO_COLOR`."""
+        """Remove all colours under `NO_COLOR`."""
         return (_NO_COLOR_FILTER,) if self.no_color else super().get_line_filters()
 
     def keys_of(self, name: str) -> str:
-        """Return the keys of an action as the user has them, for help."""
+        """Return the configured keys of an action, as the help displays them."""
         default = next((key.keys for key in all_keys() if key.id == name), ())
         override = self._keymap_overrides.get(name)
         names: Sequence[str] = override.split(",") if override else default
         return " ".join(self.get_key_display_of(key) for key in names)
 
     def get_key_display_of(self, key: str) -> str:
-        """Return a key as it stands on a keyboard."""
+        """Return a key as it is labelled on a keyboard."""
         from textual.keys import format_key
 
         return "+".join(format_key(part) for part in key.strip().split("+"))
@@ -143,7 +153,7 @@ class InspectorApp(App[None]):
                 view.repaint()
 
     def _install_signal_handlers(self) -> None:
-        """Leave the terminal as it was when we are ended, and let a run end its trace."""
+        """On SIGTERM and SIGHUP, restore the terminal and let a run finish its trace."""
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGHUP"):
             if hasattr(signal, name):
@@ -158,13 +168,13 @@ class InspectorApp(App[None]):
 
 
 def _freeze_gc() -> None:
-    """Keep the collector from walking through all modules and styles while somebody steps.
+    """Exclude the objects loaded so far from garbage collection.
 
-    A full collection takes 20 to 40 ms here, several frames; what is loaded by now stays anyway.
+    A full collection takes 20 to 40 ms here, several frames, and modules and styles stay anyway.
     """
     gc.collect()
     gc.freeze()
 
 
-def _refuse_job(words: Sequence[str]) -> Job | ScriptJob:
-    raise UsageError("No run can be started from here.", hint=f"Type: flexinspect {words[0]} …")
+def _refuse_job(argv: Sequence[str]) -> Job | ScriptJob:
+    raise UsageError("No run can be started from here.", hint=f"Type: flexinspect {argv[0]} …")

@@ -1,4 +1,4 @@
-"""The capture behind a trace: found by its trace or its process, and talked to."""
+"""The client of the capture that writes a trace, found by the trace or by its process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from flexinspect.control.messages import StatusResponse
 
 POLL_TIMEOUT_S = 2.0
-"""How long a look at the state may take; what answers later is held by something."""
+"""Timeout of a status request; a capture that answers later is probably stopped."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureStatus:
-    """How the capture stands: `status` is None when there is none, or when it `is_silent`.
+    """State of the capture: `status` is None without a capture and for an unresponsive one.
 
-    `held` says in a sentence where a debugger holds it, empty while none does.
+    `debugger_stop` is a sentence on where a debugger has stopped it, otherwise empty.
     """
 
     status: StatusResponse | None = None
@@ -33,14 +33,15 @@ class CaptureStatus:
 
     @property
     def state(self) -> str:
-        """Its state, empty when nothing is known."""
+        """The state of the capture, empty when unknown."""
         return self.status.state if self.status is not None else ""
 
 
 class CaptureClient:
-    """Talks to the capture that writes a feed's trace. Every method may block: never in the loop.
+    """Sends commands to the capture that writes a session's trace.
 
-    What it needs is imported with the first word: most traces are finished, and nobody talks.
+    Every method may block, so none may be called in the event loop. The modules of control are
+    imported on first use: most traces are finished, and have no capture.
     """
 
     def __init__(self, session: TraceSession) -> None:
@@ -48,7 +49,7 @@ class CaptureClient:
         self._client: ControlClient | None = None
 
     def client(self) -> ControlClient:
-        """Return the client of the capture. Raises `ControlError` when nothing runs any more."""
+        """Return the client of the capture. Raises `ControlError` when there is none."""
         if self._client is None:
             self._client = self._find_client()
         if self._client is None:
@@ -60,17 +61,17 @@ class CaptureClient:
         if session.process is None or session.exit_code is not None:
             return ControlError(
                 "No capture runs behind this trace, so there is no model to command.",
-                hint="A run of the interface keeps its model until q; without it, add --hold.",
+                hint="A run of the interface keeps its model until q; another one needs --hold.",
             )
         if session.is_waiting:
             return ControlError(
                 "The run takes no commands yet: it is still loading.",
                 hint="A generation takes them once its process is up, a program once a model runs.",
             )
-        return ControlError("This run takes no commands: it was begun with --no-control.")
+        return ControlError("This run takes no commands: it was started with --no-control.")
 
     def call(self, command: Callable[[ControlClient], T]) -> T:
-        """Ask the capture something. Raises `ControlError`; of one that has ended, saying so."""
+        """Run a command of the client. Raises `ControlError`, also for a capture that has ended."""
         try:
             return command(self.client())
         except ControlError as error:
@@ -81,7 +82,7 @@ class CaptureClient:
             raise
 
     def poll(self) -> CaptureStatus:
-        """Return how the capture stands, without ever raising."""
+        """Return the state of the capture. Never raises `ControlError`."""
         from flexinspect.control.client import ControlClient
 
         debugger_stop = self._debugger_stop()
@@ -90,10 +91,10 @@ class CaptureClient:
             quick = ControlClient(client.address, timeout_s=POLL_TIMEOUT_S)
             return CaptureStatus(quick.status(), debugger_stop=debugger_stop)
         except ControlError as error:
-            silent = isinstance(error.__cause__, TimeoutError)
-            if not silent:
+            is_unresponsive = isinstance(error.__cause__, TimeoutError)
+            if not is_unresponsive:
                 self._client = None
-            return CaptureStatus(is_unresponsive=silent, debugger_stop=debugger_stop)
+            return CaptureStatus(is_unresponsive=is_unresponsive, debugger_stop=debugger_stop)
 
     def _debugger_stop(self) -> str:
         stop = read_stop(self._session.path) if self._session.path is not None else None

@@ -1,4 +1,4 @@
-"""Where panels stand on the screen: how many, in how many columns, which one is alone."""
+"""Layout of the panels: how many are shown, in how many columns, and which one is maximized."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from textual.reactive import reactive
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keys import N_DIGITS
 from flexinspect.panels.base import TracePlace, is_training_trace
-from flexinspect.panels.panel_registry import load_panel, panel_names
+from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
 from flexinspect.tui import saved_state
 from flexinspect.tui.panel_view import PanelView
 from flexinspect.tui.trace_session import TraceSession
 
 MAX_SLOTS = 4
 TRAINING_PANELS = ("training", "gradstrip", "findings", "memory")
-"""What is shown of a training run."""
+"""The panels of a training run."""
 
 
 def n_slots(width: int, height: int) -> int:
-    """Return how many panels fit well into this many cells of terminal: one to four."""
+    """Return how many panels (1 to 4) a terminal of this size, in cells, can show well."""
     if width < 60:
         return 2 if height >= 20 else 1
     if width >= 120:
@@ -33,7 +33,7 @@ def n_slots(width: int, height: int) -> int:
 
 
 def n_columns(slots: int, width: int) -> int:
-    """Return the columns in which so many panels stand."""
+    """Return the number of columns for this number of panels and width in cells."""
     if slots == 1 or width < 60:
         return 1
     if slots == 4:
@@ -42,24 +42,21 @@ def n_columns(slots: int, width: int) -> int:
 
 
 def loadable_panels(names: tuple[str, ...]) -> list[str]:
-    """Return the remembered panels that exist and load, filled up to the most there can be."""
-    known = list(dict.fromkeys([*names, *panel_names()]))
-    found: list[str] = []
-    for name in known:
-        if len(found) < MAX_SLOTS and _is_loadable(name):
-            found.append(name)
-    return found
+    """Return the first `MAX_SLOTS` panels that load, of `names` and then of all panels."""
+    loadable = [name for name in dict.fromkeys(names) if _is_loadable(name)]
+    if len(loadable) < MAX_SLOTS:  # else other packages need not be searched for panels
+        loadable += [name for name in panel_names() if name not in names and _is_loadable(name)]
+    return loadable[:MAX_SLOTS]
 
 
 def _panel_title(name: str) -> Content:
-    """Return the title of a panel, with the digit that shows it."""
-    panel = load_panel(name)
-    number = panel_names().index(name) + 1
+    """Return the title of a panel, with the number that its digit key has."""
+    panel, number = load_panel(name), panel_number(name)
     return Content(f"{number} {panel.title}" if number <= N_DIGITS else panel.title)
 
 
 def format_panel_option(name: str) -> str:
-    """Return the line of a panel in a list to choose from."""
+    """Return the line of a panel in the list of panels."""
     try:
         panel = load_panel(name)
     except FlexInspectError as error:
@@ -76,7 +73,7 @@ def _is_loadable(name: str) -> bool:
 
 
 class Slot(Container):
-    """A frame with one panel in it; its title names the panel, its lower border what is shown."""
+    """A frame with a panel: the title of the panel in the upper border, its note in the lower."""
 
     place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False, init=False)
@@ -88,28 +85,28 @@ class Slot(Container):
         self._shown_note = ("", False)
 
     def compose(self) -> ComposeResult:
-        """One panel."""
+        """Yield the view of the panel."""
         self.border_title = _panel_title(self.panel_name)
         self.view.set_reactive(PanelView.place, self.place)
         yield self.view
 
     def watch_place(self, place: TracePlace) -> None:
-        """Hand the place on."""
+        """Pass the place on to the panel."""
         self.view.place = place
 
     def watch_version(self, version: int) -> None:
-        """Hand the news on."""
+        """Pass the version on to the panel."""
         self.view.version = version
 
     def replace(self, name: str) -> None:
-        """Show another panel in this frame. Raises `FlexInspectError` when it does not load."""
+        """Show another panel in this frame. Raises `FlexInspectError` if it does not load."""
         self.view.show_panel(load_panel(name))
         self.panel_name = name
         self.border_title = _panel_title(name)
         self._show_note("", False)
 
     def _show_note(self, note: str, alarm: bool) -> None:
-        """Write the panel's note in the lower border; an unchanged one costs nothing."""
+        """Write the panel's note in the lower border, if it has changed."""
         if (note, alarm) != self._shown_note:
             self._shown_note = (note, alarm)
             self.border_subtitle = Content(note)
@@ -117,7 +114,7 @@ class Slot(Container):
 
 
 class Slots(Container):
-    """All frames. Owns which panel is where and how many are shown, and remembers it."""
+    """All frames: keeps which panel is where and how many are shown, and saves it."""
 
     place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False, init=False)
@@ -125,15 +122,15 @@ class Slots(Container):
     def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(id="slots")
         self._session, self._pool = session, pool
-        remembered = saved_state.load_state()
-        self._names = loadable_panels(remembered.panels)
-        self._n_requested = remembered.slots
-        known = remembered.alone in self._names
-        self._maximized = self._names.index(remembered.alone) if known else None
+        state = saved_state.load_state()
+        self._names = loadable_panels(state.panels)
+        self._n_requested = state.slots
+        is_known = state.alone in self._names
+        self._maximized = self._names.index(state.alone) if is_known else None
         self._is_training = False
 
     def compose(self) -> ComposeResult:
-        """As many frames as there can be; `build_segments` shows those that fit."""
+        """Yield `MAX_SLOTS` frames; `lay_out` shows those that fit."""
         for index, name in enumerate(self._names):
             slot = Slot(name, self._session, self._pool)
             slot.display = self._maximized in (None, index)
@@ -141,7 +138,7 @@ class Slots(Container):
             yield slot.data_bind(Slots.place, Slots.version)
 
     def watch_version(self) -> None:
-        """Show the panels of a training run where the trace is one; what is remembered stays."""
+        """Show the panels of a training run for its trace, without saving that layout."""
         source = self._session.source
         if self._is_training or source is None or not is_training_trace(source):
             return
@@ -153,17 +150,17 @@ class Slots(Container):
         self.lay_out()
 
     def views(self) -> list[PanelView]:
-        """Return the panels that are shown, in order."""
+        """Return the views that are shown, in order."""
         return [slot.view for slot in self.query(Slot) if slot.display]
 
     def current(self) -> PanelView:
-        """Return the panel that has the focus, or the first one."""
+        """Return the focused view, or the first one."""
         shown = self.views()
         focused = self.screen.focused
         return next((view for view in shown if view is focused), shown[0])
 
     def handle_action(self, action: str) -> None:
-        """Give an action to the focused panel, or to the first one that answers it."""
+        """Pass an action to the focused panel, or else to the first one that handles it."""
         for view in (self.current(), *self.views()):
             if view.handles(action):
                 view.handle_action(action)
@@ -175,7 +172,7 @@ class Slots(Container):
         shown[(shown.index(self.current()) + by) % len(shown)].focus()
 
     def show_panel(self, name: str) -> None:
-        """Show a panel in the focused frame; one that is on screen already gets the focus."""
+        """Show a panel in the focused frame, or focus it if it is already shown."""
         for view in self.views():
             if view.panel.name == name:
                 view.focus()
@@ -183,7 +180,7 @@ class Slots(Container):
         self._swap_panel(self._slot_of(self.current()), name)
 
     def _swap_panel(self, target_slot: Slot, name: str) -> None:
-        """Put a panel into a frame; a hidden frame that had it takes what was there."""
+        """Put a panel into a frame; a hidden frame that had it gets the other panel."""
         other = next((slot for slot in self._all_slots() if slot.panel_name == name), None)
         before = target_slot.panel_name
         target_slot.replace(name)
@@ -194,19 +191,19 @@ class Slots(Container):
     def _save_layout(self) -> None:
         names = tuple(slot.panel_name for slot in self._all_slots())
         if self._is_training:
-            return  # these are not the panels that were chosen for tokens
+            return  # not the panels that the user chose for generations
         alone = "" if self._maximized is None else names[self._maximized]
         saved_state.save_state(panels=names, slots=self._n_requested, alone=alone)
 
     def toggle_maximized(self) -> None:
-        """Show the focused panel alone, or all again."""
+        """Show only the focused panel, or all panels again."""
         current = self._all_slots().index(self._slot_of(self.current()))
         self._maximized = current if self._maximized is None else None
         self._save_layout()
         self.lay_out()
 
     def change_count(self, by: int) -> None:
-        """Show more or fewer panels from now on."""
+        """Show `by` more (or fewer) panels."""
         self._n_requested = min(max(len(self.views()) + by, 1), MAX_SLOTS)
         self._maximized = None
         self._save_layout()
@@ -217,7 +214,7 @@ class Slots(Container):
         self.lay_out()
 
     def lay_out(self) -> None:
-        """Show as many frames as fit or as were asked for, in columns."""
+        """Show as many frames as were requested or as fit, in columns."""
         width, height = self.app.size
         n_wanted = self._n_requested or n_slots(width, height)
         for index, slot in enumerate(self._all_slots()):

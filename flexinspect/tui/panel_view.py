@@ -1,4 +1,4 @@
-"""The widget that hosts a panel: loads in a thread, paints what came, passes keys and mouse on."""
+"""The widget of a panel, which loads in a thread, and the frames in which widgets are painted."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from flexinspect.panels.base import (
 from flexinspect.tui.trace_session import TraceSession
 
 PanelLoadRequest = tuple[Panel[Any, Any], Request[Any], int]
-"""A panel, what it is to show, and the version of the trace that it is to show it of."""
+"""A panel, its request, and the version of the trace to load it from."""
 
 LoadResult = tuple[Any, tuple[list[str], str] | None]
-"""What a panel loaded; or nothing, with the lines that say why and their style."""
+"""The loaded data; or None, with lines that explain why and their style."""
 
 
 NoteCallback = Callable[[str, bool], None]
-"""Takes the note of a new picture, and whether it is an alarm."""
+"""Receives the note of a new picture, and whether it is an alarm."""
 
 
 class PanelView(Canvas, can_focus=True):
-    """One panel on the screen, bound to the screen's `place` and `version`.
+    """A panel on the screen, bound to the screen's `place` and `version`.
 
-    Loads never pile up: while one runs, only the newest wish is kept. Whatever a panel raises is
-    shown in its place and ends nothing.
+    While a load runs, only the newest request is kept, so loads never queue up. Any exception of a
+    panel is shown in place of the panel and does not end the interface.
     """
 
     place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
@@ -53,7 +53,7 @@ class PanelView(Canvas, can_focus=True):
 
     @dataclass
     class NavigationRequest(Message):
-        """The panel asks to go elsewhere."""
+        """The panel requests to go to another place."""
 
         view: PanelView
         target: Navigate
@@ -73,24 +73,24 @@ class PanelView(Canvas, can_focus=True):
 
     @property
     def loader(self) -> Loader[Any, Any]:
-        """What loads it; at rest when all that is wanted is on the screen."""
+        """The loader of the panel, idle once everything requested has been painted."""
         return self._loader
 
     @property
     def options(self) -> Any:
-        """The panel's options as they are now."""
+        """The current options of the panel."""
         return self._options
 
     def on_mount(self) -> None:
-        """Begin to load whenever something is wanted."""
+        """Start the loader."""
         self.run_worker(self._loader.run(), exclusive=True)
 
     def watch_place(self) -> None:
-        """The screen went elsewhere."""
+        """Load the new place."""
         self.request_load()
 
     def watch_version(self) -> None:
-        """The trace grew."""
+        """Load from the new version of the trace."""
         self.request_load()
 
     def request_load(self) -> None:
@@ -98,11 +98,11 @@ class PanelView(Canvas, can_focus=True):
         self._loader.request_load()
 
     def on_show(self) -> None:
-        """It was hidden: what it shows may be old."""
+        """Load again: the place may have changed while the view was hidden."""
         self.request_load()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Paint in the new size; load again where that matters."""
+        """Paint in the new size; load again if the data depend on it."""
         if self.panel.depends_on_size or self._request is None:
             self.request_load()
         else:
@@ -110,7 +110,7 @@ class PanelView(Canvas, can_focus=True):
             self.repaint()
 
     def preload(self, place: TracePlace) -> None:
-        """Load what this place will need, if it is where the user goes next."""
+        """Load the data of a place that the user will probably visit next."""
         if not self._is_hidden():
             self._loader.preload((self.panel, self._make_request(place), self.version))
 
@@ -120,7 +120,7 @@ class PanelView(Canvas, can_focus=True):
         return Request(place or self.place, self._options, width, height)
 
     def show_panel(self, panel: Panel[Any, Any]) -> None:
-        """Show another panel from now on."""
+        """Replace the panel."""
         self.panel, self._options = panel, panel.options()
         self._request = self._data = self._error = None
         self.show(())
@@ -152,18 +152,18 @@ class PanelView(Canvas, can_focus=True):
     def _show_loaded(self, load_request: PanelLoadRequest, loaded: LoadResult) -> None:
         panel, request, _ = load_request
         if panel is not self.panel:
-            return  # it was exchanged meanwhile
+            return  # the panel was replaced meanwhile
         self._request = request
         self._data, self._error = loaded
         self.repaint()
 
     def repaint(self) -> None:
-        """Paint what is loaded, in the size and the colours of now."""
+        """Paint the loaded data in the current size and theme."""
         if self._request is None or self.size.area == 0:
             return
         picture = self._make_picture(self._request)
         self.show(picture.strips)
-        # Not a message: it would come after the frame, and the border cost a second one.
+        # Not a message: it would arrive after the frame, and the border would cost another one.
         self._note(picture.note, picture.alarm)
 
     def _make_picture(self, request: Request[Any]) -> Picture:
@@ -182,11 +182,11 @@ class PanelView(Canvas, can_focus=True):
         return Picture(strips[: request.height])
 
     def handles(self, action: str) -> bool:
-        """Tell whether the panel has an answer to an action."""
+        """Return whether the panel handles an action."""
         return action in self.panel.actions
 
     def handle_action(self, action: str) -> None:
-        """Pass an action of the keyboard on."""
+        """Pass an action on to the panel."""
         if self._data is not None and self._error is None and self._request is not None:
             self._apply_result(
                 self._call_panel(self.panel.on_action, action, self._data, self._make_request())
@@ -211,11 +211,11 @@ class PanelView(Canvas, can_focus=True):
             self.request_load()
 
     def on_click(self, event: events.Click) -> None:
-        """Pass a click on."""
+        """Pass a click on to the panel."""
         self._handle_mouse(event.x, event.y, click=True)
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
-        """Pass the mouse on, to panels that have a cursor."""
+        """Pass the mouse position on to a panel with a cursor."""
         if "cursor.left" in self.panel.actions and event.button == 0:
             self._handle_mouse(event.x, event.y, click=False)
 
@@ -237,21 +237,22 @@ class PanelView(Canvas, can_focus=True):
     def _handle_mouse(self, x: int, y: int, *, click: bool) -> None:
         if self._data is None or self._error is not None or self._request is None:
             return
-        point = self.panel.on_mouse
+        request = self._make_request()
         self._apply_result(
-            self._call_panel(point, x, y, self._data, self._make_request(), click=click)
+            self._call_panel(self.panel.on_mouse, x, y, self._data, request, click=click)
         )
 
 
 def _describe_failure(panel: Panel[Any, Any], error: Exception) -> list[str]:
+    message = escape_unprintable(str(error))
     return [
-        f"The panel '{panel.name}' failed: {type(error).__name__}: {escape_unprintable(str(error))}",
-        "The other panels and the trace are not concerned; please report it.",
+        f"The panel '{panel.name}' failed: {type(error).__name__}: {message}",
+        "The other panels and the trace are not affected; please report it.",
     ]
 
 
 def theme_of(app: Any) -> Theme:
-    """Return the look of an app: its theme's colours, its terminal's depth; one object a theme."""
+    """Return the `Theme` of an app: its colours and the colour depth of its terminal; cached."""
     key = (app.theme, app.no_color, app.console.color_system)
     known = getattr(app, "_flexinspect_theme", None)
     if known is None or known[0] != key:
@@ -283,11 +284,11 @@ R = TypeVar("R")
 
 
 class Loader(Generic[W, R]):
-    """Loads the newest wish; wishes that come meanwhile replace each other.
+    """Loads the newest request in a thread pool; earlier requests that still wait are dropped.
 
-    `wish` says what is wanted now (None: nothing), `load` runs in the pool, `take` in the
-    interface's thread. So what is shown is at most one load old, and never waits for a queue.
-    What will probably be wanted next can be loaded before it is (`expect`).
+    `next_request` returns the current request (None: nothing to load), `load` runs in the pool and
+    `show` in the interface's thread. What is shown is at most one load old and never waits in a
+    queue. A probable next request can be loaded in advance (`preload`).
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class Loader(Generic[W, R]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is still to be loaded."""
+        """Whether a request has not been loaded yet."""
         return not self._idle.is_set()
 
     def request_load(self) -> None:
@@ -314,17 +315,17 @@ class Loader(Generic[W, R]):
         self._wake.set()
 
     def preload(self, request: W) -> None:
-        """Load what will probably be wanted next; it is kept until something is wanted."""
+        """Load a probable next request; the result is kept until the next request."""
         if not self.is_busy:
             self._cancel_preload()
             self._preloaded = request, self._pool.submit(self._load, request)
 
     async def wait_idle(self) -> None:
-        """Wait until all that is wanted is loaded and taken."""
+        """Wait until all requests have been loaded and shown."""
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Load whenever something is wanted, for ever; the body of a worker."""
+        """Load whenever it is requested, for ever; the body of a worker."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -349,17 +350,22 @@ class Loader(Generic[W, R]):
 
 
 FRAME_S = 0.03
-"""How long a frame waits for slow panels. Textual paints 60 times a second, on a grid; a frame that
-is painted in two parts takes two places on it."""
+"""How long a frame waits for slow panels.
+
+Textual paints 60 times per second at fixed times; a frame painted in two parts takes two of them.
+"""
 N_LOOP_ITERATIONS = 5
-"""Turns of the event loop until the screen knows of everything that was painted: a widget tells
-itself, then the screen, and each reads its mail in a turn of its own. More do no harm."""
+"""Iterations of the event loop until the screen knows of everything painted.
+
+A widget posts a message to itself, then to the screen, and each message is handled in its own
+iteration. More iterations do no harm.
+"""
 
 
 class PaintBatch:
-    """Holds the painting back until all loaders are at rest, or until that takes too long.
+    """Delays painting until all loaders are idle, or until `FRAME_S` has passed.
 
-    `after` is called when the frame was painted, if all were at rest by then.
+    `after` is called after the frame has been painted, if all loaders were idle in time.
     """
 
     def __init__(
@@ -369,7 +375,7 @@ class PaintBatch:
         self._is_open = False
 
     def begin(self, screen: Screen[Any]) -> None:
-        """Hold the painting back, unless it is held back already."""
+        """Start delaying the painting, unless it is delayed already."""
         if self._is_open:
             return
         self._is_open = True
@@ -385,7 +391,7 @@ class PaintBatch:
                 for _ in range(N_LOOP_ITERATIONS):
                     await asyncio.sleep(0)
         except TimeoutError:
-            pass  # what is late is painted when it comes
+            pass  # late results are painted when they arrive
         else:
             screen.call_after_refresh(self._after)
         finally:

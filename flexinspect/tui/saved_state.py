@@ -1,7 +1,7 @@
-"""What the interface remembers between two sessions: the layout, and the traces opened last.
+"""State of the interface between sessions: the layout, the theme, and recently opened traces.
 
-One small JSON file in the user's state folder (`XDG_STATE_HOME`, else `~/.local/state`, on Windows
-`LOCALAPPDATA`). It is a convenience: a file that cannot be read or written is not worth a word.
+A small JSON file in the user's state folder (`XDG_STATE_HOME`, else `~/.local/state`, on Windows
+`LOCALAPPDATA`). A file that cannot be read or written is ignored without a message.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ DEFAULT_PANELS = ("mask", "logits", "attention", "findings")
 
 @dataclass(frozen=True, slots=True)
 class InterfaceState:
-    """What is remembered.
+    """The saved state.
 
-    `panels` by slot, `slots` shown (0: as many as fit well), the theme, traces newest first, and
-    the panel that stands `alone` (empty: none does).
+    `panels` are names by slot, `slots` the number shown (0: as many as fit), `recent` the traces,
+    newest first, and `alone` the maximized panel (empty: none).
     """
 
     panels: tuple[str, ...] = DEFAULT_PANELS
@@ -36,7 +36,7 @@ class InterfaceState:
 
 
 def state_file() -> Path | None:
-    """Return where the file lies (it may not exist), None without a home folder."""
+    """Return the path of the file, which may not exist; None without a home folder."""
     base = os.environ.get("XDG_STATE_HOME")
     if not base and sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA")
@@ -48,23 +48,23 @@ def state_file() -> Path | None:
 
 
 def load_state() -> InterfaceState:
-    """Return what was remembered; defaults for whatever is missing or makes no sense."""
+    """Return the saved state, with defaults for missing and invalid values."""
     file = state_file()
-    found: Any = {}
+    data: Any = {}
     if file is not None:
         with suppress(OSError, ValueError, RecursionError):
-            found = json.loads(file.read_text("utf-8"))
-    return _validate(found if isinstance(found, dict) else {})
+            data = json.loads(file.read_text("utf-8"))
+    return _validate(data if isinstance(data, dict) else {})
 
 
-def _validate(found: dict[str, Any]) -> InterfaceState:
+def _validate(data: dict[str, Any]) -> InterfaceState:
     default = InterfaceState()
     values: dict[str, Any] = {}
     for field in fields(InterfaceState):
-        value, fallback = found.get(field.name), getattr(default, field.name)
+        value, fallback = data.get(field.name), getattr(default, field.name)
         if isinstance(fallback, tuple):
-            good = isinstance(value, list) and all(isinstance(item, str) for item in value)
-            values[field.name] = tuple(value) if good and value else fallback
+            is_valid = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            values[field.name] = tuple(value) if is_valid and value else fallback
         else:
             values[field.name] = value if type(value) is type(fallback) else fallback
     values["slots"] = min(max(values["slots"], 0), 4)
@@ -72,7 +72,7 @@ def _validate(found: dict[str, Any]) -> InterfaceState:
 
 
 def save_state(**changes: Any) -> None:
-    """Change what is remembered: fields of `Remembered`. The file is replaced whole or not."""
+    """Save changed fields of `InterfaceState`. The file is replaced atomically."""
     file = state_file()
     if file is None:
         return
@@ -86,24 +86,24 @@ def save_state(**changes: Any) -> None:
 
 
 def add_recent_trace(path: Path) -> None:
-    """Remember that a trace was opened."""
+    """Save a trace as the one opened last."""
     mine = str(path.absolute())
     others = [name for name in load_state().recent if name != mine]
     save_state(recent=(mine, *others)[:N_RECENT])
 
 
 def known_traces(folder: Path | None = None) -> Sequence[Path]:
-    """Return the traces opened last that still exist, then those of a folder, newest first.
+    """Return recently opened traces that still exist, then those of a folder, newest first.
 
-    The folder is the current one unless given.
+    `folder` defaults to the current one.
     """
-    here: list[Path] = []
+    in_folder: list[Path] = []
     with suppress(OSError):
-        here = sorted((folder or Path.cwd()).absolute().glob("*.flextrace"), key=_sort_key)[
+        in_folder = sorted((folder or Path.cwd()).absolute().glob("*.flextrace"), key=_sort_key)[
             :N_RECENT
         ]
-    found = [path for path in (*map(Path, load_state().recent), *here) if _exists(path)]
-    return list(dict.fromkeys(found))[: 2 * N_RECENT]
+    traces = (*map(Path, load_state().recent), *in_folder)
+    return list(dict.fromkeys(path for path in traces if _exists(path)))[: 2 * N_RECENT]
 
 
 def _exists(path: Path) -> bool:

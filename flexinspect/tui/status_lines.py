@@ -1,4 +1,4 @@
-"""The two lines of facts: the header, and the line of findings."""
+"""The lines around the panels: the header, the banner of the run's status, the finding line."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ STAGES = (
     ("downloading", "reading weights", "making weights"),
     ("generating", "compiling"),
 )
-"""What comes before the first token of a run of ours, by the first words of the phases."""
+"""Stages before the first token of a generation, by the first words of their phases."""
 
 
 def banner_text(status: RunStatus, seconds: int = 0) -> tuple[str, str]:
-    """Return what is to be said, and its class: "", "busy" or "bad".
+    """Return the text of the banner and its class: "", "busy" or "bad".
 
-    `seconds` is how long the phase has lasted.
+    `seconds` is the duration of the current phase.
     """
     if status.error_lines:
         return "\n".join((_format_title(status), *status.error_lines)), "bad"
@@ -56,7 +56,7 @@ def banner_text(status: RunStatus, seconds: int = 0) -> tuple[str, str]:
             [*lines, *([escape_unprintable(status.detail)] if status.detail else [])]
         ), "busy"
     if status.last_step is None:
-        return "This trace holds no step: the run ended before its first token.", "bad"
+        return "This trace has no step: the run ended before its first token.", "bad"
     return "", ""
 
 
@@ -66,8 +66,8 @@ def _format_bar(fraction: float) -> str:
 
 
 _TITLES = {
-    "dead": "The trace was never ended.",
-    "damaged": "This trace cannot be read from its beginning; what can be read is shown.",
+    "dead": "The trace was never finished.",
+    "damaged": "The beginning of this trace could not be read; the readable part is shown.",
     "failed": "The run failed",
     "interrupted": "The run was interrupted",
 }
@@ -83,7 +83,7 @@ def _format_title(status: RunStatus) -> str:
 
 
 class StatusBanner(Static):
-    """A few lines that are there only when there is something to say."""
+    """A few lines about the status of the run, hidden while there is nothing to report."""
 
     def __init__(self) -> None:
         super().__init__("", id="notice", markup=False)
@@ -92,7 +92,7 @@ class StatusBanner(Static):
         self._shown_text = ""
 
     def show_status(self, status: RunStatus) -> None:
-        """Show what the status has to say, or nothing at all; costs nothing when unchanged."""
+        """Show the banner of a status, or hide it; costs nothing when the text is unchanged."""
         if status.phase != self._phase:
             self._phase, self._since = status.phase, time.monotonic()
         text, kind = banner_text(status, int(time.monotonic() - self._since))
@@ -106,11 +106,11 @@ class StatusBanner(Static):
 
 R = TypeVar("R")
 PlaceLoadRequest = tuple[TracePlace, int]
-"""A place, and the version of the trace that it is to be shown of."""
+"""A place, and the version of the trace to load it from."""
 
 
 class LoadedLines(Canvas, Generic[R]):
-    """Bound to the screen's `place` and `version`; a subclass loads, takes and draws."""
+    """Lines bound to the screen's `place` and `version`; subclasses load and draw."""
 
     place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False, init=False)
@@ -121,41 +121,41 @@ class LoadedLines(Canvas, Generic[R]):
         self._loader: Loader[PlaceLoadRequest, R] = Loader(
             pool,
             self._next_request,
-            lambda wish: self._load(wish[0]),
-            lambda _, found: self._show_loaded(found),
+            lambda request: self._load(request[0]),
+            lambda _, loaded: self._show_loaded(loaded),
         )
 
     def _load(self, place: TracePlace) -> R:
-        """Return what is to be drawn. Runs in a worker thread."""
+        """Return the data to draw. Runs in a worker thread."""
         raise NotImplementedError
 
-    def _show_loaded(self, found: R) -> None:
-        """Draw what was loaded."""
+    def _show_loaded(self, loaded: R) -> None:
+        """Draw the loaded data."""
         raise NotImplementedError
 
     @property
     def loader(self) -> Loader[Any, Any]:
-        """What loads it; at rest when all that is wanted is on the screen."""
+        """The loader of the lines, idle once everything requested has been drawn."""
         return self._loader
 
     def on_mount(self) -> None:
-        """Begin to load."""
+        """Start the loader."""
         self.run_worker(self._loader.run(), exclusive=True)
         self._loader.request_load()
 
     def preload(self, place: TracePlace) -> None:
-        """Load what this place will need, if it is where the user goes next."""
+        """Load the data of a place that the user will probably visit next."""
         self._loader.preload((place, self.version))
 
     def _next_request(self) -> PlaceLoadRequest:
         return self.place, self.version
 
     def watch_place(self) -> None:
-        """The screen went elsewhere."""
+        """Load the new place."""
         self._loader.request_load()
 
     def watch_version(self) -> None:
-        """The trace grew."""
+        """Load from the new version of the trace."""
         self._loader.request_load()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -165,7 +165,7 @@ class LoadedLines(Canvas, Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class HeaderData:
-    """What the two lines say of a place."""
+    """Data of the header and the finding line for a place."""
 
     step: StepRow | None = None
     summary: FindingSummary | None = None
@@ -182,7 +182,7 @@ def header_parts(
     following: bool,
     capture_status: CaptureStatus = _NO_CAPTURE,
 ) -> list[tuple[str, str, int]]:
-    """Return the parts of the header: text, style, importance (1 is kept longest)."""
+    """Return the parts of the header: text, style and priority (1 is dropped last)."""
     model = status.run.get("model")
     model = model if isinstance(model, dict) else {}
     where = f"{model.get('device', '')} {model.get('dtype', '')}".strip()
@@ -192,7 +192,7 @@ def header_parts(
         (_format_level(status, capture_status), "text", 5),
     ]
     if status.generations > 1:
-        # Counted from 0 up to the last one, like steps, and as --generation and findings count.
+        # Numbered from 0, like steps, --generation and findings.
         parts.append((f"generation {place.generation}/{status.generations - 1}", "text", 3))
     if place.branch:
         parts.append((f"branch {place.branch}", "text", 3))
@@ -212,7 +212,7 @@ def header_parts(
 
 
 def _format_level(status: RunStatus, capture_status: CaptureStatus) -> str:
-    """Return the level as it is now: a command may have changed that of the manifest."""
+    """Return the current level: a command may have changed that of the manifest."""
     return _live_level(capture_status) or escape_unprintable(str(status.run.get("level", "")))
 
 
@@ -224,14 +224,12 @@ _HALT_TEXTS = {"paused": "paused", "pausing": "pausing", "holding": "done, model
 
 
 def _format_halt(capture_status: CaptureStatus) -> str:
-    """Return why no step comes, in a few words; empty when the model runs."""
+    """Return in a few words why the model does not run; empty while it does."""
     if capture_status.debugger_stop:
         return "held by a debugger"
-    return (
-        "held by a debugger?"
-        if capture_status.is_unresponsive
-        else _HALT_TEXTS.get(capture_status.state, "")
-    )
+    if capture_status.is_unresponsive:
+        return "held by a debugger?"
+    return _HALT_TEXTS.get(capture_status.state, "")
 
 
 def _format_step(status: RunStatus, place: TracePlace, step: StepRow | None) -> str:
@@ -251,22 +249,22 @@ def _format_cost(status: RunStatus, step: StepRow | None) -> str:
     return ""
 
 
-def format_finding_summary(found: FindingSummary | None) -> tuple[str, str]:
-    """Return the line of findings and its style."""
-    if found is None:
+def format_finding_summary(summary: FindingSummary | None) -> tuple[str, str]:
+    """Return the text of the finding line and its style."""
+    if summary is None:
         return "", "text"
-    if found.errors:
-        return f"✖ {found.text()}", "bad"
-    if found.warnings:
-        return f"▲ {found.text()}", "warn"
-    return (f"● {found.text()}", "text") if found.notes else ("no findings", "muted")
+    if summary.errors:
+        return f"✖ {summary.text()}", "bad"
+    if summary.warnings:
+        return f"▲ {summary.text()}", "warn"
+    return (f"● {summary.text()}", "text") if summary.notes else ("no findings", "muted")
 
 
 _FINDING_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "text"}
 
 
 class TraceHeader(LoadedLines[HeaderData]):
-    """Loads what both lines need, once; shows the header and hands the findings to their line."""
+    """The header. It also loads the summary of findings and passes it to the finding line."""
 
     DEFAULT_CSS = "TraceHeader { height: 1; }"
     following: reactive[bool] = reactive(True, repaint=False, init=False)
@@ -280,7 +278,7 @@ class TraceHeader(LoadedLines[HeaderData]):
 
     @property
     def capture_status(self) -> CaptureStatus:
-        """How the capture stands."""
+        """The state of the capture."""
         return self._capture_status
 
     @capture_status.setter
@@ -295,17 +293,17 @@ class TraceHeader(LoadedLines[HeaderData]):
             self.repaint()
 
     def watch_place(self) -> None:
-        """Name the new step at once: nothing has to be loaded for that."""
+        """Show the new step number at once, before its data are loaded."""
         super().watch_place()
         self.repaint()
 
     def watch_version(self) -> None:
-        """Name the newest step at once."""
+        """Show the newest step number at once."""
         super().watch_version()
         self.repaint()
 
     def watch_following(self) -> None:
-        """Say so."""
+        """Show whether the newest step is followed."""
         self.repaint()
 
     def _load(self, place: TracePlace) -> HeaderData:
@@ -316,12 +314,12 @@ class TraceHeader(LoadedLines[HeaderData]):
             step = source.reader.step(place.generation, place.step, place.branch)
             return HeaderData(step, load_summary(source, place))
         except FlexInspectError:
-            return HeaderData()  # the panels say why
+            return HeaderData()  # the panels show the reason
 
-    def _show_loaded(self, found: HeaderData) -> None:
-        self._data = found
+    def _show_loaded(self, loaded: HeaderData) -> None:
+        self._data = loaded
         self.repaint()
-        self._findings.show_summary(found.summary)
+        self._findings.show_summary(loaded.summary)
 
     def repaint(self) -> None:
         """Draw the header."""
@@ -341,7 +339,7 @@ class TraceHeader(LoadedLines[HeaderData]):
 
 
 class FindingLine(Canvas):
-    """One line: how many findings there are, and the one that matters here."""
+    """A line with the number of findings, or with the finding that the user went to."""
 
     DEFAULT_CSS = "FindingLine { height: 1; }"
 
@@ -351,16 +349,16 @@ class FindingLine(Canvas):
         self._finding: Finding | None = None
         self._is_new_finding = False
 
-    def show_summary(self, found: FindingSummary | None) -> None:
-        """Show another summary, unless a finding that was gone to still stands here."""
-        self._summary = found
+    def show_summary(self, summary: FindingSummary | None) -> None:
+        """Show another summary, unless the user has just gone to a finding."""
+        self._summary = summary
         if self._finding is not None and not self._is_new_finding:
             self._finding = None
         self._is_new_finding = False
         self.repaint()
 
     def show_finding(self, finding: Finding) -> None:
-        """Show one finding until the next step away from it."""
+        """Show a finding until the user leaves its place."""
         self._finding, self._is_new_finding = finding, True
         self.repaint()
 

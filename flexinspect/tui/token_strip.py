@@ -26,19 +26,19 @@ from flexinspect.tui.status_lines import LoadedLines
 from flexinspect.tui.trace_session import TraceSession
 
 TOKEN_RADIUS = 96
-"""Tokens before and after the current one; few words are shorter than two cells."""
+"""Tokens loaded before and after the current one; few are narrower than two cells."""
 
 
 def draw_token_strip(
     window: TokenWindow, width: int, theme: Theme
 ) -> tuple[list[Strip], TokenCellRow]:
-    """Return the two lines of the strip, and where its words lie.
+    """Return the two lines of the strip, and the columns of its tokens.
 
-    The first holds the words, the second names the segment under each of its beginnings.
+    The first line has the tokens, the second the label of each segment at its start.
     """
-    found = token_cells(window, "probability")
-    index = len(found) - 1 if window.current is None else window.current - window.start
-    row, _ = row_around(found, index, width)
+    cells = token_cells(window, "probability")
+    index = len(cells) - 1 if window.current is None else window.current - window.start
+    row, _ = row_around(cells, index, width)
     spans = row.spans(theme, current=window.current, marked=frozenset())
     return [
         line(spans, width, theme.style("text")),
@@ -47,15 +47,15 @@ def draw_token_strip(
 
 
 def _draw_labels(row: TokenCellRow, window: TokenWindow, width: int, theme: Theme) -> list[Span]:
-    """Return the line below the words: the current position first, segments where there is room."""
-    found = sorted(_label_candidates(row, window), key=lambda mark: not mark[2])
+    """Return the line below the tokens: the current position, and the labels that fit beside it."""
+    candidates = sorted(_label_candidates(row, window), key=lambda label: not label[2])
     placed: list[tuple[int, str, bool]] = []
-    for column, text, current in found:
+    for column, text, current in candidates:
         text = text[: max(width - column, 0)]
-        free = all(
+        is_free = all(
             column + len(text) <= at or column >= at + len(other) + 1 for at, other, _ in placed
         )
-        if text and free:
+        if text and is_free:
             placed.append((column, text, current))
     spans: list[Span] = []
     used = 0
@@ -67,21 +67,21 @@ def _draw_labels(row: TokenCellRow, window: TokenWindow, width: int, theme: Them
 
 
 def _label_candidates(row: TokenCellRow, window: TokenWindow) -> list[tuple[int, str, bool]]:
-    """Return (column, text, whether it is the current position) of all that could be written."""
-    marks: list[tuple[int, str, bool]] = []
+    """Return column and text of each possible label, and whether it is the current position."""
+    labels: list[tuple[int, str, bool]] = []
     last = None
-    for word, column in zip(row.cells, row.columns, strict=True):
-        segment = segment_at(window.segments, word.pos)
-        if word.pos == window.current:
-            marks.append((column, f"▲{word.pos}", True))
+    for cell, column in zip(row.cells, row.columns, strict=True):
+        segment = segment_at(window.segments, cell.pos)
+        if cell.pos == window.current:
+            labels.append((column, f"▲{cell.pos}", True))
         if segment is not None and segment is not last and segment.kind != "separator":
-            marks.append((column, f"╵{escape_unprintable(segment.label)}", False))
+            labels.append((column, f"╵{escape_unprintable(segment.label)}", False))
         last = segment
-    return marks
+    return labels
 
 
 class TokenStrip(LoadedLines[TokenWindow | None]):
-    """Two lines that follow the screen's place."""
+    """Two lines with the tokens around the screen's place."""
 
     DEFAULT_CSS = "TokenStrip { height: 2; }"
 
@@ -101,14 +101,14 @@ class TokenStrip(LoadedLines[TokenWindow | None]):
         try:
             return None if source is None else load_token_window(source, place, TOKEN_RADIUS)
         except (Missing, FlexInspectError):
-            return None  # the panels say why
+            return None  # the panels show the reason
 
-    def _show_loaded(self, found: TokenWindow | None) -> None:
-        self._window = found
+    def _show_loaded(self, loaded: TokenWindow | None) -> None:
+        self._window = loaded
         self.repaint()
 
     def repaint(self) -> None:
-        """Draw what is loaded."""
+        """Draw the loaded tokens."""
         if self._window is None or self.size.area == 0:
             self._row = None
             self.show([])
@@ -118,15 +118,12 @@ class TokenStrip(LoadedLines[TokenWindow | None]):
 
     def on_click(self, event: events.Click) -> None:
         """Go to the token that was clicked."""
-        word = self._row.cell_at(event.x) if self._row and event.y == 0 else None
-        if word is None or self._window is None:
+        cell = self._row.cell_at(event.x) if self._row and event.y == 0 else None
+        if cell is None or self._window is None:
             return
-        token = self._window.token(word.pos)
+        token = self._window.token(cell.pos)
         if token is None:
             return
-        step = token.step
-        self.post_message(
-            self.TokenClicked(
-                Navigate(step=0, pos=token.pos) if step is None else Navigate(step=step)
-            )
-        )
+        is_prompt = token.step is None
+        target = Navigate(step=0, pos=token.pos) if is_prompt else Navigate(step=token.step)
+        self.post_message(self.TokenClicked(target))

@@ -1,7 +1,7 @@
-"""Where the interface's data come from: a trace that is finished, growing, or about to begin.
+"""The data source of the interface: a trace that is finished, growing, or about to begin.
 
-Live and afterwards are the same: whatever is shown was read from the trace. Only what a trace
-cannot say (that its process died, and with which last words) comes from the process itself.
+Everything shown is read from the trace, live and afterwards. Only what a trace cannot contain, such
+as the death of its process and its last output, comes from the process itself.
 """
 
 from __future__ import annotations
@@ -11,38 +11,39 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import TraceError
 from flexinspect.core.text import escape_unprintable
-from flexinspect.launch.child_process import Capture, start_capture
-from flexinspect.launch.crash import close_crashed_trace
 from flexinspect.panels.source import Source
-from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.file.location import delete_trace
 from flexinspect.trace.queries.range_queries import step_bounds
 from flexinspect.trace.queries.search_queries import n_generations, newest_events
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import EventRow
 
+if TYPE_CHECKING:
+    from flexinspect.launch.child_process import Capture
+    from flexinspect.records.job import Job, ScriptJob
+
 LAST_LINES = 6
 CHECK_EVERY_S = 1.0
-"""How often it is asked whether the process of somebody else's trace still lives."""
+"""How often the process of a trace that is not ours is checked for being alive."""
 MAX_PRINTS = 1000
 MAX_EVENTS = 64
-"""Phases that are looked at: only the newest ones say what is going on."""
+"""Newest events of a kind that are read: older phases do not matter any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """What is known of the run at one moment.
+    """State of a run at one moment.
 
     `state` is "starting" before there is a trace, then that of the trace, or "dead" when its
-    process is gone without having ended it. `phase` and `fraction` (0 to 1) are what the process is
-    doing now; `words` is what there is to say if it went wrong, its reason first.
+    process ended without finishing it. `phase` and its `fraction` (0 to 1) are what the process is
+    doing; `error_lines` describe a failure, its reason first.
     """
 
     state: str = "starting"
@@ -57,16 +58,16 @@ class RunStatus:
 
     @property
     def live(self) -> bool:
-        """Whether more may come."""
+        """Whether the trace may still grow."""
         return self.state in ("starting", "recording")
 
 
 class TraceSession:
-    """One trace and, for a run of our own, the process that records it.
+    """A trace and, for a run of the interface, the process that records it.
 
-    `look` is called from one thread at a time. Raises `TraceError` for a trace that cannot be read.
-    When the interface closes, the process is interrupted, unless it is `detached` and goes on, or
-    `ending` by itself as it was asked to.
+    `poll` must be called from one thread at a time. Raises `TraceError` for a trace that could not
+    be read. When the interface closes, the process is interrupted, unless `is_detached` (it
+    continues) or `is_ending` (it was asked to end).
     """
 
     def __init__(self, path: Path | None = None, process: Capture | None = None) -> None:
@@ -82,14 +83,16 @@ class TraceSession:
         self._next_check = 0.0
         self.prints: deque[str] = deque(maxlen=MAX_PRINTS)
         self.debugger_messages: deque[str] = deque(maxlen=MAX_PRINTS)
-        """What a debugger's user has to know of a run that goes on; whoever shows it takes it."""
+        """Messages for the user of a debugger; the screen that shows them removes them."""
         self._last_debugger_event = 0
         if path is not None:
             self._attach(path)
 
     @classmethod
     def start(cls, job: Job | ScriptJob) -> TraceSession:
-        """Start a job in a process of its own."""
+        """Start a job in its own process."""
+        from flexinspect.launch.child_process import start_capture  # not to open a finished trace
+
         return cls(process=start_capture(job))
 
     def _attach(self, path: Path) -> None:
@@ -100,9 +103,9 @@ class TraceSession:
         self._last_poll = ()
 
     def poll(self, generation: int, branch: int = 0) -> RunStatus | None:
-        """Return how things stand in a generation, None when nothing has changed since.
+        """Return the status for a generation and branch, None if nothing has changed.
 
-        Costs microseconds when nothing has.
+        Takes microseconds if nothing has changed. Raises `TraceError`.
         """
         moved = self._follow_process()
         if self.reader is None:
@@ -118,7 +121,7 @@ class TraceSession:
         return self._status
 
     def _has_died(self) -> bool:
-        """Tell whether a process that is not ours has gone without ending its trace; once."""
+        """Return whether a process that is not ours ended without finishing its trace."""
         now = time.monotonic()
         if self.process is not None or self._status.state != "recording" or now < self._next_check:
             return False
@@ -126,12 +129,12 @@ class TraceSession:
         return not is_recorder_alive(self._status.run)
 
     def _drain_prints(self) -> None:
-        """Keep the last lines that the user's code printed."""
+        """Store the last lines that the user's code printed."""
         while self.process is not None and not self.process.state.prints.empty():
             self.prints.append(self.process.state.prints.get())
 
     def _follow_process(self) -> bool:
-        """Take in what the process says; True when it has just ended or moved its trace."""
+        """Process the state of our process; return True when it has just ended."""
         process = self.process
         if process is None or self._exit_code is not None:
             return False
@@ -146,11 +149,13 @@ class TraceSession:
         return True
 
     def _finish_process(self, process: Capture) -> None:
-        """The process has ended: settle its trace if it could not, find where it lies now."""
+        """After the end of the process, finish its trace if necessary, and reopen it."""
         state = process.state
         if self.reader is not None:
             self.reader.close()
         if not state.is_over and state.recording is not None and state.recording.exists():
+            from flexinspect.launch.crash import close_crashed_trace  # loads rules
+
             close_crashed_trace(state.recording, process, self._exit_code or 0)
             state.path = state.recording
         elif state.is_over and state.path is None and state.recording is not None:
@@ -193,7 +198,7 @@ class TraceSession:
     def _read_phase(self, reader: TraceReader) -> tuple[str, float | None, str]:
         phase, fraction, detail = self._status.phase, self._status.fraction, self._status.detail
         rows: Sequence[EventRow] = ()
-        with suppress(TraceError):  # a cut trace may have lost them, and still have its steps
+        with suppress(TraceError):  # a truncated trace may have lost its events but have steps
             rows = newest_events(reader, "phase", self._last_event, MAX_EVENTS)
         for row in rows:
             self._last_event = row.id
@@ -212,16 +217,12 @@ class TraceSession:
             self.debugger_messages.append(row.event.text)
 
     def _with_errors(self, status: RunStatus) -> RunStatus:
-        from dataclasses import replace
-
         if (
             status.state == "recording"
             and self.process is None
             and not is_recorder_alive(status.run)
         ):
-            reason = (
-                "Its process is gone without having ended the trace; all finished steps are here."
-            )
+            reason = "Its process ended without finishing the trace; all finished steps are here."
             return replace(status, state="dead", error_lines=(reason,))
         if status.state in ("failed", "interrupted"):
             return replace(
@@ -230,28 +231,24 @@ class TraceSession:
         return status
 
     def _process_errors(self) -> tuple[str, ...]:
-        """Return why our own process ended badly: its sentence, or how it died, with last lines."""
+        """Return why our process failed: its error, or its exit code and last lines of stderr."""
         process = self.process
         if process is None or self._exit_code in (None, 0, 130):
             return ()
         state = process.state
         if state.error:
-            return tuple(
-                filter(
-                    None, (escape_unprintable(state.error), escape_unprintable(state.hint or ""))
-                )
-            )
+            return tuple(escape_unprintable(text) for text in (state.error, state.hint) if text)
         last = [escape_unprintable(line) for line in process.last_stderr_lines()[-LAST_LINES:]]
         return (process.describe_exit(self._exit_code or 0), *last)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the first step is still to come."""
+        """Whether no step has been recorded yet."""
         return self._status.live and self._status.last_step is None
 
     @property
     def is_trace_removed(self) -> bool:
-        """Whether our own process has removed its trace again, as it does when nothing ran."""
+        """Whether our process has removed its trace, as it does when nothing ran."""
         return self.process is not None and self.path is not None and not self.path.exists()
 
     @property
@@ -265,9 +262,9 @@ class TraceSession:
         return self._interrupted
 
     def interrupt(self) -> None:
-        """Ask our process to end its generation and its trace; once is enough.
+        """Ask our process, once, to end its generation and finish its trace.
 
-        One that has ended its trace ends by itself, with an exit code of its own.
+        A process that has finished its trace is left to end with its own exit code.
         """
         if self.process is None or self.process.state.is_over:
             return
@@ -276,27 +273,25 @@ class TraceSession:
             self.process.interrupt()
 
     def detach(self) -> bool:
-        """Let our process go on when the interface ends; False where that cannot be."""
+        """Let our process continue after the interface closes; False where that is impossible."""
         self.is_detached = self.process is not None and self.process.detach()
         return self.is_detached
 
     def kill(self) -> None:
-        """End our process at once; its trace holds every finished step."""
+        """Kill our process; its trace has every finished step."""
         if self.process is not None:
             self.process.kill()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the trace."""
         if self.reader is not None:
             self.reader.close()
 
 
 def _trace_errors(status: RunStatus, reader: TraceReader | None) -> tuple[str, ...]:
-    """Return what a finished trace says of its own bad end."""
+    """Return the reason for a failure that a trace contains."""
     reason = status.run.get("reason")
-    words = [escape_unprintable(str(reason))] if reason else []
+    texts = [str(reason)] if reason else []
     if reader is not None:
-        words += [
-            escape_unprintable(row.event.text) for row in newest_events(reader, "error", 0, 1)
-        ]
-    return tuple(words)
+        texts += [row.event.text for row in newest_events(reader, "error", 0, 1)]
+    return tuple(map(escape_unprintable, texts))

@@ -56,9 +56,7 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_program_is_ended_by_a_breakpoint_where_nobody_could_continue_it(
-    program: Path, tmp_path: Path
-) -> None:
+def test_a_breakpoint_without_a_terminal_ends_the_program(program: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.flextrace"
     process = start("--out", str(out), "--break", "step == 1", str(program), folder=tmp_path)
     printed, said = process.communicate(timeout=120)
@@ -72,9 +70,7 @@ def test_a_program_is_ended_by_a_breakpoint_where_nobody_could_continue_it(
         assert reader.run()["exit_code"] == 3
 
 
-def test_a_program_that_waits_pauses_says_how_it_goes_on_and_goes_on(
-    program: Path, tmp_path: Path
-) -> None:
+def test_a_paused_program_prints_how_to_continue_it(program: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.flextrace"
     words = ("--wait", "--out", str(out), "--break", "prob > 0 and step == 1", str(program))
     process = start(*words, folder=tmp_path)
@@ -121,7 +117,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def job_of(*words: str) -> Job | ScriptJob:
-    return checked_job(build_parser().parse_args(["run", *words]))
+    return checked_job(build_parser("run").parse_args(["run", *words]))
 
 
 def test_flags_and_settings_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,14 +145,14 @@ def test_what_cannot_be_read_is_refused_before_anything_starts() -> None:
     assert job_of("--break", "finding mask.* >= warning").breakpoints
 
 
-def test_waiting_for_commands_that_are_not_taken_is_refused() -> None:
+def test_wait_without_control_is_refused() -> None:
     with pytest.raises(UsageError, match="--wait pauses the run until a command comes"):
         job_of("--wait", "--no-control", "--break", "step == 1")
 
 
-def test_a_run_that_takes_no_commands_is_not_told_to_wait() -> None:
+def test_a_run_without_control_gets_no_hint_to_wait() -> None:
     gate = StepBarrier()
-    control: Any = SimpleNamespace(gate=gate, parts=SimpleNamespace(), note="")
+    control: Any = SimpleNamespace(barrier=gate, targets=SimpleNamespace(), note="")
     breaks = RunBreakpoints(
         job_of("--no-control", "--break", "step == 1"), control, lambda text: None
     )

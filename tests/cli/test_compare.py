@@ -50,7 +50,7 @@ def compared(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, s
     return code, capsys.readouterr().out
 
 
-def test_a_trace_and_its_copy_are_said_to_be_identical(
+def test_a_trace_and_its_copy_are_reported_as_identical(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = write(tmp_path / "a.flextrace", *healthy())
@@ -101,7 +101,7 @@ def test_rounding_counts_only_when_exactness_is_asked_for(
     assert compared(capsys, a, b, "--exact")[0] == 1
 
 
-def test_where_tokens_part_both_margins_are_given_and_nothing_after_is_compared(
+def test_where_tokens_differ_both_margins_are_printed_and_nothing_after_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = healthy()
@@ -168,7 +168,7 @@ def test_hidden_states_go_before_statistics(
     assert (layer["difference"], layer["exact"]) == (0.25, True)
 
 
-def test_steps_that_hold_the_numbers_of_the_step_before_are_said_to_be_stale(
+def test_steps_with_the_numbers_of_the_step_before_are_stale(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = healthy()

@@ -45,7 +45,7 @@ def test_a_capture_is_found_by_any_way_to_its_trace(
 
 def test_edits_are_read_in_the_order_they_are_given() -> None:
     words = "--drop 3 --see 5:4 --unsee 4:5 --join 1,2,3 --open 9 --close 9:2 --preset causal"
-    args = build_parser().parse_args(["ctl", "edit", "4", *words.split()])
+    args = build_parser("ctl").parse_args(["ctl", "edit", "4", *words.split()])
     assert edits_of(args) == (
         MaskEdit("drop", segments=(3,)),
         MaskEdit("see", segments=(5, 4)),
@@ -79,7 +79,7 @@ def test_an_order_that_the_end_of_the_run_overtook_is_a_failure() -> None:
     order = RewindState(2, "fork", "waiting")
     going = StatusResponse("running", StepRef(0, 0, 7), "running", last_rewind=order)
     gone: Any = Vanishing(ControlError("No capture answers."))
-    with pytest.raises(ControlError, match="ended before it said what became of order 2"):
+    with pytest.raises(ControlError, match="ended before it reported the result of command 2"):
         _wait_and_print(CommandResponse("the fork waits", going, 2), gone, as_json=False)
     assert (
         _wait_and_print(
@@ -107,7 +107,7 @@ def test_an_order_is_waited_for_until_the_pause_that_it_ends_in(kind: Any, state
     assert (status.state, client.looks) == ("paused", 2)
 
 
-def test_a_capture_that_is_there_and_silent_has_not_ended() -> None:
+def test_an_unresponsive_capture_has_not_ended() -> None:
     silent = ControlError("It does not answer.")
     silent.__cause__ = TimeoutError()
     client: Any = Vanishing(silent)
@@ -116,11 +116,11 @@ def test_a_capture_that_is_there_and_silent_has_not_ended() -> None:
         wait_for_effect(client, CommandResponse("pausing", going))
 
 
-def test_answers_are_said_in_words() -> None:
+def test_responses_are_printed_as_text() -> None:
     assert response_lines(CommandResponse("going on", STATUS)) == ["going on"]
     cost = Cost("40 rows in one forward", 0.2, 4096, True)
     assert response_lines(CommandResponse("x", STATUS, None, cost)) == [
-        "cost: 40 rows in one forward (dear)"
+        "cost: 40 rows in one forward (expensive)"
     ]
     assert response_lines(STATUS)[0] == "paused after step 7 (branch 1) (entropy > 3)"
     order = RewindState(2, "fork", "failed", "No such step.", StepRef(0, 0, 7), 0.0123)
@@ -149,5 +149,5 @@ def test_a_capture_is_named_in_one_way() -> None:
 def test_a_capture_is_named_before_or_behind_the_verb(words: str) -> None:
     from flexinspect.cli.main import build_parser
 
-    args = build_parser().parse_args(["ctl", *words.split()])
+    args = build_parser("ctl").parse_args(["ctl", *words.split()])
     assert (args.pid, args.json, args.wait, args.trace) == (5, False, False, None)

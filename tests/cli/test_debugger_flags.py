@@ -25,7 +25,7 @@ def refused(words: list[str], capsys: Said) -> str:
 
 
 @pytest.mark.parametrize("words", [["--model", "demo"], ["program.py"]])
-def test_a_port_that_is_taken_is_one_sentence_and_starts_nothing(
+def test_a_port_in_use_is_an_error_message_and_starts_nothing(
     words: list[str], capsys: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -96,7 +96,7 @@ def test_our_own_generation_waits_for_a_client_and_stops_in_a_rule_of_the_users(
                 client.request("continue", threadId=thread)
                 thread, stack = client.stopped()
                 # Before a forward there is no frame of the user's, nor of a layer.
-                assert Path(stack[0]["source"]["path"]).name in ("generate.py", "ensemble.py")
+                assert Path(stack[0]["source"]["path"]).name in ("decoding.py", "ensemble_run.py")
                 said = client.evaluate("(flexinspect.step, flexinspect.reason)", stack[0])
                 assert said.startswith("(0, ")
                 assert f", {reason}: step 0 (prefill)" in said

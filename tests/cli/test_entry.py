@@ -1,7 +1,8 @@
-"""The program from its first moment, before any command is known."""
+"""The entry point: interrupts during start-up, unknown commands, and what each start imports."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from flexinspect import __main__
 from flexinspect.cli import main
 
 
-def test_ctrl_c_before_a_command_runs_is_a_word(
+def test_ctrl_c_before_a_command_runs_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted() -> int:
@@ -23,7 +24,7 @@ def test_ctrl_c_before_a_command_runs_is_a_word(
     assert capsys.readouterr().err == "flexinspect: interrupted\n"
 
 
-def test_ctrl_c_while_the_commands_load_is_a_word(tmp_path: Path) -> None:
+def test_ctrl_c_during_the_imports_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "argparse.py").write_text("raise KeyboardInterrupt\n")
     done = subprocess.run(
         [
@@ -47,7 +48,88 @@ def test_an_unknown_dtype_is_refused_before_torch_is_loaded(tmp_path: Path) -> N
         text=True,
         check=False,
     )
-    said = (
+    message = (
         "flexinspect: The dtype 'float8' is unknown.\nUse float32, bfloat16 or float16. Or auto.\n"
     )
-    assert (done.returncode, done.stderr) == (2, said)  # and nothing of importing or loading
+    assert (done.returncode, done.stderr) == (2, message)  # no line about importing or loading
+
+
+def modules_after(code: str) -> set[str]:
+    """Return the modules that are imported in a new process after `code` has run."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint('modules', *sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def commands_of(modules: set[str]) -> set[str]:
+    """Return the subcommands whose modules are imported."""
+    return {command.name for command in main.COMMANDS if command.module in modules}
+
+
+MAIN = """
+from flexinspect.cli.main import main
+try:
+    main({argv})
+except SystemExit as end:
+    assert end.code == {code}
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"), [(["--version"], 0), (["--help"], 0), ([], 0), (["unknown"], 2)]
+)
+def test_without_a_command_only_the_standard_library_is_imported(
+    argv: list[str], code: int
+) -> None:
+    modules = modules_after(MAIN.format(argv=argv, code=code))
+    assert commands_of(modules) == set()
+    assert not {"numpy", "rich", "textual", "asyncio", "dataclasses"} & modules
+
+
+@pytest.mark.parametrize("name", [command.name for command in main.COMMANDS])
+def test_a_command_imports_no_other_command(name: str) -> None:
+    modules = modules_after(MAIN.format(argv=[name, "--help"], code=0))
+    shared = {"run"} if name == "prove" else set()  # the flags of a generation
+    assert commands_of(modules) == {name, *shared}
+    assert not {"torch", "transformers", "textual", "flexinspect_hooks"} & modules
+
+
+def test_help_lists_the_commands_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for command in main.COMMANDS:
+        assert f" {command.name} {command.help} " in text
+        assert callable(importlib.import_module(command.module).configure)
+
+
+def test_an_unknown_command_is_refused_with_the_known_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["opne", "run"])
+    assert ended.value.code == 2
+    assert "argument COMMAND: invalid choice: 'opne' (choose from 'run', 'open', " in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_interface_does_not_import_what_its_first_screen_does_not_show() -> None:
+    modules = modules_after("import flexinspect.tui.app")
+    later = {
+        "flexinspect.analysis.offline_rules",
+        "flexinspect.breakpoints",
+        "flexinspect.control.client",
+        "flexinspect.control.messages",
+        "flexinspect.launch.child_process",
+        "flexinspect.rules.engine",
+        "flexinspect.trace.file.writer",
+        "flexinspect.tui.screens.start_screen",
+        "importlib.metadata",
+        "urllib.request",
+    }
+    assert later & modules == set()

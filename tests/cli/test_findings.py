@@ -201,7 +201,9 @@ def test_junit_has_a_case_for_each_id_and_fails_those_at_the_bar(run: Callable[.
     assert [suite.get("failures") for suite in harsh] == ["2"]
 
 
-def test_without_a_review_only_what_is_stored_is_said(run: Callable[..., Ran], path: Path) -> None:
+def test_without_a_review_only_stored_findings_are_printed(
+    run: Callable[..., Ran], path: Path
+) -> None:
     before = path.read_bytes()
     assert json.loads(run("--no-review", "--json")[1])["rules"] == ["numbers"]
     assert path.read_bytes() == before
@@ -209,7 +211,7 @@ def test_without_a_review_only_what_is_stored_is_said(run: Callable[..., Ran], p
     assert json.loads(run("--no-review", "--json")[1])["counts"]["warning"] == 2
 
 
-def test_what_cannot_be_stored_is_said_all_the_same(
+def test_findings_that_cannot_be_stored_are_printed(
     run: Callable[..., Ran], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexinspect.trace.file.writer.os.access", lambda path, mode: False)
@@ -227,11 +229,13 @@ def test_a_rule_that_fails_is_named(
     made = ({"broken": Broken}, {"other": "It did not load."})
     monkeypatch.setattr(plugins, "load_all", lambda group: made)
     said = json.loads(run("--json")[1])
-    assert said["notes"] == ["The rule 'other' cannot look: It did not load."]
+    assert said["notes"] == ["The rule 'other' could not run: It did not load."]
     assert said["rules_off"][0].startswith("The rule 'broken' failed at step 2")
 
 
-def test_a_clean_trace_says_who_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clean_trace_lists_the_rules_that_ran(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = sample_trace(tmp_path / "clean.flextrace", nan_at=None)
     assert main(["findings", str(path), "--id", "numbers.*"]) == 0
     assert capsys.readouterr().out == "No finding: 2 rules looked (numbers, slow).\n"
@@ -244,7 +248,7 @@ def test_a_clean_trace_says_who_looked(tmp_path: Path, capsys: pytest.CaptureFix
         (("missing.flextrace",), "There is no trace at"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
+def test_an_invalid_request_is_refused_with_a_message(
     path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str
 ) -> None:
     trace = [] if words[0].endswith("flextrace") else [str(path)]
@@ -252,7 +256,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_run_that_goes_on_is_told_as_far_as_it_is(
+def test_a_running_capture_is_shown_up_to_its_last_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import time

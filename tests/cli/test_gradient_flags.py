@@ -153,7 +153,7 @@ def test_a_review_says_the_same_afterwards(
         assert again == live
 
 
-def test_a_failure_is_an_event_and_the_answer_stands(
+def test_a_failure_is_an_event_and_keeps_the_answer(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -169,7 +169,7 @@ def test_a_failure_is_an_event_and_the_answer_stands(
         assert said(reader, after_generation.COST_EVENT)[0] == "No gradients were computed."
 
 
-def test_where_flex_has_no_backward_after_all_the_reference_takes_its_place(
+def test_without_a_backward_of_flex_the_reference_is_used(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backward, "flex_has_backward", lambda device: True)
@@ -233,7 +233,7 @@ def test_rows_without_keys_and_restarting_positions_agree(
 
 
 def job_of(*words: str) -> Job:
-    job = checked_job(build_parser().parse_args(["run", *words]))
+    job = checked_job(build_parser("run").parse_args(["run", *words]))
     assert isinstance(job, Job)
     return job
 
@@ -251,8 +251,8 @@ def test_the_flags_say_what_is_differentiated() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--grads-steps", "1"), "--grads-steps is about gradients, and none are asked for."),
-        (("--detect-anomaly",), "--detect-anomaly is about gradients, and none are asked for."),
+        (("--grads-steps", "1"), "--grads-steps needs gradients, and --grads is missing."),
+        (("--detect-anomaly",), "--detect-anomaly needs gradients, and --grads is missing."),
         (
             ("--grads", "--grads-steps", "1,x"),
             "--grads-steps 1,x is not a list of steps: 'x' is no number or range.",
@@ -264,9 +264,7 @@ def test_the_flags_say_what_is_differentiated() -> None:
         (("--grads", "--grads-steps", "7-5"), "--grads-steps 7-5 names no step."),
     ],
 )
-def test_flags_that_cannot_be_are_refused_in_one_sentence(
-    words: tuple[str, ...], sentence: str
-) -> None:
+def test_invalid_flags_are_refused_with_one_message(words: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
         job_of(*words)
     assert refused.value.message == sentence
@@ -276,15 +274,13 @@ def test_a_program_of_the_users_takes_no_gradient_flags(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print()")
     with pytest.raises(UsageError, match="--grads"):
-        checked_job(build_parser().parse_args(["run", "--grads", "margin", str(script)]))
+        checked_job(build_parser("run").parse_args(["run", "--grads", "margin", str(script)]))
 
 
 # -- beside control --------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_told_to_stop_keeps_the_gradients_that_are_done(
-    demo: Any, tmp_path: Path
-) -> None:
+def test_a_stopped_run_keeps_its_finished_gradients(demo: Any, tmp_path: Path) -> None:
     out, done = tmp_path / "t.flextrace", []
     with TraceWriter.create(out, {}) as writer:
         with CaptureSession(demo.model, writer, level="basic", copy_logits=False) as session:

@@ -16,8 +16,8 @@ COMMAND = """
 import argparse, sys
 from flexinspect.cli import models
 parser = argparse.ArgumentParser(prog="flexinspect")
-models.add_parser(parser.add_subparsers())
-args = parser.parse_args(["models", *sys.argv[1:]])
+models.configure(parser)
+args = parser.parse_args(sys.argv[1:])
 code = args.run(args)
 heavy = {"torch", "transformers", "textual", "flexinspect_hooks"} & set(sys.modules)
 assert not heavy, heavy
@@ -82,16 +82,16 @@ def test_own_models_are_listed_and_a_lost_one_does_not_hide_the_others(
 
 def test_help_shows_how_to_add_own_names(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
+    command.configure(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args(["models", "--help"])
+        parser.parse_args(["--help"])
     assert "[models]" in capsys.readouterr().out
 
 
 def test_none_of_the_light_modules_imports_torch(run_python: Runner) -> None:
     done = run_python(
-        "import sys, flexinspect.inputs.config, flexinspect.inputs.model_names, flexinspect.inputs.model_sizes\n"
-        "import flexinspect.inputs.datasets\n"
+        "import sys\n"
+        "from flexinspect.inputs import config, datasets, model_names, model_sizes\n"
         "assert not {'torch', 'transformers', 'datasets', 'rich'} & set(sys.modules)"
     )
     assert done.returncode == 0, done.stderr

@@ -106,12 +106,12 @@ def test_a_built_run_prints_its_tutorial_and_is_reused(
         (["orphan-separator"], "Did you mean orphan-separators?"),
         (["nothing-like-it"], "The museum has no exhibit 'nothing-like-it'."),
         (["--repaired"], "No exhibit is named."),
-        ([SHORT, "--json"], "--json goes with the list and with --check."),
+        ([SHORT, "--json"], "--json needs the list or --check, not a name."),
         ([SHORT, "--check"], "--check builds all exhibits."),
     ],
 )
-def test_wrong_arguments_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_request_is_refused_with_a_message(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["museum", *arguments]) == 2
     assert message in capsys.readouterr().err

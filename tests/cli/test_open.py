@@ -136,14 +136,14 @@ def test_a_trace_of_another_build_that_lost_part_of_its_schema_is_not_opened(
         path.write_bytes(whole[:60_000])
         assert repair_copy(path) is None
         assert main(["show", str(path)]) == 2
-        assert "It cannot be opened without the part that is missing." in capsys.readouterr().err
+        assert "It cannot be opened without the missing part." in capsys.readouterr().err
         path.write_bytes(whole[:120_000])  # its schema is there
         assert is_repairable(path)
     finally:
         schemapages._empty_trace.cache_clear()
 
 
-def test_only_a_trace_that_is_cut_short_is_mended(tmp_path: Path) -> None:
+def test_only_a_truncated_trace_is_repaired(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "a.flextrace")
     assert repair_copy(path) is None
     other = tmp_path / "b.flextrace"

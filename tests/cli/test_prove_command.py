@@ -130,16 +130,14 @@ def test_one_paraphrase_alone_has_no_order(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_help_has_examples_and_says_where_own_code_goes(
+def test_the_help_has_examples_also_for_own_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
         main(["prove", "--help"])
     shown = capsys.readouterr().out
     assert "flexinspect prove cache --mask shared-prefix --cache-check 4" in shown
-    assert "Given a program of your own, that is run up to its first call" in " ".join(
-        shown.split()
-    )
+    assert "Given a program of your own, it runs up to its first call" in " ".join(shown.split())
     assert 'flexinspect.prove("isolation", model, ids' in shown
 
 

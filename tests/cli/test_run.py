@@ -71,8 +71,9 @@ def test_help_and_import_load_neither_torch_nor_textual() -> None:
 
 def test_the_capture_side_loads_without_textual() -> None:
     code = (
-        "import sys, flexinspect_hooks.ensemble.capture_process, flexinspect_hooks.sessions.capture_session\n"
-        "import flexinspect_hooks.ensemble.ensemble_run\n"
+        "import sys\n"
+        "from flexinspect_hooks.ensemble import capture_process, ensemble_run\n"
+        "import flexinspect_hooks.sessions.capture_session\n"
         "assert 'textual' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -272,7 +273,7 @@ def test_ctrl_c_while_the_model_loads_leaves_nothing_and_says_so(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_killed_capture_process_leaves_its_steps_and_a_sentence(
+def test_a_killed_capture_process_leaves_its_steps_and_a_message(
     long_run: Callable[[], Any],
 ) -> None:
     process, path = long_run()
@@ -289,7 +290,7 @@ def test_a_killed_capture_process_leaves_its_steps_and_a_sentence(
     assert check_whole(path) >= 5
 
 
-def test_a_failing_rule_in_the_middle_keeps_the_trace_and_says_where(tmp_path: Path) -> None:
+def test_a_failing_rule_keeps_the_trace_and_reports_where(tmp_path: Path) -> None:
     (tmp_path / "my_masks.py").write_text(
         "import torch\n"
         "seen = torch.ones(80, 80, dtype=torch.bool).tril()\n"
@@ -387,7 +388,7 @@ def test_a_file_in_the_current_folder_does_not_replace_a_module(tmp_path: Path) 
     assert json.loads(done.stdout)["generations"][0]["correct"]
 
 
-def test_the_chosen_paraphrases_are_those_that_are_fed(tmp_path: Path) -> None:
+def test_the_chosen_paraphrases_are_in_the_prompt(tmp_path: Path) -> None:
     lines = {"id": "1", "paraphrases": ["日本 😀", "b", "c"], "answers": ["x"]}
     (tmp_path / "q.jsonl").write_text(json.dumps(lines))
     for words, expected in (
@@ -428,7 +429,7 @@ def test_ending_the_command_ends_the_capture_process(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("words", [["models"], ["run"], ["dump", "demo"]])
-def test_a_full_output_is_a_sentence(
+def test_a_full_output_is_an_error_message(
     words: list[str], tmp_path: Path, demo_run: tuple[dict[str, Any], Path]
 ) -> None:
     words = [str(demo_run[1]) if word == "demo" else word for word in words]
@@ -488,7 +489,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_a_sentence_and_no_trace(case: str, tmp_path: Path) -> None:
+def test_bad_input_is_an_error_message_without_traceback(case: str, tmp_path: Path) -> None:
     words, said = BAD[case]
     if case == "no cuda" and __import__("torch").cuda.is_available():
         pytest.skip("this machine has CUDA")

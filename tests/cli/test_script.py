@@ -310,7 +310,7 @@ def test_json_has_stdout_for_itself(tmp_path: Path) -> None:
     assert done.returncode == 3
 
 
-def test_a_program_without_models_is_told_what_would_help(tmp_path: Path) -> None:
+def test_a_program_without_models_gets_a_hint(tmp_path: Path) -> None:
     write(tmp_path, "script.py", "print('nothing')")
     done = inspected("script.py", cwd=tmp_path)
     assert b"the program did not use transformers' models" in done.stderr
@@ -345,19 +345,19 @@ def test_a_program_may_set_what_numpy_reads_at_its_import(tmp_path: Path) -> Non
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "missing": (("absent.py",), "There is no script absent.py."),
     "folder": (("here",), "here is a folder, not a script.\nFor a package: -m here."),
-    "own flag": (("--model", "demo", "s.py"), "--model is for our own generation, and s.py"),
-    "own default": (("--mask", "causal", "-m", "m"), "--mask is for our own generation, and m"),
-    "layers": (("--layers", "1", "s.py"), "--layers chooses whose activations"),
+    "own flag": (("--model", "demo", "s.py"), "--model is for our own generation, not for s.py"),
+    "own default": (("--mask", "causal", "-m", "m"), "--mask is for our own generation, not for m"),
+    "layers": (("--layers", "1", "s.py"), "--layers selects whose activations"),
     "no layers": (("--level", "extreme", "--layers", "x", "s.py"), "'x' is no number or range"),
     "in the way": (("--out", "s.py", "s.py"), "The trace s.py exists already."),
     "no folder": (("--out", "absent/t.flextrace", "s.py"), "absent"),
-    "alone": (("--declare", "d.toml"), "--declare goes with a program of your own."),
+    "alone": (("--declare", "d.toml"), "--declare needs a program of your own."),
     "no file": (("--declare", "d.toml", "s.py"), "The declaration d.toml cannot be read: No such"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_a_sentence_and_nothing_runs(case: str, tmp_path: Path) -> None:
+def test_an_invalid_request_is_an_error_message_and_nothing_runs(case: str, tmp_path: Path) -> None:
     words, sentence = REFUSED[case]
     write(tmp_path, "s.py", "print('ran')")
     (tmp_path / "here").mkdir()

@@ -111,9 +111,9 @@ def panels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
 @pytest.fixture
 def said(panels: list[EntryPoint], capsys: pytest.CaptureFixture[str]) -> Show:
     def run(*words: str) -> tuple[int, str, str]:
-        parser = argparse.ArgumentParser()
-        show.add_parser(parser.add_subparsers())
-        args = parser.parse_args(["show", *words])
+        parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+        show.configure(parser)
+        args = parser.parse_args(words)
         code = int(args.run(args))
         return code, *capsys.readouterr()
 
@@ -179,7 +179,7 @@ def test_json_is_an_object_for_one_panel_and_a_list_for_several(said: Show, trac
         (("--panel", "echo", "--export", "a.gif"), "--export a.gif is neither .svg nor .png."),
     ],
 )
-def test_what_cannot_be_shown_is_a_sentence(
+def test_what_cannot_be_shown_is_an_error_message(
     said: Show, trace: str, words: tuple[str, ...], sentence: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -221,7 +221,7 @@ def test_a_trace_without_a_generation_still_has_panels(said: Show, tmp_path: Pat
         said(str(path), "--generation", "0")
 
 
-def test_no_trace_and_no_such_trace_are_sentences(said: Show, tmp_path: Path) -> None:
+def test_a_missing_trace_argument_or_file_is_an_error_message(said: Show, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No trace is named"):
         said()
     with pytest.raises(TraceError, match=r"none\.flextrace"):
@@ -252,7 +252,7 @@ def test_a_picture_has_colours_where_they_are_forced_and_none_under_no_color(
     assert "\x1b[38" not in said(*words)[1]
 
 
-def test_a_picture_is_saved_and_said_so_on_stderr(said: Show, trace: str, tmp_path: Path) -> None:
+def test_a_saved_picture_is_reported_on_stderr(said: Show, trace: str, tmp_path: Path) -> None:
     file = tmp_path / "echo.svg"
     code, out, err = said(trace, "--panel", "echo", "--step", "3", "--export", str(file))
     assert (code, out) == (0, "")
@@ -301,10 +301,10 @@ def test_the_list_names_panels_their_help_and_their_options(
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    show.add_parser(parser.add_subparsers())
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+    show.configure(parser)
     with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["show", "--help"])
+        parser.parse_args(["--help"])
     assert ended.value.code == 0
     assert "flexinspect show run.flextrace --panel mask --step 3 --layer 2" in (
         capsys.readouterr().out

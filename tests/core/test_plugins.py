@@ -11,19 +11,19 @@ from flexinspect.core.errors import FlexInspectError
 from flexinspect_hooks.capture import hook
 
 
-def test_the_built_in_hooks_are_registered_like_anybodys() -> None:
+def test_the_built_in_hooks_are_registered_as_plug_ins() -> None:
     assert {"attention", "logits", "memory", "modules"} <= set(plugins.names("flexinspect.hooks"))
     hooks, failed = hook.built_in_hooks()
     assert [hook.name for hook in hooks] == sorted(hook.name for hook in hooks)
     assert failed == {}
 
 
-def test_an_unknown_plug_in_is_a_sentence_with_the_known_ones() -> None:
+def test_an_unknown_plug_in_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(FlexInspectError, match="registered: attention"):
         plugins.load("flexinspect.hooks", "absent")
 
 
-def test_a_plug_in_that_does_not_import_is_told_and_the_others_load(
+def test_a_plug_in_that_does_not_import_is_reported_and_the_others_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     points = [

@@ -47,7 +47,7 @@ def ask(name: str = "SIGTERM") -> None:
     os.kill(os.getpid(), getattr(signal, name))
 
 
-def test_a_signal_is_told_by_the_exception_that_it_raises() -> None:
+def test_the_exception_of_a_signal_has_its_number() -> None:
     raise_on_signals("SIGTERM", "SIGNOWHERE", once=True)
     with pytest.raises(KeyboardInterrupt) as caught:
         ask()
@@ -79,7 +79,7 @@ def test_work_that_waits_is_cut_after_the_grace(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_request_whose_exception_python_swallows_is_heard_at_the_next_work() -> None:
+def test_a_request_whose_exception_is_lost_is_raised_at_the_next_work() -> None:
     raise_on_signals("SIGINT")
     thing = Thing()
     reference = weakref.ref(thing, lambda _: ask("SIGINT"))
@@ -112,7 +112,7 @@ def test_a_request_that_is_being_met_is_raised_no_more() -> None:
         ask("SIGINT")  # as of a starter that is gone: the trace is being closed
 
 
-def test_ctrl_c_at_a_prompt_within_work_is_answered_there() -> None:
+def test_ctrl_c_at_a_prompt_within_work_is_handled_there() -> None:
     raise_on_signals("SIGINT")
     with defer_interrupts():
         with pytest.raises(signals.SignalInterrupt), signals.allow_interrupts():

@@ -38,4 +38,4 @@ def test_every_command_of_the_page_is_one_that_the_parser_takes() -> None:
     lines = re.findall(r"^\$ flexinspect (.*)$", PAGE, re.MULTILINE)
     assert len(lines) == 9
     for line in lines:
-        assert build_parser().parse_args(shlex.split(line)).proof in line
+        assert build_parser("prove").parse_args(shlex.split(line)).proof in line

@@ -159,7 +159,7 @@ def test_a_bad_trace_is_refused_before_anything_is_served(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_a_sentence(trace: Path) -> None:
+def test_a_port_in_use_is_an_error_message(trace: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -87,7 +87,7 @@ def test_start_step_screenshot_quit_and_a_clean_terminal(
     assert "step 2/5" in picture.read_text().replace("&#160;", " ")
 
 
-def test_a_trace_that_cannot_be_read_ends_with_its_sentence(pane: Pane, tmp_path: Path) -> None:
+def test_an_unreadable_trace_ends_with_its_error_message(pane: Pane, tmp_path: Path) -> None:
     (tmp_path / "bad.flextrace").write_text("not a trace")
     pane.type(f"{sys.executable} -P -m flexinspect open bad.flextrace", "Enter")
     pane.until(lambda text: "This trace cannot be opened" in text)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flexinspect.core import environment
+from flexinspect.core import environment, plugins
 from flexinspect.core.errors import DatasetError, UsageError
 from flexinspect.inputs import datasets
 from flexinspect.inputs.datasets import (
@@ -354,7 +354,7 @@ def test_a_plug_in_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) 
             return Own
 
     point = Point("plugged", "somewhere:Own", datasets.ENTRY_POINTS)
-    monkeypatch.setattr(datasets, "entry_points", lambda group: (point,))
+    monkeypatch.setattr(plugins, "registered", lambda group: (point,))
     assert len(load("plugged")) == 2
 
 

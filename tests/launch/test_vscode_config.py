@@ -179,7 +179,7 @@ def test_a_link_stays_a_link_and_the_mode_stays(tmp_path: Path) -> None:
     assert (real.stat().st_mode & 0o777, named(real.read_text("utf-8"))) == (0o640, NAMES)
 
 
-def test_a_folder_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_an_error_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["vscode", "--folder", "/no/such/folder"]) == 2
     assert "There is no folder /no/such/folder." in capsys.readouterr().err
 

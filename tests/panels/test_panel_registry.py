@@ -113,7 +113,7 @@ def test_an_unknown_name_without_a_close_match_has_a_hint_on_adding_panels() -> 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("gone", "did not load: ModuleNotFoundError"),
+        ("gone", "could not be loaded: ModuleNotFoundError"),
         ("broken", "the constructor raised OSError: no such device"),
         ("number", "it is a str, not a Panel class"),
         ("options", "it creates an object of type Options, not Panel"),

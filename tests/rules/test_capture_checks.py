@@ -363,7 +363,7 @@ def test_a_process_that_dies_later_or_elsewhere(
     assert "had returned: what compiled code breaks may show later" in after.sentence
     (tmp_path / "deadly.flextrace").unlink()
     (before,) = died(tmp_path, "before", signal.SIGBUS, monkeypatch)
-    assert before.sentence == "The program was ended by SIGBUS; no step was whole yet."
+    assert before.sentence == "The program was ended by SIGBUS; no step was complete yet."
 
 
 def test_a_process_that_is_asked_to_end_or_ends_well_has_not_crashed(

@@ -27,7 +27,7 @@ CHILD = """
 import argparse, sys
 from flexinspect.cli import dump
 parser = argparse.ArgumentParser()
-dump.add_parser(parser.add_subparsers())
+dump.configure(parser)
 args = parser.parse_args(sys.argv[1:])
 sys.exit(args.run(args))
 """
@@ -35,8 +35,8 @@ sys.exit(args.run(args))
 
 def dumped(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     parser = argparse.ArgumentParser()
-    dump.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["dump", *map(str, words)])
+    dump.configure(parser)
+    args = parser.parse_args([*map(str, words)])
     assert args.run(args) == 0
     return capsys.readouterr().out
 
@@ -204,7 +204,7 @@ def test_nan_and_scalars_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_closed_pipe_is_no_error(finished: Path) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, "dump", finished],
+        [sys.executable, "-c", CHILD, finished],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -218,7 +218,7 @@ def test_a_closed_pipe_is_no_error(finished: Path) -> None:
 def test_a_terminal_that_knows_only_ascii_gets_escapes(finished: Path) -> None:
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     out = subprocess.run(
-        [sys.executable, "-c", CHILD, "dump", finished],
+        [sys.executable, "-c", CHILD, finished],
         capture_output=True,
         check=True,
         env=environ,

@@ -108,9 +108,9 @@ def test_a_step_of_generation_has_no_training(tmp_path: Path) -> None:
 
 def test_both_dumps_tell_of_it(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    dump.add_parser(parser.add_subparsers())
+    dump.configure(parser)
     for words in ([str(path)], [str(path), "--json"]):
-        args = parser.parse_args(["dump", *words])
+        args = parser.parse_args(words)
         assert args.run(args) == 0
     text, _, told = capsys.readouterr().out.partition("\n{")
     assert "training loss nan (told)  lr 0.5 0.001  detail basic" in text

@@ -64,10 +64,10 @@ class FakeCapture:
     def client(self) -> FakeCapture:
         return self
 
-    def ask(self, ask: Callable[[FakeCapture], Any]) -> Any:
-        return ask(self)
+    def call(self, command: Callable[[FakeCapture], Any]) -> Any:
+        return command(self)
 
-    def look(self) -> CaptureStatus:
+    def poll(self) -> CaptureStatus:
         if self.is_silent:
             return CaptureStatus(is_unresponsive=True)
         return CaptureStatus(self.status(), debugger_stop=self.held)
@@ -124,7 +124,7 @@ class FakeCapture:
             return self._answer("it would", cost=self.cost)
         self.asked.append(what)
         self._order = self.outcome
-        return self._answer("it will be done", order=1)
+        return self._answer("it will be done", rewind_number=1)
 
     def restore(self, place: StepRef, *, dry_run: bool) -> CommandResponse:
         return self._travel(("restore", place), dry_run)
@@ -167,12 +167,12 @@ def path(tmp_path: Path) -> Path:
 
 async def driven(app: InspectorApp, pilot: Pilot[Any]) -> Driven:
     capture, screen = FakeCapture(), app.screen
-    screen.remote = capture  # type: ignore[attr-defined]
+    screen.capture = capture  # type: ignore[attr-defined]
     await settle(pilot)
     return Driven(app, pilot, capture)
 
 
-async def test_space_pauses_and_goes_on_and_the_header_says_so(path: Path) -> None:
+async def test_space_pauses_and_continues_and_the_header_shows_it(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -235,7 +235,7 @@ async def test_a_run_that_is_not_our_own_is_asked_to_stop(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
-        await here.until(lambda: app.screen.standing.status)  # type: ignore[attr-defined]
+        await here.until(lambda: app.screen.capture_status.status)  # type: ignore[attr-defined]
         await pilot.press("ctrl+c")
         await here.until(lambda: here.said("stopping after this step"))
         assert here.capture.asked == [("stop",)]
@@ -251,7 +251,7 @@ async def test_a_process_that_is_held_does_not_hold_the_interface(path: Path) ->
         assert app.screen.place.step == 1  # type: ignore[attr-defined]
 
 
-async def test_where_a_debugger_holds_the_model_is_said(path: Path) -> None:
+async def test_the_place_of_a_debugger_stop_is_shown(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -260,7 +260,7 @@ async def test_where_a_debugger_holds_the_model_is_said(path: Path) -> None:
         await here.until(lambda: "held by a debugger" in screen_lines(app)[0])
 
 
-async def test_a_trace_that_nobody_writes_refuses_commands_in_a_sentence(tmp_path: Path) -> None:
+async def test_a_trace_without_a_capture_refuses_commands_with_a_message(tmp_path: Path) -> None:
     app = InspectorApp(sample_trace(tmp_path / "done.flextrace"))
     async with app.run_test(size=SIZE) as pilot:
         await settle(pilot)
@@ -282,12 +282,12 @@ def test_a_program_that_has_ended_its_trace_is_left_to_its_own_exit_code() -> No
     assert asked
 
 
-def test_a_run_that_loads_is_told_from_one_that_takes_no_commands() -> None:
+def test_a_loading_run_differs_from_one_that_takes_no_commands() -> None:
     capture = SimpleNamespace(pid=-1)
-    feed: Any = SimpleNamespace(process=capture, path=None, exit_code=None, waiting=True)
+    feed: Any = SimpleNamespace(process=capture, path=None, exit_code=None, is_waiting=True)
     with pytest.raises(ControlError, match="still loading"):
         CaptureClient(feed).client()
-    feed.waiting = False
+    feed.is_waiting = False
     with pytest.raises(ControlError, match="--no-control"):
         CaptureClient(feed).client()
 
@@ -378,7 +378,7 @@ async def test_a_typed_text_is_forced(path: Path) -> None:
         assert here.capture.asked[0][2:] == (None, " Rome")
 
 
-async def test_a_dear_restore_is_confirmed_first(path: Path) -> None:
+async def test_an_expensive_restore_is_confirmed_first(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)

@@ -78,7 +78,7 @@ async def test_stepping_away_ends_following_and_says_how_far_behind(tmp_path: Pa
         assert screen(app).status.state == "interrupted"
 
 
-async def test_a_killed_process_leaves_its_steps_and_its_last_words(tmp_path: Path) -> None:
+async def test_a_killed_process_leaves_its_steps_and_its_last_output(tmp_path: Path) -> None:
     path = tmp_path / "run.flextrace"
     app = InspectorApp(job=job(path, **LONG))
     async with app.run_test(size=(100, 30)) as pilot:
@@ -143,7 +143,7 @@ async def test_ctrl_c_and_then_q_leave_a_valid_trace(tmp_path: Path) -> None:
         assert reader.state == "interrupted"
 
 
-async def test_a_trace_of_somebody_else_says_when_its_process_is_killed(tmp_path: Path) -> None:
+async def test_a_trace_of_another_process_shows_when_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "other.flextrace"
     program = (
         "import os, sys, time\n"
@@ -171,7 +171,7 @@ async def test_a_trace_of_somebody_else_says_when_its_process_is_killed(tmp_path
             other.kill()
             other.wait()
             await until(pilot, lambda: screen(app).status.state == "dead")
-            await until(pilot, lambda: "The trace was never ended." in screen_text(app))
+            await until(pilot, lambda: "The trace was never finished." in screen_text(app))
     finally:
         other.kill()
         other.wait()

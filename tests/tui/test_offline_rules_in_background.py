@@ -45,7 +45,7 @@ def child(monkeypatch: pytest.MonkeyPatch, with_review: None) -> list[str]:
     tests = str(TESTS)
     monkeypatch.setenv("PYTHONPATH", ":".join([*sys.path, tests]))
     monkeypatch.setattr(
-        capture_control,
+        offline_rules,
         "review_command",
         lambda path: [sys.executable, "-c", CHILD, str(path), *words],
     )
@@ -61,7 +61,7 @@ async def until(pilot: Pilot[None], text: str) -> str:
     raise AssertionError(f"{text} never came: {shown}")
 
 
-async def test_what_dear_rules_say_appears_while_somebody_looks(
+async def test_findings_of_offline_rules_appear_in_an_open_trace(
     trace: Path, child: list[str]
 ) -> None:
     save_state(panels=("findings",), slots=1)
@@ -77,7 +77,7 @@ async def test_what_dear_rules_say_appears_while_somebody_looks(
         assert reader.reviews() == [("slow", 0), ("slow", 1)]
 
 
-def test_what_was_said_of_a_held_run_is_looked_for_again_at_its_end(
+def test_findings_of_a_held_run_are_computed_again_at_its_end(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed, screen = TraceSession(trace), capture_control.ReviewScreen()
@@ -97,7 +97,9 @@ def test_what_was_said_of_a_held_run_is_looked_for_again_at_its_end(
     feed.close()
 
 
-async def test_what_cannot_be_stored_is_shown_and_said(trace: Path, child: list[str]) -> None:
+async def test_findings_that_cannot_be_stored_are_shown_with_a_note(
+    trace: Path, child: list[str]
+) -> None:
     child.append("read-only")
     before = trace.read_bytes()
     app = InspectorApp(trace)
@@ -109,13 +111,13 @@ async def test_what_cannot_be_stored_is_shown_and_said(trace: Path, child: list[
     assert trace.read_bytes() == before
 
 
-async def test_closing_ends_the_process_that_looks(
+async def test_closing_ends_the_process_of_the_review(
     trace: Path, child: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     began = tmp_path / "began"
     sleeper = f"open({str(began)!r}, 'w').close(); import time; time.sleep(60)"
     monkeypatch.setattr(
-        capture_control, "review_command", lambda path: [sys.executable, "-c", sleeper]
+        offline_rules, "review_command", lambda path: [sys.executable, "-c", sleeper]
     )
     ended: list[int | None] = []
     real = asyncio.create_subprocess_exec
@@ -149,7 +151,7 @@ async def test_a_trace_that_every_rule_has_seen_starts_no_process(
         offline_rules.review(reader, [Slow()])
     started: list[Path] = []
     monkeypatch.setattr(
-        capture_control, "review_command", lambda path: started.append(path) or ["no"]
+        offline_rules, "review_command", lambda path: started.append(path) or ["no"]
     )
     async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
         await until(pilot, "2 warnings")

@@ -106,7 +106,7 @@ def test_nothing_is_expected_while_something_is_wanted() -> None:
     assert at_desk(play).loaded == ["a"]
 
 
-def test_the_next_place_goes_on_in_the_same_direction() -> None:
+def test_the_next_place_continues_in_the_same_direction() -> None:
     assert extrapolate_place(TracePlace(step=3), TracePlace(step=4)) == TracePlace(step=5)
     assert extrapolate_place(
         TracePlace(step=14, layer=2), TracePlace(step=4, layer=2)
@@ -151,12 +151,12 @@ async def test_what_is_ahead_is_forgotten_when_the_trace_grows(trace: Path) -> N
         await settle(pilot)
         await pilot.pause(0.1)
         view = screen.slots.views()[0]
-        assert view.loader._expected[0][2] == screen.version
+        assert view.loader._preloaded[0][2] == screen.version
         screen.version += 1
         await settle(pilot)
-        assert view.loader._expected is None
+        assert view.loader._preloaded is None
 
 
-def test_without_a_step_there_is_nowhere_before_the_first() -> None:
+def test_without_a_step_places_are_limited_to_the_first() -> None:
     assert clamp_place(TracePlace(step=-1), RunStatus()).step == 0
     assert clamp_place(TracePlace(step=-1), RunStatus(first_step=2, last_step=4)).step == 2

@@ -40,7 +40,7 @@ def test_a_file_that_makes_no_sense_is_as_good_as_none(text: str) -> None:
     assert saved_state.load_state().slots == 2
 
 
-def test_a_folder_that_cannot_be_written_is_not_worth_a_word(
+def test_a_folder_that_cannot_be_written_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("in the way")

@@ -106,14 +106,14 @@ async def test_generations_are_walked_like_steps(trace: Path) -> None:
     ("typed", "step"),
     [("4", 4), ("ten", 2), ("last", 5), (" First ", 0), ("prefill", 0), ("Jane", 0), ("-1", 1)],
 )
-async def test_go_to_takes_a_number_a_name_or_a_word(trace: Path, typed: str, step: int) -> None:
+async def test_go_to_takes_a_number_a_name_or_a_text(trace: Path, typed: str, step: int) -> None:
     app = InspectorApp(trace, place=TracePlace(0, 0, 1))
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "g", typed)
         assert place(app).step == step
 
 
-async def test_a_step_that_is_not_there_is_said(trace: Path) -> None:
+async def test_a_missing_step_is_an_error_message(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "g", "999")
@@ -122,7 +122,7 @@ async def test_a_step_that_is_not_there_is_said(trace: Path) -> None:
         assert said == ["There is no step 999; this is the nearest one."]
 
 
-async def test_search_finds_tokens_of_the_prompt_and_goes_on_round_the_end(trace: Path) -> None:
+async def test_search_finds_tokens_of_the_prompt_and_wraps_around(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "/", "emma")
@@ -135,11 +135,11 @@ async def test_search_finds_tokens_of_the_prompt_and_goes_on_round_the_end(trace
         assert place(app) == TracePlace(0, 0, 1)
 
 
-async def test_a_word_that_is_nowhere_is_said(trace: Path) -> None:
+async def test_a_text_without_a_match_is_reported(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "/", "[red]")
-        assert [note.message for note in app._notifications] == ["No token holds “[red]”."]
+        assert [note.message for note in app._notifications] == ["No token contains “[red]”."]
 
 
 async def test_n_goes_to_the_finding_and_its_layer(trace: Path) -> None:
@@ -188,7 +188,7 @@ async def test_x_shows_one_panel_alone_and_all_again(trace: Path) -> None:
         assert len(slots.views()) == 2
 
 
-async def test_the_panel_that_stands_alone_is_remembered(trace: Path) -> None:
+async def test_the_maximized_panel_is_saved(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=WIDE) as pilot:
         await settle(pilot)
@@ -435,18 +435,18 @@ async def test_a_trace_of_a_killed_process_is_usable_and_says_so(tmp_path: Path)
     async with app.run_test(size=WIDE) as pilot:
         await settle(pilot)
         text = screen_text(app)
-        assert "The trace was never ended." in text
-        assert "its process is gone" in text.lower()
+        assert "The trace was never finished." in text
+        assert "its process ended without finishing the trace" in text.lower()
         await press(pilot, "end")
         assert place(app).step == 2
 
 
-async def test_an_empty_trace_says_that_it_holds_no_step(tmp_path: Path) -> None:
+async def test_an_empty_trace_says_that_it_has_no_step(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "none.flextrace", generations=0)
     app = InspectorApp(path)
     async with app.run_test(size=WIDE) as pilot:
         await settle(pilot)
-        assert "This trace holds no step" in screen_text(app)
+        assert "This trace has no step" in screen_text(app)
         await press(pilot, "right", "n", "x")
         assert isinstance(app.screen, TraceScreen)
 
@@ -515,7 +515,7 @@ async def test_panels_may_be_exchanged_as_fast_as_keys_come(trace: Path) -> None
         assert place(app).step == 5
 
 
-async def test_a_place_that_is_not_there_becomes_the_nearest_one(trace: Path) -> None:
+async def test_a_missing_place_becomes_the_nearest_one(trace: Path) -> None:
     app = InspectorApp(trace, place=TracePlace(99, 0, 9999, 99, 99))
     async with app.run_test(size=SMALL) as pilot:
         await settle(pilot)
@@ -523,7 +523,7 @@ async def test_a_place_that_is_not_there_becomes_the_nearest_one(trace: Path) ->
         assert any("no generation 99" in note.message for note in app._notifications)
 
 
-async def test_a_number_beyond_any_step_is_a_word(trace: Path) -> None:
+async def test_a_number_beyond_any_step_is_searched_as_text(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await settle(pilot)
@@ -535,7 +535,9 @@ async def test_a_number_beyond_any_step_is_a_word(trace: Path) -> None:
         assert place(app).step == 0
 
 
-async def test_damage_met_by_a_search_is_said(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_damage_met_by_a_search_is_reported(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flexinspect.core.errors import TraceError
     from flexinspect.tui.screens import navigation as screen_module
 

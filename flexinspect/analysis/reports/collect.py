@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flexinspect.analysis.offline_rules import live_rule_names
 from flexinspect.core.errors import UsageError
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import TokenRecord
-from flexinspect.rules.engine import FindingKind, Rule
 from flexinspect.trace.queries.range_queries import NumberRange, lineage
 from flexinspect.trace.reader import TraceReader
+
+if TYPE_CHECKING:
+    from flexinspect.rules.engine import FindingKind, Rule
 
 MAX_POSITION_TEXTS = 12
 """Positions of a finding whose words are given."""
@@ -139,6 +140,9 @@ def collect_report(
 def rules_that_ran(reader: TraceReader, rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Return the rules that have looked at the trace, live or afterwards."""
     rules = tuple(rules)
+    # The findings panel shares this module, and needs no rules to show its first screen.
+    from flexinspect.analysis.offline_rules import live_rule_names
+
     names = live_rule_names(reader.run(), rules) | {rule for rule, _ in reader.reviews()}
     return tuple(rule for rule in rules if rule.name in names)
 

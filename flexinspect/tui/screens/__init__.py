@@ -1,1 +1,1 @@
-"""Screens: each owns its state, binds panels and widgets to it, and draws nothing by itself."""
+"""Screens: each keeps its state and binds panels and widgets to it; the widgets draw."""

@@ -1,4 +1,4 @@
-"""The window of breakpoints: set one by its condition, switch it off and on, remove it."""
+"""The dialog of breakpoints: set one by its condition, enable or disable it, remove it."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ T = TypeVar("T")
 
 
 class ConditionSuggester(Suggester):
-    """Completes the names of a condition."""
+    """Completes names in a condition."""
 
     def __init__(self) -> None:
         super().__init__(use_cache=False, case_sensitive=True)
 
     async def get_suggestion(self, value: str) -> str | None:
-        """Return the whole line with its last word completed."""
+        """Return the line with its last word completed."""
         if not value or value[-1].isspace():
             return None
-        found = complete(value, len(value))
-        return value[: found[0].start] + found[0].text if found else None
+        completions = complete(value, len(value))
+        return value[: completions[0].start] + completions[0].text if completions else None
 
 
 class ConditionInput(Input):
-    """A line for a condition, in which tab takes the completion."""
+    """An input for a condition, in which tab accepts the completion."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("tab", "cursor_right_or_next", show=False)]
 
     def action_cursor_right_or_next(self) -> None:
-        """Take the completion if there is one, else go on to the list."""
+        """Accept the completion if there is one, else focus the list."""
         if self._suggestion and self._suggestion != self.value:
             self.value = self._suggestion
             self.cursor_position = len(self.value)
@@ -59,20 +59,20 @@ class ConditionInput(Input):
 
 
 class BreakpointsScreen(ModalScreen[None]):
-    """All breakpoints of the capture; Escape closes."""
+    """Dialog with all breakpoints of the capture; Escape closes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss(None)", "close"),
         Binding("x,delete", "remove", "remove"),
     ]
 
-    def __init__(self, capture: CaptureClient, found: Sequence[BreakpointInfo]) -> None:
+    def __init__(self, capture: CaptureClient, breakpoints: Sequence[BreakpointInfo]) -> None:
         super().__init__()
         self._capture = capture
-        self._breakpoints = list(found)
+        self._breakpoints = list(breakpoints)
 
     def compose(self) -> ComposeResult:
-        """A line to write a condition in, what is wrong with it, the list."""
+        """Yield the input for a condition, its error, and the list."""
         with Vertical(classes="window"):
             yield Static(Content("Stop when"), markup=False)
             yield ConditionInput(placeholder=EXAMPLE, suggester=ConditionSuggester())
@@ -81,7 +81,7 @@ class BreakpointsScreen(ModalScreen[None]):
             yield Static(Content(_KEY_HELP), markup=False, classes="muted")
 
     def on_mount(self) -> None:
-        """Show what there is."""
+        """Show the breakpoints."""
         self.query_one("#wrong").display = False
         self._fill()
 
@@ -97,18 +97,18 @@ class BreakpointsScreen(ModalScreen[None]):
             options.highlighted = min(at, len(self._breakpoints) - 1)
 
     async def _call_capture(self, command: Callable[[ControlClient], T]) -> T | None:
-        wrong = self.query_one("#wrong", Static)
+        message = self.query_one("#wrong", Static)
         try:
-            found = await asyncio.to_thread(lambda: self._capture.call(command))
+            response = await asyncio.to_thread(lambda: self._capture.call(command))
         except FlexInspectError as error:
-            wrong.update(Content(error.sentence()))
-            wrong.display = True
+            message.update(Content(error.sentence()))
+            message.display = True
             return None
-        wrong.display = False
-        return found
+        message.display = False
+        return response
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter sets a breakpoint, or says with a caret what cannot be read."""
+        """Set a breakpoint, or show the error of its condition with a caret."""
         text = event.value.strip()
         if (
             text
@@ -118,7 +118,7 @@ class BreakpointsScreen(ModalScreen[None]):
             await self._reload()
 
     async def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Enter switches one off and on."""
+        """Enable or disable a breakpoint."""
         one = self._breakpoints[event.option_index]
         await self._call_capture(
             lambda client: client.enable_breakpoint(one.id, not one.is_enabled)
@@ -126,7 +126,7 @@ class BreakpointsScreen(ModalScreen[None]):
         await self._reload()
 
     async def action_remove(self) -> None:
-        """Remove the one under the cursor."""
+        """Remove the breakpoint under the cursor."""
         at = self.query_one(OptionList).highlighted
         if at is not None and self._breakpoints:
             number = self._breakpoints[at].id
@@ -134,14 +134,14 @@ class BreakpointsScreen(ModalScreen[None]):
             await self._reload()
 
     async def _reload(self) -> None:
-        found = await self._call_capture(lambda client: client.breakpoints())
-        if found is not None:
-            self._breakpoints = list(found)
+        breakpoints = await self._call_capture(lambda client: client.breakpoints())
+        if breakpoints is not None:
+            self._breakpoints = list(breakpoints)
             self._fill()
 
 
 def format_breakpoint(one: BreakpointInfo) -> str:
-    """Return a breakpoint in one line."""
+    """Return the line of a breakpoint."""
     options_set = [f"hits={one.hits}"] if one.hits > 1 else []
     options_set += [word for word, on in (("once", one.once), ("log", one.log_only)) if on]
     options = f" [{' '.join(options_set)}]" if options_set else ""

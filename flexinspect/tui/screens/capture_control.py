@@ -1,6 +1,8 @@
-"""Rules look at a finished trace while somebody steps through it, in a process of their own.
+"""Screens below the trace screen: pending rules in the background, and control of the capture.
 
-In a thread they would take the interpreter from whoever draws.
+`ReviewScreen` runs the rules that have not checked a trace in a separate process: in a thread they
+would compete with drawing for the GIL. `ControlScreen` pauses, steps, rewinds and edits a running
+capture, with the dialogs for its commands.
 """
 
 from __future__ import annotations
@@ -20,29 +22,19 @@ from textual.app import App
 from textual.reactive import reactive
 from textual.screen import Screen
 
-from flexinspect.analysis.offline_rules import (
-    Review,
-    pending_tasks,
-    review_command,
-    review_from_json,
-)
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
-from flexinspect.masks.algebra import PRESETS
 from flexinspect.panels.base import Navigate, TracePlace
-from flexinspect.panels.logits_panel import probability, token_label
-from flexinspect.records.prompt import Segment
-from flexinspect.records.step import Candidate
-from flexinspect.rules.engine import load_rules
-from flexinspect.trace.file.writer import review_statements
 from flexinspect.trace.queries.range_queries import branch_of_step
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
-from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen
 from flexinspect.tui.screens.dialogs import ChoiceDialog, TextDialog
 from flexinspect.tui.trace_session import TraceSession
 
+# Rules, messages of control and some dialogs are imported on first use: the first screen does not
+# need them, and they would delay it.
 if TYPE_CHECKING:
+    from flexinspect.analysis.offline_rules import Review
     from flexinspect.control.client import ControlClient
     from flexinspect.control.messages import (
         CommandResponse,
@@ -52,22 +44,29 @@ if TYPE_CHECKING:
         StatusResponse,
     )
     from flexinspect.control.messages import StepRef as LivePlace
+    from flexinspect.records.prompt import Segment
+    from flexinspect.records.step import Candidate
+
+
+REVIEW_DELAY_S = 0.3
+"""Delay before rules are imported, which would compete with drawing the first screen."""
 
 
 class ReviewScreen(Screen[None]):
-    """A screen on a trace that lets rules look at it, and looks again when they have."""
+    """A screen on a trace that runs pending rules in the background and shows their findings."""
 
     _last_review: tuple[Path | None, int] | None = None
 
     def poll_trace(self) -> None:
-        """Take in what has changed in the trace."""
+        """Show what has changed in the trace."""
         raise NotImplementedError
 
     def review_once(self, session: TraceSession, pool: Executor, n_held: int = 0) -> None:
-        """Let rules look that have not yet, beside all else; of one file once.
+        """Run the pending rules in the background, once per file.
 
-        While the model is held after `held` generations, once for each number of them; what is
-        said then is of what there was, so at the end they look again, and that can be stored.
+        While the model is held after `n_held` generations, they run once for each number of
+        generations. These findings cannot be stored, so the rules run again when the trace is
+        finished.
         """
         if self._last_review != (session.path, n_held):
             self._last_review = (session.path, n_held)
@@ -77,6 +76,7 @@ class ReviewScreen(Screen[None]):
 
     @work(exclusive=True, group="review")
     async def _review(self, session: TraceSession, pool: Executor) -> None:
+        await asyncio.sleep(REVIEW_DELAY_S)
         message = await review_in_background(session, pool)
         if message is not None:
             self.poll_trace()
@@ -85,9 +85,9 @@ class ReviewScreen(Screen[None]):
 
 
 async def review_in_background(session: TraceSession, pool: Executor) -> str | None:
-    """Let the rules look that have not yet; None when there is none, else what to say about it.
+    """Run the pending rules; return None if there are none, else a note, which may be empty.
 
-    Afterwards the feed's reader says what they found, stored or not.
+    Afterwards the session's reader returns their findings, stored in the trace or not.
     """
     reader = session.reader
     if reader is None:
@@ -95,30 +95,37 @@ async def review_in_background(session: TraceSession, pool: Executor) -> str | N
     loop = asyncio.get_running_loop()
     if not await loop.run_in_executor(pool, needs_review, reader):
         return None
-    done = await _run_review(reader)
-    if done.unstored:
-        reader.add_reviews(review_statements(done.unstored))
-    return done.note
+    result = await _run_review(reader)
+    if result.unstored:
+        from flexinspect.trace.file.writer import review_statements
+
+        reader.add_reviews(review_statements(result.unstored))
+    return result.note
 
 
 def needs_review(reader: TraceReader) -> bool:
-    """Tell whether a rule has not looked at something yet."""
+    """Return whether any rule has not checked a part of the trace yet."""
+    from flexinspect.analysis.offline_rules import pending_tasks
+    from flexinspect.rules.engine import load_rules
+
     try:
         return bool(pending_tasks(reader, load_rules().rules))
     except FlexInspectError:
-        return False  # the panels say what is wrong with the trace
+        return False  # the panels show what is wrong with the trace
 
 
 async def _run_review(reader: TraceReader) -> Review:
+    from flexinspect.analysis.offline_rules import Review, review_command, review_from_json
+
     pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    words = review_command(reader.path)
+    command = review_command(reader.path)
     process = await asyncio.create_subprocess_exec(
-        *words, stdin=nothing, stdout=pipe, stderr=nothing, start_new_session=True
+        *command, stdin=nothing, stdout=pipe, stderr=nothing, start_new_session=True
     )
     try:
         text, _ = await process.communicate()
     finally:
-        if process.returncode is None:  # the interface is closed
+        if process.returncode is None:  # the interface was closed
             with suppress(ProcessLookupError):
                 process.kill()
     try:
@@ -130,33 +137,33 @@ async def _run_review(reader: TraceReader) -> Review:
 
 
 POLL_S = 0.25
-"""How often the capture is asked how it stands while it runs: a millisecond of a thread."""
+"""Interval between status requests to a running capture; each takes a millisecond of a thread."""
 
 NOTIFY_AFTER_S = 0.4
-"""A command whose effect the header shows by then is not answered in words as well."""
+"""If the header shows the effect of a command by then, its message is not shown."""
 
 COMMAND_POLL_S = 0.03
 BRANCH_WAIT_S = 3.0
-"""How long the steps of a new branch are waited for, once it was said to be there."""
+"""How long to wait for a new branch in the trace after the capture has reported it."""
 
 T = TypeVar("T")
 
 
 class ControlScreen(ReviewScreen):
-    """What the keys of control do. The screen below it says where the user is."""
+    """The actions of control. `TraceScreen`, its subclass, keeps the current place."""
 
     capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
     capture: CaptureClient
     _has_shown_pause_hint = False
-    """Whether the keys that go on were told."""
+    """Whether the keys that resume the run have been shown."""
 
-    # What the trace screen owns.
+    # Reactives of the trace screen.
     place: Any
     following: Any
 
     @property
     def reader(self) -> TraceReader | None:
-        """The trace, as far as there is one."""
+        """The reader of the trace, None before there is one."""
         raise NotImplementedError
 
     @property
@@ -165,7 +172,7 @@ class ControlScreen(ReviewScreen):
         raise NotImplementedError
 
     def navigate(self, target: Navigate) -> None:
-        """Go to a place of the trace."""
+        """Go to a place in the trace."""
         raise NotImplementedError
 
     def follow(self) -> None:
@@ -173,21 +180,21 @@ class ControlScreen(ReviewScreen):
         raise NotImplementedError
 
     def keys_of(self, name: str) -> str:
-        """Return the keys of an action as the user has them."""
+        """Return the configured keys of an action."""
         raise NotImplementedError
 
-    # -- how it stands ---------------------------------------------------------------------------
+    # -- status ----------------------------------------------------------------------------------
 
-    @work(exclusive=True, group="standing")
+    @work(exclusive=True, group="status")
     async def poll_capture(self) -> None:
-        """Know how the capture stands while there is one."""
+        """Update the status of the capture while there is one."""
         while self.is_live:
             self.capture_status = await asyncio.to_thread(self.capture.poll)
             await asyncio.sleep(POLL_S)
         self.capture_status = CaptureStatus()
 
     def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
-        """Say that it has paused, and why: the header has no room for reasons."""
+        """Notify when the capture pauses, with the reason: the header has no room for it."""
         status = new.status
         if status is not None and new.state == "paused" and old.state != "paused":
             self._notify_paused(status)
@@ -201,26 +208,27 @@ class ControlScreen(ReviewScreen):
             )
 
     def _notify_paused(self, status: StatusResponse) -> None:
-        """Say why it has paused; that it does so when it was asked to, once."""
+        """Notify why the capture has paused; if the user asked for it, only once."""
         from flexinspect.control.messages import PAUSE_REQUESTED
 
-        is_asked = status.reason == PAUSE_REQUESTED
-        if is_asked and self._has_shown_pause_hint:
+        is_requested = status.reason == PAUSE_REQUESTED
+        if is_requested and self._has_shown_pause_hint:
             return
         self._has_shown_pause_hint = True
-        going_on = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
-        why = f": {escape_unprintable(status.reason)}" if status.reason and not is_asked else ""
-        self.notify(f"{escape_unprintable(status.description)}{why}. {going_on}.", markup=False)
+        keys = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
+        show_reason = status.reason and not is_requested
+        reason = f": {escape_unprintable(status.reason)}" if show_reason else ""
+        self.notify(f"{escape_unprintable(status.description)}{reason}. {keys}.", markup=False)
 
     def show_debugger_messages(self, messages: deque[str]) -> None:
-        """Say where a debugger may come to the run, and what it cannot do; takes what it says."""
+        """Show and remove messages about debuggers, such as where to attach."""
         while messages:
             self.notify(escape_unprintable(messages.popleft()), timeout=15, markup=False)
 
     # -- commands --------------------------------------------------------------------------------
 
     async def call_capture(self, command: Callable[[ControlClient], T]) -> T | None:
-        """Ask the capture something beside the interface; a refusal is shown, and None."""
+        """Run a command in a thread; show an error of it and return None."""
         try:
             return await asyncio.to_thread(lambda: self.capture.call(command))
         except FlexInspectError as error:
@@ -229,42 +237,44 @@ class ControlScreen(ReviewScreen):
 
     @work(group="command")
     async def _run_command(self, command: Callable[[ControlClient], CommandResponse]) -> None:
-        answer = await self.call_capture(command)
-        if answer is not None:
-            self.capture_status = CaptureStatus(answer.status)
-            if answer.status.until:
+        response = await self.call_capture(command)
+        if response is not None:
+            self.capture_status = CaptureStatus(response.status)
+            if response.status.until:
                 await asyncio.sleep(NOTIFY_AFTER_S)
-            if not self._has_taken_effect(answer.status.until):
-                self.notify(f"{escape_unprintable(answer.message)}.", markup=False)
+            if not self._has_taken_effect(response.status.until):
+                self.notify(f"{escape_unprintable(response.message)}.", markup=False)
 
     def _has_taken_effect(self, until: str) -> bool:
-        """Whether the model stands by now where a command was to bring it: the header says so."""
+        """Return whether a command that ends in a pause has done so; the header shows it."""
         return bool(until) and self.capture_status.state == "paused"
 
     def toggle_pause(self) -> None:
-        """Pause after this step, or go on."""
+        """Pause after this step, or continue."""
         if self.capture_status.state in ("paused", "pausing"):
             self._run_command(lambda client: client.continue_())
         else:
             self._run_command(lambda client: client.pause())
 
     def step_once(self) -> None:
-        """Let the model make one token, and show it."""
+        """Let the model generate one token, and show it."""
         self.follow()
         self._run_command(lambda client: client.step(1))
 
     @work(group="dialog")
     async def edit_breakpoints(self) -> None:
         """List, set and remove breakpoints."""
-        found = await self.call_capture(lambda client: client.breakpoints())
-        if found is not None:
-            await self.app.push_screen_wait(BreakpointsScreen(self.capture, found))
+        from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen
 
-    # -- travels ---------------------------------------------------------------------------------
+        breakpoints = await self.call_capture(lambda client: client.breakpoints())
+        if breakpoints is not None:
+            await self.app.push_screen_wait(BreakpointsScreen(self.capture, breakpoints))
+
+    # -- rewind ----------------------------------------------------------------------------------
 
     @work(group="dialog")
     async def restore_step(self) -> None:
-        """Put the model back to right after the step shown."""
+        """Restore the state of the model after the current step."""
         from flexinspect.control.messages import StepRef as LivePlace
 
         there = _to_control_place(self.place, LivePlace)
@@ -272,7 +282,7 @@ class ControlScreen(ReviewScreen):
 
     @work(group="dialog")
     async def fork_step(self) -> None:
-        """Choose another token for the step shown; the model goes on from there as a branch."""
+        """Choose another token for the current step; the model continues from there as a branch."""
         await self._fork_with(
             ask_token,
             lambda client, there, token, dry: client.fork(
@@ -282,7 +292,7 @@ class ControlScreen(ReviewScreen):
 
     @work(group="dialog")
     async def edit_mask(self) -> None:
-        """Change the mask; the model goes on from the step shown as a branch."""
+        """Edit the mask; the model continues from the current step as a branch."""
         await self._fork_with(
             ask_edit,
             lambda client, there, edit, dry: client.edit_mask(there, (edit,), dry_run=dry),
@@ -291,9 +301,9 @@ class ControlScreen(ReviewScreen):
     async def _fork_with(
         self,
         choose: Callable[[App[Any], TraceReader, TracePlace], Awaitable[T | None]],
-        order: Callable[[ControlClient, LivePlace, T, bool], CommandResponse],
+        command: Callable[[ControlClient, LivePlace, T, bool], CommandResponse],
     ) -> None:
-        """Let the user choose what is to be otherwise at the step shown, and order that."""
+        """Let the user choose a change at the current step, and send the command."""
         from flexinspect.control.messages import StepRef as LivePlace
 
         if self.reader is None:
@@ -302,21 +312,21 @@ class ControlScreen(ReviewScreen):
         chosen = await choose(self.app, self.reader, shown)
         if chosen is not None:
             there = _to_control_place(shown, LivePlace)
-            await self._run_with_cost(lambda client, dry: order(client, there, chosen, dry))
+            await self._run_with_cost(lambda client, dry: command(client, there, chosen, dry))
 
     async def _run_with_cost(
         self, command: Callable[[ControlClient, bool], CommandResponse]
     ) -> None:
-        """Say what an order costs if that is much, give it, and go where it led."""
+        """Run a command, after a question if it is expensive, and go to its result."""
         dry = await self.call_capture(lambda client: command(client, True))
         if dry is None or not await self._confirm_cost(dry.cost):
             return
-        answer = await self.call_capture(lambda client: command(client, False))
-        if answer is None or answer.rewind_number is None:
+        response = await self.call_capture(lambda client: command(client, False))
+        if response is None or response.rewind_number is None:
             return
         cost_text = f"; {dry.cost.sentence}" if dry.cost is not None else ""
-        self.notify(escape_unprintable(f"{answer.message}{cost_text}"), markup=False)
-        await self._show_result(await self._wait_for_command(answer.rewind_number))
+        self.notify(escape_unprintable(f"{response.message}{cost_text}"), markup=False)
+        await self._show_result(await self._wait_for_command(response.rewind_number))
 
     async def _confirm_cost(self, cost: Cost | None) -> bool:
         if cost is None or not cost.is_expensive:
@@ -326,28 +336,28 @@ class ControlScreen(ReviewScreen):
         return await self.app.push_screen_wait(ChoiceDialog(question, options)) == "do"
 
     async def _wait_for_command(self, number: int) -> RewindState | None:
-        """Wait until an order is done, for as long as the model takes."""
+        """Wait until a command is done, for as long as the model takes."""
         while self.is_live:
-            capture_status = await asyncio.to_thread(self.capture.poll)
-            self.capture_status = capture_status
-            order = capture_status.status.last_rewind if capture_status.status is not None else None
-            if order is not None and order.number == number and order.state in ("done", "failed"):
-                return order
+            self.capture_status = await asyncio.to_thread(self.capture.poll)
+            status = self.capture_status.status
+            rewind = status.last_rewind if status is not None else None
+            if rewind is not None and rewind.number == number and rewind.state in _FINAL_STATES:
+                return rewind
             await asyncio.sleep(COMMAND_POLL_S)
         return None
 
-    async def _show_result(self, order: RewindState | None) -> None:
-        if order is None:
+    async def _show_result(self, rewind: RewindState | None) -> None:
+        if rewind is None:
             return
-        failed = order.state == "failed"
-        took = f" ({1e3 * order.seconds:.0f} ms)" if order.seconds is not None else ""
-        text = escape_unprintable(order.message or f"The {order.kind} is {order.state}.")
-        self.notify(text + took, severity="error" if failed else "information", markup=False)
-        if not failed and order.place is not None:
-            await self._show_branch(order.place)
+        failed = rewind.state == "failed"
+        duration = f" ({1e3 * rewind.seconds:.0f} ms)" if rewind.seconds is not None else ""
+        text = escape_unprintable(rewind.message or f"The {rewind.kind} is {rewind.state}.")
+        self.notify(text + duration, severity="error" if failed else "information", markup=False)
+        if not failed and rewind.place is not None:
+            await self._show_branch(rewind.place)
 
     async def _show_branch(self, there: LivePlace) -> None:
-        """Go to where an order led, once its branch is in the trace."""
+        """Go to the place that a command led to, once its branch is in the trace."""
         for _ in range(round(BRANCH_WAIT_S / COMMAND_POLL_S)):
             if self.reader is not None and _has_branch(self.reader, there):
                 break
@@ -363,7 +373,7 @@ class ControlScreen(ReviewScreen):
 
     @work(group="dialog")
     async def choose_branch(self) -> None:
-        """Choose one of the generation's branches."""
+        """Choose a branch of the generation."""
         reader, place = self.reader, self.place
         if reader is None:
             return
@@ -386,7 +396,7 @@ class ControlScreen(ReviewScreen):
             return None
 
     def control_actions(self) -> dict[str, Callable[[], object]]:
-        """Return what each action of control does."""
+        """Return the actions of control by their ids."""
         return {
             "run.pause": self.toggle_pause,
             "run.step": self.step_once,
@@ -399,15 +409,15 @@ class ControlScreen(ReviewScreen):
 
 
 def format_error(error: FlexInspectError) -> str:
-    """Return what an error says, with its hint on a line of its own."""
+    """Return the message of an error, with its hint on its own line."""
     return "\n".join(map(escape_unprintable, filter(None, (error.message, error.hint))))
 
 
 def format_branch(row: Any, current: int) -> str:
-    """Return a branch in one line: its number, where it left which one, how it ended."""
+    """Return the line of a branch: its number, its fork, its state and answer."""
     mark = "▸" if row.branch == current else " "
     if row.parent is None:
-        origin = "the first line of decoding"
+        origin = "the original generation"
     else:
         origin = f"from branch {row.parent} at step {row.fork_step}"
     answer = escape_unprintable(row.answer).strip()
@@ -427,25 +437,26 @@ def _has_branch(reader: TraceReader, there: LivePlace) -> bool:
 
 
 OTHER = "other"
+_FINAL_STATES = ("done", "failed")
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedToken:
-    """A token by its id, or a text whose tokens are all to be forced."""
+    """The token to force, by its id, or a text of which all tokens are forced."""
 
     token_id: int | None = None
     text: str | None = None
 
 
 async def ask_token(app: Any, reader: TraceReader, place: TracePlace) -> ForcedToken | None:
-    """Let the user choose a candidate of the step or type something; None when they leave it."""
+    """Let the user choose a candidate of the step or type a text; None when cancelled."""
     try:
-        found = await asyncio.to_thread(_load_candidates, reader, place)
+        candidates = await asyncio.to_thread(_load_candidates, reader, place)
     except FlexInspectError as error:
         app.notify(error.sentence(), severity="error", markup=False)
         return None
-    options = [(str(one.token_id), _format_candidate(one)) for one in found]
-    question = f"Go on from step {place.step} with another token"
+    options = [(str(one.token_id), _format_candidate(one)) for one in candidates]
+    question = f"Continue from step {place.step} with another token"
     options.append((OTHER, "… type a token or a text"))
     answer = await app.push_screen_wait(ChoiceDialog(question, options))
     if answer is None:
@@ -461,7 +472,7 @@ async def ask_token(app: Any, reader: TraceReader, place: TracePlace) -> ForcedT
 
 
 def parse_forced_token(typed: str) -> ForcedToken:
-    """Return what was typed: "#123" is a token's id, anything else a text."""
+    """Return the token that was typed: "#123" is a token id, anything else a text."""
     by_id = re.fullmatch(r"\s*#(\d{1,9})\s*", typed)
     return ForcedToken(token_id=int(by_id[1])) if by_id else ForcedToken(text=typed)
 
@@ -469,11 +480,13 @@ def parse_forced_token(typed: str) -> ForcedToken:
 def _load_candidates(reader: TraceReader, place: TracePlace) -> list[Candidate]:
     branch = branch_of_step(reader, place.generation, place.step, place.branch)
     chosen = reader.logits(place.generation, place.step, branch)
-    found = reader.candidates(place.generation, place.step, branch)
-    return [one for one in found if chosen is None or one.token_id != chosen.chosen_id]
+    candidates = reader.candidates(place.generation, place.step, branch)
+    return [one for one in candidates if chosen is None or one.token_id != chosen.chosen_id]
 
 
 def _format_candidate(one: Candidate) -> str:
+    from flexinspect.panels.logits_panel import probability, token_label
+
     return (
         f"{one.rank:>3}  {token_label(one.text, one.token_id):<24} {probability(one.logprob):7.2%}"
     )
@@ -481,20 +494,20 @@ def _format_candidate(one: Candidate) -> str:
 
 EDIT_KINDS = (
     ("preset", "Use another preset"),
-    ("drop", "Drop a segment: nobody sees it"),
-    ("join", "Join two segments: they see each other"),
-    ("see", "Let a segment see another"),
-    ("unsee", "Stop a segment from seeing another"),
-    ("open-cell", "Open a cell: a position sees a key"),
+    ("drop", "Drop a segment: no other segment attends to it"),
+    ("join", "Join two segments: they attend to each other"),
+    ("see", "Let a segment attend to another"),
+    ("unsee", "Stop a segment from attending to another"),
+    ("open-cell", "Open a cell: a position attends to a key"),
     ("close-cell", "Close a cell"),
-    ("open-row", "Open a row: a position sees all keys up to itself"),
-    ("close-row", "Close a row: a position sees only itself"),
+    ("open-row", "Open a row: a position attends to all keys up to itself"),
+    ("close-row", "Close a row: a position attends only to itself"),
 )
 
 
 async def ask_edit(app: Any, reader: TraceReader, place: TracePlace) -> MaskEdit | None:
-    """Let the user describe one change of the mask; None when they leave it."""
-    question = f"From step {place.step} on, with another mask"
+    """Let the user choose an edit of the mask; None when cancelled."""
+    question = f"Continue from step {place.step} with another mask"
     kind = await app.push_screen_wait(ChoiceDialog(question, EDIT_KINDS))
     if kind is None:
         return None
@@ -507,6 +520,7 @@ async def ask_edit(app: Any, reader: TraceReader, place: TracePlace) -> MaskEdit
 
 async def _ask_preset(app: Any) -> MaskEdit | None:
     from flexinspect.control.messages import MaskEdit
+    from flexinspect.masks.algebra import PRESETS
 
     options = [(name, name) for name in PRESETS]
     name = await app.push_screen_wait(ChoiceDialog("Which preset?", options))
@@ -516,8 +530,8 @@ async def _ask_preset(app: Any) -> MaskEdit | None:
 _QUESTIONS = {
     "drop": ("Which segment is dropped?",),
     "join": ("Which segment …", "… is joined with which one?"),
-    "see": ("Which segment …", "… sees which other one?"),
-    "unsee": ("Which segment …", "… no longer sees which one?"),
+    "see": ("Which segment …", "… attends to which other one?"),
+    "unsee": ("Which segment …", "… no longer attends to which one?"),
 }
 
 
@@ -562,7 +576,9 @@ async def _ask_cells(app: Any, kind: str) -> MaskEdit | None:
     numbers = [int(text) for text in re.findall(r"\d{1,9}", typed or "")]
     if len(numbers) != (2 if is_cell else 1):
         if typed:
-            app.notify(f"That is no {'row and key' if is_cell else 'row'}.", severity="warning")
+            app.notify(
+                f"That is not a {'row and a key' if is_cell else 'row'}.", severity="warning"
+            )
         return None
     if is_cell:
         return MaskEdit("cell", row=numbers[0], key=numbers[1], is_open=is_open)

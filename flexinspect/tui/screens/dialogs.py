@@ -1,4 +1,4 @@
-"""Small windows over a screen: ask for a word, ask yes or no, choose one of a list, help."""
+"""Dialogs over a screen: text input, choice from a list, help."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from textual.widgets.option_list import Option
 
 
 class Dialog(ModalScreen[str | None]):
-    """A window that asks; Escape gives None. What was said before it does not hide it."""
+    """A dialog with a result; Escape returns None."""
 
     def on_mount(self) -> None:
-        """Take away what pops up over the lower right, where the answers may lie."""
+        """Remove notifications, which could cover the dialog."""
         self.app.clear_notifications()
 
 
 class TextDialog(Dialog):
-    """One line of text; Escape gives None."""
+    """Asks for a line of text; Escape returns None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "cancel")]
 
@@ -32,18 +32,18 @@ class TextDialog(Dialog):
         self._question, self._value, self._placeholder = question, value, placeholder
 
     def compose(self) -> ComposeResult:
-        """The question above, the answer below."""
+        """Yield the question and the input."""
         with Vertical(classes="window"):
             yield Static(Content(self._question), markup=False)
             yield Input(self._value, placeholder=self._placeholder, select_on_focus=True)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter answers."""
+        """Return the text on Enter."""
         self.dismiss(event.value)
 
 
 class ChoiceDialog(Dialog):
-    """One of a list of (id, line); Escape gives None."""
+    """Asks for one of a list of (id, line); Escape returns None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "cancel")]
 
@@ -52,18 +52,18 @@ class ChoiceDialog(Dialog):
         self._question, self._options = question, options
 
     def compose(self) -> ComposeResult:
-        """The question above, the list below."""
+        """Yield the question and the list."""
         with Vertical(classes="window"):
             yield Static(Content(self._question), markup=False)
             yield OptionList(*(Option(Content(text), id=name) for name, text in self._options))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Enter or a click answers."""
+        """Return the id of the chosen line on Enter or a click."""
         self.dismiss(event.option.id)
 
 
 class HelpScreen(ModalScreen[None]):
-    """What the panel shows and how to read it, then all keys."""
+    """Help: what the panel shows and how to read it, then all keys."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark", "dismiss", "close")]
 
@@ -72,7 +72,7 @@ class HelpScreen(ModalScreen[None]):
         self._title, self._lines, self._keys = title, lines, keys
 
     def compose(self) -> ComposeResult:
-        """The panel's three lines, then the table."""
+        """Yield the help of the panel and the table of keys."""
         width = max((len(names) for names, _ in self._keys), default=0)
         table = "\n".join(f"{names:>{width}}  {text}" for names, text in self._keys)
         with VerticalScroll(classes="window help"):

@@ -1,4 +1,4 @@
-"""The table of keys as Textual wants it: bindings, and a palette of commands by their words."""
+"""The table of keys in Textual's terms: bindings, and the commands of the palette."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexinspect.tui.screens.navigation import parse_step_number
 
 
 def bindings() -> list[BindingType]:
-    """Return Textual's bindings from the table of keys."""
+    """Return the table of keys as Textual's bindings."""
     return [
         Binding(
             ",".join(key.keys),
@@ -30,15 +30,15 @@ def bindings() -> list[BindingType]:
 
 
 class KeyCommands(Provider):
-    """Offers what keys do to whoever does not know the keys."""
+    """The actions of the keys as commands of the palette."""
 
     async def discover(self) -> Hits:
-        """List everything that has a key."""
+        """List all actions."""
         for key in all_keys():
             yield DiscoveryHit(_capitalize(key.text), partial(self._do, key.id), help=key.id)
 
     async def search(self, query: str) -> Hits:
-        """Match the words; a number is a step."""
+        """Match the descriptions of actions and the names of panels; a number is a step."""
         matcher = self.matcher(query)
         if (step := parse_step_number(query)) is not None:
             yield Hit(1.0, f"Go to step {step}", partial(self._navigate, Navigate(step=step)))

@@ -1,4 +1,4 @@
-"""A screen that goes to a step by its number or word, and to tokens by a search."""
+"""Navigation by the number or name of a step and by a search of tokens; limits of places."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flexinspect.tui.trace_session import RunStatus
 
 
 class SearchScreen(ControlScreen):
-    """What the keys of searching do; the screen below it says where the user is."""
+    """The actions of search. `TraceScreen`, its subclass, keeps the current place."""
 
     status: RunStatus
     _search = ""
     _last_error = ""
 
     def show_error(self, error: FlexInspectError) -> None:
-        """Show an error, once while it stays the same."""
+        """Show an error, unless it is the same as the last one."""
         if self._last_error != error.message:
             self._last_error = error.message
             self.notify(error.sentence(), severity="error", markup=False, timeout=20)
@@ -34,7 +34,7 @@ class SearchScreen(ControlScreen):
     async def ask_step(self) -> None:
         """Ask for a step by its number, its name, or a word of its token."""
         first, last = self.status.first_step, self.status.last_step or 0
-        question = f"Go to a step ({first} to {last}), or to the token that holds"
+        question = f"Go to a step ({first} to {last}), or to the next token that contains"
         example = "12, first, last, prefill, or a word"
         answer = await self.app.push_screen_wait(TextDialog(question, placeholder=example))
         if not answer:
@@ -45,12 +45,12 @@ class SearchScreen(ControlScreen):
             return
         self.navigate(Navigate(step=step))
         if self.place.step != step:
-            there = f"There is no step {step}; this is the nearest one."
-            self.notify(there, severity="warning", markup=False)
+            message = f"There is no step {step}; this is the nearest one."
+            self.notify(message, severity="warning", markup=False)
 
     @work
     async def ask_search(self) -> None:
-        """Ask for a text, and go to the next token that holds it."""
+        """Ask for a text, and go to the next token that contains it."""
         question = "Search the tokens (* goes to the next match)"
         answer = await self.app.push_screen_wait(TextDialog(question, self._search))
         if answer:
@@ -65,7 +65,7 @@ class SearchScreen(ControlScreen):
         self._go_to_match(self._search)
 
     def _go_to_match(self, text: str, *, only_generated: bool = False) -> None:
-        """Go to the next token that holds the text, from the current one on."""
+        """Go to the next token that contains the text, after the current one."""
         reader = self.reader
         if reader is None:
             return
@@ -76,14 +76,14 @@ class SearchScreen(ControlScreen):
             return
         if target is None:
             self.notify(
-                f"No token holds “{escape_unprintable(text)}”.", severity="warning", markup=False
+                f"No token contains “{escape_unprintable(text)}”.", severity="warning", markup=False
             )
         else:
             self.navigate(target)
 
 
 def parse_step_number(text: str) -> int | None:
-    """Return the number that was typed, None for a word (or a number beyond any step)."""
+    """Return the number that was typed, None for a word (or a number too large for a step)."""
     typed = text.strip()
     return int(typed) if typed.isascii() and typed.isdecimal() and len(typed) < 16 else None
 
@@ -97,19 +97,19 @@ def parse_step(text: str, first: int, last: int) -> int | None:
 def find_token(
     reader: TraceReader, place: TracePlace, text: str, *, only_generated: bool
 ) -> Navigate | None:
-    """Return the way to the next token after a place that holds `text`, round the end.
+    """Return the next token after a place that contains `text`, wrapping around at the end.
 
-    A token of the prompt belongs to the first step, and is looked at by its position.
+    A token of the prompt belongs to step 0 and is selected by its position.
     """
-    here = current_pos(reader, place)
-    found = find_text(
+    current = current_pos(reader, place)
+    match = find_text(
         *(reader, text, place.generation, place.branch),
-        after=-1 if here is None else here,
+        after=-1 if current is None else current,
         only_generated=only_generated,
     )
-    if found is None:
+    if match is None:
         return None
-    pos, step = found
+    pos, step = match
     return Navigate(step=0, pos=pos) if step is None else Navigate(step=step)
 
 
@@ -128,7 +128,7 @@ def clamp_place(place: TracePlace, status: RunStatus) -> TracePlace:
 
 
 def extrapolate_place(old: TracePlace, new: TracePlace) -> TracePlace | None:
-    """Return the place after `new` if the user goes on as from `old`; None if that is unknown."""
+    """Return the place after `new` if the user keeps moving as from `old`; None if unknown."""
     if (old.generation, old.branch) != (new.generation, new.branch):
         return None
     return replace(

@@ -1,4 +1,4 @@
-"""The start screen: run the demo, open a trace, run a model; each with its command line."""
+"""Screens without an open trace: the start screen, and the screen of an unreadable trace."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ OpenTarget = Callable[["Path | Job | ScriptJob"], None]
 """Opens a trace or starts a job."""
 
 JobFactory = Callable[[Sequence[str]], Job | ScriptJob]
-"""Makes the job of a command line; raises `FlexInspectError`."""
+"""Returns the job of a command line. Raises `FlexInspectError`."""
 
 DEMO = ("run", "--model", "demo", "--dataset", "demo", "--max-samples", "2")
 
 
 class StartScreen(Screen[None]):
-    """What can be done, and how it would be typed."""
+    """Lists what can be run or opened, each with its command line."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q,escape", "app.quit", "quit")]
 
@@ -51,10 +51,10 @@ class StartScreen(Screen[None]):
         self._traces = known_traces()
 
     def compose(self) -> ComposeResult:
-        """A heading, the list, the footer."""
+        """Yield a heading, the list and the footer."""
         with Vertical(id="start"):
             yield Static(Content.styled("flexinspect", "bold"), markup=False)
-            yield Static("The debugger for FlexAttention generation: it shows what ran.\n")
+            yield Static("The debugger for FlexAttention generation.\n")
             yield OptionList(*self._options())
         yield Footer(show_command_palette=False)
 
@@ -71,7 +71,7 @@ class StartScreen(Screen[None]):
         return options
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Do it."""
+        """Run or open the chosen entry."""
         name = event.option.id or ""
         if name == "demo":
             self._run_command(list(DEMO))
@@ -95,13 +95,13 @@ class StartScreen(Screen[None]):
         )
         if not prompts:
             return
-        # With "=", so that nothing that was typed is taken for a flag.
+        # With "=", so that nothing that was typed is parsed as a flag.
         pieces = [piece.strip() for piece in prompts.split("|") if piece.strip()]
         self._run_command(["run", f"--model={model}", *(f"--prompt={piece}" for piece in pieces)])
 
-    def _run_command(self, words: list[str]) -> None:
+    def _run_command(self, argv: list[str]) -> None:
         try:
-            self._open_target(self._make_job(words))
+            self._open_target(self._make_job(argv))
         except FlexInspectError as error:
             self.notify(error.sentence(), severity="error", markup=False, timeout=15)
 
@@ -121,13 +121,13 @@ def _format_age(path: Path) -> str:
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} old"
-    return "just made"
+    return "new"
 
 
 class UnreadableTraceScreen(Screen[None]):
-    """Says what is wrong with a file, what can still be read of it, and offers other traces.
+    """Shows what is wrong with a file and which parts are readable, and offers other traces.
 
-    What is left is counted, and a copy made if it is asked for, in threads.
+    The readable parts are counted, and copied on request, in threads.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q,escape", "app.quit", "quit")]
@@ -138,11 +138,11 @@ class UnreadableTraceScreen(Screen[None]):
         self._offers_copy = is_repairable(path)
         self._copy: Path | None = None
         self._is_copying = self._is_closed = False
-        mine = path.absolute()
-        self._others = [other for other in known_traces(mine.parent) if other != mine]
+        this = path.absolute()
+        self._others = [other for other in known_traces(this.parent) if other != this]
 
     def compose(self) -> ComposeResult:
-        """The sentence, what is left once it is known, the other traces."""
+        """Yield the error, the readable parts once they are known, and other traces."""
         with Vertical(id="broken"):
             yield Static(Content.styled("This trace cannot be opened", "bold $error"))
             yield Static(Content(f"\n{escape_unprintable(self._error.message)}"), id="why")
@@ -155,18 +155,22 @@ class UnreadableTraceScreen(Screen[None]):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Begin to look for what is left."""
+        """Start counting the readable parts."""
         self.query_one("#copying").display = False
         inspect_file = partial(describe_readable, self._path)
         self.run_worker(inspect_file, name="left", thread=True, exit_on_error=False)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """Say what is left; open the copy."""
+        """Show the readable parts, or open the copy."""
         if event.state not in (WorkerState.SUCCESS, WorkerState.ERROR):
             return
         result = event.worker.result if event.state is WorkerState.SUCCESS else None
         if event.worker.name == "left":
-            left = result if isinstance(result, list) else ["What is left of it is not known."]
+            left = (
+                result
+                if isinstance(result, list)
+                else ["The readable parts could not be determined."]
+            )
             self.query_one("#left", Static).update(Content("\n".join(["", *left, ""])))
         elif event.worker.name == "copy":
             self._is_copying = False
@@ -186,7 +190,7 @@ class UnreadableTraceScreen(Screen[None]):
         return options
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Open a copy, which is made first, or another trace."""
+        """Open a repaired copy, made first if necessary, or another trace."""
         if event.option.id != "copy":
             self._open_target(self._others[event.option_index - self._offers_copy])
         elif self._copy is not None:
@@ -202,13 +206,13 @@ class UnreadableTraceScreen(Screen[None]):
         message.display = bool(text)
 
     def _make_copy(self) -> None:
-        """Make the copy, in a thread; whoever comes last, this or the end, removes it."""
+        """Make the copy, in a thread, and remove it if the screen was closed meanwhile."""
         self._copy = repair_copy(self._path, lambda: self._is_closed)
         if self._is_closed:
             self._remove_copy()
 
     def on_unmount(self) -> None:
-        """Remove the copy, and end one that is being made."""
+        """Remove the copy, and cancel one that is being made."""
         self._is_closed = True
         self._remove_copy()
 

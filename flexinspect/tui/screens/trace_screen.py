@@ -1,4 +1,7 @@
-"""Pictures of the whole screen and of one panel."""
+"""The screen of a trace: panels around a current place, live or afterwards.
+
+It also saves pictures of the whole screen and of one panel.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,14 @@ from flexinspect.tui.trace_session import RunStatus, TraceSession
 
 
 def picture_file(trace: Path | None, place: TracePlace, name: str) -> Path:
-    """Return a new file name in the current folder: trace, what it shows, place, time of day."""
+    """Return a new file name in the current folder, of trace, `name`, place and time of day."""
     stem = trace.stem if trace else "flexinspect"
     where = f"g{place.generation}-s{place.step}"
     return Path.cwd() / f"{stem}-{name}-{where}-{time.strftime('%H%M%S')}.svg"
 
 
 def save_screen(app: Any, path: Path) -> Path | None:
-    """Write the screen as SVG; in a browser it is handed to that. Raises `OSError`."""
+    """Save the screen as SVG, or deliver it to the browser. Raises `OSError`."""
     if app.is_web:
         app.deliver_screenshot(path.name)
         return None
@@ -54,7 +57,7 @@ def save_screen(app: Any, path: Path) -> Path | None:
 
 
 def save_panel(view: PanelView, path: Path) -> Path:
-    """Write what a panel shows as SVG. Raises `FlexInspectError`."""
+    """Save the picture of a panel as SVG. Raises `FlexInspectError`."""
     from flexinspect.drawing.export import save
 
     save(path, list(view.strips), title=view.panel.title, theme=theme_of(view.app))
@@ -67,7 +70,7 @@ N_THREADS = 2
 
 
 class TraceScreen(SearchScreen):
-    """Steps through a trace, live or afterwards."""
+    """Shows a trace at a current place and navigates in it, live or afterwards."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings()
     COMMANDS: ClassVar[set[Any]] = {KeyCommands}
@@ -89,7 +92,7 @@ class TraceScreen(SearchScreen):
             self.set_reactive(TraceScreen.following, False)
 
     def compose(self) -> ComposeResult:
-        """Header, strip, notice, panels, findings, footer."""
+        """Yield header, token strip, banner, panels, finding line and footer."""
         findings = FindingLine()
         bound = (TraceScreen.place, TraceScreen.version)
         yield TraceHeader(self._session, self._pool, findings).data_bind(
@@ -102,19 +105,19 @@ class TraceScreen(SearchScreen):
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Take the first look at once, so that the first picture is the true one."""
+        """Read the trace before the first frame, so that this shows the actual status."""
         self.poll_trace()
         self._poll_while_live()
         self.poll_capture()
         self.slots.current().focus()
 
     def on_unmount(self) -> None:
-        """Let the threads go."""
+        """Shut down the threads that load."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def reader(self) -> TraceReader | None:
-        """The trace, as far as there is one."""
+        """The reader of the trace, None before there is one."""
         return self._session.reader
 
     @property
@@ -123,7 +126,7 @@ class TraceScreen(SearchScreen):
         return self.status.live
 
     def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
-        """Show in the header how the capture stands."""
+        """Show the status of the capture in the header."""
         super().watch_capture_status(old, new)
         self.query_one(TraceHeader).capture_status = new
         if new.state == "holding" and self.status.live:
@@ -138,7 +141,7 @@ class TraceScreen(SearchScreen):
 
     @work(exclusive=True, group="watch")
     async def _poll_while_live(self) -> None:
-        """Look at the trace while more may come; asks for microseconds when nothing has."""
+        """Poll the trace while it may grow; a poll without changes takes microseconds."""
         while self.status.live:
             await asyncio.sleep(POLL_EVERY_S)
             if not self.query(StatusBanner):
@@ -147,7 +150,7 @@ class TraceScreen(SearchScreen):
             self.query_one(StatusBanner).show_status(self.status)
 
     def poll_trace(self) -> None:
-        """Take in what has changed in the trace since the last look."""
+        """Show what has changed in the trace since the last poll."""
         try:
             status = self._session.poll(self.place.generation, self.place.branch)
         except FlexInspectError as error:
@@ -162,7 +165,7 @@ class TraceScreen(SearchScreen):
             self.apply_status(status)
 
     def apply_status(self, status: RunStatus) -> None:
-        """Show a new status; follow the newest step if that is wanted."""
+        """Show a new status, and go to the newest step while following."""
         moved_on = status.generations - 1 > self.place.generation
         self.status = status
         self.query_one(TraceHeader).status = status
@@ -185,12 +188,12 @@ class TraceScreen(SearchScreen):
             self.review_once(self._session, self._pool, status.generations)
 
     def _start_at(self, place: TracePlace) -> None:
-        """Stand at a place that was asked for, or at the nearest one that there is."""
+        """Go to the requested place, or to the nearest one in the trace."""
         self.set_reactive(TraceScreen.following, False)
         newest = max(self.status.generations - 1, 0)
         if place.generation > newest:
-            there = f"There is no generation {place.generation}; the last one is {newest}."
-            self.notify(there, severity="warning", markup=False)
+            message = f"There is no generation {place.generation}; the last one is {newest}."
+            self.notify(message, severity="warning", markup=False)
             self._initial_place = replace(place, generation=newest)
             self.set_reactive(TraceScreen.place, self._initial_place)
             self.poll_trace()
@@ -202,13 +205,13 @@ class TraceScreen(SearchScreen):
         return clamp_place(place, self.status)
 
     def watch_place(self, old: TracePlace, new: TracePlace) -> None:
-        """Show the new place in one frame, not panel by panel."""
+        """Show the new place in one frame instead of panel by panel."""
         self._next_place = None if self.status.live else extrapolate_place(old, new)
         if self.is_mounted:
             self._paint_batch.begin(self)
 
     def _preload_next(self) -> None:
-        """Load what the same key would need next: nobody waits for that then."""
+        """Load in advance the place that the same key would go to next."""
         if self._next_place is None:
             return
         place = self.validate_place(self._next_place)
@@ -222,10 +225,10 @@ class TraceScreen(SearchScreen):
         own = [self.query_one(TraceHeader).loader, self.query_one(TokenStrip).loader]
         return own + [view.loader for view in self.slots.views()]
 
-    # -- going places ----------------------------------------------------------------------------
+    # -- navigation ------------------------------------------------------------------------------
 
     def navigate(self, target: Navigate) -> None:
-        """Go where a panel, a prompt or a key says; stepping away ends following."""
+        """Go to the place that a panel, a dialog or a key requests; stop following."""
         self._go_to_branch(target.generation, target.branch)
         place = self.place
         if target.step is not None:
@@ -244,7 +247,7 @@ class TraceScreen(SearchScreen):
         self._go_to_step(self.place.step + n)
 
     def _go_to_branch(self, generation: int | None, branch: int | None) -> None:
-        """Stand at the first step of another generation or branch; nothing for the present one."""
+        """Go to the first step of another generation or branch; the current one is ignored."""
         place = self.place
         generation = place.generation if generation is None else generation
         branch = place.branch if branch is None else branch
@@ -252,19 +255,19 @@ class TraceScreen(SearchScreen):
         if same or not 0 <= generation < max(self.status.generations, 1):
             return
         self.following = False
-        # The bounds of the step are those of the old branch until the new one was looked at.
+        # The bounds of the step are those of the old branch until the new one has been polled.
         there = replace(place, generation=generation, branch=branch, pos=None)
         self.set_reactive(TraceScreen.place, there)
         self.poll_trace()
-        self.set_reactive(TraceScreen.place, place)  # else a same step would count as no change
+        self.set_reactive(TraceScreen.place, place)  # else an equal step would not be a change
         self.place = replace(there, step=self.status.first_step)
 
     def action_do(self, name: str) -> None:
-        """Do what a key (or the palette) names: an id of `flexinspect.core.keys`."""
-        answer = self._key_actions().get(name)
-        if answer is not None:
+        """Run the action of a key or of the palette, by its id in `flexinspect.core.keys`."""
+        action = self._key_actions().get(name)
+        if action is not None:
             try:
-                answer()
+                action()
             except FlexInspectError as error:
                 self.show_error(error)
         elif name.startswith("panel.show-"):
@@ -283,7 +286,7 @@ class TraceScreen(SearchScreen):
             self._go_to_step(self.status.last_step)
 
     def _go_to_finding(self, direction: Literal[1, -1]) -> None:
-        """Go to the next finding, round the end; several at one place are met one by one."""
+        """Go to the next finding, wrapping around; findings at one place are visited in turn."""
         reader = self._session.reader
         if reader is None:
             return
@@ -314,10 +317,10 @@ class TraceScreen(SearchScreen):
     ) -> None:
         self.navigate(event.target)
 
-    # -- pictures, help, the end -----------------------------------------------------------------
+    # -- pictures, help, quitting -----------------------------------------------------------------
 
     def _save_picture(self, name: str, save: Callable[[Path], Path | None]) -> None:
-        """Save a picture in the folder where the program runs, and say so."""
+        """Save a picture in the current folder and notify the user."""
         file = picture_file(self._session.path, self.place, name)
         try:
             path = save(file)
@@ -341,7 +344,7 @@ class TraceScreen(SearchScreen):
         self.app.push_screen(HelpScreen(panel.title, panel.help.lines(), rows))
 
     def _stop(self) -> None:
-        """Ask the run to end after this step; asked again, end it at once."""
+        """Ask the run to end after this step; the second time, kill it."""
         if (
             self._session.process is None
             and self.status.live
@@ -357,7 +360,7 @@ class TraceScreen(SearchScreen):
             self.notify("Stopping after this step; again ends it at once.", markup=False)
 
     def keys_of(self, name: str) -> str:
-        """Return the keys of an action as the user has them."""
+        """Return the configured keys of an action."""
         app: Any = self.app
         return str(app.keys_of(name))
 
@@ -374,7 +377,7 @@ class TraceScreen(SearchScreen):
         self.app.exit()
 
     async def _ask_about_run(self) -> str | None:
-        """Ask what becomes of the run; one that only keeps its model alive is ended unasked."""
+        """Ask whether the run stops or continues; one that only holds its model is ended."""
         if self.capture_status.state == "holding":
             return "end" if await self.call_capture(lambda client: client.stop()) else "stop"
         options = [
@@ -392,7 +395,7 @@ class TraceScreen(SearchScreen):
         return False
 
     def _key_actions(self) -> dict[str, Callable[[], object]]:
-        """Return what each action of the table does; actions of panels are not among them."""
+        """Return the actions of the table by their ids, without those of panels."""
         return {
             **self.control_actions(),
             "step.next": lambda: self._move_by(1),

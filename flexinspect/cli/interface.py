@@ -1,0 +1,98 @@
+"""Running the full-screen interface for a command: on a trace, on a job, or on the start screen."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flexinspect.core.errors import UsageError
+from flexinspect.core.text import escape_unprintable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flexinspect.panels.base import TracePlace
+    from flexinspect.records.job import Job, ScriptJob
+    from flexinspect.tui.app import InspectorApp
+    from flexinspect.tui.screens.start_screen import JobFactory
+
+
+def open_trace_file(trace: Path, place: TracePlace | None = None) -> int:
+    """Open the interface on a trace, finished or being recorded, and return the exit code.
+
+    Raises `UsageError` without a terminal, and `TraceError` for a trace that could not be read.
+    """
+    _require_terminal(trace)
+    from flexinspect.tui.app import InspectorApp
+
+    return _run_app(InspectorApp(trace, place=place, keymap=_keymap()))
+
+
+def open_start_screen(make_job: JobFactory) -> int:
+    """Show the start screen; `make_job` returns the job of a command line typed there."""
+    from flexinspect.tui.app import InspectorApp
+
+    return _run_app_and_job(InspectorApp(keymap=_keymap(), make_job=make_job))
+
+
+def inspect_run(job: Job | ScriptJob) -> int:
+    """Run a job under the interface, then print its result.
+
+    A generation of our own keeps its model until the interface closes, for restore and fork.
+    """
+    from flexinspect.records.job import Job
+    from flexinspect.tui.app import InspectorApp
+
+    held = replace(job, hold=True) if isinstance(job, Job) else job
+    return _run_app_and_job(InspectorApp(job=held, keymap=_keymap()))
+
+
+def _keymap() -> dict[str, str]:
+    from flexinspect.inputs.config import load_config
+
+    return dict(load_config().keys)
+
+
+def _require_terminal(trace: Path) -> None:
+    is_served = "TEXTUAL_DRIVER" in os.environ  # set by textual-serve: the page is the terminal
+    if not is_served and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError(
+            "The interface needs a terminal, and there is none here.",
+            hint=f"Without one: flexinspect show {trace}, or flexinspect dump {trace}.",
+        )
+
+
+def _run_app(app: InspectorApp) -> int:
+    """Run the interface. Raises the `TraceError` of a trace that could not be read."""
+    app.run()
+    if app.trace_error is not None:
+        raise app.trace_error
+    return app.return_code or 0
+
+
+def _run_app_and_job(app: InspectorApp) -> int:
+    """Run the interface; if it started a job, wait for its end and print its result."""
+    try:
+        code = _run_app(app)
+    finally:
+        session = app.session
+        if (
+            session is not None
+            and session.exit_code is None
+            and not (session.is_detached or session.is_ending)
+        ):
+            session.interrupt()
+    if session is None or session.process is None:
+        return code
+    if session.is_detached:
+        pid = session.process.pid
+        print(f"The run continues; to see it again: flexinspect attach {pid}")
+        return 0
+    for text in session.prints:  # printed by the user's own code while the interface was open
+        print(escape_unprintable(text), file=sys.stderr)
+    session.process.show_output()
+    from flexinspect.cli.live_run import conclude_run
+
+    return conclude_run(session.process, code, stopping=session.is_stopping)
