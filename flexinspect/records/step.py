@@ -36,6 +36,8 @@ STANDALONE_MASKS = "masks built, and no call after them"
 TRAIN = "train"
 """The phase of a step of an optimizer; the others are of generation."""
 PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
+MASK_ARRAYS = ("cells", "averaged", "partial", "full", "ruled")
+"""The fields of `MaskRecord` that hold arrays, in the order they are stored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
+    MASK_ARRAYS,
     Array,
     BuildRecord,
     CallRecord,
@@ -462,7 +463,7 @@ def _new_masks(record: StepRecord, known_masks: Collection[str]) -> list[MaskRec
 def _mask_arrays(mask: MaskRecord) -> Iterable[tuple[str, EncodedArray]]:
     from flexinspect.trace.arrays import encode_array
 
-    for name in ("cells", "averaged", "partial", "full", "ruled"):
+    for name in MASK_ARRAYS:
         array = getattr(mask, name)
         if array is not None:
             yield f"mask.{name}", encode_array(array)

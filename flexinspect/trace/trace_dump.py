@@ -12,6 +12,7 @@ from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import (
+    MASK_ARRAYS,
     TRAIN,
     BuildRecord,
     CallRecord,
@@ -41,8 +42,6 @@ T = TypeVar("T")
 
 PAGE_ROWS = 256
 """Rows asked for at a time."""
-
-MASK_ARRAYS = ("cells", "partial", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +198,16 @@ def dump_json(what: DumpSelection) -> Iterator[str]:
 
 
 def mask_facts(mask: MaskRecord) -> dict[str, dict[str, Any] | None]:
-    """Return shape and number of true cells of each array of a mask, None where not captured."""
+    """Return the shape of each array of a mask and how many elements are not 0.
+
+    None stands for an array that was not captured. The non-zero elements of `ruled` are the blocks
+    in which the mask_mod opens at least one cell.
+    """
     arrays = {name: getattr(mask, name) for name in MASK_ARRAYS}
     return {
-        name: None if array is None else {"shape": list(array.shape), "open": int(array.sum())}
+        name: None
+        if array is None
+        else {"shape": list(array.shape), "open": int((array != 0).sum())}
         for name, array in arrays.items()
     }
 
