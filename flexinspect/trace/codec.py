@@ -506,6 +506,10 @@ def _add_insert(
 SqlRow = Sequence[Any]
 E = TypeVar("E", bound=Enum)
 
+_FIRST_LOGITS_COLUMN = schema.STEPS.names.index("entropy")
+_CHOSEN_COLUMN = schema.STEPS.names.index("chosen_id")
+_HISTOGRAM_COLUMNS = schema.STEPS.names.index("histogram_min")
+
 
 class DamagedValueError(Exception):
     """A stored value that cannot be what was recorded; the reader makes a `TraceError` of it."""
@@ -631,17 +635,21 @@ def decode_branch(values: SqlRow) -> BranchRow:
 
 
 def decode_step(values: SqlRow) -> StepRow:
-    """Return a step from its cleaned columns up to `n_inf`."""
-    head, scalars = values[:12], values[12:]
-    has_logits = scalars[2] is not None
-    return StepRow(*head, *(scalars if has_logits else (None,) * len(scalars)))
+    """Return a step from its cleaned columns."""
+    head, logits = values[:_FIRST_LOGITS_COLUMN], values[_FIRST_LOGITS_COLUMN:_HISTOGRAM_COLUMNS]
+    return StepRow(*head, *(logits if has_logits(values) else (None,) * len(logits)))
+
+
+def has_logits(values: SqlRow) -> bool:
+    """Tell from the cleaned columns of a step whether its logits were captured."""
+    return values[_CHOSEN_COLUMN] is not None
 
 
 def decode_logits(values: SqlRow, candidates: tuple[Candidate, ...]) -> LogitsRecord:
-    """Return the distribution of a step from the cleaned columns from `entropy` on."""
-    if any(value is None for value in values):
+    """Return the distribution of a step from its cleaned columns."""
+    *scalars, histogram = values[_FIRST_LOGITS_COLUMN:]
+    if histogram is None or any(value is None for value in scalars):
         raise DamagedValueError("a row of steps has only a part of its logits")
-    *scalars, histogram = values
     return LogitsRecord(*[*scalars, tuple(_check_list(histogram, int)), candidates])
 
 

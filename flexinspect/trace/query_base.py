@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 WHERE_BRANCH = "WHERE generation = ? AND branch = ?"
 WHERE_STEP = "WHERE generation = ? AND branch = ? AND step = ?"
+OPEN_END = 1 << 62
+"""Stands for the end of a range that is open: no step and no position is as large."""
 
 
 def place_condition(generation: int | None, branch: int, step: int | None) -> tuple[str, list[int]]:

@@ -7,7 +7,6 @@ its parent's. A `limit` of -1 means all.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,7 +17,6 @@ from typing import Any, Self
 from flexinspect.core.errors import TraceError
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import (
-    TRAIN,
     Array,
     ArrayRecord,
     BuildRecord,
@@ -36,11 +34,10 @@ from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.trace import arrays, codec, data_frames, schema
 from flexinspect.trace.data_frames import Library
 from flexinspect.trace.file.connections import in_wal_mode
-from flexinspect.trace.query_base import WHERE_BRANCH, WHERE_STEP, place_condition
+from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, WHERE_STEP, place_condition
 from flexinspect.trace.reader_queries import TrainingQueries
 from flexinspect.trace.rows import ArrayInfo, BranchRow, GenerationRow, StepRow
-
-_OPEN_END = 1 << 62
+from flexinspect.trace.step_loader import ALL_STREAMS, load_steps, read_arrays, with_arrays
 
 
 def open_trace(path: str | Path) -> TraceReader:
@@ -155,7 +152,7 @@ class TraceReader(TrainingQueries):
     ) -> list[TokenRecord]:
         """Return the tokens at `start <= pos < stop` (None: to the end), at most `limit`."""
         rest = f"{WHERE_BRANCH} AND pos >= ? AND pos < ? ORDER BY pos LIMIT ?"
-        params = (generation, branch, start, _OPEN_END if stop is None else stop, limit)
+        params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
         return self._records(codec.decode_token, schema.TOKENS, rest, params, skip=2)
 
     def step_tokens(self, generation: int, step: int, branch: int = 0) -> list[TokenRecord]:
@@ -191,7 +188,7 @@ class TraceReader(TrainingQueries):
     ) -> list[StepRow]:
         """Return the steps `start <= step < stop` (None: to the end), at most `limit` of them."""
         rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
-        params = (generation, branch, start, _OPEN_END if stop is None else stop, limit)
+        params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
         return self._records(codec.decode_step, schema.STEPS, rest, params, stop=-3)
 
     def step(self, generation: int, step: int, branch: int = 0) -> StepRow | None:
@@ -208,11 +205,11 @@ class TraceReader(TrainingQueries):
     def logits(self, generation: int, step: int, branch: int = 0) -> LogitsRecord | None:
         """Return the distribution of a step with its candidates, None when not captured."""
         key = (generation, branch, step)
-        rows = self._select(schema.STEPS, f"{WHERE_STEP} AND chosen_id IS NOT NULL", key, skip=12)
+        rows = self._select(schema.STEPS, f"{WHERE_STEP} AND chosen_id IS NOT NULL", key)
         if not rows:
             return None
-        found = tuple(self.candidates(generation, step, branch))
-        return self._decode(lambda row: codec.decode_logits(row, found), rows[0])
+        candidates = tuple(self.candidates(generation, step, branch))
+        return self._decode(lambda row: codec.decode_logits(row, candidates), rows[0])
 
     def inputs(self, generation: int, step: int, branch: int = 0) -> InputsRecord | None:
         """Return what a step was fed and what the cache held, None when not captured."""
@@ -284,16 +281,8 @@ class TraceReader(TrainingQueries):
             return None
         sql = "SELECT generation, branch, step FROM masks WHERE fingerprint = ?"
         key = self._query(sql, (fingerprint,))[0]
-        found = self._arrays(key, "AND owner = ?", (fingerprint,))
-        have = {record.stream: record.array for record in found}
-        return replace(
-            summary,
-            cells=have.get("mask.cells"),
-            averaged=have.get("mask.averaged"),
-            partial=have.get("mask.partial"),
-            full=have.get("mask.full"),
-            ruled=have.get("mask.ruled"),
-        )
+        where = f"{WHERE_STEP} AND owner = ?"
+        return with_arrays(summary, read_arrays(self, key[0], where, (*key, fingerprint)))
 
     def arrays(self, generation: int, step: int, branch: int = 0) -> list[ArrayInfo]:
         """Return what arrays a step has, without their data; those of masks are not listed."""
@@ -307,42 +296,25 @@ class TraceReader(TrainingQueries):
 
         Raises `TraceError` when its checksum is wrong.
         """
-        key = (generation, branch, step)
-        rest = "AND owner IS NULL AND stream = ? AND layer IS ?"
-        found = self._arrays(key, rest, (stream, layer))
+        condition = "owner IS NULL AND stream = ? AND layer IS ?"
+        found = self._step_arrays((generation, branch, step), condition, (stream, layer))
         return arrays.widen_bfloat16(found[0].array, found[0].dtype or "") if found else None
 
     def array_records(self, generation: int, step: int, branch: int = 0) -> list[ArrayRecord]:
         """Return all arrays of a step as they were recorded (bfloat16 as uint16)."""
-        return self._arrays((generation, branch, step), "AND owner IS NULL", ())
+        return self._step_arrays((generation, branch, step), "owner IS NULL")
 
     def record(self, generation: int, step: int, branch: int = 0) -> StepRecord | None:
-        """Return all that is known of a step as one record, None when it is not recorded.
+        """Return a step as one record, None when it is not recorded.
 
-        What `TraceWriter.write_step` was given, with the places of findings and events filled in.
+        It is what `TraceWriter.write_step` received, with the places of findings and events filled
+        in. Events that were written by themselves are not part of it, even if they name the step.
         """
-        about = self.step(generation, step, branch)
-        if about is None:
+        steps = load_steps(self, generation, branch, step, step + 1, streams=ALL_STREAMS)
+        if not steps:
             return None
-        key = (generation, step, branch)
-        new_masks = self.fingerprints(*key)
-        happened = self.events(generation=generation, step=step)
-        return StepRecord(
-            *(generation, step, about.phase, about.q_len, about.kv_before, about.kv_after),
-            *(about.started_at, about.wall_ms, about.capture_ms, branch),
-            logits=self.logits(*key),
-            tokens=tuple(self.step_tokens(*key)),
-            inputs=self.inputs(*key),
-            calls=tuple(self.calls(*key)),
-            builds=tuple(self.builds(*key)),
-            layer_stats=tuple(self.layer_stats(*key)),
-            memory=self.memory(*key),
-            masks=tuple(mask for mask in map(self.mask, new_masks) if mask is not None),
-            arrays=tuple(self.array_records(*key)),
-            training=self.training_step(*key) if about.phase == TRAIN else None,
-            findings=tuple(self.findings(*key)),
-            events=tuple(row.event for row in happened if row.branch in (branch, None)),
-        )
+        findings = self.findings(generation, step, branch)
+        return replace(steps[0], findings=tuple(findings))
 
     def frame(
         self,
@@ -363,22 +335,12 @@ class TraceReader(TrainingQueries):
         make = data_frames.frame_builder(library)
         return make(self._decode(asked.values, self._query(asked.sql, asked.params)))
 
-    def _arrays(self, key: Sequence[int], rest: str, params: Sequence[Any]) -> list[ArrayRecord]:
-        rows = self._query(f"{schema.READ_ARRAYS} {rest} ORDER BY number, chunk", (*key, *params))
-        return [
-            self._decode(lambda part: self._decode_array_record(key, part), list(part))
-            for _, part in itertools.groupby(rows, key=lambda row: row[0])
-        ]
-
-    def _decode_array_record(
-        self, key: Sequence[int], rows: Sequence[Sequence[Any]]
-    ) -> ArrayRecord:
-        _, stream, layer = rows[0][:3]
-        where = f"{stream!r} of step {key[2]} of generation {key[0]} in {self.path}"
-        if [row[3] for row in rows] != list(range(len(rows))):
-            raise arrays.damaged_array(where, "a part of it is missing")
-        array, dtype = arrays.decode_array([codec.decode_chunk(row[4:]) for row in rows], where)
-        return ArrayRecord(stream, array, layer, None if dtype == array.dtype.name else dtype)
+    def _step_arrays(
+        self, key: tuple[int, int, int], condition: str, params: Sequence[Any] = ()
+    ) -> list[ArrayRecord]:
+        """Return the arrays of a step for which `condition` holds as well."""
+        where = f"{WHERE_STEP} AND {condition}"
+        return [each.record for each in read_arrays(self, key[0], where, (*key, *params))]
 
     def _generation_rows(self, where: str, params: Sequence[Any]) -> list[list[Any]]:
         rows = self._query(f"{schema.READ_GENERATIONS} {where} ORDER BY g.generation", params)
@@ -391,7 +353,7 @@ class TraceReader(TrainingQueries):
 
 
 _TABLE_EXISTS_SQL = "SELECT count(*) FROM sqlite_schema WHERE type = 'table' AND name = ?"
-_GRADIENT_ARRAYS_SQL = "AND owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
+_GRADIENT_ARRAYS = "owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
 
 
 def has_gradient_tables(reader: TraceReader) -> bool:
@@ -410,10 +372,12 @@ def read_gradients(
     stats = reader._records(
         codec.decode_gradient_stat, schema.GRADS, f"{WHERE_STEP} ORDER BY layer, name", key, skip=3
     )
-    found = {
-        record.stream: record.array for record in reader._arrays(key, _GRADIENT_ARRAYS_SQL, ())
+    arrays_by_stream = {
+        record.stream: record.array for record in reader._step_arrays(key, _GRADIENT_ARRAYS)
     }
-    return reader._decode(lambda row: codec.decode_gradients(row, tuple(stats), found), rows[0])
+    return reader._decode(
+        lambda row: codec.decode_gradients(row, tuple(stats), arrays_by_stream), rows[0]
+    )
 
 
 def steps_with_gradients(reader: TraceReader, generation: int, branch: int = 0) -> list[int]:

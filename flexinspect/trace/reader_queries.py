@@ -12,7 +12,13 @@ from flexinspect.records.training_step import ParameterGradient, TrainingStepRec
 from flexinspect.trace import codec, schema
 from flexinspect.trace.codec import Statement
 from flexinspect.trace.file.connections import ReviewKey
-from flexinspect.trace.query_base import WHERE_BRANCH, WHERE_STEP, TraceQueries, place_condition
+from flexinspect.trace.query_base import (
+    OPEN_END,
+    WHERE_BRANCH,
+    WHERE_STEP,
+    TraceQueries,
+    place_condition,
+)
 from flexinspect.trace.rows import EventRow, FindingRow, OutputRow
 
 
@@ -85,8 +91,6 @@ class FindingQueries(TraceQueries):
         return self._records(codec.decode_output, schema.OUTPUT, rest, (after_id, limit))
 
 
-_OPEN_END = 1 << 62
-
 _RATE_SQL = ", max(json_extract(learning_rates, '$[{}]'))"
 _CURVE_SQL = (
     "SELECT (step - ?) * ? / ? AS bucket, min(step), max(loss), max(total_norm), "
@@ -138,7 +142,7 @@ class TrainingQueries(FindingQueries):
     ) -> dict[int, TrainingStepRecord]:
         """Return the training steps `start <= step < stop` by number, without their gradients."""
         rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step"
-        params = (generation, branch, start, _OPEN_END if stop is None else stop)
+        params = (generation, branch, start, OPEN_END if stop is None else stop)
         rows = self._select(schema.TRAINING_STEPS, rest, params, skip=2)
         return {row[0]: self._decode(_training_step, row[1:]) for row in rows}
 

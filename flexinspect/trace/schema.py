@@ -12,6 +12,7 @@ from functools import cache
 __all__ = [
     "APPLICATION_ID",
     "ARRAYS",
+    "ARRAY_ORDER",
     "BRANCHES",
     "BUILDS",
     "CALLS",
@@ -676,12 +677,16 @@ READ_GENERATIONS = (
     f"{', '.join(f'b.{name}' for name in BRANCHES.names)} "
     "FROM generations g JOIN branches b ON b.generation = g.generation AND b.branch = 0"
 )
-_ARRAYS_OF_STEP_SQL = "FROM arrays WHERE generation = ? AND branch = ? AND step = ?"
 LIST_ARRAYS = (
-    "SELECT number, stream, layer, dtype, shape, codec, sum(length(data)) "
-    f"{_ARRAYS_OF_STEP_SQL} AND owner IS NULL GROUP BY number ORDER BY number"
+    "SELECT number, stream, layer, dtype, shape, codec, sum(length(data)) FROM arrays "
+    "WHERE generation = ? AND branch = ? AND step = ? AND owner IS NULL "
+    "GROUP BY number ORDER BY number"
 )
-READ_ARRAYS = f"SELECT number, stream, layer, chunk, dtype, item, shape, codec, checksum, data {_ARRAYS_OF_STEP_SQL}"
+READ_ARRAYS = (
+    "SELECT step, number, stream, layer, owner, chunk, dtype, item, shape, codec, checksum, data "
+    "FROM arrays"
+)
+ARRAY_ORDER = "ORDER BY generation, branch, step, number, chunk"
 DROP_SEGMENTS = "DELETE FROM segments WHERE generation = ? AND branch = ?"
 
 

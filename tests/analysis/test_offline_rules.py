@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.rules import Broken, Late, Slow
 from support.traces import RUN, SEGMENTS, sample_step, sample_trace
@@ -20,11 +21,22 @@ from flexinspect.analysis import offline_rules as reviewing
 from flexinspect.analysis.offline_rules import review
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import STANDALONE_CALLS, EventRecord, GenerationEnd, GenerationRecord
+from flexinspect.records.step import (
+    STANDALONE_CALLS,
+    CallRecord,
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    MaskRecord,
+    StepRecord,
+)
+from flexinspect.rules.masks.block_tables import BlockTablesRule
+from flexinspect.rules.masks.mask_findings import STALE_TABLES
 from flexinspect.trace.file import writer as append
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.replay import STEPS_PER_READ, replay
+from flexinspect.trace.replay import replay
+from flexinspect.trace.step_loader import STEPS_PER_READ
 
 DEAD = {**RUN, "pid": 2**22 + 7, "started_at": 1000.0}
 
@@ -200,7 +212,7 @@ def test_what_another_program_stores_meanwhile_is_said_once(path: Path) -> None:
 def test_calls_outside_of_a_model_go_to_rules_that_want_them(tmp_path: Path) -> None:
     class Loose(Late):
         name = "loose"
-        loose = True
+        handles_standalone_calls = True
 
     path = tmp_path / "loose.flextrace"
     with TraceWriter.create(path, {**RUN, "rules": []}) as writer:
@@ -279,3 +291,48 @@ def test_a_damaged_generation_is_told_of_and_the_others_are_looked_at(path: Path
         done = review(reader, [Slow()])
     assert "damaged" in done.note
     assert [finding.generation for finding in said(path, "slow.long-token")] == [1]
+
+
+def test_a_rule_that_runs_offline_sees_the_block_tables_of_a_compiled_call(tmp_path: Path) -> None:
+    opens_two_blocks = np.array([[[1, 0], [1, 1]]], np.uint8)
+    lists_one_block = np.array([[[True, False], [False, True]]])
+    mask = MaskRecord(
+        fingerprint="stale",
+        kind="block",
+        batch=1,
+        heads=1,
+        q_len=8,
+        kv_len=8,
+        q_offset=0,
+        block_q=4,
+        block_kv=4,
+        rule="user.masks.causal",
+        compiled=True,
+        partial=lists_one_block,
+        ruled=opens_two_blocks,
+    )
+    call = CallRecord(
+        layer=0,
+        path="flex compiled",
+        backend="user",
+        mask="stale",
+        batch=1,
+        q_heads=1,
+        kv_heads=1,
+        q_len=8,
+        kv_len=8,
+        head_dim=4,
+        dtype="float32",
+        scale=None,
+    )
+    path = tmp_path / "compiled.flextrace"
+    with TraceWriter.create(path, {**RUN, "rules": []}) as writer:
+        writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+        writer.write_step(
+            StepRecord(0, 0, "prefill", 8, 0, 8, 1000.0, 1.0, 0.1, calls=(call,), masks=(mask,))
+        )
+    with open_trace(path) as reader:
+        review(reader, [BlockTablesRule()])
+        (finding,) = reader.findings()
+    assert finding.id == STALE_TABLES
+    assert finding.evidence["missing"] == 1

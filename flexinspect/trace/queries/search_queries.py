@@ -5,11 +5,9 @@ from __future__ import annotations
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.queries.range_queries import lineage
-from flexinspect.trace.query_base import WHERE_BRANCH, TraceQueries
+from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, TraceQueries
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import EventRow
-
-_OPEN_END = 1 << 62
 
 
 def token_ranges(
@@ -55,7 +53,7 @@ def last_pos(trace: TraceReader, generation: int, branch: int = 0) -> int | None
     """Return the highest position recorded so far, None when there is none."""
     sql = f"SELECT pos FROM tokens {WHERE_BRANCH} AND pos < ? ORDER BY pos DESC LIMIT 1"
     for number, _, stop in reversed(token_ranges(trace, generation, branch)):
-        params = (generation, number, _OPEN_END if stop is None else stop)
+        params = (generation, number, OPEN_END if stop is None else stop)
         found = trace._query_int(sql, params)
         if found is not None:
             return found
@@ -97,7 +95,7 @@ def find_text(
         f"AND (instr(lower(text), lower(?)) OR token = ?){chosen} ORDER BY pos LIMIT 1"
     )
     parts = token_ranges(trace, generation, branch)
-    for low, high in ((after + 1, _OPEN_END), (0, after + 1)):
+    for low, high in ((after + 1, OPEN_END), (0, after + 1)):
         for number, first, end in parts:
             span = (max(low, first), high if end is None else min(high, end))
             rows = trace._query(sql, (generation, number, *span, text, text))
