@@ -1,8 +1,8 @@
-"""Reading a trace, live or finished: typed, lazy, never writing.
+"""The reader of a trace, finished or being recorded: typed records, read on demand, never written.
 
-All work is in proportion to what is asked for. `generation`, `branch` and `step` are numbers as
-they were recorded; a branch holds only its own tokens and steps, those before its `fork_step` are
-its parent's. A `limit` of -1 means all.
+The cost of a call grows with what it returns, not with the size of the trace. `generation`,
+`branch` and `step` are numbers as they were recorded. A branch holds only its own tokens and steps;
+those before its `fork_step` are its parent's. A `limit` of -1 means all.
 """
 
 from __future__ import annotations
@@ -41,15 +41,18 @@ from flexinspect.trace.step_loader import ALL_STREAMS, load_steps, read_arrays, 
 
 
 def open_trace(path: str | Path) -> TraceReader:
-    """Open the trace at `path`. Raises `TraceError` when it is missing, foreign or damaged."""
+    """Open the trace at `path`.
+
+    Raises `TraceError` when it is missing, damaged, or not a trace.
+    """
     return TraceReader(path)
 
 
 class TraceReader(TrainingQueries):
-    """A trace, read only. Any thread may use it: each gets a connection of its own.
+    """A trace, read only. Any thread may use it: each thread gets its own connection.
 
-    While a run records, every call sees all that is committed; `changed` tells when to look again.
-    Every method raises `TraceError` when the file turns out to be damaged.
+    While a run is recorded, every call sees all committed steps; `changed` tells when to read
+    again. Every method raises `TraceError` when the file turns out to be damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,7 +60,7 @@ class TraceReader(TrainingQueries):
         self._added = False
         self._live = self.state == "recording"
         if not self._live and in_wal_mode(self.path):
-            self._connections.release()  # its writer may be about to fold it
+            self._connections.release()  # its writer may be about to fold in the WAL
 
     def __enter__(self) -> Self:
         return self
@@ -78,33 +81,34 @@ class TraceReader(TrainingQueries):
         self._connections.close()
 
     def snapshot(self) -> AbstractContextManager[None]:
-        """While entered, this thread reads the trace as it is now, whatever is being written."""
+        """Return a context in which this thread reads the trace as it is now, despite writes."""
         return self._connections.snapshot()
 
     def changed(self) -> bool:
         """Tell whether anything was written since the last call; cheap enough to poll.
 
-        Sees the end of a recording, too, and then lets go of the file for the writer to fold it.
+        This includes the end of a recording; the file is then released, so that its writer can fold
+        in the WAL.
         """
-        moved = self._connections.changed() or self._added
+        has_changed = self._connections.changed() or self._added
         self._added = False
-        if moved and self._live and self.state != "recording":
+        if has_changed and self._live and self.state != "recording":
             self._live = False
             self._connections.release()
-        return moved
+        return has_changed
 
     @property
     def state(self) -> str:
-        """recording, finished, interrupted or failed. A killed run stays at recording."""
+        """recording, finished, interrupted or failed. The state of a killed run stays recording."""
         rows = self._select(schema.RUN, "WHERE key = 'state'")
         return str(rows[0][1]) if rows else ""
 
     def run(self) -> dict[str, Any]:
-        """Return the manifest."""
+        """Return the manifest: the facts of the run by name."""
         return dict(self._select(schema.RUN, "ORDER BY key"))
 
     def model(self, generation: int) -> dict[str, Any]:
-        """Return what the manifest says of a generation's model, empty when it says nothing."""
+        """Return the manifest's facts of a generation's model, empty when it has none."""
         run = self.run()
         rows = self._query("SELECT model FROM generations WHERE generation = ?", (generation,))
         listed = run.get("models")
@@ -119,7 +123,7 @@ class TraceReader(TrainingQueries):
         return [self._decode(codec.decode_generation, row) for row in self._generation_rows("", ())]
 
     def generation(self, generation: int) -> GenerationRow:
-        """Return one generation. Raises `TraceError` when there is none of that number."""
+        """Return one generation. Raises `TraceError` when there is no such generation."""
         rows = self._generation_rows("WHERE g.generation = ?", (generation,))
         if not rows:
             raise TraceError(f"{self.path} has no generation {generation}.")
@@ -157,11 +161,11 @@ class TraceReader(TrainingQueries):
 
     def step_tokens(self, generation: int, step: int, branch: int = 0) -> list[TokenRecord]:
         """Return the tokens that a step chose."""
-        about = self.step(generation, step, branch)
-        if about is None or about.first_pos is None or about.last_pos is None:
+        row = self.step(generation, step, branch)
+        if row is None or row.first_pos is None or row.last_pos is None:
             return []
-        found = self.tokens(generation, branch, about.first_pos, about.last_pos + 1)
-        return [token for token in found if token.step == step]
+        tokens = self.tokens(generation, branch, row.first_pos, row.last_pos + 1)
+        return [token for token in tokens if token.step == step]
 
     def n_steps(self, generation: int, branch: int = 0) -> int:
         """Return the number of steps from the first to the last one recorded so far."""
@@ -212,7 +216,7 @@ class TraceReader(TrainingQueries):
         return self._decode(lambda row: codec.decode_logits(row, candidates), rows[0])
 
     def inputs(self, generation: int, step: int, branch: int = 0) -> InputsRecord | None:
-        """Return what a step was fed and what the cache held, None when not captured."""
+        """Return a step's forward input and cached lengths, None when not captured."""
         key = (generation, branch, step)
         rows = self._records(codec.decode_inputs, schema.INPUTS, WHERE_STEP, key, skip=3)
         return rows[0] if rows else None
@@ -225,7 +229,7 @@ class TraceReader(TrainingQueries):
         )
 
     def builds(self, generation: int, step: int, branch: int = 0) -> list[BuildRecord]:
-        """Return the block masks that were built for a step, in order; own code only."""
+        """Return the block masks that user code built for a step, in order."""
         key = (generation, branch, step)
         return self._records(
             codec.decode_build, schema.BUILDS, f"{WHERE_STEP} ORDER BY build", key, skip=4
@@ -250,9 +254,10 @@ class TraceReader(TrainingQueries):
     def mask_summaries(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
     ) -> list[MaskRecord]:
-        """Return masks without their arrays, in the order they first came.
+        """Return masks without their arrays, in the order in which they first occurred.
 
-        All of the trace, or those that a branch of a generation (or one step of it) had first.
+        All masks of the trace, or those that first occurred in a branch of a generation, or in one
+        step of it.
         """
         rest, params = place_condition(generation, branch, step)
         rest += " ORDER BY generation, branch, step, fingerprint"
@@ -261,7 +266,7 @@ class TraceReader(TrainingQueries):
     def fingerprints(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
     ) -> list[str]:
-        """Return the fingerprints of the masks that `mask_summaries` returns, and nothing else."""
+        """Return only the fingerprints of the masks that `mask_summaries` returns."""
         where, params = place_condition(generation, branch, step)
         sql = (
             f"SELECT fingerprint FROM masks {where} ORDER BY generation, branch, step, fingerprint"
@@ -285,20 +290,20 @@ class TraceReader(TrainingQueries):
         return with_arrays(summary, read_arrays(self, key[0], where, (*key, fingerprint)))
 
     def arrays(self, generation: int, step: int, branch: int = 0) -> list[ArrayInfo]:
-        """Return what arrays a step has, without their data; those of masks are not listed."""
+        """Return the arrays of a step without their data; arrays of masks are not listed."""
         rows = self._query(schema.LIST_ARRAYS, (generation, branch, step))
         return [self._decode(codec.decode_array_info, row) for row in rows]
 
     def array(
         self, generation: int, step: int, stream: str, layer: int | None = None, branch: int = 0
     ) -> Array | None:
-        """Return an array of a step, None when there is none; bfloat16 comes back as float32.
+        """Return an array of a step, None when there is none; bfloat16 is widened to float32.
 
         Raises `TraceError` when its checksum is wrong.
         """
         condition = "owner IS NULL AND stream = ? AND layer IS ?"
-        found = self._step_arrays((generation, branch, step), condition, (stream, layer))
-        return arrays.widen_bfloat16(found[0].array, found[0].dtype or "") if found else None
+        records = self._step_arrays((generation, branch, step), condition, (stream, layer))
+        return arrays.widen_bfloat16(records[0].array, records[0].dtype or "") if records else None
 
     def array_records(self, generation: int, step: int, branch: int = 0) -> list[ArrayRecord]:
         """Return all arrays of a step as they were recorded (bfloat16 as uint16)."""
@@ -325,15 +330,15 @@ class TraceReader(TrainingQueries):
         branch: int | None = None,
         step: int | None = None,
     ) -> Any:
-        """Return a table of the trace as a DataFrame: all rows, or those of the place given.
+        """Return a table of the trace as a DataFrame: all rows, or those of one place.
 
-        Tables and columns are those of `docs/trace-format.md`, blobs left out; JSON stays text.
-        Without `library` it is of pandas if that is installed, of polars otherwise. Raises
-        `UsageError` for an unknown table, and when neither is installed.
+        Tables and columns are those of `docs/trace-format.md`, without blobs; JSON stays text.
+        Without `library` it is a DataFrame of pandas if that is installed, of polars otherwise.
+        Raises `UsageError` for an unknown table, and when neither is installed.
         """
-        asked = data_frames.frame_query(table, generation=generation, branch=branch, step=step)
-        make = data_frames.frame_builder(library)
-        return make(self._decode(asked.values, self._query(asked.sql, asked.params)))
+        query = data_frames.frame_query(table, generation=generation, branch=branch, step=step)
+        build = data_frames.frame_builder(library)
+        return build(self._decode(query.values, self._query(query.sql, query.params)))
 
     def _step_arrays(
         self, key: tuple[int, int, int], condition: str, params: Sequence[Any] = ()
@@ -357,7 +362,7 @@ _GRADIENT_ARRAYS = "owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')
 
 
 def has_gradient_tables(reader: TraceReader) -> bool:
-    """Tell whether a trace has the tables of gradients; early ones of version 1 have not."""
+    """Tell whether a trace has the tables of gradients; early traces of version 1 do not."""
     return bool(reader._query_int(_TABLE_EXISTS_SQL, (schema.GRADIENTS.name,)))
 
 

@@ -138,14 +138,14 @@ def test_a_trace_without_a_table(copy: Path) -> None:
         ("UPDATE arrays SET checksum = checksum + 1", "a checksum does not match"),
         ("UPDATE arrays SET data = zeroblob(length(data) + 1)", "a checksum does not match"),
         ("UPDATE arrays SET shape = '[1' WHERE owner IS NOT NULL", "its shape is no list"),
-        ("UPDATE arrays SET shape = '[-1]' WHERE owner IS NOT NULL", "that is no length"),
-        ("UPDATE arrays SET shape = '[99]' WHERE owner IS NOT NULL", "do not make"),
-        ("UPDATE arrays SET item = 'object' WHERE owner IS NOT NULL", "its type is given as"),
+        ("UPDATE arrays SET shape = '[-1]' WHERE owner IS NOT NULL", "that is not a length"),
+        ("UPDATE arrays SET shape = '[99]' WHERE owner IS NOT NULL", "bytes are not"),
+        ("UPDATE arrays SET item = 'object' WHERE owner IS NOT NULL", "its type is"),
         ("UPDATE arrays SET codec = 'pickle' WHERE owner IS NOT NULL", "its codec as 'pickle'"),
         ("UPDATE arrays SET chunk = 1 WHERE owner IS NOT NULL", "a part of it is missing"),
-        ("UPDATE run SET value = '{'", "a row of run holds what it cannot hold"),
-        ("UPDATE segments SET kind = 'odd'", "'odd' is no SegmentKind"),
-        ("UPDATE findings SET severity = 'odd'", "'odd' is no Severity"),
+        ("UPDATE run SET value = '{'", "a row of run holds a value of a wrong type"),
+        ("UPDATE segments SET kind = 'odd'", "'odd' is not a SegmentKind"),
+        ("UPDATE findings SET severity = 'odd'", "'odd' is not a Severity"),
         ("UPDATE findings SET positions = '[\"x\"]'", "a list of int holds something else"),
         ("UPDATE events SET data = '[]'", "an object holds something else"),
         ("UPDATE generations SET expected = '3'", "a list of str holds something else"),
@@ -167,7 +167,7 @@ def test_squeezed_bytes_that_do_not_unpack(tmp_path: Path) -> None:
         causal = ArrayRecord("causal", np.tri(512, dtype=bool))
         writer.write_step(step(0, arrays=(causal,), masks=()))
     change(path, "UPDATE arrays SET data = ?, checksum = ?", b"junk", zlib.crc32(b"junk"))
-    assert_refused(path, "do not unpack|does not unpack")
+    assert_refused(path, "do not decompress|does not decompress")
 
 
 def test_damage_of_one_array_leaves_the_others_readable(copy: Path) -> None:

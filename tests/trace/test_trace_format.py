@@ -15,7 +15,8 @@ import pytest
 from support.paths import DOCS
 from support.trace_samples import generation, small_step, step
 
-from flexinspect.trace import schema
+from flexinspect.records.step import Candidate
+from flexinspect.trace import codec, schema
 from flexinspect.trace.arrays import CODECS
 from flexinspect.trace.file import connections
 from flexinspect.trace.file.writer import TraceWriter
@@ -179,3 +180,8 @@ def test_hostile_views_and_triggers_are_not_trusted(finished: Path) -> None:
         assert db.execute("PRAGMA query_only").fetchone() == (1,)
         with pytest.raises(sqlite3.OperationalError):
             db.execute("DELETE FROM steps")
+
+
+def test_a_record_must_have_the_columns_of_its_table_as_fields() -> None:
+    with pytest.raises(TypeError, match="columns of memory are not the fields of Candidate"):
+        codec._record_decoder(Candidate, schema.MEMORY, skip=3)
