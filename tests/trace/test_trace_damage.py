@@ -137,11 +137,11 @@ def test_a_trace_without_a_table(copy: Path) -> None:
     [
         ("UPDATE arrays SET checksum = checksum + 1", "a checksum does not match"),
         ("UPDATE arrays SET data = zeroblob(length(data) + 1)", "a checksum does not match"),
-        ("UPDATE arrays SET shape = '[1' WHERE owner IS NOT NULL", "its shape is no list"),
+        ("UPDATE arrays SET shape = '[1' WHERE owner IS NOT NULL", "its shape is not a list"),
         ("UPDATE arrays SET shape = '[-1]' WHERE owner IS NOT NULL", "that is not a length"),
         ("UPDATE arrays SET shape = '[99]' WHERE owner IS NOT NULL", "bytes are not"),
         ("UPDATE arrays SET item = 'object' WHERE owner IS NOT NULL", "its type is"),
-        ("UPDATE arrays SET codec = 'pickle' WHERE owner IS NOT NULL", "its codec as 'pickle'"),
+        ("UPDATE arrays SET codec = 'pickle' WHERE owner IS NOT NULL", "its codec 'pickle'"),
         ("UPDATE arrays SET chunk = 1 WHERE owner IS NOT NULL", "a part of it is missing"),
         ("UPDATE run SET value = '{'", "a row of run holds a value of a wrong type"),
         ("UPDATE segments SET kind = 'odd'", "'odd' is not a SegmentKind"),
@@ -242,7 +242,7 @@ def test_any_damage_of_a_wal_is_read_or_refused(tmp_path: Path) -> None:
 def test_objects_are_refused_on_the_way_in(tmp_path: Path) -> None:
     with TraceWriter.create(tmp_path / "a.flextrace", {}) as writer:
         for array in (np.array([{}], object), np.array(["x"]), np.zeros(2, "M8[s]")):
-            with pytest.raises(TraceWriteError, match="numbers and bools only"):
+            with pytest.raises(TraceWriteError, match="only numbers and bools"):
                 writer.write_step(step(0, arrays=(ArrayRecord("x", array),)))
         assert not writer.failed
 

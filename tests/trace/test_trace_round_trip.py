@@ -274,7 +274,7 @@ def test_any_array_of_numbers_comes_back_and_no_other_is_taken(tmp_path: Path, a
         else:
             assert same(back, array.astype(array.dtype.newbyteorder("=")))
     else:
-        with pytest.raises(TraceWriteError, match="numbers and bools only"):
+        with pytest.raises(TraceWriteError, match="only numbers and bools"):
             written(tmp_path / "a.flextrace", record)
 
 
