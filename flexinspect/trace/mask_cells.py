@@ -36,7 +36,8 @@ _MASK_ARRAYS_FROM = (
 )
 _FIND_CELLS_SQL = (
     "SELECT m.generation, m.branch, m.step, a.number, a.item, a.shape, a.codec "
-    f"{_MASK_ARRAYS_FROM} WHERE m.fingerprint = ? AND a.stream = 'mask.cells' ORDER BY a.chunk LIMIT 1"
+    f"{_MASK_ARRAYS_FROM} WHERE m.fingerprint = ? AND a.stream = 'mask.cells' "
+    "ORDER BY a.chunk LIMIT 1"
 )
 _CHUNK_SQL = (
     "SELECT dtype, item, shape, codec, checksum, data FROM arrays WHERE generation = ? "

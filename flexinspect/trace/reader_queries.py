@@ -115,7 +115,7 @@ MAX_RATES = 8
 """Number of parameter groups of an optimizer whose learning rates are read for a curve."""
 MAX_STEPS_READ = 4096
 """Steps whose norms by group are read for a plot. Of a longer run these are evenly spread steps,
-steps with large norms, and as many of those with NaN or Inf (a run may end with only such steps)."""
+steps with large norms, and as many steps with NaN or Inf (a run may end with only such steps)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ def test_calls_outside_of_a_model_go_to_rules_that_want_them(tmp_path: Path) -> 
     [
         ("SQLITE_FULL", "the disk is full"),
         ("SQLITE_READONLY", "it is read-only"),
-        ("SQLITE_BUSY", "another program holds it locked"),
+        ("SQLITE_BUSY", "it is locked by another program"),
     ],
 )
 def test_what_cannot_be_stored_is_kept_and_told_in_one_sentence(
@@ -244,7 +244,7 @@ def test_what_cannot_be_stored_is_kept_and_told_in_one_sentence(
     with open_trace(path) as reader:
         n_before = len(reader.findings())
         done = review(reader, [Slow()])
-        assert done.note == f"What was found is not stored in {path}: {reason}."
+        assert done.note == f"The findings are not stored in {path}: {reason}."
         reader.add_reviews(append.review_statements(done.unstored))
         assert reader.changed()
         assert len(reader.findings()) == n_before + 2

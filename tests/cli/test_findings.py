@@ -217,7 +217,7 @@ def test_what_cannot_be_stored_is_said_all_the_same(
     assert code == 1
     assert "  “ Jane” is long." in out.splitlines()
     # A long path is broken where it must be.
-    sentence = f"! What was found is not stored in {path}: it is read-only."
+    sentence = f"! The findings are not stored in {path}: it is read-only."
     assert "".join(sentence.split()) in "".join(out.split())
 
 

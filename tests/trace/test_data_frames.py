@@ -239,7 +239,10 @@ def test_without_pandas_it_is_polars(reader: TraceReader, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("library", "sentence"),
     [
-        (None, "A frame needs pandas or polars, and neither is installed: pip install pandas."),
+        (
+            None,
+            "A data frame needs pandas or polars, and neither is installed: pip install pandas.",
+        ),
         ("polars", "polars is not installed: pip install polars."),
     ],
 )
@@ -267,10 +270,10 @@ def test_a_broken_pandas_is_not_taken_for_an_absent_one(
     [
         ({"table": "step"}, "no table 'step'; it has run, generations,"),
         ({"table": "run; DROP TABLE steps"}, "no table 'run; DROP TABLE steps'"),
-        ({"table": "run", "generation": 0}, "The rows of run belong to no generation"),
-        ({"table": "output", "branch": 0}, "The rows of output belong to no branch"),
-        ({"table": "generations", "step": 0}, "The rows of generations belong to no step"),
-        ({"table": "steps", "library": "arrow"}, "no frames of 'arrow': choose pandas or polars"),
+        ({"table": "run", "generation": 0}, "The table run has no column generation"),
+        ({"table": "output", "branch": 0}, "The table output has no column branch"),
+        ({"table": "generations", "step": 0}, "The table generations has no column step"),
+        ({"table": "steps", "library": "arrow"}, "'arrow' is not a library for data frames: choose pandas or polars"),
     ],
 )
 def test_what_cannot_be_is_said(reader: TraceReader, asked: Any, sentence: str) -> None:

@@ -117,8 +117,16 @@ SQUEEZED = (1, 512, 512)
         (SQUEEZED, "UPDATE arrays SET shape = '[1, 512, 511]' WHERE owner = 'm'", "size of its"),
         (SQUEEZED, "UPDATE arrays SET item = 'int8', dtype = 'int8'", "the form of a mask"),
         (SQUEEZED, "UPDATE arrays SET codec = 'raw' WHERE owner = 'm'", "the form of a mask"),
-        (SQUEEZED, "UPDATE arrays SET shape = '[512, 512]' WHERE owner = 'm'", "the form of a mask"),
-        (SQUEEZED, "UPDATE arrays SET shape = '[1, -1, 512]' WHERE owner = 'm'", "the form of a mask"),
+        (
+            SQUEEZED,
+            "UPDATE arrays SET shape = '[512, 512]' WHERE owner = 'm'",
+            "the form of a mask",
+        ),
+        (
+            SQUEEZED,
+            "UPDATE arrays SET shape = '[1, -1, 512]' WHERE owner = 'm'",
+            "the form of a mask",
+        ),
     ],
 )
 def test_damage_is_refused_in_a_sentence(

@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_at_the_beginning_begins_nothing(tmp_path: Path) -> 
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(
-            TraceWriteError, match=r"a\.flextrace cannot be begun: the disk"
+            TraceWriteError, match=r"a\.flextrace cannot be created: the disk"
         ) as full:
             TraceWriter.create(tmp_path / "a.flextrace", {})
     finally:
@@ -162,7 +162,7 @@ def test_a_file_held_by_another_program_is_said(tmp_path: Path) -> None:
     writer._db.execute("PRAGMA busy_timeout = 20")
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(TraceWriteError, match="another program holds it locked"):
+        with pytest.raises(TraceWriteError, match="it is locked by another program"):
             writer.write_step(step(0))
     writer.close()
     assert open_trace(path).state == "failed"
