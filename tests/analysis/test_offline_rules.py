@@ -279,7 +279,7 @@ def test_a_review_survives_its_way_through_text(path: Path) -> None:
         done = review(reader, [Slow(), Broken()], store=False)
     text = reviewing.review_to_json(done)
     assert repr(reviewing.review_from_json(text)) == repr(done)
-    with pytest.raises(ValueError, match="no review"):
+    with pytest.raises(ValueError, match="not a review"):
         reviewing.review_from_json(json.dumps({"findings": []}))
 
 

@@ -348,7 +348,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "own flag": (("--model", "demo", "s.py"), "--model is for our own generation, and s.py"),
     "own default": (("--mask", "causal", "-m", "m"), "--mask is for our own generation, and m"),
     "layers": (("--layers", "1", "s.py"), "--layers chooses whose activations"),
-    "no layers": (("--level", "extreme", "--layers", "x", "s.py"), "'x' is no number or range"),
+    "no layers": (("--level", "extreme", "--layers", "x", "s.py"), "'x' is not a number or range"),
     "in the way": (("--out", "s.py", "s.py"), "The trace s.py exists already."),
     "no folder": (("--out", "absent/t.flextrace", "s.py"), "absent"),
     "alone": (("--declare", "d.toml"), "--declare goes with a program of your own."),

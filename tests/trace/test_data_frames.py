@@ -273,7 +273,10 @@ def test_a_broken_pandas_is_not_taken_for_an_absent_one(
         ({"table": "run", "generation": 0}, "The table run has no column generation"),
         ({"table": "output", "branch": 0}, "The table output has no column branch"),
         ({"table": "generations", "step": 0}, "The table generations has no column step"),
-        ({"table": "steps", "library": "arrow"}, "'arrow' is not a library for data frames: choose pandas or polars"),
+        (
+            {"table": "steps", "library": "arrow"},
+            "'arrow' is not a library for data frames: choose pandas or polars",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(reader: TraceReader, asked: Any, sentence: str) -> None:
