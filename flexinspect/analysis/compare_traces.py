@@ -255,7 +255,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     yield f"A  {comparison.a}"
     yield f"B  {comparison.b}"
     if comparison.identical:
-        yield "Identical files: byte for byte the same, so that this compares a run with itself."
+        yield "Identical files: byte for byte the same, so this compares a run with itself."
     for generation in comparison.generations:
         yield from _generation_lines(generation)
     default = "No difference in anything that was recorded."
@@ -269,7 +269,8 @@ def _generation_lines(one: GenerationDifference) -> Iterator[str]:
         return
     if one.prompt is not None:
         place = f"{printable(one.prompt.a)!r} against {printable(one.prompt.b)!r}"
-        yield f"  the prompts part at position {one.prompt.position}: {place}; no step is compared"
+        position = one.prompt.position
+        yield f"  the prompts differ from position {position} on: {place}; no step is compared"
         return
     if one.n_steps[0] != one.n_steps[1]:
         yield f"  A has {plural(one.n_steps[0], 'step')}, B has {one.n_steps[1]}"
@@ -307,9 +308,9 @@ def _step_lines(one: GenerationDifference, step: StepDifference) -> Iterator[str
     if step.layers:
         yield from _layer_lines(step, one.limit)
     if step.logits is not None:
-        moved = f"    logits of the candidates: up to {step.logits:.3g}"
-        news = f"; {plural(len(step.entered), 'other candidate')}" if step.entered else ""
-        yield moved + news
+        change = f"    logits of the candidates: up to {step.logits:.3g}"
+        entered = f"; {plural(len(step.entered), 'other candidate')}" if step.entered else ""
+        yield change + entered
     if step.is_diverged and step.tokens is not None:
         pairs = zip(one.words, step.tokens, strict=True)
         a, b = (printable(word) or f"id {id_}" for word, id_ in pairs)
@@ -318,7 +319,7 @@ def _step_lines(one: GenerationDifference, step: StepDifference) -> Iterator[str
 
 
 def _layer_lines(step: StepDifference, limit: float) -> Iterator[str]:
-    """Yield each layer's difference and what the layer added to it."""
+    """Yield each layer's difference and the part of it that the layer added."""
     how = "hidden states" if step.layers[0].exact else "statistics"
     yield f"    layer  difference  added     ({how}, relative; rounding up to {limit:g})"
     for layer in step.layers[:_MAX_LAYERS]:
@@ -340,7 +341,8 @@ def _conclusion_lines(one: GenerationDifference) -> Iterator[str]:
     if one.divergence is None:
         yield f"  the same token in each of {plural(len(one.steps), 'step')}"
     else:
-        yield f"  from step {one.divergence.step + 1} on the two are fed other tokens: not compared"
+        step = one.divergence.step + 1
+        yield f"  from step {step} on the two receive different tokens: not compared"
 
 
 def _format_layers(which: tuple[int, ...]) -> str:

@@ -65,7 +65,8 @@ class TokenRecord:
 class Candidate:
     """One of the top-k tokens of a step.
 
-    `logit` and `logprob` are before the logits processors, the scores after them. The scores are NaN when the output of the processors was not observed.
+    `logit` and `logprob` are before the logits processors, the scores after them. The scores are
+    NaN when the output of the processors was not observed.
     """
 
     rank: int

@@ -44,8 +44,8 @@ class GradientRecord:
     `value` is the differentiated quantity, `scale` the norm of its gradient at the logits, `rival`
     the other token id of a margin. `gate` is the largest difference between the logits of this
     forward and the recorded ones, relative to the largest recorded logit; above `tolerance` (or
-    NaN) this forward is not what ran, and nothing else is recorded. `n_unreached` parameters have no
-    influence on the token; those of layers that are unreached as a whole are in `stats`, with 0.
+    NaN) this forward is not what ran, and nothing else is recorded. `n_unreached` parameters have
+    no influence on the token; those of layers that are unreached as a whole are in `stats`, with 0.
     `anomaly` is the message of autograd's anomaly mode. `tokens` is float (2, positions): gradient
     times input, and the norm of the gradient, at each token's embedding. `layers` is float
     (layers + 1,): the norms at the embeddings and at each layer's output, 0 where no gradient

@@ -58,7 +58,7 @@ def test_the_tree_follows_parents_and_says_what_is_other(reader: TraceReader) ->
     ]
     assert [node.change_text for node in nodes] == [
         *("", "' Rome' instead of ' Jane'"),
-        "preset causal; cell 3 1, all keys computed again",
+        "preset causal; cell 3 1, all keys recomputed",
     ]
 
 
@@ -174,7 +174,7 @@ def test_equal_masks_of_later_steps_lie_where_their_steps_are(tmp_path: Path) ->
 
 def test_a_replayed_branch_says_so() -> None:
     said = branch_comparison.describe_change({"kind": "replay", "why": ["x"]})
-    assert said == "it came out differently when it was run again"
+    assert said == "the replayed step differed from the recorded one"
     assert branch_comparison.describe_change({"kind": "token", "token_id": 5, "instead_id": 6}) == (
         "token 5 instead of token 6"
     )

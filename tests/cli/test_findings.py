@@ -234,7 +234,7 @@ def test_a_rule_that_fails_is_named(
 def test_a_clean_trace_says_who_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = sample_trace(tmp_path / "clean.flextrace", nan_at=None)
     assert main(["findings", str(path), "--id", "numbers.*"]) == 0
-    assert capsys.readouterr().out == "No finding: 2 rules looked (numbers, slow).\n"
+    assert capsys.readouterr().out == "No findings: 2 rules ran (numbers, slow).\n"
 
 
 @pytest.mark.parametrize(
