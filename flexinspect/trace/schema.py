@@ -478,7 +478,7 @@ STREAMS = {
     "mask.cells": "bool (heads, rows, keys): the executed mask; heads is 1 when all share it",
     "mask.averaged": "bool (heads, rows): rows with the lowest float in every cell, averaged",
     "mask.partial": "bool (heads, row blocks, key blocks): blocks where the mask_mod is applied",
-    "mask.full": "bool (heads, row blocks, key blocks): blocks open as a whole, without the mask_mod",
+    "mask.full": "bool (heads, row blocks, key blocks): blocks open in full, without the mask_mod",
     "mask.ruled": "uint8 (heads, row blocks, key blocks): mask_mod opens 0 nothing, 1 some, 2 all",
     "attention.mass": "float (layers, heads, segments): attention of the newest row by segment",
     "attention.lse": "float (layers, heads): log-sum-exp of the newest row's scores, natural",

@@ -1,4 +1,4 @@
-"""Traces recorded by earlier code: each opens, and gives the data that code gave."""
+"""Traces recorded by earlier code: each opens and has the data that the earlier code read."""
 
 from __future__ import annotations
 

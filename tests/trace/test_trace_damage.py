@@ -1,4 +1,4 @@
-"""Whatever is not a whole trace of ours is refused in a sentence: no traceback, no hang."""
+"""Files that are damaged or not traces raise a `TraceError`: no other exception, no hang."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_changed_value_is_noticed(copy: Path, sql: str, sentence: str) -> None
     assert_refused(copy, sentence)
 
 
-def test_squeezed_bytes_that_do_not_unpack(tmp_path: Path) -> None:
+def test_compressed_bytes_that_do_not_decompress(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     with TraceWriter.create(path, {}) as writer:
         writer.begin_generation(generation())
@@ -239,7 +239,7 @@ def test_any_damage_of_a_wal_is_read_or_refused(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_objects_are_refused_on_the_way_in(tmp_path: Path) -> None:
+def test_arrays_of_objects_are_refused_when_written(tmp_path: Path) -> None:
     with TraceWriter.create(tmp_path / "a.flextrace", {}) as writer:
         for array in (np.array([{}], object), np.array(["x"]), np.zeros(2, "M8[s]")):
             with pytest.raises(TraceWriteError, match="only numbers and bools"):

@@ -89,7 +89,7 @@ def test_a_killed_recording_keeps_all_finished_steps(tmp_path: Path, moment: int
     check(path, reported_steps(reported))
 
 
-def test_a_killed_recording_is_read_without_leaving_anything_new(tmp_path: Path) -> None:
+def test_reading_a_killed_recording_leaves_no_new_files(tmp_path: Path) -> None:
     path = tmp_path / "run.flextrace"
     record_and_kill(path, 0.1, 16_384, 1000)
     before = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
