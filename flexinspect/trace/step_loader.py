@@ -27,7 +27,7 @@ from flexinspect.trace.rows import StepRow
 from flexinspect.trace.schema import Table
 
 STEPS_PER_READ = 64
-"""Steps that `load_steps` reads at most, unless told otherwise."""
+"""Steps that `load_steps` reads at most, by default."""
 
 ALL_STREAMS = ("*",)
 """The streams that mean all arrays of a step."""
