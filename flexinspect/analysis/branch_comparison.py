@@ -1,10 +1,10 @@
-"""Branches of a generation compared: the tree, tokens side by side, distributions, masks.
+"""Compare the branches of a generation: the tree, tokens side by side, distributions, masks.
 
-Everything is read from a trace. A branch is read with its parents' steps before the fork. Where two
-distributions are compared, `basis` says from what: "all logits" where both steps hold the stream
-`logits.row` (level extreme), else "candidates": the tokens that both steps list among their best
-ones, every other token counted as one. Merging outcomes can only lower a KL divergence, so the
-latter is a lower bound.
+Everything is read from a trace. A branch is read with its parents' steps before the fork. The
+`basis` of two compared distributions is "all logits" if both steps have the stream `logits.row`
+(level extreme), otherwise "candidates": the tokens that both steps list among their top-k, with all
+other tokens merged into one. Merging outcomes can only lower a KL divergence, so the latter is a
+lower bound.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import BranchRow
 
 LOGITS_STREAM = "logits.row"
-"""The stream that holds all logits of a step."""
+"""The stream with all logits of a step."""
 
 Basis = Literal["all logits", "candidates"]
 
 
 @dataclass(frozen=True, slots=True)
 class BranchNode:
-    """A branch in the tree: `depth` below the base, `says` what made it differ from its parent.
+    """A branch in the tree, `depth` levels below the base.
 
-    `children` are the numbers of its forks. `n_steps` counts its own steps.
+    `children` are the numbers of its forks, `change_text` says how it differs from its parent, and
+    `n_steps` counts its own steps.
     """
 
     row: BranchRow
@@ -59,18 +60,22 @@ def branch_tree(reader: TraceReader, generation: int) -> list[BranchNode]:
         children.setdefault(parent, []).append(row.branch)
 
     def walk(branch: int, depth: int) -> Iterator[BranchNode]:
-        row, mine = rows[branch], tuple(children.get(branch, ()))
+        row, forks = rows[branch], tuple(children.get(branch, ()))
         yield BranchNode(
-            row, depth, mine, describe_change(row.change), reader.n_steps(generation, branch)
+            row=row,
+            depth=depth,
+            children=forks,
+            change_text=describe_change(row.change),
+            n_steps=reader.n_steps(generation, branch),
         )
-        for child in mine:
-            yield from walk(child, depth + 1)
+        for fork in forks:
+            yield from walk(fork, depth + 1)
 
     return [node for branch in children.get(None, ()) for node in walk(branch, 0)]
 
 
 def describe_change(change: Mapping[str, Any]) -> str:
-    """Return what made a branch differ from its parent, in a few words; empty for the base."""
+    """Return how a branch differs from its parent, in a few words; empty for the base."""
     match change.get("kind"):
         case "token":
             token, instead = (
@@ -80,11 +85,11 @@ def describe_change(change: Mapping[str, Any]) -> str:
             return f"{token} instead of {instead}"
         case "mask":
             edits = change.get("edits")
-            said = "; ".join(map(str, edits)) if isinstance(edits, list) else "an edited mask"
-            again = ", all keys computed again" if change.get("recomputed") else ""
-            return f"{said}{again}"
+            text = "; ".join(map(str, edits)) if isinstance(edits, list) else "an edited mask"
+            recomputed = ", all keys recomputed" if change.get("recomputed") else ""
+            return f"{text}{recomputed}"
         case "replay":
-            return "it came out differently when it was run again"
+            return "the replayed step differed from the recorded one"
     return ""
 
 
@@ -93,7 +98,7 @@ def describe_change(change: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenPair:
-    """What two branches have at one position; None where one of them is shorter."""
+    """The tokens of two branches at one position; None where a branch is shorter."""
 
     pos: int
     one: TokenRecord | None
@@ -101,7 +106,7 @@ class TokenPair:
 
     @property
     def is_same(self) -> bool:
-        """Whether both have the same token."""
+        """Whether both branches have the same token."""
         both = self.one, self.other
         return None not in both and self.one.token_id == self.other.token_id  # type: ignore[union-attr]
 
@@ -118,20 +123,20 @@ def token_pairs(
 
 
 def common_steps(reader: TraceReader, generation: int, one: int, other: int) -> int:
-    """Return how many steps two branches share because neither had left the other yet."""
-    mine, theirs = (
+    """Return the number of steps that two branches share before their forks."""
+    left, right = (
         {number: first for number, first, _ in lineage(reader, generation, branch)}
         for branch in (one, other)
     )
-    own = [first for number, first in mine.items() if number not in theirs]
-    own += [first for number, first in theirs.items() if number not in mine]
+    own = [first for number, first in left.items() if number not in right]
+    own += [first for number, first in right.items() if number not in left]
     return min(own) if own else 1 << 62
 
 
 def first_difference(reader: TraceReader, generation: int, one: int, other: int) -> int | None:
-    """Return the first step that chose another token in `other`; None where none did.
+    """Return the first step that chose another token in `other`, None if there is none.
 
-    A branch that ends earlier differs where it has no step any more.
+    A branch that ends earlier differs at the first step that it does not have.
     """
     start = common_steps(reader, generation, one, other)
     ends = [step_bounds(reader, generation, branch) for branch in (one, other)]
@@ -150,9 +155,9 @@ def first_difference(reader: TraceReader, generation: int, one: int, other: int)
 class StepChange:
     """How the distribution of a step differs in another branch.
 
-    `kl` is the KL divergence of `other` from `one` in nats, sum p_one * ln(p_one / p_other), of the
-    tokens that `basis` names. `changes` are (token id, text, logit in one, logit in other), largest
-    change first; logits are those before any processor.
+    `kl` is the KL divergence of `other` from `one` in nats, sum p_one * ln(p_one / p_other), over
+    the tokens of the `basis`. `changes` are (token id, text, logit in one, logit in other), largest
+    change first; logits are those before any logits processor.
     """
 
     step: int
@@ -162,35 +167,35 @@ class StepChange:
 
     @property
     def largest(self) -> float:
-        """The largest change of a logit, in absolute value; 0 where none is known."""
+        """The largest absolute change of a logit; 0 without known changes."""
         return max((abs(b - a) for _, _, a, b in self.changes), default=0.0)
 
 
 def step_change(
     reader: TraceReader, generation: int, step: int, one: int, other: int
 ) -> StepChange | None:
-    """Return how a step's distribution differs between branches, None where one has none."""
-    places = [branch_of_step(reader, generation, step, branch) for branch in (one, other)]
-    found = [reader.candidates(generation, step, branch) for branch in places]
-    if not found[0] or not found[1]:
+    """Return how a step's distribution differs between branches, None if a branch has none."""
+    branches = [branch_of_step(reader, generation, step, branch) for branch in (one, other)]
+    left, right = (reader.candidates(generation, step, branch) for branch in branches)
+    if not left or not right:
         return None
-    rows = [reader.array(generation, step, LOGITS_STREAM, None, branch) for branch in places]
+    rows = [reader.array(generation, step, LOGITS_STREAM, None, branch) for branch in branches]
     if rows[0] is not None and rows[1] is not None and rows[0].shape == rows[1].shape:
-        return _change_from_logits(step, rows[0], rows[1], [*found[0], *found[1]])
-    return _change_from_candidates(step, found[0], found[1])
+        return _change_from_logits(step, rows[0], rows[1], [*left, *right])
+    return _change_from_candidates(step, left, right)
 
 
 def step_changes(
     reader: TraceReader, generation: int, start: int, stop: int, one: int, other: int
 ) -> list[StepChange]:
-    """Return how the steps `start <= step < stop` differ that both branches have."""
+    """Return how the steps `start <= step < stop` differ, those that both branches have."""
     both = (
         {row.step for row in step_range(reader, generation, start, stop, branch)}
         for branch in (one, other)
     )
     steps = sorted(set.intersection(*both))
-    made = (step_change(reader, generation, step, one, other) for step in steps)
-    return [change for change in made if change is not None]
+    changes = (step_change(reader, generation, step, one, other) for step in steps)
+    return [change for change in changes if change is not None]
 
 
 def _change_from_logits(
@@ -216,7 +221,7 @@ def _change_from_candidates(
     step: int, one: Sequence[Candidate], other: Sequence[Candidate]
 ) -> StepChange:
     known = {candidate.token_id: candidate for candidate in other}
-    pairs = [(mine, known[mine.token_id]) for mine in one if mine.token_id in known]
+    pairs = [(each, known[each.token_id]) for each in one if each.token_id in known]
     kl = sum(math.exp(a.logprob) * (a.logprob - b.logprob) for a, b in pairs)
     rest = [1 - sum(math.exp(pair[side].logprob) for pair in pairs) for side in (0, 1)]
     if rest[0] > 1e-12:
@@ -228,23 +233,23 @@ def _change_from_candidates(
 def _sort_by_change(
     changes: Iterator[tuple[int, str, float, float]],
 ) -> tuple[tuple[int, str, float, float], ...]:
-    return tuple(sorted(changes, key=lambda one: (-abs(one[3] - one[2]), one[0])))
+    return tuple(sorted(changes, key=lambda change: (-abs(change[3] - change[2]), change[0])))
 
 
 # -- masks -----------------------------------------------------------------------------------------
 
 
 MAX_LISTED_CELLS = 256
-"""Cells that a difference of masks lists; all of them are counted."""
+"""Cells that a `MaskChange` lists at most; all of them are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskChange:
-    """How the executed mask of a layer differs: cells as (row, key), positions of the sequence.
+    """How the executed mask of a layer differs between two branches.
 
-    Compared are the rows that both branches computed up to `step`: `n_rows` of them. `opened` are
-    cells that `other` sees and `one` does not, `closed` the contrary; each at most `MOST_CELLS`,
-    counted in `n_opened` and `n_closed`.
+    Compared are the `n_rows` rows that both branches computed up to `step`. `opened` are cells,
+    as positions (row, key) of the sequence, that are open in `other` and closed in `one`; `closed`
+    are the reverse. Each lists at most `MAX_LISTED_CELLS`; `n_opened` and `n_closed` count all.
     """
 
     step: int
@@ -258,7 +263,7 @@ class MaskChange:
 
 @dataclass(frozen=True, slots=True)
 class MaskRows:
-    """The mask of one head as far as it is known: `cells` bool (n, n), `known` bool (n) rows."""
+    """The known rows of one head's executed mask: `cells` bool (n, n), `known` bool (n)."""
 
     layer: int
     cells: npt.NDArray[np.bool_]
@@ -267,9 +272,9 @@ class MaskRows:
 
 @dataclass(frozen=True, slots=True)
 class StepMask:
-    """The executed mask of one head in one step: `cells` bool (rows, keys), from `row`, `key` on.
+    """The executed mask of one head in one step: `cells` bool (rows, keys).
 
-    Both are positions of the sequence.
+    `row` and `key` are the positions in the sequence of the first row and key.
     """
 
     layer: int
@@ -295,21 +300,25 @@ def mask_change(
 ) -> MaskChange | None:
     """Return how the executed mask of a layer (None: the first) differs in another branch.
 
-    None where a branch has no call of the layer, or no cells were recorded (level basic). Who asks
-    again and again gives a `find` that remembers what `step_mask` returned.
+    None if a branch has no call of the layer, or no cells were recorded (level basic). For repeated
+    calls, pass a `find` that caches the results of `step_mask`.
     """
-    mine, theirs = (
+    left, right = (
         mask_rows(reader, generation, step, branch, layer=layer, head=head, find=find)
         for branch in (one, other)
     )
-    if mine is None or theirs is None:
+    if left is None or right is None:
         return None
-    n = min(len(mine.known), len(theirs.known))
-    both = mine.known[:n] & theirs.known[:n]
-    a, b = (rows.cells[:n, :n] & both[:, None] for rows in (mine, theirs))
+    n = min(len(left.known), len(right.known))
+    both = left.known[:n] & right.known[:n]
+    a, b = (rows.cells[:n, :n] & both[:, None] for rows in (left, right))
     opened, closed = np.argwhere(b & ~a), np.argwhere(a & ~b)
     return MaskChange(
-        *(step, mine.layer, int(both.sum()), len(opened), len(closed)),
+        step=step,
+        layer=left.layer,
+        n_rows=int(both.sum()),
+        n_opened=len(opened),
+        n_closed=len(closed),
         opened=tuple((int(row), int(key)) for row, key in opened[:MAX_LISTED_CELLS]),
         closed=tuple((int(row), int(key)) for row, key in closed[:MAX_LISTED_CELLS]),
     )
@@ -325,27 +334,27 @@ def mask_rows(
     head: int = 0,
     find: FindStepMask | None = None,
 ) -> MaskRows | None:
-    """Return the executed mask of all rows up to a step, None where no cell of it is known."""
-    about = reader.step(generation, step, branch_of_step(reader, generation, step, branch))
-    if about is None:
+    """Return the executed mask of all rows up to a step, None if none of its cells is known."""
+    row = reader.step(generation, step, branch_of_step(reader, generation, step, branch))
+    if row is None:
         return None
     find = find or (lambda owner, at: step_mask(reader, generation, at, owner, layer, head))
-    cells = np.zeros((about.kv_after, about.kv_after), np.bool_)
-    known = np.zeros(about.kv_after, np.bool_)
-    number = None
+    cells = np.zeros((row.kv_after, row.kv_after), np.bool_)
+    known = np.zeros(row.kv_after, np.bool_)
+    found_layer = None
     for owner, first, stop in reversed(visible_lineage(reader, generation, branch, step)):
         for at in range(first, step + 1 if stop is None else min(stop, step + 1)):
             mask = find(owner, at)
             if mask is not None:
                 _copy_rows(mask, cells, known)
-                number = mask.layer
-    return None if number is None else MaskRows(number, cells, known)
+                found_layer = mask.layer
+    return None if found_layer is None else MaskRows(found_layer, cells, known)
 
 
 def step_mask(
     reader: TraceReader, generation: int, step: int, branch: int, layer: int | None, head: int
 ) -> StepMask | None:
-    """Return the executed mask of a layer (None: the first) in a step, None if it is not known."""
+    """Return the executed mask of a layer (None: the first) in a step, None if it is unknown."""
     row = reader.step(generation, step, branch)
     calls = [] if row is None else reader.calls(generation, step, branch)
     call = next((call for call in calls if layer in (None, call.layer)), None)
@@ -353,7 +362,7 @@ def step_mask(
     if row is None or call is None or mask is None or mask.cells is None:
         return None
     cells = mask.cells[min(max(head, 0), len(mask.cells) - 1)].copy()
-    # Equal masks of many steps are one record: only the step says where they lie.
+    # Equal masks of several steps are one record, so the offsets come from the step.
     return StepMask(call.layer, row.kv_before, max(row.kv_after - mask.kv_len, 0), cells)
 
 

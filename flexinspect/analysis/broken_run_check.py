@@ -1,4 +1,4 @@
-"""Building exhibits in the capture process, and checking what the rules say of them."""
+"""Build broken runs in a capture process, and check which findings the rules report."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from flexinspect.trace.file.writer import add_run_facts, review_statements
 from flexinspect.trace.reader import open_trace
 
 MAX_PROCESSES = 2
-"""Processes that build at the same time; each takes a core."""
+"""Processes that build broken runs at the same time; each uses one core."""
 
 _MAX_STDERR_LINES = 5
 
 BuiltCallback = Callable[[str], None]
+"""Called with the name of each broken run that was built or failed."""
 
 
 def build_broken_runs(paths: Mapping[str, Path], on_built: BuiltCallback | None = None) -> None:
-    """Build exhibits (of a name that begins with "!", the repaired twin) as traces.
+    """Build broken runs by name as traces; a name that begins with "!" is the repaired run.
 
-    `told` hears each name when it is done. Raises `FlexInspectError` for the first that failed.
+    `on_built` is called with each name when it is done. Raises `FlexInspectError` for the first one
+    that failed.
     """
     errors = dict(_build_in_process(paths, on_built or (lambda name: None)))
     for name, error in errors.items():
-        raise FlexInspectError(f"The exhibit {name} could not be built: {error}.")
+        raise FlexInspectError(f"The broken run {name} could not be built: {error}.")
 
 
 def _build_in_process(
@@ -58,12 +60,12 @@ def _build_in_process(
             ) as process,
             ThreadPoolExecutor(1) as pool,
         ):
-            heard = pool.submit(_read_stderr_tail, process)
+            stderr_tail = pool.submit(_read_stderr_tail, process)
             yield from _move_results(process, paths, parts, on_built)
-            last = heard.result()
+            last_lines = stderr_tail.result()
     if process.returncode:
         raise FlexInspectError(
-            "The process that builds exhibits failed.", hint="\n".join(last) or None
+            "The process that builds broken runs failed.", hint="\n".join(last_lines) or None
         )
 
 
@@ -80,18 +82,18 @@ def _move_results(
 ) -> Iterator[tuple[str, str]]:
     assert process.stdout is not None
     for line in process.stdout:
-        said = json.loads(line)
-        name = said["name"]
-        if said["error"]:
-            yield name, said["error"]
+        result = json.loads(line)
+        name = result["name"]
+        if result["error"]:
+            yield name, result["error"]
         else:
             paths[name].parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(parts[name], paths[name])  # whole or not at all
+            shutil.move(parts[name], paths[name])  # only complete traces
         on_built(name)
 
 
 def annotate_trace(path: Path, run: BrokenRun, *, repaired: bool) -> None:
-    """Put the story into the trace, where the run panel and the events tell it."""
+    """Add the description of a broken run to its trace, for the run panel and as an event."""
     facts = {**asdict(run), "repaired": repaired}
     text = " ".join(run.tutorial_lines())
     add_run_facts(path, {"exhibit": facts}, EventRecord("exhibit", text, time.time()))
@@ -102,10 +104,10 @@ def annotate_trace(path: Path, run: BrokenRun, *, repaired: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BrokenRunCheck:
-    """What the rules said of an exhibit and its repaired twin, as ids.
+    """The finding ids that the rules reported for a broken run and its repaired run.
 
     `found` are expected ids; `also` other errors and warnings of the broken run; `false` errors
-    and warnings of the repaired one. `error` says why one of the two could not be built.
+    and warnings of the repaired run. `error` is why one of the two could not be built.
     """
 
     name: str
@@ -117,7 +119,7 @@ class BrokenRunCheck:
 
     @property
     def is_good(self) -> bool:
-        """Whether the fault was found and nothing else was made up."""
+        """Whether the fault was found, without false alarms in the repaired run."""
         return bool(self.found) and not self.false and not self.error
 
     def to_line(self) -> str:
@@ -135,24 +137,24 @@ class BrokenRunCheck:
 def check_broken_runs(
     on_built: BuiltCallback | None = None, runs: Iterable[BrokenRun] = BROKEN_RUNS
 ) -> list[BrokenRunCheck]:
-    """Build all exhibits with their twins, let every rule look, and judge."""
+    """Build all broken runs with their repaired runs, run every rule, and check the findings."""
     runs = list(runs)
     with tempfile.TemporaryDirectory(prefix="flexinspect-check-") as name:
         folder = Path(name)
-        # A peak of memory is seen only above all earlier ones of its process: those come first.
-        order = sorted(runs, key=lambda one: not any("memory." in i for i in one.expected))
+        # A memory peak shows only above all earlier ones of its process, so those runs come first.
+        order = sorted(runs, key=lambda run: not any("memory." in id_ for id_ in run.expected))
         shares = [order[n::MAX_PROCESSES] for n in range(MAX_PROCESSES)]
         with ThreadPoolExecutor(MAX_PROCESSES) as pool:
-            hear = on_built or (lambda name: None)
+            callback = on_built or (lambda name: None)
             failed = pool.map(
-                lambda part: list(_build_in_process(_trace_paths(folder, part), hear)), shares
+                lambda share: list(_build_in_process(_trace_paths(folder, share), callback)), shares
             )
             errors = dict(chain.from_iterable(failed))
-        return [_check_broken_run(one, folder, errors) for one in runs]
+        return [_check_broken_run(run, folder, errors) for run in runs]
 
 
 def _trace_paths(folder: Path, runs: Iterable[BrokenRun]) -> dict[str, Path]:
-    names = (name for one in runs for name in (one.name, f"!{one.name}"))
+    names = (name for run in runs for name in (run.name, f"!{run.name}"))
     return {name: folder / f"{name}.flextrace" for name in names}
 
 
@@ -161,22 +163,26 @@ def _check_broken_run(run: BrokenRun, folder: Path, errors: Mapping[str, str]) -
     error = errors.get(broken) or errors.get(repaired)
     if error:
         return BrokenRunCheck(run.name, run.expected, error=error)
-    said = _reviewed_findings(folder / f"{broken}.flextrace")
-    bad = {id_ for id_, severity in said if severity is not Severity.NOTE}
-    twin = _reviewed_findings(folder / f"{repaired}.flextrace")
-    ids = {id_ for id_, _ in said}
+    of_broken = _reviewed_findings(folder / f"{broken}.flextrace")
+    of_repaired = _reviewed_findings(folder / f"{repaired}.flextrace")
+    ids = {id_ for id_, _ in of_broken}
     return BrokenRunCheck(
         run.name,
         run.expected,
         found=tuple(id_ for id_ in run.expected if id_ in ids),
-        also=tuple(sorted(bad - {*run.expected})),
-        false=tuple(sorted({id_ for id_, severity in twin if severity is not Severity.NOTE})),
+        also=tuple(sorted(_errors_and_warnings(of_broken) - {*run.expected})),
+        false=tuple(sorted(_errors_and_warnings(of_repaired))),
     )
 
 
+def _errors_and_warnings(findings: set[tuple[str, Severity]]) -> set[str]:
+    return {id_ for id_, severity in findings if severity is not Severity.NOTE}
+
+
 def _reviewed_findings(path: Path) -> set[tuple[str, Severity]]:
+    """Return the ids and severities of a trace's findings, after all rules have run."""
     with open_trace(path) as reader:
-        done = review(reader, load_rules().rules)
-        if done.unstored:
-            reader.add_reviews(review_statements(done.unstored))
+        result = review(reader, load_rules().rules)
+        if result.unstored:
+            reader.add_reviews(review_statements(result.unstored))
         return {(finding.id, finding.severity) for finding in reader.findings()}

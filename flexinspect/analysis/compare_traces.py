@@ -1,4 +1,4 @@
-"""Two traces compared, generation by generation and step by step."""
+"""Compare two traces, generation by generation and step by step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAME, ROUNDING, DIFFERENT = "same", "rounding", "different"
 
 @dataclass(frozen=True, slots=True)
 class PromptDifference:
-    """Where two prompts part: the position, and the words there (empty past the end of one)."""
+    """The first position where two prompts differ, and both texts there (empty past the end)."""
 
     position: int
     a: str
@@ -40,14 +40,15 @@ class PromptDifference:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDifference:
-    """One generation of two traces.
+    """One generation of two traces, compared.
 
-    `prompt` says where the prompts part, None where they are the same; of other prompts nothing
-    else is compared. `steps` are those that both have, up to and with the first that is fed
-    something else; `n_steps` counts those that each trace has. `words` are the texts of both tokens
-    where the runs part. `limit` is how far rounding may put layers apart. `padding` are positions
-    that were left out. `alike` are, of A and of B, the steps whose layers hold the very numbers of
-    the step before: they were not recorded anew (a graph that was replayed, a stale buffer).
+    `prompt` is the first difference of the prompts, None if they are the same; if they differ, no
+    step is compared. `steps` are those that both traces have, up to and including the first with
+    another input; `n_steps` counts the steps of each trace. `words` are the texts of both tokens
+    where the runs diverge. `limit` is the largest difference between layers that rounding explains.
+    `padding` are positions that were left out. `alike` are, for A and for B, the steps whose layer
+    statistics equal those of the step before: they were not computed again (a replayed graph, a
+    stale buffer). `missing` says which trace alone has the generation.
     """
 
     generation: int
@@ -62,7 +63,7 @@ class GenerationDifference:
 
     @property
     def divergence(self) -> StepDifference | None:
-        """The step after which the two go on with different tokens."""
+        """The step after which the two runs continue with different tokens."""
         return next((step for step in self.steps if step.is_diverged), None)
 
     @property
@@ -77,18 +78,15 @@ class GenerationDifference:
 
     def _is_beyond_rounding(self, step: StepDifference) -> bool:
         worst = step.worst
-        fed = step.lengths or step.positions or step.masks
-        return bool(fed) or (worst is not None and worst.difference > self.limit)
+        has_other_input = bool(step.lengths or step.positions or step.masks)
+        return has_other_input or (worst is not None and worst.difference > self.limit)
 
     @property
     def jump(self) -> int | None:
-        """The layer at which the first odd step jumps, None where no layer stands out."""
-        found = (
-            None
-            if self.first_beyond_rounding is None
-            else find_jump(self.first_beyond_rounding.layers, self.limit)
-        )
-        return None if found is None else found.layer
+        """The layer that adds most of the first difference beyond rounding, None if none does."""
+        step = self.first_beyond_rounding
+        jump = None if step is None else find_jump(step.layers, self.limit)
+        return None if jump is None else jump.layer
 
     @property
     def verdict(self) -> str:
@@ -107,7 +105,7 @@ class GenerationDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two traces compared. `identical` says that they are one and the same file, byte by byte."""
+    """The comparison of two traces; `identical` is whether the files are equal byte for byte."""
 
     a: str
     b: str
@@ -117,26 +115,26 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The worst verdict of the generations."""
-        found = {one.verdict for one in self.generations}
-        return next((name for name in (DIFFERENT, ROUNDING) if name in found), SAME)
+        verdicts = {generation.verdict for generation in self.generations}
+        return next((name for name in (DIFFERENT, ROUNDING) if name in verdicts), SAME)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything for scripts, with verdicts."""
-        said = asdict(self)
-        for one, generation in zip(said["generations"], self.generations, strict=True):
-            parted, first = generation.divergence, generation.first_difference
-            one["verdict"] = generation.verdict
-            one["first_difference"] = None if first is None else first.step
-            one["parted_at"] = None if parted is None else parted.step
-            one["jump"] = generation.jump
-        return {"version": 1, "verdict": self.verdict, **said}
+        """Return the whole comparison as plain values for scripts, with verdicts."""
+        fields = asdict(self)
+        for entry, generation in zip(fields["generations"], self.generations, strict=True):
+            divergence, first = generation.divergence, generation.first_difference
+            entry["verdict"] = generation.verdict
+            entry["first_difference"] = None if first is None else first.step
+            entry["parted_at"] = None if divergence is None else divergence.step
+            entry["jump"] = generation.jump
+        return {"version": 1, "verdict": self.verdict, **fields}
 
 
 def compare_traces(a: TraceReader, b: TraceReader, *, generation: int | None = None) -> Comparison:
     """Compare two traces, or one generation of both.
 
-    Raises `UsageError` for a generation that neither has, and for traces without any; `TraceError`
-    for a damaged one.
+    Raises `UsageError` for a generation that neither trace has, and for traces without generations;
+    `TraceError` for a damaged trace.
     """
     names = (str(a.path), str(b.path))
     identical = _digest(a.path) == _digest(b.path)
@@ -148,8 +146,8 @@ def compare_traces(a: TraceReader, b: TraceReader, *, generation: int | None = N
 
 
 def _model_generations(reader: TraceReader, generation: int | None) -> list[GenerationRow]:
-    found = [one for one in reader.generations() if not is_standalone(one)]
-    return [one for one in found if generation is None or one.generation == generation]
+    rows = [row for row in reader.generations() if not is_standalone(row)]
+    return [row for row in rows if generation is None or row.generation == generation]
 
 
 def _digest(path: Path) -> bytes:
@@ -161,15 +159,15 @@ def _compare_generations(
     a: TraceReader, b: TraceReader, one: GenerationRow | None, other: GenerationRow | None
 ) -> GenerationDifference:
     if one is None or other is None:
-        there = one or other
-        assert there is not None
+        present = one or other
+        assert present is not None
         missing = f"only {(b if one is None else a).path} has it"
-        return GenerationDifference(there.generation, None, (0, 0), missing=missing)
+        return GenerationDifference(present.generation, None, (0, 0), missing=missing)
     numbers = (one.generation, other.generation)
     counts = (a.n_steps(numbers[0]), b.n_steps(numbers[1]))
     prompt = _compare_prompts(_prompt_tokens(a, numbers[0]), _prompt_tokens(b, numbers[1]))
-    about = GenerationDifference(one.generation, prompt, counts)
-    return about if prompt is not None else _compare_generation_steps(a, b, numbers, about)
+    result = GenerationDifference(one.generation, prompt, counts)
+    return result if prompt is not None else _compare_generation_steps(a, b, numbers, result)
 
 
 def _prompt_tokens(reader: TraceReader, generation: int) -> list[TokenRecord]:
@@ -187,7 +185,7 @@ def _compare_prompts(a: Sequence[TokenRecord], b: Sequence[TokenRecord]) -> Prom
 def _compare_generation_steps(
     a: TraceReader, b: TraceReader, numbers: tuple[int, int], result: GenerationDifference
 ) -> GenerationDifference:
-    """Return the difference of two generations with one prompt, with its steps."""
+    """Return `result` with the differences of the steps of two generations of the same prompt."""
     both = zip(
         replay_steps(a, numbers[0], 0, COMPARED_STREAMS),
         replay_steps(b, numbers[1], 0, COMPARED_STREAMS),
@@ -195,34 +193,38 @@ def _compare_generation_steps(
     )
     real: RealPositions = None
     limit = 0.0
-    found: list[StepDifference] = []
-    words, seen = ("", ""), (_StaleSteps(), _StaleSteps())
+    steps: list[StepDifference] = []
+    words, stale_a, stale_b = ("", ""), _StaleSteps(), _StaleSteps()
     for one, other in both:
-        seen[0].add(one)
-        seen[1].add(other)
-        if not found:
+        stale_a.add(one)
+        stale_b.add(other)
+        if not steps:
             real, limit = _real_positions(one), rounding_limit(one, other)
         difference = compare_steps(one, other, (a.mask, b.mask), real=real)
-        found.append(difference)
+        steps.append(difference)
         if difference.is_diverged:
             words = (_step_text(one), _step_text(other))
         if difference.is_diverged or difference.lengths:
             break
-    padding = () if real is None else tuple(np.flatnonzero(~real).tolist())
-    alike = (tuple(seen[0].steps), tuple(seen[1].steps))
-    told = replace(result, steps=tuple(found), words=words, limit=limit)
-    return replace(told, padding=padding, alike=alike)
+    return replace(
+        result,
+        steps=tuple(steps),
+        words=words,
+        limit=limit,
+        padding=() if real is None else tuple(np.flatnonzero(~real).tolist()),
+        alike=(tuple(stale_a.steps), tuple(stale_b.steps)),
+    )
 
 
 class _StaleSteps:
-    """Finds steps whose layers have the numbers of the step before."""
+    """Finds steps whose layer statistics equal those of the step before."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self._before: tuple[object, ...] = ()
 
     def add(self, step: StepRecord) -> None:
-        """Compare a step with the one before; a step of other rows cannot be alike."""
+        """Compare a step with the one before it."""
         now = tuple((stat.layer, stat.norm, stat.min, stat.max) for stat in step.layer_stats)
         if now and now == self._before:
             self.steps.append(step.step)
@@ -230,9 +232,9 @@ class _StaleSteps:
 
 
 def _real_positions(step: StepRecord) -> RealPositions:
-    for wide in step.arrays:
-        if wide.stream == "inputs.mask" and len(wide.array):
-            real = np.asarray(wide.array[0], np.bool_)
+    for record in step.arrays:
+        if record.stream == "inputs.mask" and len(record.array):
+            real = np.asarray(record.array[0], np.bool_)
             return None if real.all() else real
     return None
 
@@ -249,11 +251,11 @@ _VERDICT_TEXTS = {
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
-    """Yield what there is to say of two traces, without the line breaks."""
+    """Yield the lines of the text about a comparison, without line breaks."""
     yield f"A  {comparison.a}"
     yield f"B  {comparison.b}"
     if comparison.identical:
-        yield "Identical files: byte for byte the same, so that this compares a run with itself."
+        yield "Identical files: byte for byte the same, so this compares a run with itself."
     for generation in comparison.generations:
         yield from _generation_lines(generation)
     default = "No difference in anything that was recorded."
@@ -267,7 +269,8 @@ def _generation_lines(one: GenerationDifference) -> Iterator[str]:
         return
     if one.prompt is not None:
         place = f"{printable(one.prompt.a)!r} against {printable(one.prompt.b)!r}"
-        yield f"  the prompts part at position {one.prompt.position}: {place}; no step is compared"
+        position = one.prompt.position
+        yield f"  the prompts differ from position {position} on: {place}; no step is compared"
         return
     if one.n_steps[0] != one.n_steps[1]:
         yield f"  A has {plural(one.n_steps[0], 'step')}, B has {one.n_steps[1]}"
@@ -275,7 +278,8 @@ def _generation_lines(one: GenerationDifference) -> Iterator[str]:
         yield f"  rows {format_ranges(one.padding)} are padding: differences there are not counted"
     for name, alike in zip("AB", one.alike, strict=True):
         if alike:
-            yield f"  {name}: steps {format_ranges(alike)} hold the numbers of the step before (stale)"
+            steps = format_ranges(alike)
+            yield f"  {name}: steps {steps} hold the numbers of the step before (stale)"
     if one.first_difference is None:
         yield f"  {plural(len(one.steps), 'step')} compared: the same"
         return
@@ -304,9 +308,9 @@ def _step_lines(one: GenerationDifference, step: StepDifference) -> Iterator[str
     if step.layers:
         yield from _layer_lines(step, one.limit)
     if step.logits is not None:
-        moved = f"    logits of the candidates: up to {step.logits:.3g}"
-        news = f"; {plural(len(step.entered), 'other candidate')}" if step.entered else ""
-        yield moved + news
+        change = f"    logits of the candidates: up to {step.logits:.3g}"
+        entered = f"; {plural(len(step.entered), 'other candidate')}" if step.entered else ""
+        yield change + entered
     if step.is_diverged and step.tokens is not None:
         pairs = zip(one.words, step.tokens, strict=True)
         a, b = (printable(word) or f"id {id_}" for word, id_ in pairs)
@@ -315,7 +319,7 @@ def _step_lines(one: GenerationDifference, step: StepDifference) -> Iterator[str
 
 
 def _layer_lines(step: StepDifference, limit: float) -> Iterator[str]:
-    """Yield each layer's difference and what the layer added to it."""
+    """Yield each layer's difference and the part of it that the layer added."""
     how = "hidden states" if step.layers[0].exact else "statistics"
     yield f"    layer  difference  added     ({how}, relative; rounding up to {limit:g})"
     for layer in step.layers[:_MAX_LAYERS]:
@@ -337,7 +341,8 @@ def _conclusion_lines(one: GenerationDifference) -> Iterator[str]:
     if one.divergence is None:
         yield f"  the same token in each of {plural(len(one.steps), 'step')}"
     else:
-        yield f"  from step {one.divergence.step + 1} on the two are fed other tokens: not compared"
+        step = one.divergence.step + 1
+        yield f"  from step {step} on the two receive different tokens: not compared"
 
 
 def _format_layers(which: tuple[int, ...]) -> str:

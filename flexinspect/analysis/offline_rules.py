@@ -1,12 +1,12 @@
-"""Rules that have not looked at a trace yet look now, and what they say is stored in it.
+"""Run the rules that have not seen a trace yet, and store their findings in it.
 
-While a run records, the cheap rules look at every step. The dear ones, and those that were not
-installed then, look here: at the steps as they are in the trace, generation by generation, each
-rule once. Of a generation that never came to its end, or a branch of which did not (its process was
-killed), the rules that looked live say here what they say at an end.
+While a run is recorded, the cheap rules check every step. The expensive ones (`offline_only`), and
+those that were not installed then, run here: on the steps as they are in the trace, generation by
+generation, each rule once. If a generation or one of its branches never ended, because its process
+was killed, the rules that ran live report here what they report at the end of a generation.
 
-`python -m flexinspect.analysis.offline_rules TRACE` does it in a process of its own and prints what could not be
-stored, as JSON: so the interface is not held up.
+`python -m flexinspect.analysis.offline_rules TRACE` does this in a separate process, so that the
+interface stays responsive, and prints as JSON what could not be stored.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from flexinspect.trace.replay import (
 from flexinspect.trace.rows import BranchRow, GenerationRow
 
 ProgressCallback = Callable[[int, int], None]
-"""Told of steps that are done, and of all there are."""
+"""Called with the number of finished steps and the number of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """What rules said afterwards: `unstored` is what the trace does not hold, and `note` why.
+    """The result of running rules offline: the `unstored` reviews, and the reason in `note`.
 
-    `n_rules` is how many looked, at one generation at least.
+    `n_rules` is the number of rules that ran on at least one generation.
     """
 
     n_rules: int = 0
@@ -56,7 +56,10 @@ class Review:
 
 @dataclass(frozen=True, slots=True)
 class ReviewTask:
-    """A generation, and the rules that are to look at it; of `enders` only the end counts."""
+    """A generation and the rules to run on it.
+
+    Only the findings at the end of the generation count of `end_only_rules`, which ran live.
+    """
 
     generation: GenerationRow
     rules: tuple[Rule, ...]
@@ -64,31 +67,31 @@ class ReviewTask:
 
 
 def pending_tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[ReviewTask]:
-    """Return what is still to be looked at; while it is recorded, of generations that are over."""
+    """Return the tasks that remain; while a trace is recorded, only of finished generations."""
     run = reader.run()
     is_recorded = _is_recorded(run)
     live, done = live_rule_names(run, rules), set(reader.reviews())
-    found = []
-    for about in reader.generations():
-        ended = _is_finished(reader, about)
+    tasks = []
+    for row in reader.generations():
+        ended = _is_finished(reader, row)
         if is_recorded and not ended:
             continue
-        left = [rule for rule in rules if (rule.name, about.generation) not in done]
-        if is_standalone(about):
-            left = [rule for rule in left if rule.handles_standalone_calls]
-        news = tuple(rule for rule in left if rule.name not in live)
-        enders = tuple(
-            rule for rule in left if rule.name in live and _overrides_generation_end(rule)
+        remaining = [rule for rule in rules if (rule.name, row.generation) not in done]
+        if is_standalone(row):
+            remaining = [rule for rule in remaining if rule.handles_standalone_calls]
+        new = tuple(rule for rule in remaining if rule.name not in live)
+        end_only = tuple(
+            rule for rule in remaining if rule.name in live and _overrides_generation_end(rule)
         )
-        if news or (enders and not ended):
-            found.append(ReviewTask(about, news, () if ended else enders))
-    return found
+        if new or (end_only and not ended):
+            tasks.append(ReviewTask(row, new, () if ended else end_only))
+    return tasks
 
 
 def live_rule_names(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[str]:
-    """Return the names of the rules that looked at each step as it came.
+    """Return the names of the rules that ran live, on each step while it was recorded.
 
-    A manifest that names none is of a program that had all but the dear ones.
+    If the manifest has no list of rules, all but the `offline_only` ones did.
     """
     named = run.get("rules")
     if isinstance(named, list):
@@ -101,7 +104,7 @@ def _is_recorded(run: Mapping[str, Any]) -> bool:
 
 
 def _is_finished(reader: TraceReader, generation: GenerationRow) -> bool:
-    """Tell whether a generation and all its branches came to their end."""
+    """Tell whether a generation and all its branches finished."""
     return all(row.state == "finished" for row in reader.branches(generation.generation))
 
 
@@ -116,56 +119,56 @@ def review(
     progress: ProgressCallback | None = None,
     store: bool = True,
 ) -> Review:
-    """Let the rules (those registered, unless given) look at what they have not seen yet.
+    """Run rules (default: all registered ones) on the generations that they have not seen yet.
 
-    What they say is stored, a generation in one transaction; where that cannot be, or is not
-    wanted, or the trace is still recorded, `unstored` has it. Of a generation that is damaged
-    `note` says so. Raises `TraceError` for a trace that cannot be read at all.
+    The findings are stored, one transaction per generation. If that fails, `store` is False or the
+    trace is still being recorded, they are returned in `unstored`. `note` names damaged
+    generations. Raises `TraceError` for a trace that cannot be read at all.
     """
-    todo = pending_tasks(reader, load_rules().rules if rules is None else rules)
-    meter = _StepCounter(progress, [reader.n_steps(task.generation.generation) for task in todo])
+    tasks = pending_tasks(reader, load_rules().rules if rules is None else rules)
+    counter = _StepCounter(progress, [reader.n_steps(task.generation.generation) for task in tasks])
     unstored: list[RuleReview] = []
     notes: dict[str, None] = {}
     store = store and not _is_recorded(reader.run())
     shared: dict[str, Any] = {}
-    for task in todo:
+    for task in tasks:
         try:
-            found = _replay_generation(reader, task, meter.next_task(), shared)
-        except TraceError as error:  # the other generations may be whole
+            reviews = _replay_generation(reader, task, counter.next_task(), shared)
+        except TraceError as error:  # the other generations may be readable
             notes[error.message] = None
             continue
         if store and not unstored:
-            why = _store(reader.path, found)
+            why = _store(reader.path, reviews)
             if not why:
                 continue
             notes[why] = None
-        unstored += found
-    names = {rule.name for task in todo for rule in (*task.rules, *task.end_only_rules)}
+        unstored += reviews
+    names = {rule.name for task in tasks for rule in (*task.rules, *task.end_only_rules)}
     return Review(len(names), tuple(unstored), " ".join(notes))
 
 
 class _StepCounter:
-    """Counts the steps of all tasks for whoever shows progress."""
+    """Counts the steps of all tasks for a progress callback."""
 
     def __init__(self, progress: ProgressCallback | None, sizes: Sequence[int]) -> None:
         self._progress, self._sizes = progress, list(sizes)
         self._total, self._n_before = sum(sizes), 0
 
     def next_task(self) -> Callable[[int], None]:
-        """Return what is to be told of each step of the next task."""
+        """Return the function to call with the number of finished steps of the next task."""
         before, self._n_before = self._n_before, self._n_before + self._sizes.pop(0)
 
-        def told(n_steps: int) -> None:
+        def report(n_steps: int) -> None:
             if self._progress is not None:
                 self._progress(min(before + n_steps, self._total), self._total)
 
-        return told
+        return report
 
 
-def _store(path: Path, found: Sequence[RuleReview]) -> str:
-    """Store what was found; returns why that was not possible, empty if it was."""
+def _store(path: Path, reviews: Sequence[RuleReview]) -> str:
+    """Store reviews; return why that failed, empty if it succeeded."""
     try:
-        append_reviews(path, found)
+        append_reviews(path, reviews)
     except (TraceWriteError, TraceError) as error:
         return error.message
     return ""
@@ -177,36 +180,34 @@ def _replay_generation(
     on_step_done: Callable[[int], None],
     shared_memory: dict[str, Any],
 ) -> list[RuleReview]:
-    """Replay one generation for all rules of a task, and return what each said."""
-    about = task.generation
-    scene, started_at = RuleContext(find_mask=reader.mask), time.time()
-    scene.shared_memory = shared_memory
-    told = {_finding_key(one) for one in reader.findings() if one.generation == about.generation}
-    lookers = [
-        *(_RuleReplay(rule, scene, is_standalone=is_standalone(about)) for rule in task.rules),
+    """Replay one generation for all rules of a task, and return the review of each."""
+    row = task.generation
+    context, started_at = RuleContext(find_mask=reader.mask), time.time()
+    context.shared_memory = shared_memory
+    known = {_finding_key(f) for f in reader.findings() if f.generation == row.generation}
+    replays = [
+        *(_RuleReplay(rule, context, is_standalone=is_standalone(row)) for rule in task.rules),
         *(
-            _RuleReplay(rule, scene, is_standalone=is_standalone(about), known_findings=told)
+            _RuleReplay(rule, context, is_standalone=is_standalone(row), known_findings=known)
             for rule in task.end_only_rules
         ),
     ]
-    record, streams = (
-        generation_at_start(reader, about),
-        {s for one in lookers for s in one.rule.streams},
-    )
-    for one in lookers:
-        one.on_generation_start(record)
+    start = generation_at_start(reader, row)
+    streams = {stream for each in replays for stream in each.rule.streams}
+    for each in replays:
+        each.on_generation_start(start)
     n_steps = 0
-    for what in replay(reader, about.generation, streams):
-        for one in lookers:
-            one.on_record(what)
-        if isinstance(what, StepRecord):
+    for record in replay(reader, row.generation, streams):
+        for each in replays:
+            each.on_record(record)
+        if isinstance(record, StepRecord):
             n_steps += 1
             on_step_done(n_steps)
-    for one in lookers:
-        one.on_generation_end()
-    for row in reader.branches(about.generation)[1:]:
-        _replay_branch(reader, task, row, lookers, streams)
-    return [one.to_reviewed(about.generation, started_at) for one in lookers]
+    for each in replays:
+        each.on_generation_end()
+    for branch in reader.branches(row.generation)[1:]:
+        _replay_branch(reader, task, branch, replays, streams)
+    return [each.to_reviewed(row.generation, started_at) for each in replays]
 
 
 def _replay_branch(
@@ -216,23 +217,23 @@ def _replay_branch(
     replays: Sequence[_RuleReplay],
     streams: Collection[str],
 ) -> None:
-    """Replay one branch for new objects of all rules, and add what each said."""
-    about, scene = task.generation, RuleContext(find_mask=reader.mask)
-    record = branch_start_record(reader, about, row)
-    anew = [one.for_branch(scene, row.branch) for one in replays]
-    for one in anew:
-        one.on_generation_start(record)
+    """Replay one branch for new instances of all rules, and merge their findings into `replays`."""
+    generation, context = task.generation, RuleContext(find_mask=reader.mask)
+    start = branch_start_record(reader, generation, row)
+    of_branch = [each.for_branch(context, row.branch) for each in replays]
+    for each in of_branch:
+        each.on_generation_start(start)
         if row.change.get("recomputed") is not True:
-            one.replay_parents(reader, row)
-    for step in replay_steps(reader, about.generation, row.branch, streams):
-        for one in anew:
-            one.on_record(step)
-    for gradients in read_all_gradients(reader, about.generation, row.branch):
-        for one in anew:
-            one.on_record(gradients)
-    for one, before in zip(anew, replays, strict=True):
-        one.on_generation_end()
-        before.merge(one)
+            each.replay_parents(reader, row)
+    for step in replay_steps(reader, generation.generation, row.branch, streams):
+        for each in of_branch:
+            each.on_record(step)
+    for gradients in read_all_gradients(reader, generation.generation, row.branch):
+        for each in of_branch:
+            each.on_record(gradients)
+    for each, merged in zip(of_branch, replays, strict=True):
+        each.on_generation_end()
+        merged.merge(each)
 
 
 def _finding_key(finding: Finding) -> tuple[Any, ...]:
@@ -241,9 +242,9 @@ def _finding_key(finding: Finding) -> tuple[Any, ...]:
 
 @dataclass
 class _RuleReplay:
-    """One rule with a book of its own, so that what it says and takes is told apart.
+    """One rule with its own runner, so that its findings and its time are known.
 
-    Of one that has `told` (where and what) only news at the end count.
+    If `known_findings` is set, only findings at the end that are not among them count.
     """
 
     rule: Rule
@@ -261,26 +262,27 @@ class _RuleReplay:
         )
 
     def for_branch(self, context: RuleContext, branch: int) -> _RuleReplay:
-        """Return a looker for a branch, with a rule that has seen nothing."""
+        """Return a replay for a branch, with a new instance of the rule."""
         return _RuleReplay(
             type(self.rule)(), context, self.is_standalone, self.known_findings, branch
         )
 
     def replay_parents(self, reader: TraceReader, row: BranchRow) -> None:
-        """Show the rule what the branch's parents did before it."""
+        """Replay the steps of the branch's parents before its fork."""
         self.events += replay_parents(reader, row.generation, row.branch, self._runner)
 
     def merge(self, other: _RuleReplay) -> None:
-        """Take over what another looker said."""
+        """Add the results of another replay."""
         self.found += other.found
         self.events += other.events
         self.wall_s += other.wall_s
 
     def on_generation_start(self, generation: GenerationRecord) -> None:
+        """Pass the start of a generation to the rule."""
         self.events += self._runner.on_generation_start(generation)
 
     def on_record(self, record: StepRecord | EventRecord | GradientRecord) -> None:
-        """Let the rule look at a step or at gradients, or hear of an event."""
+        """Pass a step, gradients or an event to the rule."""
         started = time.perf_counter()
         if isinstance(record, StepRecord):
             self._on_step(record)
@@ -307,17 +309,17 @@ class _RuleReplay:
             self._count_repeat(gradients, repeat)
 
     def _count_repeat(self, step: StepRecord | GradientRecord, repeat: Repeat) -> None:
-        """Count a finding of an earlier step again, as the trace does."""
+        """Count a repetition of an earlier finding, as the trace does."""
         series = (repeat.id, repeat.series, step.branch)
-        for at, finding in enumerate(self.found):
+        for index, finding in enumerate(self.found):
             if (finding.id, finding.series, finding.branch) == series:
-                news: dict[str, Any] = {"times": finding.times + 1, "last_step": step.step}
+                changes: dict[str, Any] = {"times": finding.times + 1, "last_step": step.step}
                 if repeat.sentence:
-                    news |= {"sentence": repeat.sentence, "evidence": repeat.evidence}
-                self.found[at] = replace(finding, **news)
+                    changes |= {"sentence": repeat.sentence, "evidence": repeat.evidence}
+                self.found[index] = replace(finding, **changes)
 
     def on_generation_end(self) -> None:
-        """Let the rule speak of the generation as a whole."""
+        """Pass the end of the generation to the rule."""
         started = time.perf_counter()
         self._collect(*self._runner.on_generation_end(), is_new=True)
         self.wall_s += time.perf_counter() - started
@@ -334,16 +336,22 @@ class _RuleReplay:
             ]
 
     def to_reviewed(self, generation: int, started_at: float) -> RuleReview:
-        """Return what the rule said of the generation."""
-        said = (tuple(self.found), tuple(self.events))
-        return RuleReview(self.rule.name, generation, *said, started_at, self.wall_s * 1e3)
+        """Return the review of the generation by the rule."""
+        return RuleReview(
+            rule=self.rule.name,
+            generation=generation,
+            findings=tuple(self.found),
+            events=tuple(self.events),
+            at=started_at,
+            wall_ms=self.wall_s * 1e3,
+        )
 
 
-# -- in a process of its own -----------------------------------------------------------------------
+# -- in a separate process -------------------------------------------------------------------------
 
 
 def review_command(path: Path) -> list[str]:
-    """Return the command that reviews a trace in a process of its own; see `review_from_json`."""
+    """Return the command that reviews a trace in a separate process; see `review_from_json`."""
     return [sys.executable, "-m", "flexinspect.analysis.offline_rules", str(path)]
 
 
@@ -354,15 +362,15 @@ def review_to_json(review: Review) -> str:
 
 def review_from_json(text: str) -> Review:
     """Return the review that the command printed. Raises `ValueError` for anything else."""
-    said = from_json(text)
+    fields = from_json(text)
     try:
-        unstored = tuple(_reviewed_from_json(one) for one in said["unstored"])
-        return Review(int(said["n_rules"]), unstored, str(said["note"]))
+        unstored = tuple(_rule_review_from_json(each) for each in fields["unstored"])
+        return Review(int(fields["n_rules"]), unstored, str(fields["note"]))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"no review: {error}") from None
+        raise ValueError(f"not a review: {error}") from None
 
 
-def _reviewed_from_json(fields: dict[str, Any]) -> RuleReview:
+def _rule_review_from_json(fields: dict[str, Any]) -> RuleReview:
     findings = tuple(_finding_from_json(one) for one in fields.pop("findings"))
     events = tuple(EventRecord(**one) for one in fields.pop("events"))
     return RuleReview(findings=findings, events=events, **fields)
@@ -374,7 +382,7 @@ def _finding_from_json(fields: dict[str, Any]) -> Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Review the trace that is named, at low priority, and print the review."""
+    """Review the trace that the first argument names, at low priority, and print the review."""
     import os
 
     if hasattr(os, "nice"):

@@ -1,4 +1,4 @@
-"""A trace at a glance: counts, the worst findings, and the command that opens it."""
+"""The summary of a trace: counts, the worst findings, and the command that opens it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.trace.reader import TraceReader
 
 MAX_FINDINGS = 5
-"""Findings that are shown."""
+"""Findings that a summary shows at most."""
 
-# Each colour brings its own background, and all else is the page's own: right in light and dark.
+# Each badge sets text and background colour, all else inherits: readable on light and dark pages.
 _BADGES = {
     Severity.ERROR: "color: #fff; background: #b3261e",
     Severity.WARNING: "color: #000; background: #f2b705",
@@ -25,7 +25,7 @@ _CELL = "text-align: left; vertical-align: top; padding: 2px 10px 2px 0"
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What a trace at `path` holds so far; `findings` are the worst of `n_findings`."""
+    """The summary of a trace at `path`; `findings` are the worst of `n_findings`."""
 
     path: Path
     state: str
@@ -35,13 +35,13 @@ class TraceSummary:
     findings: tuple[Finding, ...]
 
     def text(self) -> str:
-        """Return it as lines for a terminal; nothing of the model can move the cursor."""
-        shown = [f"  {one.severity}: {escape_unprintable(one.sentence)}" for one in self.findings]
+        """Return the lines for a terminal, without control characters."""
+        shown = [f"  {f.severity}: {escape_unprintable(f.sentence)}" for f in self.findings]
         more = [f"  {self._more()}"] if self._more() else []
         return "\n".join([f"{self._name()} {self._counts()}", *shown, *more, self.command()])
 
     def html(self) -> str:
-        """Return it as HTML for a notebook: everything escaped, nothing loaded from elsewhere."""
+        """Return HTML for a notebook: everything is escaped, nothing is loaded from elsewhere."""
         parts = [
             f"<div><strong>{escape(self._name())}</strong> {escape(self._counts())}</div>",
             _findings_table(self.findings) if self.findings else "",
@@ -58,9 +58,12 @@ class TraceSummary:
         return escape_unprintable(self.path.name)
 
     def _counts(self) -> str:
-        counts = ((self.n_generations, "generation"), (self.n_steps, "step"))
-        told = [_count_text(n, what) for n, what in (*counts, (self.n_findings, "finding"))]
-        return f"({self.state}): {', '.join(told)}"
+        counts = (
+            plural(self.n_generations, "generation"),
+            plural(self.n_steps, "step"),
+            plural(self.n_findings, "finding"),
+        )
+        return f"({self.state}): {', '.join(counts)}"
 
     def _more(self) -> str:
         rest = self.n_findings - len(self.findings)
@@ -68,18 +71,20 @@ class TraceSummary:
 
 
 def summarize_trace(reader: TraceReader, path: Path) -> TraceSummary:
-    """Return the glance at what `reader` reads; `path` is where that will be in the end.
+    """Return the summary of the trace that `reader` reads; `path` is its final path.
 
     Raises `TraceError` for a damaged trace.
     """
     with reader.snapshot():
         generations = [row.generation for row in reader.generations()]
-        found = reader.findings()
+        findings = reader.findings()
         return TraceSummary(
-            *(path, reader.state, len(generations)),
+            path=path,
+            state=reader.state,
+            n_generations=len(generations),
             n_steps=sum(reader.n_steps(number) for number in generations),
-            n_findings=len(found),
-            findings=sort_by_severity(found)[:MAX_FINDINGS],
+            n_findings=len(findings),
+            findings=sort_by_severity(findings)[:MAX_FINDINGS],
         )
 
 
@@ -108,7 +113,3 @@ def _finding_location(finding: Finding) -> str:
         ("head", finding.head),
     )
     return ", ".join(f"{name} {number}" for name, number in places if number is not None)
-
-
-def _count_text(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"

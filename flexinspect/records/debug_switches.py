@@ -1,4 +1,4 @@
-"""Levels, phases and the thirteen switches of the training debuggers: names, without torch."""
+"""Levels, phases and the thirteen switches of the training debuggers, without torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flexinspect.core.errors import UsageError
 
 
 class DebugLevel(StrEnum):
-    """How much a debugger looks at; each level does what the one before does, and more.
+    """How much a debugger measures; each level includes the one before.
 
-    BASIC: NaN and Inf, one gradient norm per parameter, anomalies counted. ADVANCED: spread and
+    BASIC: NaN and Inf, one gradient norm per parameter, counts of anomalies. ADVANCED: spread and
     range of tensors, explosion and vanishing, memory, parameters. EXTREME: the history of every
-    tensor and norm, the numbers around an anomaly, and where it was met.
+    tensor and norm, the values around an anomaly, and where it occurred.
     """
 
     BASIC = "basic"
@@ -23,13 +23,13 @@ class DebugLevel(StrEnum):
     EXTREME = "extreme"
 
     def includes(self, other: DebugLevel) -> bool:
-        """Say whether this level does what `other` does."""
+        """Tell whether this level includes `other`."""
         order = list(DebugLevel)
         return order.index(self) >= order.index(other)
 
 
 class TrainingPhase(StrEnum):
-    """Which part of a training something was said in."""
+    """The part of a training in which something was reported."""
 
     SETUP = "setup"
     TRAINING = "training"
@@ -39,7 +39,7 @@ class TrainingPhase(StrEnum):
 
 
 def parse_level(level: str) -> DebugLevel:
-    """Return the level of that name. Raises `UsageError` naming the known ones."""
+    """Return the level of a name. Raises `UsageError` with the known names."""
     try:
         return DebugLevel(level)
     except ValueError:
@@ -53,7 +53,7 @@ def _switch_field(description: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DebugSwitches:
-    """The thirteen switches, all off unless set; the section [debugging] has these names."""
+    """The thirteen switches, off by default; the section [debugging] of the settings names them."""
 
     enable_autograd_anomaly: bool = _switch_field(
         "autograd names the forward operation that made a NaN"
@@ -88,9 +88,9 @@ class DebugSwitches:
         return {name: getattr(self, name) for name in SWITCHES}
 
     def with_switches(self, names: Iterable[str], on: bool) -> DebugSwitches:
-        """Return these switches with those named turned on or off.
+        """Return these switches with some of them turned on or off.
 
-        Raises `UsageError`, listing all, for a name that no switch has.
+        Raises `UsageError`, with all names, for an unknown one.
         """
         return replace(self, **{parse_switch(name): on for name in names})
 
@@ -112,9 +112,9 @@ _BY_NAME = {name: switch for switch in SWITCHES for name in (switch, short_name(
 
 
 def parse_switch(name: str) -> str:
-    """Return the full name of a switch given by its full or short name.
+    """Return the full name of a switch from its full or short name.
 
-    Raises `UsageError`, listing all, for a name that no switch has.
+    Raises `UsageError`, with all names, for an unknown one.
     """
     try:
         return _BY_NAME[name]
@@ -124,10 +124,10 @@ def parse_switch(name: str) -> str:
 
 
 class DictDataclass(dict[str, Any]):
-    """Base of frozen dataclasses that are dicts too: `facts.key` and `facts["key"]` are the same.
+    """Base of frozen dataclasses that are also dicts: `facts.key` and `facts["key"]` are the same.
 
-    So a result is typed where it is read by attribute, and goes to JSON as it is. A subclass is
-    made with `@dataclass(frozen=True, eq=False)`.
+    A result is therefore typed when it is read by attribute, and can be written as JSON. Define a
+    subclass with `@dataclass(frozen=True, eq=False)`.
     """
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How a debugger may come to a run: where debugpy listens, or pdb on the user's terminal."""
+"""Options of a debugger for a run: where debugpy listens, or pdb on the user's terminal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class DebuggerOptions:
-    """What was asked for: `port` is None without debugpy, 0 for any free port.
+    """The requested debugger: `port` is None without debugpy, 0 for any free port.
 
-    `wait` holds the run until a client is attached. `pdb` is the plain debugger, on the terminal
-    of the name `tty`.
+    `wait` holds the run until a client is attached. `pdb` uses pdb on the terminal named `tty`.
     """
 
     host: str = LOOPBACK
@@ -30,12 +29,12 @@ class DebuggerOptions:
 
     @property
     def is_requested(self) -> bool:
-        """Whether any debugger is wanted."""
+        """Whether any debugger is requested."""
         return self.pdb or self.port is not None
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any] | None) -> DebuggerOptions:
-        """Read options back from a job's JSON. Raises `TypeError` for what is none."""
+        """Read options back from a job's JSON. Raises `TypeError` for anything else."""
         return cls(**(facts or {}))
 
 
@@ -48,26 +47,24 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this machine can reach an address; a name is asked of the system."""
+    """Tell whether only this machine can reach an address; names are resolved by the system."""
     import ipaddress
     import socket
 
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     try:
-        found = socket.getaddrinfo(host, None)
+        addresses = socket.getaddrinfo(host, None)
     except OSError:
         return False
-    return all(ipaddress.ip_address(one[4][0]).is_loopback for one in found)
+    return all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in addresses)
 
 
 def check_debugger(options: DebuggerOptions, *, is_exposed: bool) -> bool:
-    """Refuse at once what cannot be. `is_exposed` says that the user wants an address for all.
+    """Check the options before the run; return whether other machines can reach the debugger.
 
-    Returns whether others than this machine will reach it.
-
-    Raises `UsageError`: an address beyond this machine without that wish, a port that is taken,
-    a wait for nobody, pdb without a terminal or beside debugpy.
+    Raises `UsageError` for an address that other machines can reach unless `is_exposed`, for a port
+    that is in use, for waiting without debugpy, and for pdb without a terminal or beside debugpy.
     """
     if options.wait and options.port is None:
         raise UsageError(
@@ -89,16 +86,16 @@ def check_debugger(options: DebuggerOptions, *, is_exposed: bool) -> bool:
     is_open = not is_loopback(options.host)
     if is_open and not is_exposed:
         raise UsageError(
-            f"--debugpy {format_address(options.host, options.port)} would let others than this machine "
-            "in, and whoever attaches can run any code in the process.",
-            hint="Keep to 127.0.0.1 (an SSH tunnel reaches it), or insist with --debugpy-expose.",
+            f"--debugpy {format_address(options.host, options.port)} would let other machines "
+            "attach, and a client can run any code in the process.",
+            hint="Use 127.0.0.1 (an SSH tunnel reaches it), or confirm with --debugpy-expose.",
         )
     check_port(options.host, options.port)
     return is_open
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise `UsageError` when nothing can listen there; port 0 is never taken."""
+    """Raise `UsageError` when debugpy could not listen there; port 0 is always free."""
     import socket
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -108,25 +105,26 @@ def check_port(host: str, port: int) -> None:
         try:
             trial.bind((host, port))
         except OSError as error:
+            address, reason = format_address(host, port), error.strerror or error
             raise UsageError(
-                f"--debugpy cannot listen on {format_address(host, port)}: {error.strerror or error}.",
-                hint="Choose another port; --debugpy 0 takes any that is free.",
+                f"--debugpy cannot listen on {address}: {reason}.",
+                hint="Choose another port; --debugpy 0 takes any free one.",
             ) from error
 
 
 def listening_message(host: str, port: int, *, waiting: bool) -> str:
-    """Say where debugpy listens, and whether the run waits for a client."""
+    """Return the sentence where debugpy listens, and whether the run waits for a client."""
     wait = "; nothing runs before a client has attached" if waiting else ""
     return f"debugpy listens on {format_address(host, port)}{wait}"
 
 
 def format_address(host: str, port: int) -> str:
-    """Return an address as it is written, "[::1]:5678" for one of IPv6."""
+    """Return "host:port", or "[::1]:5678" for an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def controlling_terminal() -> str | None:
-    """Return the name of the terminal that stdin and stderr are on, None where there is none."""
+    """Return the name of the terminal of stdin and stderr, None when they are not on one."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a rule says: findings with severity and evidence."""
+"""Findings: what a rule reports, with severity and evidence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Severity(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -18,16 +18,15 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence about what is wrong, where, and the numbers that show it.
+    """One sentence about what is wrong and where, and the numbers that show it.
 
-    `id` is stable and names the class, for instance `mask.empty-row`. `positions` are token
-    positions of the sequence; `layers` are all layers it is about where they are several (`layer`
-    is then the first of them). Findings of one generation and branch with the same `id` and
-    `series` (unless it is empty) are one: the first is kept, and counts in `times` and `last_step`
-    how often and until when the trouble was met again. Of a kind that grows, sentence and evidence
-    are those of the last. `why` says why it matters, `confirm` how
-    to see for oneself, `fix` what usually mends it, and `query` is the SQL that finds the
-    evidence in the trace; all four are empty where nothing was said.
+    `id` is stable and names the kind of finding, for instance `mask.empty-row`. `positions` are
+    token positions of the sequence. If several layers are concerned, `layers` lists them all and
+    `layer` is the first of them. Findings of one generation and branch with the same `id` and
+    `series` (unless it is empty) are one finding: the first is stored, and its `times` and
+    `last_step` count the repetitions. If its sentence and evidence grow, they are those of the
+    last repetition. `why` is why it matters, `confirm` how to verify it, `fix` the usual fix, and
+    `query` the SQL that selects the evidence in the trace; each may be empty.
     """
 
     id: str
@@ -52,10 +51,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A finding of a series that was met again, in this step.
+    """A repetition, in this step, of a finding of a series.
 
-    It lies in `generation` (None: in that of the step). `sentence` and `evidence` take the place
-    of its own, where they are given.
+    The finding belongs to `generation` (None: that of the step). If they are not empty, `sentence`
+    and `evidence` replace those of the finding.
     """
 
     id: str
@@ -66,6 +65,6 @@ class Repeat:
 
 
 def sort_by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings by severity, those of one severity in the order given."""
+    """Return findings sorted by severity, worst first; the sort is stable."""
     order = list(Severity)
     return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))

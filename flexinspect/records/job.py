@@ -1,4 +1,4 @@
-"""What one run is to do, as plain data: made by the command line, obeyed by the capture process."""
+"""Jobs: what one run is to do, as plain data from the command line to the capture process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexinspect.records.debugger_options import DebuggerOptions
 
 @dataclass(frozen=True, slots=True)
 class PromptTexts:
-    """The texts around the paraphrases; each is encoded once, on its own."""
+    """The texts around the paraphrases; each is encoded once, by itself."""
 
     instruction: str = ""
     separator: str = "\n"
@@ -31,7 +31,7 @@ class SamplingOptions:
     top_p: float = 1.0
 
     def check(self) -> None:
-        """Raise `UsageError` for a value that no distribution allows."""
+        """Raise `UsageError` for a value that is out of range."""
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise UsageError("--temperature must be above 0; leave it out for greedy decoding.")
         if not 0 < self.top_p <= 1:
@@ -41,14 +41,14 @@ class SamplingOptions:
 
 
 OnBreak = Literal["wait", "stop"]
-"""What a hit of a breakpoint does: pause the run, or end it because nobody could continue it."""
+"""What a breakpoint hit does: pause the run, or end it when no one could continue it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One run of the ensemble generation. Field names are those of the command line's flags.
 
-    `serving` is host, port and token of a control server over TCP; the token is nobody else's.
+    `serving` is host, port and secret token of a control server over TCP.
     """
 
     out: str
@@ -105,12 +105,12 @@ class Job:
             values["serving"] = _parse_serving(values)
             return cls(**values)
         except (ValueError, TypeError) as error:
-            raise UsageError(f"The capture process got a job it cannot read: {error}") from error
+            raise UsageError(f"The capture process cannot read its job: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What the user said of a program's prompts: `segments` as `flexinspect.watch` takes them."""
+    """A user's declaration of a program's prompts: `segments` as `flexinspect.watch` takes them."""
 
     segments: tuple[tuple[int, int, str] | tuple[str, str] | str, ...] = ()
     mask: str | None = None
@@ -119,10 +119,10 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True)
 class ScriptJob:
-    """A program of the user's to be run under capture.
+    """A user's program that is run under capture.
 
     `program` is a file, or the name of a module when `is_module`; `args` are its arguments.
-    `threads` is None to leave torch's own number. `git` is the state of the current folder.
+    `threads` is None for torch's default. `git` is the state of the current folder.
     """
 
     out: str
@@ -151,15 +151,15 @@ class ScriptJob:
         """Read a job back. Raises `UsageError` when it is not one."""
         try:
             values: dict[str, Any] = json.loads(text)
-            said = values.pop("declaration")
-            wishes = (one if isinstance(one, str) else tuple(one) for one in said.pop("segments"))
+            declaration = values.pop("declaration")
+            segments = (s if isinstance(s, str) else tuple(s) for s in declaration.pop("segments"))
             values["debugger"] = DebuggerOptions.from_dict(values.get("debugger"))
             for name in ("args", "argv", "breakpoints"):
                 values[name] = tuple(values[name])
             values["serving"] = _parse_serving(values)
-            return cls(**values, declaration=Declaration(tuple(wishes), **said))
+            return cls(**values, declaration=Declaration(tuple(segments), **declaration))
         except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"The capture process got a job it cannot read: {error}") from error
+            raise UsageError(f"The capture process cannot read its job: {error}") from error
 
 
 _STEP_DIGITS = 6
@@ -174,7 +174,7 @@ def parse_steps(text: str) -> frozenset[int] | None:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UsageError(
-                f"--grads-steps {text} is not a list of steps: '{part}' is no number or range.",
+                f"--grads-steps {text} is not a list of steps: '{part}' is not a number or range.",
                 hint="Write for instance --grads-steps 0,5-7, or all.",
             )
         if max(len(first), len(last)) > _STEP_DIGITS:
@@ -189,14 +189,14 @@ def parse_steps(text: str) -> frozenset[int] | None:
 
 
 def _parse_serving(values: Mapping[str, Any]) -> tuple[str, int, str] | None:
-    said = values.get("serving")
-    return None if said is None else (str(said[0]), int(said[1]), str(said[2]))
+    serving = values.get("serving")
+    return None if serving is None else (str(serving[0]), int(serving[1]), str(serving[2]))
 
 
 def parse_layers(text: str | None, n_layers: int) -> tuple[int, ...] | None:
     """Return layer numbers from "0,3,5-7" or "all" (None), checked against the model's layers.
 
-    Raises `UsageError` naming the flag, the offending part and the layers there are.
+    Raises `UsageError` naming the flag, the offending part and the model's layers.
     """
     if text is None or text == "all":
         return None
@@ -207,7 +207,7 @@ def parse_layers(text: str | None, n_layers: int) -> tuple[int, ...] | None:
             low, high = int(first), int(last if dash else first)
         except ValueError:
             raise UsageError(
-                f"--layers {text} is not a list of layers: '{part}' is no number or range.",
+                f"--layers {text} is not a list of layers: '{part}' is not a number or range.",
                 hint="Write for instance --layers 0,3,5-7.",
             ) from None
         if low <= high and not 0 <= low <= high < n_layers:  # before a range of any length is built

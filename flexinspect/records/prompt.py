@@ -1,7 +1,8 @@
-"""Composition of a prompt on token ids: pieces are joined as ids, and text is never re-tokenised.
+"""Prompts as token ids: composition from pieces, declared segments, and the search for pieces.
 
-A prompt is BOS, a shared text, the paraphrases with a separator after each, and a cue. Every token
-of it belongs to exactly one `Segment`, so positions are true for the ids that are fed.
+A composed prompt is BOS, a shared text, the paraphrases with a separator after each, and a cue. The
+pieces are joined as ids and never re-tokenized, and every token belongs to exactly one `Segment`,
+so positions are those of the ids that the model receives.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flexinspect.core.errors import UsageError
 
 
 class SegmentKind(StrEnum):
-    """What a span of the sequence is for."""
+    """The purpose of a span of the sequence."""
 
     BOS = "bos"
     SHARED = "shared"
@@ -30,8 +31,8 @@ class Segment:
     """Positions `start <= pos < stop` of a sequence.
 
     `owner` is the index of the segment this one belongs to for masking: itself, except for a
-    separator, which belongs to the piece before it. The generated segment is open: its `stop` is
-    the highest position that generation may reach.
+    separator, which belongs to the piece before it. The `stop` of the generated segment is the
+    highest position that generation may reach, until it has ended.
     """
 
     start: int
@@ -46,7 +47,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokenIds:
-    """Token ids of each piece, each encoded once and without special tokens."""
+    """Token ids of each piece, encoded once and without special tokens."""
 
     bos: tuple[int, ...]
     shared: tuple[int, ...]
@@ -57,10 +58,10 @@ class PromptTokenIds:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids that are fed and what each of them is.
+    """The prompt that the model receives: `ids`, one of `position_ids` per id, and `segments`.
 
-    `ids`: token ids, `position_ids`: one per id, `segments`: in order, without gaps, the last one
-    being the generated segment that starts at `len(ids)`.
+    The segments are in order and without gaps; the last one is the generated segment, which starts
+    at `len(ids)`.
     """
 
     ids: tuple[int, ...]
@@ -78,10 +79,10 @@ POSITION_MODES = ("contiguous", "reset")
 def compose_prompt(
     parts: PromptTokenIds, *, max_new_tokens: int, positions: str = "contiguous"
 ) -> Prompt:
-    """Join the pieces into the ids that are fed, with typed segments.
+    """Join pieces into a prompt with typed segments.
 
     `positions` is `contiguous` (0, 1, 2, ... over the whole sequence) or `reset` (every paraphrase
-    starts again right after BOS and the shared text, and the cue goes on after the longest one,
+    starts again right after BOS and the shared text, and the cue continues after the longest one,
     so that the order of the paraphrases does not matter under RoPE).
 
     Raises `UsageError` for an empty prompt or an unknown positions mode.
@@ -145,7 +146,7 @@ def _position_ids(segments: Sequence[Segment], positions: str) -> list[int]:
 
 
 def segment_index(segments: Sequence[Segment], pos: int) -> int:
-    """Return the index of the segment that holds `pos` (the last one for anything beyond)."""
+    """Return the index of the segment that contains `pos` (the last one beyond all segments)."""
     for index, segment in enumerate(segments):
         if segment.start <= pos < segment.stop:
             return index
@@ -153,7 +154,7 @@ def segment_index(segments: Sequence[Segment], pos: int) -> int:
 
 
 def close_generated_segment(segments: Sequence[Segment], n_tokens: int) -> tuple[Segment, ...]:
-    """Return the segments with the generated one ended at `n_tokens`, the true length."""
+    """Return the segments with the stop of the generated one set to the true length `n_tokens`."""
     return (*segments[:-1], replace(segments[-1], stop=max(n_tokens, segments[-1].start)))
 
 
@@ -163,9 +164,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class DeclaredSegment:
-    """A piece as it was declared: a span, or a `text` with the `ids` that it encodes to alone.
+    """A declared segment: a span, or a `text` with the `ids` that it encodes to by itself.
 
-    Of a text `start` and `stop` are 0; `ids` is empty where nothing could encode it.
+    `start` and `stop` of a text are 0; its `ids` are empty if there was no tokenizer.
     """
 
     label: str
@@ -177,12 +178,12 @@ class DeclaredSegment:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What a tokenizer, or the model's configuration, says of special tokens.
+    """The special tokens of a tokenizer, or of the model's configuration.
 
-    `adds_bos` tells whether the tokenizer puts a BOS before a text by default, None when there was
-    no tokenizer to ask; `adds_eos` whether it puts an EOS behind one, and no chat template of its
-    own ends turns so. `special` gives the ids of special tokens by their characters: those whose
-    characters occur among the words of the prompt, as a vocabulary may have hundreds.
+    `adds_bos` is whether the tokenizer prepends a BOS by default (None without a tokenizer),
+    `adds_eos` whether it appends an EOS and no chat template of its own ends turns with one.
+    `special` maps the characters of special tokens to ids: only of those whose characters occur in
+    the text of the prompt, because a vocabulary may have hundreds.
     """
 
     bos: int | None = None
@@ -194,14 +195,14 @@ class TokenizerFacts:
 
 
 DECLARED_SEGMENT_KEYS = ("pieces", "words")
-"""The names in `GenerationRecord.declared` that say nothing of a mask."""
+"""The keys of `GenerationRecord.declared` that do not describe a mask."""
 
 
 def declaration_entries(
     segments: Sequence[DeclaredSegment], tokenizer: TokenizerFacts
 ) -> dict[str, Any]:
-    """Return pieces and facts as they stand in `GenerationRecord.declared`, without empty ones."""
-    said = {
+    """Return segments and tokenizer facts as entries of `GenerationRecord.declared`, if any."""
+    facts = {
         "bos": tokenizer.bos,
         "eos": list(tokenizer.eos) or None,
         "pad": tokenizer.pad,
@@ -209,7 +210,7 @@ def declaration_entries(
         "adds_eos": tokenizer.adds_eos or None,
         "special": dict(tokenizer.special) or None,
     }
-    words = {name: value for name, value in said.items() if value is not None}
+    words = {name: value for name, value in facts.items() if value is not None}
     parts = {"pieces": [_segment_to_json(piece) for piece in segments], "words": words}
     return {name: part for name, part in parts.items() if part}
 
@@ -221,34 +222,34 @@ def _segment_to_json(segment: DeclaredSegment) -> dict[str, Any]:
 
 
 def declared_segments(declared: Mapping[str, Any]) -> tuple[DeclaredSegment, ...]:
-    """Return the pieces of a declaration, in the order they were given."""
+    """Return the segments of a declaration, in order."""
     return tuple(
         DeclaredSegment(
-            str(one.get("label", "")),
-            int(one.get("start", 0)),
-            int(one.get("stop", 0)),
-            one.get("text"),
-            tuple(one.get("ids", ())),
+            label=str(piece.get("label", "")),
+            start=int(piece.get("start", 0)),
+            stop=int(piece.get("stop", 0)),
+            text=piece.get("text"),
+            ids=tuple(piece.get("ids", ())),
         )
-        for one in declared.get("pieces", ())
+        for piece in declared.get("pieces", ())
     )
 
 
 def declared_tokenizer(declared: Mapping[str, Any]) -> TokenizerFacts:
-    """Return what a declaration says of special tokens."""
-    said = declared.get("words", {})
+    """Return the tokenizer facts of a declaration."""
+    words = declared.get("words", {})
     return TokenizerFacts(
-        said.get("bos"),
-        tuple(said.get("eos", ())),
-        said.get("pad"),
-        said.get("adds_bos"),
-        bool(said.get("adds_eos", False)),
-        dict(said.get("special", {})),
+        bos=words.get("bos"),
+        eos=tuple(words.get("eos", ())),
+        pad=words.get("pad"),
+        adds_bos=words.get("adds_bos"),
+        adds_eos=bool(words.get("adds_eos", False)),
+        special=dict(words.get("special", {})),
     )
 
 
 def find_id_spans(ids: Sequence[int], within: Sequence[int], after: int = 0) -> Iterator[Span]:
-    """Yield where ids lie in others, from index `after` on, each as (start, stop)."""
+    """Yield each occurrence of `ids` in `within`, from index `after` on, as (start, stop)."""
     wanted, whole = list(ids), list(within)
     for start in range(after, len(whole) - len(wanted) + 1):
         if wanted and whole[start : start + len(wanted)] == wanted:
@@ -256,9 +257,9 @@ def find_id_spans(ids: Sequence[int], within: Sequence[int], after: int = 0) -> 
 
 
 def find_text_spans(text: str, texts: Sequence[str], after: int = 0) -> Iterator[Span]:
-    """Yield where a text lies in what tokens add, from token `after` on, each as (start, stop).
+    """Yield each occurrence of `text` in the joined `texts` of tokens, from token `after` on.
 
-    Every token that holds a part of it is taken whole.
+    As (start, stop) of all tokens that contain a part of it.
     """
     whole, begin = "".join(texts[after:]), -1
     while text and (begin := whole.find(text, begin + 1)) >= 0:
@@ -266,13 +267,13 @@ def find_text_spans(text: str, texts: Sequence[str], after: int = 0) -> Iterator
 
 
 def _covering_tokens(begin: int, end: int, texts: Sequence[str], after: int) -> Span:
-    held: list[int] = []
+    covering: list[int] = []
     at = 0
     for index, part in enumerate(texts[after:], start=after):
-        # A token that ends inside a character adds nothing; the character comes with a later one.
+        # A token that ends inside a character adds no text; a later token adds the character.
         if (at < end and at + len(part) > begin) or (not part and begin <= at < end):
-            held.append(index)
+            covering.append(index)
         at += len(part)
         if at >= end:
             break
-    return held[0], held[-1] + 1
+    return covering[0], covering[-1] + 1

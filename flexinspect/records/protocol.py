@@ -1,8 +1,9 @@
-"""What the capture process says on its standard output: a few marked lines, and nothing else.
+"""The messages between the capture process and its parent: a few marked lines.
 
-Everything about the run itself goes through the trace. These lines only say where the trace is and,
-when there is none to read, why. Lines without the mark are the user's own prints. A user's program
-has its standard streams to itself: for it, the lines go both ways through a socket of their own.
+Everything about the run itself goes through the trace. These lines only tell where the trace is or,
+when there is none to read, why. They are sent on standard output, where lines without the mark are
+printed output. A user's program keeps its standard streams; for it, the lines go both ways through
+a separate socket.
 """
 
 from __future__ import annotations
@@ -14,37 +15,37 @@ from typing import Any
 MARK = "\x1eflexinspect "
 
 TRACE = "trace"
-"""The trace is open: `path` where it will be, `recording` where it is until the end, `note`."""
+"""The trace is open: its final `path`, `recording` where it is until the end, and a `note`."""
 
 ERROR = "error"
-"""The run ended with a sentence: `message`, `hint`, `exit_code`."""
+"""The run ended with an error: `message`, `hint`, `exit_code`."""
 
 FINISHED = "kept"
 """The run is over and the trace is at `path` (None when nothing was recorded)."""
 
 STOPPED = "stopped"
-"""The run pauses at a breakpoint: `text` says why, and how it goes on."""
+"""The run pauses at a breakpoint: `text` says why, and how to continue."""
 
 DRAIN = "drain"
-"""A user's program has ended, and what it printed is wanted to its end (see below)."""
+"""A user's program has ended, and the parent is to send the rest of its output (`OUTPUT`)."""
 
 OUTPUT = "output"
-"""The other way, for a user's program: `items` that it printed, each [at, stream, text]."""
+"""From the parent, for a user's program: `items` of its output, each [at, stream, text]."""
 
 DRAINED = "drained"
-"""The other way: all that was printed by now has been sent."""
+"""From the parent: all output so far has been sent."""
 
 TERMINAL = "terminal"
-"""pdb wants the user's terminal, or has done with it (`wanted`); the other way: it may have it."""
+"""pdb needs the user's terminal, or no longer does (`wanted`); from the parent: pdb may use it."""
 
 DEBUGGER = "debugger"
-"""What whoever debugs has to know at once is `text`: where debugpy listens, what it cannot do."""
+"""A message for the user who debugs is `text`: where debugpy listens, or what it cannot do."""
 
 GRANT_TERMINAL = b"."
-"""The other way, on standard input: pdb may have the terminal."""
+"""From the parent, on standard input: pdb may use the terminal."""
 
 DETACH = b"detach\n"
-"""The other way, on standard input: go on alone, whoever started the run closes its window."""
+"""From the parent, on standard input: continue alone, because the parent closes its window."""
 
 
 def format_message(kind: str, **facts: Any) -> str:

@@ -1,8 +1,8 @@
-"""What a trace can say: frozen records, the contract between capture, trace and views.
+"""The records of a trace: frozen dataclasses, the contract between capture, trace and views.
 
-Records are dumb: no I/O, no torch. Every record that belongs to a step is reached through
-`StepRecord`; generation and branch are given once, on the step. Times are seconds since the epoch
-(`*_at`) or milliseconds (`*_ms`), sizes are bytes, positions count from 0.
+Records hold data only: no I/O, no torch. Every record of a step is reached through `StepRecord`;
+only the step has generation and branch. Times are seconds since the epoch (`*_at`) or milliseconds
+(`*_ms`), sizes are bytes, positions count from 0.
 """
 
 from __future__ import annotations
@@ -21,30 +21,34 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 else:
-    # Whoever runs the user's program must not load numpy first: it reads its environment once.
+    # The process of the user's program must not import numpy before the program does: numpy reads
+    # its environment variables once.
     Array = Any
 
 LEVELS = ("basic", "advanced", "extreme")
 UNKNOWN = -1
-"""The `chosen_id` and `chosen_rank` of a step when nobody saw which token it chose."""
+"""The `chosen_id` and `chosen_rank` of a step whose chosen token was not observed."""
 STANDALONE_CALLS = "calls outside of a model"
-"""What the `sample_id` of a generation begins with that is a call of FlexAttention by itself."""
+"""Beginning of the `sample_id` of a generation that is a standalone call of FlexAttention."""
 STANDALONE_RAISED = "a call outside of a model that raised"
-"""The `sample_id` of a generation that such a call would have been."""
+"""The `sample_id` of a generation that is a standalone call which raised."""
 STANDALONE_MASKS = "masks built, and no call after them"
-"""The `sample_id` of a generation that is nothing but masks that were built."""
+"""The `sample_id` of a generation that holds only block masks which were built."""
 TRAIN = "train"
-"""The phase of a step of an optimizer; the others are of generation."""
+"""The phase of an optimizer step; the other phases are those of generation."""
 PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
+MASK_ARRAYS = ("cells", "averaged", "partial", "full", "ruled")
+"""The fields of `MaskRecord` that hold arrays, in the order they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
     """One position of the sequence.
 
-    `token` is the vocabulary's own string, `text` what it adds to the text, so that texts joined
-    are the text (a token that ends in the middle of a character adds nothing). `step` is the step
-    that chose it (None in the prompt). `special` marks BOS, EOS and the like.
+    `token` is the string in the vocabulary. `text` is what the token adds to the decoded text, so
+    that all texts joined are the decoded sequence (a token that ends inside of a character adds
+    nothing). `step` is the step that chose it (None in the prompt). `special` marks special tokens
+    such as BOS and EOS.
     """
 
     pos: int
@@ -59,9 +63,10 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One of the top-k tokens of a step: before processors (logit, logprob) and after (score).
+    """One of the top-k tokens of a step.
 
-    The scores are NaN when what processors made of the logits was not seen.
+    `logit` and `logprob` are before the logits processors, the scores after them. The scores are
+    NaN when the output of the processors was not observed.
     """
 
     rank: int
@@ -75,12 +80,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class LogitsRecord:
-    """The distribution of the newest row, natural logarithms.
+    """The distribution of the newest row, with natural logarithms.
 
-    `margin` is the logit of the best minus the second; `chosen_rank` counts from 0; it
-    and `chosen_id` are `UNKNOWN`, and `chosen_logprob` NaN, when the choice was not seen.
-    `histogram` holds counts of the logits in equal bins between `histogram_min` and
-    `histogram_max`.
+    `margin` is the best logit minus the second best. `chosen_rank` counts from 0; it and
+    `chosen_id` are `UNKNOWN`, and `chosen_logprob` is NaN, when the chosen token was not observed.
+    `histogram` counts the logits in equal bins between `histogram_min` and `histogram_max`.
     """
 
     entropy: float
@@ -101,14 +105,14 @@ class CallRecord:
     """One attention call of one layer in one step.
 
     `path` is one of `PATHS`, `backend` the name under which transformers dispatched it, `mask` the
-    fingerprint of the mask received (None when the layer got no mask). `gate` is the largest
-    deviation from 1 of the newest row's attention mass over the executed mask, over heads (None
-    when it was not computed); `gate_kind` says how: "lse" or "output". A `softcap` c makes
-    c * tanh(score / c) of each scaled score, before the mask. Of own code more is known: `handed`
-    is the mask that the layer was given, in words (None when its kernel got the same), and
-    `swallowed` the exception that the call made up for (None when there was none). `causal` is
-    whether the layer calls itself causal (None when it does not say), `window` how many keys its
-    sliding window holds (None without one).
+    fingerprint of the received mask (None when the kernel received no mask). `gate` is the result
+    of the LSE check: the largest deviation from 1, over heads, of the newest row's attention summed
+    over the executed mask (None when it was not computed); `gate_kind` is how it was computed:
+    "lse" or "output". A `softcap` c replaces each scaled score by c * tanh(score / c), before the
+    mask. Only for user code: `handed` describes the mask passed to the layer (None when its kernel
+    received the same), and `swallowed` the suppressed exception of the call (None when there was
+    none). `causal` is the layer's own `is_causal` (None when it has none), `window` the number of
+    keys in its sliding window (None without one).
     """
 
     layer: int
@@ -134,10 +138,10 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True)
 class BuildRecord:
-    """A block mask that was built: in which layer (None: outside of them), and at what cost.
+    """A block mask that was built, with its cost; `layer` is None outside of all layers.
 
-    `batch` and `heads` are None where one serves all. `peak_growth` is by how many bytes the peak
-    memory grew, of the process or on the GPU; what fits under an earlier peak is not seen.
+    `batch` and `heads` are None where one mask serves all. `peak_growth` is the growth of the peak
+    memory in bytes, of the process or the GPU; memory below an earlier peak does not show.
     """
 
     layer: int | None
@@ -152,11 +156,11 @@ class BuildRecord:
 
 @dataclass(frozen=True, slots=True)
 class InputsRecord:
-    """What a step was fed beside its tokens, and what the cache held around it.
+    """The forward input of a step apart from its tokens, and the lengths of the cache.
 
-    `positions` are the position ids of batch row 0 as runs (first, how many) of ids that rise by
-    one; empty when the layers were handed none. `cached_before` and `cached_after` count the keys
-    that the cache held per layer, -1 for a layer that counts none; empty without a cache.
+    `positions` are the position ids of batch row 0 as runs (first, length) of consecutive ids;
+    empty when the layers received none. `cached_before` and `cached_after` are the number of cached
+    keys per layer, -1 for a layer whose cache has no length; empty without a cache.
     """
 
     batch: int
@@ -166,7 +170,7 @@ class InputsRecord:
 
     @property
     def position_ids(self) -> list[int]:
-        """The position ids one by one."""
+        """The position ids as a list."""
         return [id_ for first, n in self.positions for id_ in range(first, first + n)]
 
 
@@ -174,7 +178,7 @@ class InputsRecord:
 class LayerStatRecord:
     """Statistics of one module's output in one step, over the rows of that step.
 
-    `bad_row` is the first of these rows with a NaN or infinity, None when there is none.
+    `bad_row` is the first of these rows with NaN or Inf, None when there is none.
     """
 
     layer: int
@@ -191,7 +195,7 @@ class LayerStatRecord:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord:
-    """Bytes at the end of a step; CUDA figures are None elsewhere."""
+    """Memory in bytes at the end of a step; CUDA figures are None without CUDA."""
 
     rss: int
     model: int
@@ -207,18 +211,23 @@ class MaskRecord:
 
     `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", or "none, causal" (no
     mask, on a path that is causal by itself). `q_offset` is the position of row 0 in the sequence,
-    `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys). `rule` names the rule
-    (module and qualified name), `rule_source` its file and first line where known. `heads` is what
-    the mask was made for; the rule of one made for 1 may still tell heads apart. `cells` is the
-    executed mask of batch 0, bool of shape (heads, n_q, n_kv), the heads being the query heads, or
-    1 when all share it, or None when it was not evaluated. A bool mask that was added to the scores
-    (eager attention) closes nothing. `averaged` says which rows of a float mask are at its lowest
-    float in every cell, bool (1 or heads, n_q), None when no row is: that is meant to close them,
-    but softmax gives all these keys the same weight, so that `cells` has them open. `partial` and
-    `full` are the block tables of batch 0, bool (heads, row blocks, key blocks); `full` is None
-    when no block is full, both are None at level basic for a decode row. `ruled` is what the rule
-    by itself opens of each block, uint8 (1 or heads, row blocks, key blocks): 0 nothing, 1 some, 2
-    all of its cells; only of compiled calls, whose cells do not tell.
+    `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys). `rule` names the
+    mask_mod (module and qualified name), `rule_source` is its file and first line where known.
+    `heads` is the number of heads that the mask was built for; the mask_mod of a mask built for 1
+    head may still depend on the head.
+
+    Arrays, all of batch 0, are None when they were not evaluated:
+
+    * `cells`, bool (heads, n_q, n_kv): the executed mask per query head, or with 1 head when all
+      share it. A bool mask that was added to the scores (eager attention) closes no cell.
+    * `averaged`, bool (1 or heads, n_q): rows of a float mask that hold its lowest float in every
+      cell, None when no row does. They are meant to be closed, but softmax gives all their keys the
+      same weight, so `cells` has them open.
+    * `partial` and `full`, bool (heads, row blocks, key blocks): the block tables. `full` is None
+      when no block is full; both are None at level basic for a decode row.
+    * `ruled`, uint8 (1 or heads, row blocks, key blocks): what the mask_mod alone opens of each
+      block: 0 nothing, 1 some, 2 all of its cells. Only for compiled calls, whose `cells` follow
+      the block tables.
     """
 
     fingerprint: str
@@ -243,10 +252,10 @@ class MaskRecord:
 
 @dataclass(frozen=True, slots=True)
 class ArrayRecord:
-    """A wide fact of a step: for instance stream "attention.mass", float (layers, heads, segments).
+    """An array of a step, for instance stream "attention.mass", float (layers, heads, segments).
 
     `layer` is None when the array holds all layers. `dtype` names the true type when numpy has
-    none for it ("bfloat16", stored as uint16); otherwise it is the array's own.
+    none for it ("bfloat16", stored as uint16), otherwise it is None.
     """
 
     stream: str
@@ -257,7 +266,7 @@ class ArrayRecord:
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """Something that happened: a phase ("loading"), a hook switched off, an error, a warning."""
+    """An event of a run: a phase ("loading"), a hook switched off, an error, a warning."""
 
     kind: str
     text: str
@@ -269,10 +278,10 @@ class EventRecord:
 
 @dataclass(frozen=True, slots=True)
 class OutputRecord:
-    """A piece of what the program printed, as it came: `stream` is "stdout" or "stderr".
+    """A piece of printed output as it arrived: `stream` is "stdout" or "stderr".
 
-    `generation` and `step` are those of the last step that had begun when it was read (None before
-    the first). Bytes that are not UTF-8 are replaced in `text`.
+    `generation` and `step` are those of the last step that had started when it was read (None
+    before the first). Bytes that are not UTF-8 are replaced in `text`.
     """
 
     stream: str
@@ -284,12 +293,13 @@ class OutputRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Everything that one forward of a generation left: one transaction of the trace.
+    """Everything recorded of one forward of a generation: one transaction of the trace.
 
-    `tokens` are the tokens this step chose, `masks` only those fingerprints that are new.
-    `wall_ms` is the forward with the choice of the token, `capture_ms` what capture took of it.
-    `repeats` are findings of earlier steps that were met again; they are counted there, so a step
-    that is read back has none. Of a training step (phase "train") `training` tells.
+    `tokens` are the tokens that this step chose, `masks` only those with a new fingerprint.
+    `wall_ms` is the time of the forward and the choice of the token, `capture_ms` the part of it
+    that capture took. `repeats` are repetitions of earlier findings; they are stored as counts of
+    those findings, so that a step that is read back has none. `training` is set for a training step
+    (phase "train").
     """
 
     generation: int
@@ -321,9 +331,9 @@ class StepRecord:
 class GenerationRecord:
     """One prompt to its end.
 
-    `declared` describes the mask that was meant (a preset's rule), and, under the keys of
-    `flexinspect.records.prompt`, the pieces that were declared and the special tokens there are. `model`
-    names one of the manifest's `models`; it is empty where there is one model alone.
+    `declared` describes the declared mask (for instance the rule of a preset), and, under the keys
+    `DECLARED_SEGMENT_KEYS` of `flexinspect.records.prompt`, declared segments and special tokens.
+    `model` names one of the manifest's `models`; it is empty if there is only one model.
     """
 
     generation: int
@@ -340,14 +350,17 @@ class GenerationRecord:
 
 @dataclass(frozen=True, slots=True)
 class BranchRecord:
-    """A line of decoding that leaves another one: its first own step is `fork_step`.
+    """A branch of a generation that leaves its `parent`: its first own step is `fork_step`.
 
-    `change` says what is other in it. Its "kind" is "token": another token was chosen at
-    `fork_step` ("token_id", "text", and "instead_id", "instead_text" of the parent; "token_ids" of
-    several); "mask": "edits" as text, "rule" in words, "declared" as a declaration has it,
-    "changed_rows": how many rows of earlier steps are other ones, "recomputed": whether all keys
-    were computed anew; or "replay": a restored state did not go on as recorded ("why": sentences).
-    `recomputed` is true when the first own step feeds the whole sequence.
+    `change` describes the difference from the parent. Its "kind" is one of
+
+    * "token": another token was chosen at `fork_step` ("token_id", "text", and "instead_id",
+      "instead_text" of the parent; "token_ids" for several tokens),
+    * "mask": "edits" as text, "rule" in words, "declared" as in a declaration, "changed_rows" (the
+      number of rows of earlier steps that differ), "recomputed" (whether all keys were recomputed),
+    * "replay": a restored state did not continue as recorded ("why": sentences).
+
+    `recomputed` is true when the input of the first own step is the whole sequence.
     """
 
     generation: int
@@ -361,7 +374,7 @@ class BranchRecord:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEnd:
-    """How a generation, or a branch of it, ended: `state` in finished, interrupted, failed."""
+    """The end of a generation or of a branch: `state` is finished, interrupted or failed."""
 
     generation: int
     state: str

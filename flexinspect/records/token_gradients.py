@@ -1,4 +1,4 @@
-"""What a trace can say of gradients: frozen records, as those of `flexinspect.records.step`."""
+"""Records of the gradients of a generated token, as those of `flexinspect.records.step`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PARAMETER_PARTS = (
     *("embedding", "q", "k", "v", "qkv", "o", "attention", "mlp", "norm", "lm_head", "tied"),
     "other",
 )
-"""Groups of parameters; "tied" is an embedding that is the output head too."""
+"""Groups of parameters; "tied" is an embedding that is also the output head."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientStat:
     """The gradient of one parameter: its Euclidean norm, largest absolute value, NaN and Inf.
 
-    `layer` is None for what belongs to no layer; `part` is one of `PARTS`.
+    `layer` is None outside of all layers; `part` is one of `PARAMETER_PARTS`.
     """
 
     name: str
@@ -40,15 +40,16 @@ class GradientStat:
 class GradientRecord:
     """Gradients of one generated token: of its log-probability, or of its margin to the next best.
 
-    Of a forward of their own over the whole sequence before the token, without a cache. `value` is
-    what was differentiated, `scale` the norm of its gradient at the logits, `rival` the id that a
-    margin is to. `gate` is how far this forward's logits are from the recorded ones at most, as a
-    share of the largest of these; above `tolerance` (or NaN) it is not what ran, and nothing else
-    is recorded. `n_unreached` parameters have no part in the token; those of layers that are
-    unreached as a whole are in `stats`, with 0. `anomaly` is what autograd's
-    anomaly mode said. `tokens` is float (2, positions): gradient times input, and the gradient's
-    norm, at each token's embedding; `layers` is float (layers + 1,): the norms at the embeddings
-    and at each layer's output, 0 where none arrives, NaN for layers without attention.
+    They come from a separate forward over the whole sequence before the token, without a cache.
+    `value` is the differentiated quantity, `scale` the norm of its gradient at the logits, `rival`
+    the other token id of a margin. `gate` is the largest difference between the logits of this
+    forward and the recorded ones, relative to the largest recorded logit; above `tolerance` (or
+    NaN) this forward is not what ran, and nothing else is recorded. `n_unreached` parameters have
+    no influence on the token; those of layers that are unreached as a whole are in `stats`, with 0.
+    `anomaly` is the message of autograd's anomaly mode. `tokens` is float (2, positions): gradient
+    times input, and the norm of the gradient, at each token's embedding. `layers` is float
+    (layers + 1,): the norms at the embeddings and at each layer's output, 0 where no gradient
+    arrives, NaN for layers without attention.
     """
 
     generation: int
@@ -71,5 +72,5 @@ class GradientRecord:
 
     @property
     def matches_recorded(self) -> bool:
-        """Whether the gradient's forward gave the recorded logits."""
+        """Whether the forward of the gradients reproduced the recorded logits."""
         return self.gate <= self.tolerance

@@ -1,7 +1,6 @@
-"""What is known of tensors, gradients and training steps: frozen records without torch.
+"""Records of tensors, gradients and training steps, without torch.
 
-Norms are Euclidean. Of a value that was not measured, the optional fields are None; NaN stands for
-a number that is NaN.
+Norms are Euclidean. None means that a value was not measured, NaN that it is NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LOSS_REPORTED = "told"
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """Statistics of one tensor. Minimum to deviation are of its finite values, NaN without any."""
+    """Statistics of one tensor; min to std are those of its finite values, NaN without any."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,8 +56,8 @@ class TensorStats:
 class ParameterGradient:
     """The gradient of one parameter as the optimizer gets it: after unscaling and clipping.
 
-    `max` is the largest absolute value (None when not measured), `group` the layer or module it is
-    counted to.
+    `max` is the largest absolute value (None when not measured), `group` the layer or module that
+    the parameter belongs to.
     """
 
     name: str
@@ -80,7 +79,7 @@ class ParameterGradient:
         return self.norm == 0.0
 
     def explodes(self, threshold: float = EXPLODING_NORM) -> bool:
-        """Whether the norm is above the threshold; one that is not finite is sick instead."""
+        """Whether the norm is finite and above the threshold."""
         return not self.has_nonfinite and self.norm > threshold
 
     def vanishes(self, threshold: float = VANISHING_NORM) -> bool:
@@ -90,7 +89,7 @@ class ParameterGradient:
 
 @dataclass(frozen=True, slots=True)
 class GroupGradient:
-    """The gradients of one layer or module together; a `norm` of NaN has a sick one among them."""
+    """The gradients of one layer or module together; `norm` is NaN or Inf if one is non-finite."""
 
     group: str
     norm: float
@@ -100,12 +99,12 @@ class GroupGradient:
 
 @dataclass(frozen=True, slots=True)
 class AnomalyOrigin:
-    """Where numbers that are not finite came from, as far as the step tells.
+    """Where an anomaly of a step came from, as far as the step shows.
 
-    `kind` is "input" (the batch was sick), "weights" (they were before the step), "module" (the
-    first one whose output is sick), "loss" (computed from finite outputs), "backward" (all was
-    finite until the way back), "explosion" or "vanishing" (of gradients that are finite). `name` is
-    the module or parameter, `n_carriers` how many others only carry it on.
+    `kind` is "input" (the batch had NaN or Inf), "weights" (they had, before the step), "module"
+    (the first one with non-finite output), "loss" (computed from finite outputs), "backward" (all
+    values were finite until the backward pass), "explosion" or "vanishing" (of finite gradients).
+    `name` is the module or parameter, `n_carriers` the number of others that only propagate it.
     """
 
     kind: str
@@ -116,19 +115,18 @@ class AnomalyOrigin:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStepRecord:
-    """One optimizer step: what it learned from, what it did, and what it took.
+    """One optimizer step: its loss, its gradients, and its time.
 
-    `loss` is NaN with an empty `loss_source` when nobody told it; the source is "told" or "output"
-    (the `.loss` that the model returned, the mean over micro-batches). A learning rate that the
-    optimizer does not tell is NaN. `total_norm` is that of the
-    gradients as the optimizer got them, `norm_before_clip` that before `clip_grad_norm_`, and
-    `max_norm` the limit given to it; all None where not seen. `group_norms` are in the order of the
-    run's groups; `group_ratios` are the norm of each group's change over that of its weights, from
-    a sample of rows where a parameter is large. `gradients` are those of the parameters that were
-    recorded for this step; the counts are of all parameters. `data_ms` is the time in the watched
-    loader, `other_ms` all that lay outside of forward, backward, optimizer and loader (and of
-    our wait for a GPU, on which passes take the time to launch them). `detail` is
-    how much was measured.
+    `loss_source` is "told" (the user reported the loss), "output" (the `.loss` of the model's
+    output, the mean over micro-batches), or empty when the loss is unknown, and `loss` NaN. A
+    learning rate that the optimizer does not show is NaN. `total_norm` is the norm of the gradients
+    that the optimizer received, `norm_before_clip` the norm before `clip_grad_norm_`, and
+    `max_norm` its limit; each is None when not observed. `group_norms` are in the order of the
+    run's groups; `group_ratios` are the norm of each group's update over the norm of its weights,
+    from a sample of rows for large parameters. `gradients` are the recorded ones; the counts are of
+    all parameters (`n_sick`: with NaN or Inf in the gradient). `data_ms` is the time in the watched
+    loader, `other_ms` the time outside of forward, backward, optimizer and loader (and of our wait
+    for a GPU, where a pass takes only the time to launch it). `detail` is how much was measured.
     """
 
     loss: float
@@ -170,27 +168,27 @@ class TrainingStepRecord:
 
     @property
     def is_explosion(self) -> bool:
-        """Whether a parameter's gradient explodes, in a step that was not left out."""
+        """Whether a parameter's gradient explodes, in a step that was not skipped."""
         return self.n_exploding > 0 and not self.is_skipped
 
     @property
     def is_vanishing(self) -> bool:
-        """Whether a matrix's gradient vanishes, in a step that was not left out."""
+        """Whether a matrix's gradient vanishes, in a step that was not skipped."""
         return self.n_vanishing > 0 and not self.is_skipped
 
     @property
     def is_anomaly(self) -> bool:
-        """Whether anything of this step is wrong: loss, explosion, vanishing, NaN or Inf.
+        """Whether this step has any anomaly: loss, explosion, vanishing, NaN or Inf.
 
-        Gradients of a step that the scaler left out are none: it finds its scale that way.
+        Gradients of a step that the scaler skipped do not count: it finds its scale that way.
         """
-        is_sick = self.n_sick > 0 and not self.is_skipped
-        return self.is_loss_anomaly or self.is_explosion or self.is_vanishing or is_sick
+        has_nonfinite = self.n_sick > 0 and not self.is_skipped
+        return self.is_loss_anomaly or self.is_explosion or self.is_vanishing or has_nonfinite
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSummary:
-    """How many steps of a training run were wrong, and in what. All figures count steps."""
+    """The number of training steps with anomalies, by kind. All figures count steps."""
 
     total_steps: int = 0
     anomaly_steps: int = 0
@@ -200,22 +198,22 @@ class TrainingSummary:
 
     @property
     def anomaly_rate(self) -> float:
-        """Steps with any anomaly, of all; 0 before the first step."""
+        """Share of steps with any anomaly; 0 before the first step."""
         return self._rate(self.anomaly_steps)
 
     @property
     def loss_anomaly_rate(self) -> float:
-        """Steps whose loss was not finite, of all."""
+        """Share of steps with a non-finite loss."""
         return self._rate(self.loss_anomalies)
 
     @property
     def gradient_explosion_rate(self) -> float:
-        """Steps with an exploding gradient, of all."""
+        """Share of steps with an exploding gradient."""
         return self._rate(self.gradient_explosions)
 
     @property
     def gradient_vanishing_rate(self) -> float:
-        """Steps with a vanishing gradient, of all."""
+        """Share of steps with a vanishing gradient."""
         return self._rate(self.gradient_vanishing)
 
     def as_dict(self) -> dict[str, int | float]:
@@ -238,40 +236,40 @@ class TrainingSummary:
 
 @dataclass(slots=True)
 class TrainingSummaryCounter:
-    """Counts steps as they come; nothing of them is kept."""
+    """Counts steps one by one, without keeping them."""
 
     summary: TrainingSummary = field(default_factory=TrainingSummary)
 
     def add(self, step: TrainingStepRecord) -> None:
         """Count one step."""
-        was = self.summary
+        before = self.summary
         self.summary = TrainingSummary(
-            was.total_steps + 1,
-            was.anomaly_steps + step.is_anomaly,
-            was.gradient_explosions + step.is_explosion,
-            was.gradient_vanishing + step.is_vanishing,
-            was.loss_anomalies + step.is_loss_anomaly,
+            total_steps=before.total_steps + 1,
+            anomaly_steps=before.anomaly_steps + step.is_anomaly,
+            gradient_explosions=before.gradient_explosions + step.is_explosion,
+            gradient_vanishing=before.gradient_vanishing + step.is_vanishing,
+            loss_anomalies=before.loss_anomalies + step.is_loss_anomaly,
         )
 
 
 def summarise(steps: Iterable[TrainingStepRecord]) -> TrainingSummary:
     """Return the summary of some steps."""
-    count = TrainingSummaryCounter()
+    counter = TrainingSummaryCounter()
     for step in steps:
-        count.add(step)
-    return count.summary
+        counter.add(step)
+    return counter.summary
 
 
 def is_warming_up(before: Sequence[float], now: Sequence[float]) -> bool:
-    """Say whether a learning rate rises: behind a gate that begins at 0 gradients begin small."""
+    """Tell whether a learning rate rises; gradients behind a gate that starts at 0 start small."""
     return any(map(gt, now, before))
 
 
 def group_of(name: str) -> str:
     """Return the group of a parameter: its numbered layer, else its module.
 
-    `model.layers.3.mlp.up.weight` is of `model.layers.3`, `lm_head.weight` of `lm_head`, and a
-    parameter of the model itself of `(model)`.
+    `model.layers.3.mlp.up.weight` belongs to `model.layers.3`, `lm_head.weight` to `lm_head`, and
+    a parameter of the model itself to `(model)`.
     """
     parts = name.split(".")
     for index, part in enumerate(parts[:-1]):
@@ -283,21 +281,26 @@ def group_of(name: str) -> str:
 def gradient_groups(gradients: Iterable[ParameterGradient]) -> list[GroupGradient]:
     """Return the groups of some gradients, in the order in which they first appear."""
     by_group: dict[str, list[ParameterGradient]] = {}
-    for facts in gradients:
-        by_group.setdefault(facts.group or group_of(facts.name), []).append(facts)
+    for gradient in gradients:
+        by_group.setdefault(gradient.group or group_of(gradient.name), []).append(gradient)
     return [
-        GroupGradient(group, total_norm(found), len(found), sum(one.has_nonfinite for one in found))
-        for group, found in by_group.items()
+        GroupGradient(
+            group=group,
+            norm=total_norm(members),
+            n_parameters=len(members),
+            n_nonfinite=sum(member.has_nonfinite for member in members),
+        )
+        for group, members in by_group.items()
     ]
 
 
 def total_norm(gradients: Iterable[ParameterGradient]) -> float:
-    """Return the norm of all of them together; NaN or Inf when one is not finite."""
-    return combined_norm([facts.norm for facts in gradients])
+    """Return the norm of all gradients together; NaN or Inf if one is non-finite."""
+    return combined_norm([gradient.norm for gradient in gradients])
 
 
 def combined_norm(norms: Sequence[float]) -> float:
-    """Return the norm of the parts' norms; NaN or Inf when one is not finite."""
+    """Return the norm of norms; NaN or Inf if one is non-finite."""
     if all(map(math.isfinite, norms)):
         return math.hypot(*norms)
     return math.nan if any(map(math.isnan, norms)) else math.inf

@@ -1,4 +1,4 @@
-"""Wide facts as bytes: codecs, chunks and checksums. Numbers and bools only, never objects."""
+"""Arrays as bytes: codecs, chunks and checksums. Numbers and bools only, never objects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STORED_DTYPES = {
 """Types that can be stored, little-endian, by name."""
 
 _DTYPE_NAMES = {np.dtype(name): name for name in STORED_DTYPES}
-"""Their names by type, as numpy works a name out anew each time it is asked (8 µs)."""
+"""Their names by type, because numpy computes `dtype.name` on each access (8 µs)."""
 
 
 class _ThreadCompressor(threading.local):
@@ -51,7 +51,7 @@ _MAX_BYTES = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class EncodedArray:
-    """An array as it lies in the trace: `chunks` are its bytes in pieces of at most `CHUNK`."""
+    """An array as the trace stores it, in `chunks` of at most `CHUNK_BYTES` bytes."""
 
     dtype: str
     item: str
@@ -73,14 +73,14 @@ class ArrayChunk:
 
 
 def encode_array(array: Array, dtype: str | None = None) -> EncodedArray:
-    """Return `array` ready to be stored; `dtype` names its true type if numpy has none for it.
+    """Return `array` in its stored form; `dtype` names its true type if numpy has none for it.
 
     Raises `TraceWriteError` for arrays that are not of numbers or bools.
     """
     item = _DTYPE_NAMES.get(array.dtype) or array.dtype.name
     if item not in STORED_DTYPES:
         raise TraceWriteError(
-            f"An array of {array.dtype} cannot be recorded: a trace holds numbers and bools only."
+            f"An array of {array.dtype} cannot be recorded: a trace holds only numbers and bools."
         )
     if item == "bool":
         codec, data = _encode_bits(array)
@@ -90,17 +90,15 @@ def encode_array(array: Array, dtype: str | None = None) -> EncodedArray:
 
 
 def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, str]:
-    """Return the array that lies in `chunks`, and the name of its true type.
+    """Return the array that `chunks` hold, and the name of its true type.
 
-    Raises `TraceError` naming `where` when a checksum or a length is wrong.
+    Raises `TraceError` with `array_name` when a checksum or a length is wrong.
     """
     first = chunks[0]
     shape = _parse_shape(first.shape, array_name)
     item = STORED_DTYPES.get(first.item)
     if item is None or first.codec not in CODECS:
-        raise damaged_array(
-            array_name, f"its type is given as {first.item!r}, its codec as {first.codec!r}"
-        )
+        raise damaged_array(array_name, f"its type is {first.item!r} and its codec {first.codec!r}")
     for chunk in chunks:
         if zlib.crc32(chunk.data) != chunk.checksum:
             raise damaged_array(array_name, "a checksum does not match its bytes")
@@ -111,7 +109,7 @@ def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, 
 
 
 def widen_bfloat16(array: Array, dtype: str) -> Array:
-    """Return `array` with numpy's own types: bfloat16 (held as uint16) comes back as float32."""
+    """Return `array` in a type of numpy: bfloat16 (stored as uint16) is widened to float32."""
     if dtype != "bfloat16" or array.dtype != np.uint16:
         return array
     wide: npt.NDArray[np.float32] = (array.astype(np.uint32) << 16).view(np.float32)
@@ -119,10 +117,10 @@ def widen_bfloat16(array: Array, dtype: str) -> Array:
 
 
 def damaged_array(array_name: str, reason: str) -> TraceError:
-    """Return the error for an array whose bytes cannot be what was recorded."""
+    """Return the error for an array that cannot be as it was recorded."""
     return TraceError(
         f"The trace is damaged: {array_name} cannot be read, because {reason}.",
-        hint="Other steps may still be whole; copy the file again if you can.",
+        hint="Other steps may still be readable; copy the file again if you can.",
     )
 
 
@@ -147,9 +145,9 @@ def _parse_shape(text: str, where: str) -> tuple[int, ...]:
     except (ValueError, RecursionError):
         shape = None
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
-        raise damaged_array(where, "its shape is no list of lengths")
+        raise damaged_array(where, "its shape is not a list of lengths")
     if any(type(length) is not int or not 0 <= length < _MAX_BYTES for length in shape):
-        raise damaged_array(where, "its shape holds something that is no length")
+        raise damaged_array(where, "its shape holds something that is not a length")
     return tuple(shape)
 
 
@@ -157,7 +155,7 @@ def _decode_raw(
     data: bytes, item: np.dtype[np.generic], shape: tuple[int, ...], where: str
 ) -> Array:
     if len(data) != math.prod(shape) * item.itemsize:
-        raise damaged_array(where, f"{len(data)} bytes do not make {list(shape)} of {item.name}")
+        raise damaged_array(where, f"{len(data)} bytes are not {list(shape)} of {item.name}")
     return np.frombuffer(data, item).reshape(shape).astype(item.newbyteorder("="), copy=False)
 
 
@@ -165,11 +163,11 @@ def _decode_bits(data: bytes, codec: str, shape: tuple[int, ...], where: str) ->
     n_cells = math.prod(shape)
     n_bytes = -(-n_cells // 8)
     if n_bytes > _MAX_BYTES:
-        raise damaged_array(where, f"a shape of {list(shape)} is beyond anything that is recorded")
+        raise damaged_array(where, f"its shape {list(shape)} is larger than any recorded array")
     if codec == "bits+zstd":
         data = _decompress(data, n_bytes, where)
     if len(data) != n_bytes:
-        raise damaged_array(where, f"{len(data)} bytes do not make {list(shape)} of bits")
+        raise damaged_array(where, f"{len(data)} bytes are not {list(shape)} of bits")
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=n_cells)
     return bits.astype(np.bool_).reshape(shape)
 
@@ -177,7 +175,7 @@ def _decode_bits(data: bytes, codec: str, shape: tuple[int, ...], where: str) ->
 def _decompress(data: bytes, n_bytes: int, where: str) -> bytes:
     try:
         if zstandard.frame_content_size(data) != n_bytes:
-            raise damaged_array(where, "it does not unpack to the size of its shape")
+            raise damaged_array(where, "it does not decompress to the size of its shape")
         return zstandard.ZstdDecompressor().decompress(data)
     except (zstandard.ZstdError, MemoryError):
-        raise damaged_array(where, "its bytes do not unpack") from None
+        raise damaged_array(where, "its bytes do not decompress") from None

@@ -1,7 +1,8 @@
-"""Values on their way into and out of SQLite: JSON that survives NaN, and what cannot be bound.
+"""Rows of a trace from records, and records from rows.
 
-Everything here runs beside a model, so rows are built as flat lists of parameters, one statement
-per table.
+Encoding runs beside a model: rows are built as flat lists of parameters, one statement per table.
+Which field goes to which column follows from the column tables of `flexinspect.trace.schema`.
+JSON keeps non-finite floats, and values that SQLite cannot bind are replaced.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
+    MASK_ARRAYS,
     Array,
     BuildRecord,
     CallRecord,
@@ -64,7 +66,7 @@ _DEPTH = 40
 
 
 def to_json(value: Any) -> str:
-    """Return strict JSON of `value`; never raises, because a recording must go on.
+    """Return strict JSON of `value`; never raises, because a recording must continue.
 
     Non-finite floats become `{"$float": "NaN"}` (or "Infinity", "-Infinity"), tuples, sets and
     numpy arrays become lists, numpy scalars numbers, anything else its `str`.
@@ -77,7 +79,7 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str) -> Any:
-    """Return what `to_json` was given, tuples as lists. Raises `ValueError` for damaged JSON."""
+    """Return the value that `to_json` wrote, tuples as lists. Raises `ValueError` if damaged."""
     try:
         return json.loads(text, object_hook=_untag)
     except RecursionError:
@@ -116,7 +118,7 @@ def simplify(value: Any, on_float: Callable[[float], Any], depth: int = 0) -> An
 
 
 def _is_numpy(value: Any, *, scalar: bool = False) -> bool:
-    """Tell without loading numpy: a value of it is there only when it is loaded."""
+    """Tell without importing numpy: its values exist only once it is imported."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return False
@@ -124,10 +126,10 @@ def _is_numpy(value: Any, *, scalar: bool = False) -> bool:
 
 
 def bindable(params: Iterable[Any]) -> list[Any]:
-    """Return parameters that SQLite takes, in place of some that it refused.
+    """Return replacements that SQLite accepts for parameters that it refused.
 
-    numpy scalars become numbers, integers beyond 64 bits and anything unknown text, and lone
-    surrogates, which UTF-8 cannot hold, backslash escapes.
+    numpy scalars become numbers, integers beyond 64 bits and unknown objects become text, and lone
+    surrogates, which UTF-8 cannot encode, become backslash escapes.
     """
     return [_bindable(param) for param in params]
 
@@ -180,7 +182,17 @@ MAX_ROWS_PER_INSERT = 128
 """Rows in one statement at most; keeps the number of parameters below SQLite's limit."""
 
 _MAX_ARRAYS_PER_INSERT = 8
+_MAX_GRADIENTS_PER_INSERT = 64
 
+_FIRST_LOGITS_COLUMN = schema.STEPS.names.index("entropy")
+_CHOSEN_COLUMN = schema.STEPS.names.index("chosen_id")
+_HISTOGRAM_COLUMNS = schema.STEPS.names.index("histogram_min")
+_N_LOGITS_COLUMNS = len(schema.STEPS.names) - _FIRST_LOGITS_COLUMN
+_TRAINING_GRAD_COLUMNS = schema.GRADS.names[3 : schema.GRADS.names.index("n_inf") + 1]
+"""Columns of `grads` that a training step fills in, after the key."""
+
+# What is written at every step, without a look at the kinds of columns: an attrgetter reads all
+# fields of a record in C.
 _call_values = attrgetter(*schema.CALLS.names[4:])
 _build_values = attrgetter(*schema.BUILDS.names[4:])
 _stat_values = attrgetter(*schema.LAYER_STATS.names[4:])
@@ -188,19 +200,15 @@ _candidate_values = attrgetter(*schema.CANDIDATES.names[3:])
 _memory_values = attrgetter(*schema.MEMORY.names[3:])
 _mask_values = attrgetter(*schema.MASKS.names[3:-1])
 _parameter_values = attrgetter(*schema.GRADS.names[3:])
+_training_gradient_values = attrgetter(*_TRAINING_GRAD_COLUMNS)
 _gradient_values = attrgetter(*schema.GRADIENTS.names[3:])
 _token_values = attrgetter(*schema.TOKENS.names[2:-2])
-_segment_values = attrgetter("start", "stop", "label")
-_step_values = attrgetter(*schema.STEPS.names[:10])
-_logits_values = attrgetter(
-    *("entropy", "margin", "chosen_id", "chosen_rank", "chosen_logprob"),
-    *("n_nan", "n_inf", "histogram_min", "histogram_max"),
-)
-_NO_LOGITS = (None,) * 10
+_step_values = attrgetter(*schema.STEPS.names[: schema.STEPS.names.index("first_pos")])
+_logits_values = attrgetter(*schema.STEPS.names[_FIRST_LOGITS_COLUMN:-1])
 
 
 def encode_step(record: StepRecord, known_masks: Collection[str]) -> list[Statement]:
-    """Return the statements of a step; masks whose fingerprint is in `known` are left out."""
+    """Return the statements of a step, without masks whose fingerprint is in `known_masks`."""
     key = (record.generation, record.branch, record.step)
     out: list[Statement] = []
     _add_step_row(out, record)
@@ -250,11 +258,8 @@ def encode_gradients(record: GradientRecord) -> list[Statement]:
 
 def encode_generation_start(record: GenerationRecord) -> list[Statement]:
     """Return the statements of a new generation with its first branch."""
-    declared, expected = to_json(dict(record.declared)), to_json(list(record.expected))
-    about = (record.generation, record.sample_id, record.mask, record.positions)
     out: list[Statement] = []
-    rest = (expected, declared, record.started_at, record.model)
-    _add_insert(out, schema.GENERATIONS, [*about, *rest], 1)
+    _add_insert(out, schema.GENERATIONS, _encode_row(schema.GENERATIONS, record), 1)
     out += encode_branch_start(record.generation, 0, None, None, record.started_at)
     encode_segments(out, (record.generation, 0), record.segments)
     encode_tokens(out, (record.generation, 0), record.tokens)
@@ -270,12 +275,23 @@ def encode_branch_start(
     change: Mapping[str, Any] | None = None,
 ) -> list[Statement]:
     """Return the statements of a new branch."""
-    row = [generation, branch, parent, fork_step, "recording", "", "", at, None]
-    return [(insert_sql(schema.BRANCHES, 1), [*row, to_json(dict(change or {}))])]
+    row = BranchRow(
+        generation=generation,
+        branch=branch,
+        parent=parent,
+        fork_step=fork_step,
+        state="recording",
+        answer="",
+        stop_reason="",
+        started_at=at,
+        ended_at=None,
+        change=change or {},
+    )
+    return [(insert_sql(schema.BRANCHES, 1), _encode_row(schema.BRANCHES, row))]
 
 
 def encode_generation_end(record: GenerationEnd) -> list[Statement]:
-    """Return the statements that end a branch of a generation and set its segments anew."""
+    """Return the statements that end a branch of a generation and replace its segments."""
     which = (record.generation, record.branch)
     how = (record.state, record.answer, record.stop_reason, _nan_as_text(record.ended_at))
     out: list[Statement] = [(schema.END_BRANCH, [*how, *which])]
@@ -302,9 +318,11 @@ def encode_segments(
     """Add the statements of the segments of a branch."""
     flat: list[Any] = []
     n_rows = 0
-    for n_rows, record in enumerate(records, start=1):
+    for number, record in enumerate(records):
         kind = getattr(record.kind, "value", record.kind)  # sqlite3 is slow with an enum
-        flat += (*which, n_rows - 1, *_segment_values(record), kind, record.owner)
+        flat += (*which, number)
+        flat += _encode_row(schema.SEGMENTS, record, skip=3, kind=kind)
+        n_rows += 1
     _add_insert(out, schema.SEGMENTS, flat, n_rows)
 
 
@@ -321,21 +339,25 @@ def encode_tokens(
 def encode_findings(
     out: list[Statement], records: Iterable[Finding], key: RowKey | None = None
 ) -> None:
-    """Add the statements of findings. Those of a step (`key`) take its place from it."""
+    """Add the statements of findings. Those of a step (`key`) take their place from it."""
     for record in records:
-        place: Sequence[int | None] = (record.generation, record.branch, record.step)
+        generation, branch, step = record.generation, record.branch, record.step
         if key is not None:
-            place = key if record.step is None else (*key[:2], record.step)
-        what = (record.id, str(record.severity.value), record.sentence, record.layer, record.head)
-        wide = (to_json(list(record.positions)), to_json(dict(record.evidence)))
-        again = (to_json(list(record.layers)), record.series, record.last_step, record.times)
-        words = (record.why, record.confirm, record.fix, record.query)
-        row = [*place, *what, *wide, *again, *words]
+            generation, branch, step = *key[:2], key[2] if step is None else step
+        row = _encode_row(
+            schema.FINDINGS,
+            record,
+            skip=1,
+            generation=generation,
+            branch=branch,
+            step=step,
+            severity=str(record.severity.value),
+        )
         out.append((insert_sql(schema.FINDINGS, 1, skip=1), row))
 
 
 def encode_repeats(out: list[Statement], records: Iterable[Repeat], key: RowKey) -> None:
-    """Add the statements that count findings of earlier steps again in this one."""
+    """Add the statements that count findings of earlier steps again in this step."""
     generation, branch, step = key
     for record in records:
         news = (record.sentence or None, to_json(record.evidence) if record.evidence else None)
@@ -345,7 +367,7 @@ def encode_repeats(out: list[Statement], records: Iterable[Repeat], key: RowKey)
 
 
 def encode_review(rule: str, generation: int, at: float, wall_ms: float) -> Statement:
-    """Return the statement that says that a rule has looked at a generation afterwards."""
+    """Return the statement that records that a rule has reviewed a generation."""
     row = [rule, generation, at, wall_ms]
     return insert_sql(schema.REVIEWS, 1), row
 
@@ -353,29 +375,47 @@ def encode_review(rule: str, generation: int, at: float, wall_ms: float) -> Stat
 def encode_events(
     out: list[Statement], records: Iterable[EventRecord], key: RowKey | None = None
 ) -> None:
-    """Add the statements of events. Those of a step (`key`) take what they lack from it."""
+    """Add the statements of events. Those of a step (`key`) take missing places from it."""
     for record in records:
         generation, branch, step = record.generation, None, record.step
         if key is not None:
             generation = key[0] if generation is None else generation
             branch, step = key[1], key[2] if step is None else step
-        what = (record.kind, record.text, record.at, to_json(dict(record.data)))
-        row = [generation, branch, step, *what]
+        row = _encode_row(
+            schema.EVENTS, record, skip=1, generation=generation, branch=branch, step=step
+        )
         out.append((insert_sql(schema.EVENTS, 1, skip=1), row))
 
 
 def encode_output(out: list[Statement], records: Iterable[OutputRecord]) -> None:
-    """Add the statements of what was printed."""
+    """Add the statements of what the program printed."""
     for record in records:
-        row = [record.generation, record.step, record.stream, record.at, record.text]
+        row = _encode_row(schema.OUTPUT, record, skip=1)
         out.append((insert_sql(schema.OUTPUT, 1, skip=1), row))
+
+
+def _encode_row(table: Table, record: Any, *, skip: int = 0, **values: Any) -> list[Any]:
+    """Return the columns of a row after the first `skip`: the fields of the same names.
+
+    `values` replace fields and are stored as they are.
+    """
+    return [
+        values[column.name]
+        if column.name in values
+        else _WRITERS_BY_KIND.get(column.kind, _as_is)(getattr(record, column.name))
+        for column in table.columns[skip:]
+    ]
+
+
+def _as_is(value: Any) -> Any:
+    return value
 
 
 def _add_step_row(out: list[Statement], record: StepRecord) -> None:
     logits = record.logits
     row = [*_step_values(record), *_position_bounds(record.tokens)]
     if logits is None:
-        row += _NO_LOGITS
+        row += (None,) * _N_LOGITS_COLUMNS
     else:
         # The text of a list of ints is JSON already, at a third of the price.
         row += (*_logits_values(logits), str([*map(int, logits.histogram)]))
@@ -409,8 +449,7 @@ def _add_calls(out: list[Statement], key: RowKey, records: Sequence[CallRecord])
         row = _call_values(record)
         scale, gate, cap = record.scale, record.gate, record.softcap
         if gate != gate or scale != scale or cap != cap:
-            numbers = (_nan_as_text(scale), _nan_as_text(gate), record.gate_kind, _nan_as_text(cap))
-            row = (*row[:-8], *numbers, *row[-4:])
+            row = tuple(map(_nan_as_text, row))
         flat += (*key, number)
         flat += row
     _add_insert(out, schema.CALLS, flat, len(records))
@@ -462,7 +501,7 @@ def _new_masks(record: StepRecord, known_masks: Collection[str]) -> list[MaskRec
 def _mask_arrays(mask: MaskRecord) -> Iterable[tuple[str, EncodedArray]]:
     from flexinspect.trace.arrays import encode_array
 
-    for name in ("cells", "averaged", "partial", "full", "ruled"):
+    for name in MASK_ARRAYS:
         array = getattr(mask, name)
         if array is not None:
             yield f"mask.{name}", encode_array(array)
@@ -476,9 +515,18 @@ def _add_array_rows(
         flat += (*key, number, *what, *form, zlib.crc32(data), data)
 
 
-def _nan_as_text(value: float | None) -> float | str | None:
-    """SQLite would make NULL of a NaN, which here means "none"."""
+def _nan_as_text(value: Any) -> Any:
+    """SQLite would store a NaN as NULL, which means "none" in a column of kind "real?"."""
     return "nan" if value != value else value
+
+
+_WRITERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
+    "bool": int,
+    "real?": _nan_as_text,
+    "json": to_json,
+    "json?": lambda value: None if value is None else to_json(value),
+}
+"""What makes a field into a value of a column, for kinds that do not store it as it is."""
 
 
 def _add_insert(
@@ -489,7 +537,7 @@ def _add_insert(
     *,
     batch: int = MAX_ROWS_PER_INSERT,
 ) -> None:
-    """Add the INSERT of `n_rows` rows, which lie one after the other in `flat`."""
+    """Add the INSERT of `n_rows` rows, whose values follow each other in `flat`."""
     if not n_rows:
         return
     if n_rows <= batch:
@@ -504,14 +552,17 @@ def _add_insert(
 
 SqlRow = Sequence[Any]
 E = TypeVar("E", bound=Enum)
+R = TypeVar("R")
 
 
 class DamagedValueError(Exception):
-    """A stored value that cannot be what was recorded; the reader makes a `TraceError` of it."""
+    """A stored value that cannot have been recorded; the reader raises a `TraceError` for it."""
 
 
 def decode_row(table: Table, row: SqlRow, *, skip: int = 0) -> list[Any]:
-    """Return the values of a row, NaN and JSON restored. Raises `Damage` for a wrong type.
+    """Return the values of a row, NaN and JSON restored.
+
+    Raises `DamagedValueError` for a wrong type.
 
     `row` begins with the column number `skip` of the table and may stop before its end.
     """
@@ -519,30 +570,37 @@ def decode_row(table: Table, row: SqlRow, *, skip: int = 0) -> list[Any]:
 
 
 def decode_int(value: Any) -> int:
-    """Return a value that must be a whole number. Raises `Damage`."""
+    """Return a value that must be an integer. Raises `DamagedValueError`."""
     if type(value) is not int:
-        raise DamagedValueError(f"a number is expected where {value!a} is")
+        raise DamagedValueError(f"an integer is expected, not {value!a}")
     return value
 
 
 def decode_values(kinds: Sequence[str], row: SqlRow, name: str) -> list[Any]:
-    """Return the values of a row of these kinds (or of the first ones). Raises `Damage`."""
+    """Return the values of a row of these kinds, or of the first of them.
+
+    Raises `DamagedValueError` for a wrong type.
+    """
     try:
         return [_READERS_BY_KIND[kind](value) for kind, value in zip(kinds, row, strict=False)]
     except (ValueError, TypeError) as error:
-        raise DamagedValueError(f"a row of {name} holds what it cannot hold ({error})") from None
+        raise DamagedValueError(
+            f"a row of {name} holds a value of a wrong type ({error})"
+        ) from None
 
 
 def decode_column(kind: str, values: SqlRow, name: str) -> list[Any]:
     """Return the values of a column of the table `name`, NaN restored, JSON as the text it is.
 
-    Raises `Damage` for a wrong type.
+    Raises `DamagedValueError` for a wrong type.
     """
     read = _READERS_BY_KIND[kind.replace("json", "text")]
     try:
         return [read(value) for value in values]
     except (ValueError, TypeError) as error:
-        raise DamagedValueError(f"a row of {name} holds what it cannot hold ({error})") from None
+        raise DamagedValueError(
+            f"a row of {name} holds a value of a wrong type ({error})"
+        ) from None
 
 
 def _reader_of_types(*types: type) -> Callable[[Any], Any]:
@@ -596,162 +654,45 @@ _READERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def decode_token(values: SqlRow) -> TokenRecord:
-    """Return a token from the cleaned columns after generation and branch."""
-    return TokenRecord(*values)
+def _record_decoder(
+    record: type[R],
+    table: Table,
+    *,
+    skip: int,
+    stop: int | None = None,
+    **converters: Callable[[Any], Any],
+) -> Callable[[SqlRow], R]:
+    """Return a function that makes a record of the cleaned columns `skip` to `stop` of a row.
+
+    These columns must be the first fields of the record, by name and in order, which is checked
+    here once, so that a row is passed by position. `converters` are by column.
+    """
+    names = table.names[skip:stop]
+    if names != tuple(field.name for field in fields(cast(Any, record)))[: len(names)]:
+        raise TypeError(f"the columns of {table.name} are not the fields of {record.__name__}")
+    conversions = [(names.index(name), convert) for name, convert in converters.items()]
+
+    def decode(values: SqlRow) -> R:
+        if not conversions:
+            return record(*values)
+        row = list(values)
+        for index, convert in conversions:
+            row[index] = convert(row[index])
+        return record(*row)
+
+    return decode
 
 
-def decode_segment(values: SqlRow) -> Segment:
-    """Return a segment from the cleaned columns after its number."""
-    start, stop, label, kind, owner = values
-    return Segment(start, stop, label, _check_enum(SegmentKind, kind), owner)
-
-
-def decode_generation(values: SqlRow) -> GenerationRow:
-    """Return a generation from the cleaned columns of it, then all of its first branch."""
-    number, sample_id, mask_name, positions, expected, declared, started_at, model = values[:8]
-    first = decode_branch(values[8:])
-    return GenerationRow(
-        *(number, sample_id, mask_name, positions),
-        expected=tuple(_check_list(expected, str)),
-        declared=_check_dict(declared),
-        started_at=started_at,
-        model=model,
-        state=first.state,
-        answer=first.answer,
-        stop_reason=first.stop_reason,
-        ended_at=first.ended_at,
-    )
-
-
-def decode_branch(values: SqlRow) -> BranchRow:
-    """Return a branch from all its cleaned columns."""
-    return BranchRow(*(*values[:-1], _check_dict(values[-1])))
-
-
-def decode_step(values: SqlRow) -> StepRow:
-    """Return a step from its cleaned columns up to `n_inf`."""
-    head, scalars = values[:12], values[12:]
-    has_logits = scalars[2] is not None
-    return StepRow(*head, *(scalars if has_logits else (None,) * len(scalars)))
-
-
-def decode_logits(values: SqlRow, candidates: tuple[Candidate, ...]) -> LogitsRecord:
-    """Return the distribution of a step from the cleaned columns from `entropy` on."""
-    if any(value is None for value in values):
-        raise DamagedValueError("a row of steps has only a part of its logits")
-    *scalars, histogram = values
-    return LogitsRecord(*[*scalars, tuple(_check_list(histogram, int)), candidates])
-
-
-def decode_candidate(values: SqlRow) -> Candidate:
-    """Return a candidate from the cleaned columns after the step."""
-    return Candidate(*values)
-
-
-def decode_inputs(values: SqlRow) -> InputsRecord:
-    """Return what a step was fed from the cleaned columns after the step."""
-    batch, positions, before, after = values
-    runs = [tuple(_check_list(run, int)) for run in _check_list(positions, list)]
-    if any(len(run) != 2 for run in runs):
-        raise DamagedValueError("a run of position ids is no pair")
-    return InputsRecord(
-        batch, tuple(runs), tuple(_check_list(before, int)), tuple(_check_list(after, int))
-    )
-
-
-def decode_call(values: SqlRow) -> CallRecord:
-    """Return a call from the cleaned columns after its number."""
-    causal = values[-2]
-    return CallRecord(*(*values[:-2], None if causal is None else bool(causal), values[-1]))
-
-
-def decode_build(values: SqlRow) -> BuildRecord:
-    """Return a built mask from the cleaned columns after its number."""
-    return BuildRecord(*values)
-
-
-def decode_layer_stat(values: SqlRow) -> LayerStatRecord:
-    """Return statistics from the cleaned columns after their number."""
-    return LayerStatRecord(*values)
-
-
-def decode_memory(values: SqlRow) -> MemoryRecord:
-    """Return memory figures from the cleaned columns after the step."""
-    return MemoryRecord(*values)
-
-
-def decode_gradient_stat(values: SqlRow) -> GradientStat:
-    """Return a parameter's gradient from the cleaned columns after the step."""
-    return GradientStat(*values)
-
-
-def decode_gradients(
-    values: SqlRow, stats: tuple[GradientStat, ...], arrays: dict[str, Array]
-) -> GradientRecord:
-    """Return a token's gradients from all its cleaned columns, its parameters and its arrays."""
-    generation_number, branch_number, step_number, *facts = values
-    row = [generation_number, step_number, *facts[:-3], branch_number, *facts[-3:]]
-    wide = (arrays.get("grads.tokens"), arrays.get("grads.layers"))
-    return GradientRecord(*[*row, stats, *wide])
-
-
-def decode_mask(values: SqlRow) -> MaskRecord:
-    """Return a mask without its arrays from the cleaned columns after the step."""
-    return MaskRecord(*values)
-
-
-def decode_finding(values: SqlRow) -> FindingRow:
-    """Return a finding from all its cleaned columns."""
-    row_id, generation_number, branch_number, step_number = values[:4]
-    name, severity, sentence, layer, head, positions, evidence = values[4:11]
-    layers, series, last_step, times, *words = values[11:]
-    record = Finding(
-        *(name, _check_enum(Severity, severity), sentence),
-        *(generation_number, branch_number, step_number, layer, head),
-        positions=tuple(_check_list(positions, int)),
-        evidence=_check_dict(evidence),
-        layers=tuple(_check_list(layers, int)),
-        series=series,
-        last_step=last_step,
-        times=times,
-        **dict(zip(("why", "confirm", "fix", "query"), words, strict=True)),
-    )
-    return FindingRow(row_id, record)
-
-
-def decode_event(values: SqlRow) -> EventRow:
-    """Return an event from all its cleaned columns."""
-    number, generation_number, branch_number, step_number, kind, text, at, data = values
-    record = EventRecord(kind, text, at, generation_number, step_number, _check_dict(data))
-    return EventRow(number, branch_number, record)
-
-
-def decode_output(values: SqlRow) -> OutputRow:
-    """Return a piece of output from all its cleaned columns."""
-    number, generation_number, step_number, stream, at, text = values
-    return OutputRow(number, OutputRecord(stream, text, at, generation_number, step_number))
-
-
-def decode_array_info(values: SqlRow) -> ArrayInfo:
-    """Return an array's facts from a row of `schema.LIST_ARRAYS`."""
-    kinds = ("int", "text", "int?", "text", "json", "text", "int")
-    number, stream, layer, dtype, shape, codec, n_bytes = decode_values(kinds, values, "arrays")
-    return ArrayInfo(number, stream, layer, dtype, tuple(_check_list(shape, int)), codec, n_bytes)
-
-
-def decode_chunk(values: SqlRow) -> ArrayChunk:
-    """Return a chunk from dtype, item, shape (still text), codec, checksum and data."""
-    if [type(value) for value in values] != [str, str, str, str, int, bytes]:
-        raise DamagedValueError("a row of arrays holds what it cannot hold")
-    return ArrayChunk(*values)
+def _named(table: Table, values: SqlRow, *, skip: int = 0) -> dict[str, Any]:
+    """Return the values of a row after the first `skip` columns by the names of their columns."""
+    return dict(zip(table.names[skip:], values, strict=True))
 
 
 def _check_enum(kind: type[E], value: str) -> E:
     try:
         return kind(value)
     except ValueError:
-        raise DamagedValueError(f"{value!r} is no {kind.__name__}") from None
+        raise DamagedValueError(f"{value!r} is not a {kind.__name__}") from None
 
 
 def _check_list(value: Any, kind: type) -> list[Any]:
@@ -760,17 +701,139 @@ def _check_list(value: Any, kind: type) -> list[Any]:
     return value
 
 
+def _check_ints(value: Any) -> tuple[int, ...]:
+    return tuple(_check_list(value, int))
+
+
+def _check_position_runs(value: Any) -> tuple[tuple[int, ...], ...]:
+    runs = tuple(_check_ints(run) for run in _check_list(value, list))
+    if any(len(run) != 2 for run in runs):
+        raise DamagedValueError("a run of position ids is not a pair")
+    return runs
+
+
 def _check_dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DamagedValueError("an object holds something else")
     return value
 
 
-N_GRAD_COLUMNS = 8
-"""Columns of `grads` that say something of a training step: up to `n_inf`."""
+def _check_flag(value: Any) -> bool | None:
+    return None if value is None else bool(value)
 
 
-_GRADIENTS_PER_INSERT = 64
+def _check_segment_kind(value: str) -> SegmentKind:
+    return _check_enum(SegmentKind, value)
+
+
+# Each takes the cleaned columns after those that `skip` leaves out.
+decode_token = _record_decoder(TokenRecord, schema.TOKENS, skip=2)
+decode_segment = _record_decoder(Segment, schema.SEGMENTS, skip=3, kind=_check_segment_kind)
+decode_branch = _record_decoder(BranchRow, schema.BRANCHES, skip=0, change=_check_dict)
+decode_candidate = _record_decoder(Candidate, schema.CANDIDATES, skip=3)
+decode_inputs = _record_decoder(
+    InputsRecord,
+    schema.INPUTS,
+    skip=3,
+    positions=_check_position_runs,
+    cached_before=_check_ints,
+    cached_after=_check_ints,
+)
+decode_call = _record_decoder(CallRecord, schema.CALLS, skip=4, causal=_check_flag)
+decode_build = _record_decoder(BuildRecord, schema.BUILDS, skip=4)
+decode_layer_stat = _record_decoder(LayerStatRecord, schema.LAYER_STATS, skip=4)
+decode_memory = _record_decoder(MemoryRecord, schema.MEMORY, skip=3)
+decode_gradient_stat = _record_decoder(GradientStat, schema.GRADS, skip=3)
+decode_mask = _record_decoder(MaskRecord, schema.MASKS, skip=3)
+_decode_step_row = _record_decoder(StepRow, schema.STEPS, skip=0, stop=_HISTOGRAM_COLUMNS)
+
+
+def decode_generation(values: SqlRow) -> GenerationRow:
+    """Return a generation from all its cleaned columns, then all of its first branch."""
+    n_columns = len(schema.GENERATIONS.columns)
+    first_branch = decode_branch(values[n_columns:])
+    row = _named(schema.GENERATIONS, values[:n_columns])
+    row["expected"] = tuple(_check_list(row["expected"], str))
+    row["declared"] = _check_dict(row["declared"])
+    return GenerationRow(
+        **row,
+        state=first_branch.state,
+        answer=first_branch.answer,
+        stop_reason=first_branch.stop_reason,
+        ended_at=first_branch.ended_at,
+    )
+
+
+def decode_step(values: SqlRow) -> StepRow:
+    """Return a step from its cleaned columns, at least those up to `n_inf`."""
+    row = list(values[:_HISTOGRAM_COLUMNS])
+    if not has_logits(values):
+        row[_FIRST_LOGITS_COLUMN:] = [None] * (_HISTOGRAM_COLUMNS - _FIRST_LOGITS_COLUMN)
+    return _decode_step_row(row)
+
+
+def has_logits(values: SqlRow) -> bool:
+    """Tell from the cleaned columns of a step whether its logits were captured."""
+    return values[_CHOSEN_COLUMN] is not None
+
+
+def decode_logits(values: SqlRow, candidates: tuple[Candidate, ...]) -> LogitsRecord:
+    """Return the distribution of a step from all its cleaned columns."""
+    row = _named(schema.STEPS, values[_FIRST_LOGITS_COLUMN:], skip=_FIRST_LOGITS_COLUMN)
+    if None in row.values():
+        raise DamagedValueError("a row of steps has only a part of its logits")
+    row["histogram"] = _check_ints(row["histogram"])
+    return LogitsRecord(**row, candidates=candidates)
+
+
+def decode_gradients(
+    values: SqlRow, stats: tuple[GradientStat, ...], arrays: dict[str, Array]
+) -> GradientRecord:
+    """Return a token's gradients from all its cleaned columns, its parameters and its arrays."""
+    return GradientRecord(
+        **_named(schema.GRADIENTS, values),
+        stats=stats,
+        tokens=arrays.get("grads.tokens"),
+        layers=arrays.get("grads.layers"),
+    )
+
+
+def decode_finding(values: SqlRow) -> FindingRow:
+    """Return a finding from all its cleaned columns."""
+    row = _named(schema.FINDINGS, values)
+    number = row.pop("finding")
+    row["severity"] = _check_enum(Severity, row["severity"])
+    row["positions"], row["layers"] = _check_ints(row["positions"]), _check_ints(row["layers"])
+    row["evidence"] = _check_dict(row["evidence"])
+    return FindingRow(number, Finding(**row))
+
+
+def decode_event(values: SqlRow) -> EventRow:
+    """Return an event from all its cleaned columns."""
+    row = _named(schema.EVENTS, values)
+    number, branch = row.pop("event"), row.pop("branch")
+    row["data"] = _check_dict(row["data"])
+    return EventRow(number, branch, EventRecord(**row))
+
+
+def decode_output(values: SqlRow) -> OutputRow:
+    """Return a piece of output from all its cleaned columns."""
+    row = _named(schema.OUTPUT, values)
+    return OutputRow(row.pop("number"), OutputRecord(**row))
+
+
+def decode_array_info(values: SqlRow) -> ArrayInfo:
+    """Return an array's facts from a row of `schema.LIST_ARRAYS`."""
+    kinds = ("int", "text", "int?", "text", "json", "text", "int")
+    number, stream, layer, dtype, shape, codec, n_bytes = decode_values(kinds, values, "arrays")
+    return ArrayInfo(number, stream, layer, dtype, _check_ints(shape), codec, n_bytes)
+
+
+def decode_chunk(values: SqlRow) -> ArrayChunk:
+    """Return a chunk from dtype, item, shape (still text), codec, checksum and data."""
+    if [type(value) for value in values] != [str, str, str, str, int, bytes]:
+        raise DamagedValueError("a row of arrays holds a value of a wrong type")
+    return ArrayChunk(*values)
 
 
 def encode_training_step(key: RowKey, record: TrainingStepRecord) -> list[Statement]:
@@ -778,32 +841,25 @@ def encode_training_step(key: RowKey, record: TrainingStepRecord) -> list[Statem
     out: list[Statement] = [
         (insert_sql(schema.TRAINING_STEPS, 1), [*key, *_training_values(record)])
     ]
-    nothing = (None,) * (len(schema.GRADS.columns) - N_GRAD_COLUMNS)
-    for start in range(0, len(record.gradients), _GRADIENTS_PER_INSERT):
-        part = record.gradients[start : start + _GRADIENTS_PER_INSERT]
+    n_empty = len(schema.GRADS.columns) - len(key) - len(_TRAINING_GRAD_COLUMNS)
+    for start in range(0, len(record.gradients), _MAX_GRADIENTS_PER_INSERT):
+        part = record.gradients[start : start + _MAX_GRADIENTS_PER_INSERT]
         flat: list[Any] = []
-        for facts in part:
-            flat += (*key, facts.name, facts.norm, facts.max, facts.n_nan, facts.n_inf, *nothing)
+        for gradient in part:
+            flat += (*key, *_training_gradient_values(gradient), *(None,) * n_empty)
         out.append((insert_sql(schema.GRADS, len(part)), flat))
     return out
 
 
-def _training_values(record: TrainingStepRecord) -> tuple[Any, ...]:
-    producer = None if record.producer is None else to_json(asdict(record.producer))
-    return (
-        *(record.loss, record.loss_source, _floats_to_json(record.learning_rates)),
-        *map(_nan_as_text, (record.total_norm, record.norm_before_clip, record.max_norm)),
-        *(record.n_parameters, record.n_exploding, record.n_vanishing),
-        *(record.n_dead, record.n_sick),
-        *(
-            _floats_to_json(record.group_norms),
-            _floats_to_json(record.group_ratios),
-            producer,
-            record.n_backward,
-        ),
-        *(record.forward_ms, record.backward_ms, record.optimizer_ms),
-        *(_nan_as_text(record.data_ms), record.other_ms, _nan_as_text(record.scale)),
-        *(int(record.is_skipped), record.device, record.autocast, record.detail),
+def _training_values(record: TrainingStepRecord) -> list[Any]:
+    return _encode_row(
+        schema.TRAINING_STEPS,
+        record,
+        skip=3,
+        learning_rates=_floats_to_json(record.learning_rates),
+        group_norms=_floats_to_json(record.group_norms),
+        group_ratios=_floats_to_json(record.group_ratios),
+        producer=None if record.producer is None else to_json(asdict(record.producer)),
     )
 
 
@@ -817,12 +873,12 @@ def decode_training_step(
     values: Sequence[Any], gradients: Sequence[ParameterGradient] = ()
 ) -> TrainingStepRecord:
     """Return a training step from the cleaned columns after its key. Raises `ValueError`."""
-    fields: dict[str, Any] = dict(zip(schema.TRAINING_STEPS.names[3:], values, strict=True))
+    row = _named(schema.TRAINING_STEPS, values, skip=3)
     for name in ("learning_rates", "group_norms", "group_ratios"):
-        fields[name] = _decode_floats(fields[name])
-    if fields["producer"] is not None:
-        fields["producer"] = _decode_origin(fields["producer"])
-    return TrainingStepRecord(**fields, gradients=tuple(gradients))
+        row[name] = _decode_floats(row[name])
+    if row["producer"] is not None:
+        row["producer"] = _decode_origin(row["producer"])
+    return TrainingStepRecord(**row, gradients=tuple(gradients))
 
 
 def decode_parameter_gradient(values: Sequence[Any]) -> ParameterGradient:
@@ -835,13 +891,13 @@ def decode_parameter_gradient(values: Sequence[Any]) -> ParameterGradient:
 
 
 def _decode_floats(values: Any) -> tuple[float, ...]:
-    if not isinstance(values, list) or any(type(one) not in (int, float) for one in values):
+    if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
         raise ValueError("a list of numbers holds something else")
     return tuple(map(float, values))
 
 
-def _decode_origin(said: Any) -> AnomalyOrigin:
+def _decode_origin(value: Any) -> AnomalyOrigin:
     try:
-        return AnomalyOrigin(**said)
+        return AnomalyOrigin(**value)
     except TypeError as error:
-        raise ValueError(f"no producer ({error})") from None
+        raise ValueError(f"not a producer ({error})") from None

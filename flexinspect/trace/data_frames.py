@@ -1,13 +1,13 @@
-"""Tables of a trace as pandas or polars data frames; neither is needed for anything else.
+"""Tables of a trace as pandas or polars data frames; both libraries are optional.
 
 | kind of column | pandas | polars |
 |---|---|---|
 | int, bool, real | int64, bool, float64 | Int64, Boolean, Float64 |
 | int that may be NULL | Int64 | Int64 |
 | real where NULL means "none" | Float64: NaN stays NaN, none is NA | Float64: NaN, null |
-| text and JSON, which stays text | string | String |
+| text, and JSON as text | string | String |
 
-The types follow from the schema alone, so a frame without rows has them, too.
+The types follow from the schema alone, so that a frame without rows has them too.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Library: TypeAlias = Literal["pandas", "polars"]
 ColumnValues: TypeAlias = list[tuple[Column, list[Any]]]
 
 FRAME_LIBRARIES = ("pandas", "polars")
-"""What can hold a frame, the first choice first."""
+"""Supported libraries, the preferred one first."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrameQuery:
-    """A table that is asked for, without its blobs, and the SQL that fetches it."""
+    """The query for a table, without its blobs."""
 
     table: Table
     columns: tuple[Column, ...]
@@ -40,7 +40,7 @@ class FrameQuery:
     params: tuple[int, ...]
 
     def values(self, rows: Sequence[Sequence[Any]]) -> ColumnValues:
-        """Return the values of each column. Raises `decode.Damage` for what cannot be there."""
+        """Return the values of each column. Raises `DamagedValueError` for a wrong type."""
         name = self.table.name
         by_column = zip(*rows, strict=True) if rows else ((),) * len(self.columns)
         return [
@@ -50,37 +50,37 @@ class FrameQuery:
 
 
 def frame_query(name: str, **place: int | None) -> FrameQuery:
-    """Return the question for the rows of a table at `place`; None there means all.
+    """Return the query for the rows of a table at `place`; None there means all.
 
-    Raises `UsageError` for an unknown table, and for a place that the table does not tell.
+    Raises `UsageError` for an unknown table, and for a place that its columns do not have.
     """
     table = _find_table(name)
-    given = {column: number for column, number in place.items() if number is not None}
-    unknown = next((column for column in given if column not in table.names), None)
+    conditions = {column: number for column, number in place.items() if number is not None}
+    unknown = next((column for column in conditions if column not in table.names), None)
     if unknown is not None:
-        raise UsageError(f"The rows of {name} belong to no {unknown}; ask without it.")
+        raise UsageError(f"The table {name} has no column {unknown}; leave {unknown} out.")
     columns = tuple(column for column in table.columns if column.kind != "blob")
-    where = " AND ".join(f"{column} = ?" for column in given)
+    where = " AND ".join(f"{column} = ?" for column in conditions)
     sql = f"SELECT {', '.join(column.name for column in columns)} FROM {name}"
     sql += f"{f' WHERE {where}' if where else ''} ORDER BY {', '.join(table.key)}"
-    return FrameQuery(table, columns, sql, tuple(given.values()))
+    return FrameQuery(table, columns, sql, tuple(conditions.values()))
 
 
 def frame_builder(library: Library | None) -> Callable[[ColumnValues], Any]:
-    """Return what makes a frame of values: of `library`, or of the first one that is installed.
+    """Return a function that builds a data frame with `library`, or the first installed one.
 
-    Raises `UsageError` when there is none.
+    Raises `UsageError` when none is installed.
     """
     if library is not None and library not in FRAME_LIBRARIES:
         raise UsageError(
-            f"There are no frames of {library!r}: choose {' or '.join(FRAME_LIBRARIES)}."
+            f"{library!r} is not a library for data frames: choose {' or '.join(FRAME_LIBRARIES)}."
         )
     for name in FRAME_LIBRARIES if library is None else (library,):
         module = _import_library(name)
         if module is not None:
             return partial(_build_pandas if name == "pandas" else _build_polars, module)
     raise UsageError(
-        "A frame needs pandas or polars, and neither is installed: pip install pandas."
+        "A data frame needs pandas or polars, and neither is installed: pip install pandas."
         if library is None
         else f"{library} is not installed: pip install {library}."
     )
@@ -106,7 +106,7 @@ def _import_library(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name == name:
             return None
-        raise  # it is there and lacks something: not to be taken for absent
+        raise  # it is installed and lacks a dependency, which is another error
 
 
 def _build_pandas(pandas: Any, values: ColumnValues) -> Any:

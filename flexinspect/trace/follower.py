@@ -1,4 +1,4 @@
-"""Following a trace while another process writes it: what is new since the last look."""
+"""Follow a trace while another process writes it: what is new since the last poll."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flexinspect.trace.rows import EventRow, GenerationRow, StepRow
 
 @dataclass(frozen=True, slots=True)
 class NewGeneration:
-    """A generation began."""
+    """A generation started."""
 
     generation: GenerationRow
 
 
 @dataclass(frozen=True, slots=True)
 class NewStep:
-    """A step is in the trace, with the tokens it chose."""
+    """A step was recorded, with the tokens that it chose."""
 
     step: StepRow
     tokens: list[TokenRecord]
@@ -34,14 +34,14 @@ class FinishedGeneration:
 
 @dataclass(slots=True)
 class TraceUpdates:
-    """What a look found: events, and what happened to generations in its order."""
+    """What one poll found: events, and changes of generations in order."""
 
     events: list[EventRow] = field(default_factory=list)
     changes: list[NewGeneration | NewStep | FinishedGeneration] = field(default_factory=list)
 
 
 class TraceFollower:
-    """Looks at a growing trace and hands out each thing once, in order."""
+    """Polls a growing trace and returns each event, step and generation once, in order."""
 
     def __init__(self, path: Path) -> None:
         self._reader = TraceReader(path)
@@ -53,11 +53,11 @@ class TraceFollower:
 
     @property
     def reader(self) -> TraceReader:
-        """The reader underneath, for anything that is not news."""
+        """The reader of the followed trace."""
         return self._reader
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the trace."""
         self._reader.close()
 
     def poll(self) -> TraceUpdates:
@@ -65,31 +65,31 @@ class TraceFollower:
         if not self._is_first_poll and not self._reader.changed():
             return TraceUpdates()
         self._is_first_poll = False
-        news = TraceUpdates()
+        updates = TraceUpdates()
         with self._reader.snapshot():
-            news.events = self._reader.events(self._last_event)
-            if news.events:
-                self._last_event = news.events[-1].id
-            while self._read_generation(news):
+            updates.events = self._reader.events(self._last_event)
+            if updates.events:
+                self._last_event = updates.events[-1].id
+            while self._read_generation(updates):
                 pass
-        return news
+        return updates
 
-    def _read_generation(self, news: TraceUpdates) -> bool:
-        """Take in the current generation; True when it has ended and the next may be there."""
+    def _read_generation(self, updates: TraceUpdates) -> bool:
+        """Read the current generation; True when it has ended and there may be a next one."""
         rows = self._reader.generations()
         if len(rows) <= self._generation:
             return False
         row = rows[self._generation]
         if not self._is_announced:
-            news.changes.append(NewGeneration(row))
+            updates.changes.append(NewGeneration(row))
             self._is_announced = True
         steps = self._reader.steps(self._generation, start=self._next_step)
         for step in steps:
             tokens = self._reader.step_tokens(self._generation, step.step)
-            news.changes.append(NewStep(step, tokens))
+            updates.changes.append(NewStep(step, tokens))
             self._next_step = step.step + 1
         if row.state == "recording":
             return False
-        news.changes.append(FinishedGeneration(row))
+        updates.changes.append(FinishedGeneration(row))
         self._generation, self._next_step, self._is_announced = self._generation + 1, 0, False
         return True

@@ -1,8 +1,8 @@
-"""The cells of masks, read as packed bits and in pieces: no mask is ever whole in memory.
+"""Read the cells of masks as packed bits and in pieces, so that no mask is whole in memory.
 
-Packed rows are uint8 of shape (rows, ceil(keys / 8)), the first key in the highest bit (as
-`numpy.packbits`), every row from a byte of its own on, and zeros behind its last key. In the trace
-rows follow each other without such gaps.
+Packed rows are uint8 of shape (rows, ceil(keys / 8)), with the first key in the highest bit (as
+`numpy.packbits`). Every row begins a new byte and is padded with zeros. In the trace, rows follow
+each other without padding. Also here: small arrays of many masks, and the masks of many calls.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ _MASK_ARRAYS_FROM = (
     "AND a.step = m.step AND a.owner = m.fingerprint"
 )
 _FIND_CELLS_SQL = (
-    f"SELECT m.generation, m.branch, m.step, a.number, a.item, a.shape, a.codec {_MASK_ARRAYS_FROM} "
-    "WHERE m.fingerprint = ? AND a.stream = 'mask.cells' ORDER BY a.chunk LIMIT 1"
+    "SELECT m.generation, m.branch, m.step, a.number, a.item, a.shape, a.codec "
+    f"{_MASK_ARRAYS_FROM} WHERE m.fingerprint = ? AND a.stream = 'mask.cells' "
+    "ORDER BY a.chunk LIMIT 1"
 )
 _CHUNK_SQL = (
     "SELECT dtype, item, shape, codec, checksum, data FROM arrays WHERE generation = ? "
     "AND branch = ? AND step = ? AND number = ? AND chunk = ?"
 )
 _MASK_ARRAYS_SQL = (
-    f"SELECT m.fingerprint, a.chunk, a.dtype, a.item, a.shape, a.codec, a.checksum, a.data "
-    f"{_MASK_ARRAYS_FROM} WHERE m.fingerprint IN ({{}}) AND a.stream = ? ORDER BY m.fingerprint, a.chunk"
+    "SELECT m.fingerprint, a.chunk, a.dtype, a.item, a.shape, a.codec, a.checksum, a.data "
+    f"{_MASK_ARRAYS_FROM} WHERE m.fingerprint IN ({{}}) AND a.stream = ? "
+    "ORDER BY m.fingerprint, a.chunk"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCells:
-    """Where the cells of a mask lie in a trace, and their shape."""
+    """Where a trace stores the cells of a mask, and their shape."""
 
     fingerprint: str
     key: tuple[int, int, int, int]
@@ -66,9 +68,9 @@ class StoredCells:
 
 
 def find_mask_cells(reader: TraceReader, fingerprint: str) -> StoredCells | None:
-    """Return where a mask's cells lie, None when they were not recorded.
+    """Return where a mask's cells are stored, None when they were not recorded.
 
-    Raises `TraceError` for a form that no mask has.
+    Raises `TraceError` when the stored array cannot be a mask.
     """
     rows = reader._query(_FIND_CELLS_SQL, (fingerprint,))
     if not rows:
@@ -83,7 +85,9 @@ def find_mask_cells(reader: TraceReader, fingerprint: str) -> StoredCells | None
         and all(type(length) is int and 0 <= length < 1 << 40 for length in shape)
     )
     if item != "bool" or codec not in ("bits", "bits+zstd") or not lengths_ok:
-        raise arrays.damaged_array(_cells_name(reader, fingerprint), "it is no mask in its form")
+        raise arrays.damaged_array(
+            _cells_name(reader, fingerprint), "it does not have the form of a mask"
+        )
     heads, n_rows, n_keys = shape
     key = (generation, branch, step, number)
     return StoredCells(fingerprint, key, heads, n_rows, n_keys, codec)
@@ -98,8 +102,8 @@ def read_packed_rows(
 ) -> Iterator[tuple[int, PackedMask]]:
     """Yield (row, packed rows from it on) of the rows `start <= row < stop` of one head.
 
-    At most `at_most` rows at a time, fewer where they are long. What lies before `start` is read
-    and dropped, what lies behind `stop` is not read. Raises `TraceError` for damaged bytes.
+    At most `at_most` rows at a time, fewer if they are long. Rows before `start` are read and
+    dropped, rows from `stop` on are not read. Raises `TraceError` for damaged bytes.
     """
     n_keys = cells.n_keys
     source = _BitStream(reader, cells)
@@ -113,7 +117,7 @@ def read_packed_rows(
 
 
 class _BitStream:
-    """The bits of an array, one after the other."""
+    """The bits of a stored array, in order."""
 
     def __init__(self, reader: TraceReader, cells: StoredCells) -> None:
         self._where = _cells_name(reader, cells.fingerprint)
@@ -128,21 +132,21 @@ class _BitStream:
         try:
             if zstandard.frame_content_size(head) != n_bytes:
                 raise arrays.damaged_array(
-                    self._where, "it does not unpack to the size of its shape"
+                    self._where, "it does not decompress to the size of its shape"
                 )
         except zstandard.ZstdError:
-            raise arrays.damaged_array(self._where, "its bytes do not unpack") from None
+            raise arrays.damaged_array(self._where, "its bytes do not decompress") from None
         return zstandard.ZstdDecompressor().stream_reader(self._source)
 
     def skip(self, n_bits: int) -> None:
-        """Go on by `n_bits`; only from the beginning."""
+        """Skip `n_bits`; only at the beginning of the stream."""
         n_bytes, self._bit = divmod(n_bits, 8)
         while n_bytes > 0:
             n_bytes -= len(self._read(min(n_bytes, MAX_UNPACKED_CELLS)))
         self._partial_byte = self._read(1) if self._bit else b""
 
     def read_rows(self, n_rows: int, n_keys: int) -> PackedMask:
-        """Return the next rows, packed, each from a byte on."""
+        """Return the next rows, packed, each beginning a new byte."""
         end = self._bit + n_rows * n_keys
         data = self._partial_byte + self._read(-(-end // 8) - len(self._partial_byte))
         start, self._bit = self._bit, end % 8
@@ -173,11 +177,11 @@ class _BitStream:
         try:
             return bytes(self._source.read(n_bytes))
         except (zstandard.ZstdError, MemoryError):
-            raise arrays.damaged_array(self._where, "its bytes do not unpack") from None
+            raise arrays.damaged_array(self._where, "its bytes do not decompress") from None
 
 
 class _ChunkFile:
-    """The stored bytes of an array as a file: one chunk in memory, its checksum looked at."""
+    """The stored bytes of an array as a file, one checked chunk in memory at a time."""
 
     def __init__(self, reader: TraceReader, cells: StoredCells, where: str) -> None:
         self._reader, self._key, self._where = reader, cells.key, where
@@ -185,7 +189,7 @@ class _ChunkFile:
         self._data = memoryview(b"")
 
     def peek(self) -> bytes:
-        """Return some bytes from here on without going on."""
+        """Return some of the next bytes without consuming them."""
         self._fill()
         return bytes(self._data[:32])
 
@@ -215,9 +219,9 @@ class _ChunkFile:
 def read_mask_arrays(
     reader: TraceReader, fingerprints: Sequence[str], stream: str
 ) -> Iterator[tuple[str, Array]]:
-    """Yield (fingerprint, array) of a stream of many small masks, in no order; some have none.
+    """Yield (fingerprint, array) of one stream of many small masks, in no particular order.
 
-    Raises `TraceError` for damaged bytes.
+    Masks without such an array are left out. Raises `TraceError` for damaged bytes.
     """
     names = list(dict.fromkeys(fingerprints))
     for start in range(0, len(names), _MASKS_PER_QUERY):
@@ -242,7 +246,7 @@ def max_mask_heads(reader: TraceReader, fingerprints: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepCalls:
-    """The rows that a step fed, and what each layer's call received: layer → (mask, keys)."""
+    """The rows of a step, and the mask of each layer's call: layer → (fingerprint, keys)."""
 
     step: int
     q_len: int
@@ -262,9 +266,9 @@ _STEP_CALLS_SQL = (
 def read_step_calls(
     reader: TraceReader, generation: int, branch: int, start: int, stop: int
 ) -> list[StepCalls]:
-    """Return what the own steps `start <= step < stop` of a branch fed and received, in order.
+    """Return the calls of a branch's own steps `start <= step < stop`, in order.
 
-    Of several calls of a layer in a step the first counts.
+    If a layer has several calls in a step, the first one counts.
     """
     found: list[StepCalls] = []
     kinds = ("int", "int", "int", "int", "int?", "text?", "int?")

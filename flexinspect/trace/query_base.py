@@ -1,4 +1,4 @@
-"""From SQL to records: what every question of the reader goes through."""
+"""The base of all queries of the reader: from SQL to records."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ T = TypeVar("T")
 
 WHERE_BRANCH = "WHERE generation = ? AND branch = ?"
 WHERE_STEP = "WHERE generation = ? AND branch = ? AND step = ?"
+OPEN_END = 1 << 62
+"""Stands for the end of a range that is open: no step and no position is as large."""
 
 
 def place_condition(generation: int | None, branch: int, step: int | None) -> tuple[str, list[int]]:
-    """Return the condition for all, one branch or one step of it, and its parameters."""
+    """Return the SQL condition for all rows, one branch or one step of it, and its parameters."""
     if generation is None:
         return "", []
     if step is None:
@@ -27,7 +29,7 @@ def place_condition(generation: int | None, branch: int, step: int | None) -> tu
 
 
 class TraceQueries:
-    """Asks the trace at `path`; raises `TraceError` for whatever is wrong with it."""
+    """Queries of the trace at `path`; raise `TraceError` when it is damaged."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
@@ -62,7 +64,7 @@ class TraceQueries:
         return self._connections.query(sql, params)
 
     def _query_int(self, sql: str, params: Sequence[Any] = ()) -> int | None:
-        """Return the one number that a query gives, None when it has no row."""
+        """Return the integer that a query selects, None when it has no row."""
         rows = self._query(sql, params)
         return self._decode(codec.decode_int, rows[0][0]) if rows else None
 
@@ -75,5 +77,5 @@ class TraceQueries:
         except codec.DamagedValueError as damage:
             raise TraceError(
                 f"{self.path} is damaged: {damage}.",
-                hint="Other steps may still be whole; copy the file again if you can.",
+                hint="Other steps may still be readable; copy the file again if you can.",
             ) from None

@@ -1,13 +1,12 @@
-"""Reading a trace, live or finished: typed, lazy, never writing.
+"""The reader of a trace, finished or being recorded: typed records, read on demand, never written.
 
-All work is in proportion to what is asked for. `generation`, `branch` and `step` are numbers as
-they were recorded; a branch holds only its own tokens and steps, those before its `fork_step` are
-its parent's. A `limit` of -1 means all.
+The cost of a call grows with what it returns, not with the size of the trace. `generation`,
+`branch` and `step` are numbers as they were recorded. A branch holds only its own tokens and steps;
+those before its `fork_step` are its parent's. A `limit` of -1 means all.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,7 +17,6 @@ from typing import Any, Self
 from flexinspect.core.errors import TraceError
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import (
-    TRAIN,
     Array,
     ArrayRecord,
     BuildRecord,
@@ -36,23 +34,25 @@ from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.trace import arrays, codec, data_frames, schema
 from flexinspect.trace.data_frames import Library
 from flexinspect.trace.file.connections import in_wal_mode
-from flexinspect.trace.query_base import WHERE_BRANCH, WHERE_STEP, place_condition
+from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, WHERE_STEP, place_condition
 from flexinspect.trace.reader_queries import TrainingQueries
 from flexinspect.trace.rows import ArrayInfo, BranchRow, GenerationRow, StepRow
-
-_OPEN_END = 1 << 62
+from flexinspect.trace.step_loader import ALL_STREAMS, load_steps, read_arrays, with_arrays
 
 
 def open_trace(path: str | Path) -> TraceReader:
-    """Open the trace at `path`. Raises `TraceError` when it is missing, foreign or damaged."""
+    """Open the trace at `path`.
+
+    Raises `TraceError` when it is missing, damaged, or not a trace.
+    """
     return TraceReader(path)
 
 
 class TraceReader(TrainingQueries):
-    """A trace, read only. Any thread may use it: each gets a connection of its own.
+    """A trace, read only. Any thread may use it: each thread gets its own connection.
 
-    While a run records, every call sees all that is committed; `changed` tells when to look again.
-    Every method raises `TraceError` when the file turns out to be damaged.
+    While a run is recorded, every call sees all committed steps; `changed` tells when to read
+    again. Every method raises `TraceError` when the file turns out to be damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -60,7 +60,7 @@ class TraceReader(TrainingQueries):
         self._added = False
         self._live = self.state == "recording"
         if not self._live and in_wal_mode(self.path):
-            self._connections.release()  # its writer may be about to fold it
+            self._connections.release()  # its writer may be about to fold in the WAL
 
     def __enter__(self) -> Self:
         return self
@@ -81,33 +81,34 @@ class TraceReader(TrainingQueries):
         self._connections.close()
 
     def snapshot(self) -> AbstractContextManager[None]:
-        """While entered, this thread reads the trace as it is now, whatever is being written."""
+        """Return a context in which this thread reads the trace as it is now, despite writes."""
         return self._connections.snapshot()
 
     def changed(self) -> bool:
         """Tell whether anything was written since the last call; cheap enough to poll.
 
-        Sees the end of a recording, too, and then lets go of the file for the writer to fold it.
+        This includes the end of a recording; the file is then released, so that its writer can fold
+        in the WAL.
         """
-        moved = self._connections.changed() or self._added
+        has_changed = self._connections.changed() or self._added
         self._added = False
-        if moved and self._live and self.state != "recording":
+        if has_changed and self._live and self.state != "recording":
             self._live = False
             self._connections.release()
-        return moved
+        return has_changed
 
     @property
     def state(self) -> str:
-        """recording, finished, interrupted or failed. A killed run stays at recording."""
+        """recording, finished, interrupted or failed. The state of a killed run stays recording."""
         rows = self._select(schema.RUN, "WHERE key = 'state'")
         return str(rows[0][1]) if rows else ""
 
     def run(self) -> dict[str, Any]:
-        """Return the manifest."""
+        """Return the manifest: the facts of the run by name."""
         return dict(self._select(schema.RUN, "ORDER BY key"))
 
     def model(self, generation: int) -> dict[str, Any]:
-        """Return what the manifest says of a generation's model, empty when it says nothing."""
+        """Return the manifest's facts of a generation's model, empty when it has none."""
         run = self.run()
         rows = self._query("SELECT model FROM generations WHERE generation = ?", (generation,))
         listed = run.get("models")
@@ -122,7 +123,7 @@ class TraceReader(TrainingQueries):
         return [self._decode(codec.decode_generation, row) for row in self._generation_rows("", ())]
 
     def generation(self, generation: int) -> GenerationRow:
-        """Return one generation. Raises `TraceError` when there is none of that number."""
+        """Return one generation. Raises `TraceError` when there is no such generation."""
         rows = self._generation_rows("WHERE g.generation = ?", (generation,))
         if not rows:
             raise TraceError(f"{self.path} has no generation {generation}.")
@@ -155,16 +156,16 @@ class TraceReader(TrainingQueries):
     ) -> list[TokenRecord]:
         """Return the tokens at `start <= pos < stop` (None: to the end), at most `limit`."""
         rest = f"{WHERE_BRANCH} AND pos >= ? AND pos < ? ORDER BY pos LIMIT ?"
-        params = (generation, branch, start, _OPEN_END if stop is None else stop, limit)
+        params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
         return self._records(codec.decode_token, schema.TOKENS, rest, params, skip=2)
 
     def step_tokens(self, generation: int, step: int, branch: int = 0) -> list[TokenRecord]:
         """Return the tokens that a step chose."""
-        about = self.step(generation, step, branch)
-        if about is None or about.first_pos is None or about.last_pos is None:
+        row = self.step(generation, step, branch)
+        if row is None or row.first_pos is None or row.last_pos is None:
             return []
-        found = self.tokens(generation, branch, about.first_pos, about.last_pos + 1)
-        return [token for token in found if token.step == step]
+        tokens = self.tokens(generation, branch, row.first_pos, row.last_pos + 1)
+        return [token for token in tokens if token.step == step]
 
     def n_steps(self, generation: int, branch: int = 0) -> int:
         """Return the number of steps from the first to the last one recorded so far."""
@@ -191,7 +192,7 @@ class TraceReader(TrainingQueries):
     ) -> list[StepRow]:
         """Return the steps `start <= step < stop` (None: to the end), at most `limit` of them."""
         rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
-        params = (generation, branch, start, _OPEN_END if stop is None else stop, limit)
+        params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
         return self._records(codec.decode_step, schema.STEPS, rest, params, stop=-3)
 
     def step(self, generation: int, step: int, branch: int = 0) -> StepRow | None:
@@ -208,14 +209,14 @@ class TraceReader(TrainingQueries):
     def logits(self, generation: int, step: int, branch: int = 0) -> LogitsRecord | None:
         """Return the distribution of a step with its candidates, None when not captured."""
         key = (generation, branch, step)
-        rows = self._select(schema.STEPS, f"{WHERE_STEP} AND chosen_id IS NOT NULL", key, skip=12)
+        rows = self._select(schema.STEPS, f"{WHERE_STEP} AND chosen_id IS NOT NULL", key)
         if not rows:
             return None
-        found = tuple(self.candidates(generation, step, branch))
-        return self._decode(lambda row: codec.decode_logits(row, found), rows[0])
+        candidates = tuple(self.candidates(generation, step, branch))
+        return self._decode(lambda row: codec.decode_logits(row, candidates), rows[0])
 
     def inputs(self, generation: int, step: int, branch: int = 0) -> InputsRecord | None:
-        """Return what a step was fed and what the cache held, None when not captured."""
+        """Return a step's forward input and cached lengths, None when not captured."""
         key = (generation, branch, step)
         rows = self._records(codec.decode_inputs, schema.INPUTS, WHERE_STEP, key, skip=3)
         return rows[0] if rows else None
@@ -228,7 +229,7 @@ class TraceReader(TrainingQueries):
         )
 
     def builds(self, generation: int, step: int, branch: int = 0) -> list[BuildRecord]:
-        """Return the block masks that were built for a step, in order; own code only."""
+        """Return the block masks that user code built for a step, in order."""
         key = (generation, branch, step)
         return self._records(
             codec.decode_build, schema.BUILDS, f"{WHERE_STEP} ORDER BY build", key, skip=4
@@ -253,9 +254,10 @@ class TraceReader(TrainingQueries):
     def mask_summaries(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
     ) -> list[MaskRecord]:
-        """Return masks without their arrays, in the order they first came.
+        """Return masks without their arrays, in the order in which they first occurred.
 
-        All of the trace, or those that a branch of a generation (or one step of it) had first.
+        All masks of the trace, or those that first occurred in a branch of a generation, or in one
+        step of it.
         """
         rest, params = place_condition(generation, branch, step)
         rest += " ORDER BY generation, branch, step, fingerprint"
@@ -264,7 +266,7 @@ class TraceReader(TrainingQueries):
     def fingerprints(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
     ) -> list[str]:
-        """Return the fingerprints of the masks that `mask_summaries` returns, and nothing else."""
+        """Return only the fingerprints of the masks that `mask_summaries` returns."""
         where, params = place_condition(generation, branch, step)
         sql = (
             f"SELECT fingerprint FROM masks {where} ORDER BY generation, branch, step, fingerprint"
@@ -284,65 +286,40 @@ class TraceReader(TrainingQueries):
             return None
         sql = "SELECT generation, branch, step FROM masks WHERE fingerprint = ?"
         key = self._query(sql, (fingerprint,))[0]
-        found = self._arrays(key, "AND owner = ?", (fingerprint,))
-        have = {record.stream: record.array for record in found}
-        return replace(
-            summary,
-            cells=have.get("mask.cells"),
-            averaged=have.get("mask.averaged"),
-            partial=have.get("mask.partial"),
-            full=have.get("mask.full"),
-            ruled=have.get("mask.ruled"),
-        )
+        where = f"{WHERE_STEP} AND owner = ?"
+        return with_arrays(summary, read_arrays(self, key[0], where, (*key, fingerprint)))
 
     def arrays(self, generation: int, step: int, branch: int = 0) -> list[ArrayInfo]:
-        """Return what arrays a step has, without their data; those of masks are not listed."""
+        """Return the arrays of a step without their data; arrays of masks are not listed."""
         rows = self._query(schema.LIST_ARRAYS, (generation, branch, step))
         return [self._decode(codec.decode_array_info, row) for row in rows]
 
     def array(
         self, generation: int, step: int, stream: str, layer: int | None = None, branch: int = 0
     ) -> Array | None:
-        """Return an array of a step, None when there is none; bfloat16 comes back as float32.
+        """Return an array of a step, None when there is none; bfloat16 is widened to float32.
 
         Raises `TraceError` when its checksum is wrong.
         """
-        key = (generation, branch, step)
-        rest = "AND owner IS NULL AND stream = ? AND layer IS ?"
-        found = self._arrays(key, rest, (stream, layer))
-        return arrays.widen_bfloat16(found[0].array, found[0].dtype or "") if found else None
+        condition = "owner IS NULL AND stream = ? AND layer IS ?"
+        records = self._step_arrays((generation, branch, step), condition, (stream, layer))
+        return arrays.widen_bfloat16(records[0].array, records[0].dtype or "") if records else None
 
     def array_records(self, generation: int, step: int, branch: int = 0) -> list[ArrayRecord]:
         """Return all arrays of a step as they were recorded (bfloat16 as uint16)."""
-        return self._arrays((generation, branch, step), "AND owner IS NULL", ())
+        return self._step_arrays((generation, branch, step), "owner IS NULL")
 
     def record(self, generation: int, step: int, branch: int = 0) -> StepRecord | None:
-        """Return all that is known of a step as one record, None when it is not recorded.
+        """Return a step as one record, None when it is not recorded.
 
-        What `TraceWriter.write_step` was given, with the places of findings and events filled in.
+        It is what `TraceWriter.write_step` received, with the places of findings and events filled
+        in. Events that were written by themselves are not part of it, even if they name the step.
         """
-        about = self.step(generation, step, branch)
-        if about is None:
+        steps = load_steps(self, generation, branch, step, step + 1, streams=ALL_STREAMS)
+        if not steps:
             return None
-        key = (generation, step, branch)
-        new_masks = self.fingerprints(*key)
-        happened = self.events(generation=generation, step=step)
-        return StepRecord(
-            *(generation, step, about.phase, about.q_len, about.kv_before, about.kv_after),
-            *(about.started_at, about.wall_ms, about.capture_ms, branch),
-            logits=self.logits(*key),
-            tokens=tuple(self.step_tokens(*key)),
-            inputs=self.inputs(*key),
-            calls=tuple(self.calls(*key)),
-            builds=tuple(self.builds(*key)),
-            layer_stats=tuple(self.layer_stats(*key)),
-            memory=self.memory(*key),
-            masks=tuple(mask for mask in map(self.mask, new_masks) if mask is not None),
-            arrays=tuple(self.array_records(*key)),
-            training=self.training_step(*key) if about.phase == TRAIN else None,
-            findings=tuple(self.findings(*key)),
-            events=tuple(row.event for row in happened if row.branch in (branch, None)),
-        )
+        findings = self.findings(generation, step, branch)
+        return replace(steps[0], findings=tuple(findings))
 
     def frame(
         self,
@@ -353,32 +330,22 @@ class TraceReader(TrainingQueries):
         branch: int | None = None,
         step: int | None = None,
     ) -> Any:
-        """Return a table of the trace as a DataFrame: all rows, or those of the place given.
+        """Return a table of the trace as a DataFrame: all rows, or those of one place.
 
-        Tables and columns are those of `docs/trace-format.md`, blobs left out; JSON stays text.
-        Without `library` it is of pandas if that is installed, of polars otherwise. Raises
-        `UsageError` for an unknown table, and when neither is installed.
+        Tables and columns are those of `docs/trace-format.md`, without blobs; JSON stays text.
+        Without `library` it is a DataFrame of pandas if that is installed, of polars otherwise.
+        Raises `UsageError` for an unknown table, and when neither is installed.
         """
-        asked = data_frames.frame_query(table, generation=generation, branch=branch, step=step)
-        make = data_frames.frame_builder(library)
-        return make(self._decode(asked.values, self._query(asked.sql, asked.params)))
+        query = data_frames.frame_query(table, generation=generation, branch=branch, step=step)
+        build = data_frames.frame_builder(library)
+        return build(self._decode(query.values, self._query(query.sql, query.params)))
 
-    def _arrays(self, key: Sequence[int], rest: str, params: Sequence[Any]) -> list[ArrayRecord]:
-        rows = self._query(f"{schema.READ_ARRAYS} {rest} ORDER BY number, chunk", (*key, *params))
-        return [
-            self._decode(lambda part: self._decode_array_record(key, part), list(part))
-            for _, part in itertools.groupby(rows, key=lambda row: row[0])
-        ]
-
-    def _decode_array_record(
-        self, key: Sequence[int], rows: Sequence[Sequence[Any]]
-    ) -> ArrayRecord:
-        _, stream, layer = rows[0][:3]
-        where = f"{stream!r} of step {key[2]} of generation {key[0]} in {self.path}"
-        if [row[3] for row in rows] != list(range(len(rows))):
-            raise arrays.damaged_array(where, "a part of it is missing")
-        array, dtype = arrays.decode_array([codec.decode_chunk(row[4:]) for row in rows], where)
-        return ArrayRecord(stream, array, layer, None if dtype == array.dtype.name else dtype)
+    def _step_arrays(
+        self, key: tuple[int, int, int], condition: str, params: Sequence[Any] = ()
+    ) -> list[ArrayRecord]:
+        """Return the arrays of a step for which `condition` holds as well."""
+        where = f"{WHERE_STEP} AND {condition}"
+        return [each.record for each in read_arrays(self, key[0], where, (*key, *params))]
 
     def _generation_rows(self, where: str, params: Sequence[Any]) -> list[list[Any]]:
         rows = self._query(f"{schema.READ_GENERATIONS} {where} ORDER BY g.generation", params)
@@ -391,11 +358,11 @@ class TraceReader(TrainingQueries):
 
 
 _TABLE_EXISTS_SQL = "SELECT count(*) FROM sqlite_schema WHERE type = 'table' AND name = ?"
-_GRADIENT_ARRAYS_SQL = "AND owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
+_GRADIENT_ARRAYS = "owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
 
 
 def has_gradient_tables(reader: TraceReader) -> bool:
-    """Tell whether a trace has the tables of gradients; early ones of version 1 have not."""
+    """Tell whether a trace has the tables of gradients; early traces of version 1 do not."""
     return bool(reader._query_int(_TABLE_EXISTS_SQL, (schema.GRADIENTS.name,)))
 
 
@@ -410,10 +377,12 @@ def read_gradients(
     stats = reader._records(
         codec.decode_gradient_stat, schema.GRADS, f"{WHERE_STEP} ORDER BY layer, name", key, skip=3
     )
-    found = {
-        record.stream: record.array for record in reader._arrays(key, _GRADIENT_ARRAYS_SQL, ())
+    arrays_by_stream = {
+        record.stream: record.array for record in reader._step_arrays(key, _GRADIENT_ARRAYS)
     }
-    return reader._decode(lambda row: codec.decode_gradients(row, tuple(stats), found), rows[0])
+    return reader._decode(
+        lambda row: codec.decode_gradients(row, tuple(stats), arrays_by_stream), rows[0]
+    )
 
 
 def steps_with_gradients(reader: TraceReader, generation: int, branch: int = 0) -> list[int]:

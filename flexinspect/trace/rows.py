@@ -1,4 +1,4 @@
-"""What the reader returns where a record of the contract does not fit what is stored."""
+"""Rows that the reader returns where no record of `flexinspect.records` fits what is stored."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flexinspect.records.step import EventRecord, OutputRecord
 
 @dataclass(frozen=True, slots=True)
 class GenerationRow:
-    """A generation with how its first branch stands.
+    """A generation with the state of its first branch.
 
-    `state` is one of recording, finished, interrupted, failed; `answer` and `stop_reason` are
-    empty until it ended, `ended_at` None.
+    `state` is one of recording, finished, interrupted, failed. Until it has ended, `answer` and
+    `stop_reason` are empty and `ended_at` is None.
     """
 
     generation: int
@@ -34,9 +34,9 @@ class GenerationRow:
 
 @dataclass(frozen=True, slots=True)
 class BranchRow:
-    """A line of decoding: `parent` and `fork_step` (its first own step) are None for branch 0.
+    """A branch: `parent` and `fork_step` (its first own step) are None for branch 0.
 
-    `change` says what made it differ from its parent, as `BranchRecord` has it.
+    `change` says how it differs from its parent, see `BranchRecord`.
     """
 
     generation: int
@@ -53,10 +53,11 @@ class BranchRow:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """The narrow facts of a step, from one table, so that thousands can be listed.
+    """The scalar facts of a step, from one table, so that thousands can be listed.
 
-    `first_pos` and `last_pos` bound the positions it chose. The fields from `entropy` on are None
-    when no logits were captured; the histogram and the candidates come from `TraceReader.logits`.
+    `first_pos` and `last_pos` are the lowest and highest position whose token it chose. The fields
+    from `entropy` on are None when no logits were captured; `TraceReader.logits` returns the
+    histogram and the candidates.
     """
 
     generation: int
@@ -82,7 +83,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """An array of a step without its data: `n_bytes` is what it takes in the file."""
+    """An array of a step without its data: `n_bytes` is its size in the file."""
 
     number: int
     stream: str
@@ -95,7 +96,7 @@ class ArrayInfo:
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """An event with its number, for asking only for later ones, and its branch."""
+    """An event with its branch, and its number, after which later events can be read."""
 
     id: int
     branch: int | None
@@ -104,7 +105,7 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class OutputRow:
-    """A piece of what the program printed with its number, for asking only for later ones."""
+    """A piece of printed output with its number, after which later output can be read."""
 
     id: int
     output: OutputRecord
@@ -112,7 +113,7 @@ class OutputRow:
 
 @dataclass(frozen=True, slots=True)
 class FindingRow:
-    """A finding with its number, for asking only for later ones."""
+    """A finding with its number, after which later findings can be read."""
 
     id: int
     finding: Finding

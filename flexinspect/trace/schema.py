@@ -1,7 +1,7 @@
-"""How a table of the trace is described, and the SQL made from a description.
+"""The tables, streams and SQL of a trace.
 
 A trace is one SQLite file. `docs/trace-format.md` describes it as a public interface; its tables
-are made from these descriptions, and a test keeps the two equal.
+are the ones defined here, which a test checks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cache
 __all__ = [
     "APPLICATION_ID",
     "ARRAYS",
+    "ARRAY_ORDER",
     "BRANCHES",
     "BUILDS",
     "CALLS",
@@ -61,8 +62,8 @@ SQL_TYPES = {
     "json?": "TEXT",
     "blob": "BLOB NOT NULL",
 }
-"""Kind of a column → its SQL type. SQLite cannot hold NaN, so NULL stands for it in a "real";
-where NULL must also mean "none" ("real?"), NaN is the text 'nan'."""
+"""SQL type by kind of a column. SQLite cannot store NaN, so NULL stands for it in a "real" column.
+In a "real?" column NULL means "none", and NaN is the text 'nan'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,9 @@ class Column:
 class Table:
     """A table of the trace. `key` is its primary key.
 
-    `clustered` tables have no rowid: they lie in the order of their key, so the rows of a step
-    are neighbours. Wide rows (arrays) are kept with a rowid, because a clustered table spills them
-    to overflow pages four times as early.
+    `clustered` tables have no rowid: they are stored in the order of their key, so the rows of a
+    step are neighbours. Tables with wide rows (arrays) have a rowid, because a clustered table
+    spills such rows to overflow pages four times as early.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Table:
 def define_table(
     name: str, key: str, meaning: str, columns: str, *, clustered: bool = True
 ) -> Table:
+    """Return a table from its key (names separated by spaces) and a line per column."""
     parsed = (line.split(None, 2) for line in columns.strip().splitlines())
     return Table(
         name,
@@ -134,8 +136,8 @@ def define_table(
 def insert_sql(table: Table, n_rows: int, *, skip: int = 0) -> str:
     """Return the INSERT of `n_rows` rows, leaving out the first `skip` columns.
 
-    All rows of a table go in one statement: the interpreter lock is let go once for it, instead of
-    once for each row, which matters beside a thread that runs a model.
+    All rows of a table are written by one statement, which releases the interpreter lock once
+    instead of once per row; this matters beside a thread that runs a model.
     """
     names = table.names[skip:]
     row = f"({', '.join('?' * len(names))})"
@@ -166,19 +168,19 @@ GENERATIONS = define_table(
     """
     generation  int   number, from 0
     sample_id   text  the sample of the data set
-    mask        text  name of the mask preset or rule that was asked for
+    mask        text  name of the requested mask preset or mask_mod
     positions   text  position ids: contiguous or reset
     expected    json  the answers that count as right, a list of strings
-    declared    json  the mask, the pieces and the special tokens that were meant, an object
+    declared    json  the declared mask, segments and special tokens, an object
     started_at  real  seconds since the epoch
-    model       text  its model, by name in the manifest's list `models`; empty for the only one
+    model       text  its model, by name in the manifest's list `models`; empty if there is only one
     """,
 )
 
 BRANCHES = define_table(
     "branches",
     "generation branch",
-    "One line of decoding in a generation; 0 is the first, a fork has a parent.",
+    "The branches of a generation; 0 is the first, a fork has a parent.",
     """
     generation   int   the generation
     branch       int   number within the generation, from 0
@@ -189,7 +191,7 @@ BRANCHES = define_table(
     stop_reason  text  why decoding ended, empty until the end
     started_at   real  seconds since the epoch
     ended_at     real?  seconds since the epoch, NULL until the end
-    change       json   what made it differ from its parent, an object; empty for branch 0
+    change       json   how it differs from its parent, an object; empty for branch 0
     """,
 )
 
@@ -202,10 +204,10 @@ SEGMENTS = define_table(
     branch      int   the branch
     segment     int   number within the sequence, from 0
     start       int   first position
-    stop        int   position after the last; of the generated one the highest it may reach
-    label       text  name for people
+    stop        int   position after the last; for the generated segment the highest it may reach
+    label       text  displayed name
     kind        text  bos, shared, paraphrase, separator, cue or generated
-    owner       int   the segment it belongs to for masking, itself but for separators
+    owner       int   the segment it belongs to for masking: itself, except for separators
     """,
 )
 
@@ -218,9 +220,9 @@ TOKENS = define_table(
     branch       int   the branch
     pos          int   position in the sequence, from 0
     token_id     int   id in the vocabulary
-    token        text  the vocabulary's own string
+    token        text  the string in the vocabulary
     text         text  the token decoded alone
-    position_id  int   position id that was fed
+    position_id  int   position id that the model received
     segment      int   number of its segment
     special      bool  1 for BOS, EOS and the like
     step         int?  the step that chose it, NULL in the prompt
@@ -238,18 +240,18 @@ STEPS = define_table(
     branch          int    the branch
     step            int    number of the forward, from 0
     phase           text   prefill or decode; train for an optimizer step
-    q_len           int    rows fed
+    q_len           int    number of rows
     kv_before       int    keys in the cache before
     kv_after        int    keys in the cache after
     started_at      real   seconds since the epoch
     wall_ms         real   milliseconds of the forward with the choice of the token
     capture_ms      real   milliseconds of it that capture took
-    first_pos       int?   lowest position this step chose, NULL when none
-    last_pos        int?   highest position this step chose
+    first_pos       int?   lowest position whose token this step chose, NULL when none
+    last_pos        int?   highest position whose token this step chose
     entropy         real   entropy in nats
     margin          real   logit of the best minus the second
-    chosen_id       int?   the chosen token, -1 when the choice was not seen
-    chosen_rank     int?   its rank, from 0; -1 when the choice was not seen
+    chosen_id       int?   the chosen token, -1 when it was not observed
+    chosen_rank     int?   its rank, from 0; -1 when it was not observed
     chosen_logprob  real   its log-probability
     n_nan           int?   NaN among the logits
     n_inf           int?   infinities among the logits
@@ -272,7 +274,7 @@ CANDIDATES = define_table(
     text           text  the token decoded alone
     logit          real  before the logits processors
     logprob        real  log-probability before the processors
-    score          real  after the processors, NULL when that was not seen
+    score          real  after the processors, NULL when that was not observed
     score_logprob  real  log-probability after the processors
     """,
 )
@@ -286,8 +288,8 @@ INPUTS = define_table(
     generation     int   the generation
     branch         int   the branch
     step           int   the step
-    batch          int   sequences fed
-    positions      json  position ids of row 0, runs [first, how many]; empty if none were handed on
+    batch          int   number of sequences
+    positions      json  position ids of row 0, runs [first, length]; empty if there were none
     cached_before  json  keys in each layer's cache before, a list of integers
     cached_after   json  keys in each layer's cache after, a list of integers
     """,
@@ -305,7 +307,7 @@ CALLS = define_table(
     layer       int    the layer
     path        text   what ran: flex uncompiled, flex compiled, sdpa, eager or other
     backend     text   the name under which it was dispatched
-    mask        text?  fingerprint of the mask received, NULL when the layer got none
+    mask        text?  fingerprint of the received mask, NULL when there was none
     batch       int    sequences
     q_heads     int    query heads
     kv_heads    int    key and value heads
@@ -313,33 +315,33 @@ CALLS = define_table(
     kv_len      int    keys
     head_dim    int    width of a head
     dtype       text   type of the queries
-    scale       real?  factor on the scores, NULL when the call left it to the kernel
-    gate        real?  largest deviation from 1 of the newest row's mass, NULL if not computed
-    gate_kind   text?  how the gate was computed: lse or output
+    scale       real?  factor on the scores, NULL for the kernel's default
+    gate        real?  LSE check: largest deviation of the newest row from 1, NULL if not computed
+    gate_kind   text?  how `gate` was computed: lse or output
     softcap     real?  cap on the scores, NULL when there is none
-    handed      text?  mask that the layer was given, NULL when its kernel got the same
-    swallowed   text?  exception that the call made up for, NULL when there was none
-    causal      int?   1 when the layer calls itself causal, 0 when not, NULL when it does not say
-    window      int?   keys that its sliding window holds, NULL without one
+    handed      text?  mask passed to the layer, NULL when its kernel received the same
+    swallowed   text?  suppressed exception of the call, NULL when there was none
+    causal      int?   the layer's `is_causal` as 1 or 0, NULL when it has none
+    window      int?   keys in its sliding window, NULL without one
     """,
 )
 
 BUILDS = define_table(
     "builds",
     "generation branch step build",
-    "Block masks that were built for a step, in the order they were; own code only.",
+    "Block masks that user code built for a step, in order.",
     """
     generation   int    the generation
     branch       int    the branch
     step         int    the step
     build        int    number within the step, from 0
-    layer        int?   the layer in whose forward it was built, NULL outside of them
-    batch        int?   sequences of the grid, NULL when one serves all
-    heads        int?   heads of the grid, NULL when one serves all
+    layer        int?   the layer in whose forward it was built, NULL outside of all layers
+    batch        int?   batch size of the mask, NULL when one serves all
+    heads        int?   heads of the mask, NULL when one serves all
     q_len        int    rows
     kv_len       int    keys
-    rule         text   module and qualified name of the rule
-    wall_ms      real   how long it took
+    rule         text   module and qualified name of the mask_mod
+    wall_ms      real   time to build it, milliseconds
     peak_growth  int    bytes by which it raised the peak memory of the process or the GPU
     """,
 )
@@ -362,7 +364,7 @@ LAYER_STATS = define_table(
     mean        real  mean
     std         real  standard deviation
     norm        real  Euclidean norm
-    bad_row     int?  first row of the step with a NaN or infinity, NULL when there is none
+    bad_row     int?  first row of the step with NaN or Inf, NULL when there is none
     """,
 )
 
@@ -376,7 +378,7 @@ MEMORY = define_table(
     step            int   the step
     rss             int   resident set of the process, bytes
     model           int   parameters and buffers, bytes
-    kv_cache        int   keys and values held, bytes
+    kv_cache        int   cached keys and values, bytes
     cuda_allocated  int?  allocated by the CUDA allocator, bytes, NULL without CUDA
     cuda_reserved   int?  reserved by the CUDA allocator, bytes
     cuda_peak       int?  peak allocated, bytes: in this step, in training so far
@@ -397,7 +399,7 @@ GRADS = define_table(
     max         real  largest absolute value, NULL when not measured
     n_nan       int   NaN values
     n_inf       int   infinite values
-    layer       int?  its layer, NULL for what belongs to none
+    layer       int?  its layer, NULL outside of all layers
     part        text?  embedding, q, k, v, qkv, o, attention, mlp, norm, lm_head, tied or other
     """,
 )
@@ -405,22 +407,22 @@ GRADS = define_table(
 GRADIENTS = define_table(
     "gradients",
     "generation branch step",
-    "What the gradients of a generated token are of, and whether their forward is what ran.",
+    "The differentiated quantity of a token's gradients, and whether their forward is what ran.",
     """
     generation   int   the generation
     branch       int   the branch
     step         int   the step that generated the token
     token_id     int   the token
     target       text  logprob, or margin to the next best token
-    value        real  what was differentiated
+    value        real  the differentiated quantity
     scale        real  norm of its gradient at the logits
     path         text  dense reference, flex or flex compiled
     gate         real  largest difference to the recorded logits, as a share of the largest of them
-    tolerance    real  the gate above which this is not what ran, and nothing else is recorded
-    wall_ms      real  what it took
-    rival        int?  the token that a margin is to
-    n_unreached  int   parameters that have no part in the token
-    anomaly      text?  what autograd's anomaly mode said, with the traceback of the forward
+    tolerance    real  `gate` above which this is not what ran, and nothing else is recorded
+    wall_ms      real  time, milliseconds
+    rival        int?  the other token of a margin
+    n_unreached  int   parameters without influence on the token
+    anomaly      text?  message of autograd's anomaly mode, with the traceback of the forward
     """,
 )
 
@@ -430,36 +432,36 @@ MASKS = define_table(
     "Masks as received, once per fingerprint, under the step that had it first. Cells and block "
     "tables are in `arrays`, owned by the fingerprint.",
     """
-    generation   int    generation that had it first
-    branch       int    branch that had it first
-    step         int    step that had it first
+    generation   int    generation in which it first occurred
+    branch       int    branch in which it first occurred
+    step         int    step in which it first occurred
     fingerprint  text   identity of the mask, unique in the trace
     kind         text   block, bool or float
-    batch        int    sequences it is made for
-    heads        int    heads it is made for
+    batch        int    sequences it was built for
+    heads        int    heads it was built for
     q_len        int    rows
     kv_len       int    keys
     q_offset     int    position of row 0 in the sequence
     kv_offset    int    position of key 0, above 0 once a sliding cache has dropped keys
     block_q      int?   rows per block, NULL for dense masks
     block_kv     int?   keys per block
-    rule         text?  module and qualified name of the rule
-    rule_source  text?  file and line of the rule
-    compiled     bool   1 when the kernel that honoured it was compiled
+    rule         text?  module and qualified name of the mask_mod
+    rule_source  text?  file and line of the mask_mod
+    compiled     bool   1 when the kernel that used it was compiled
     """,
 )
 
 ARRAYS = define_table(
     "arrays",
     "generation branch step number chunk",
-    "Wide facts, cut in chunks of at most 1 MiB.",
+    "Arrays, in chunks of at most 1 MiB.",
     """
     generation  int    the generation
     branch      int    the branch
     step        int    the step
     number      int    number of the array within the step, from 0
     chunk       int    number of the chunk within the array, from 0
-    stream      text   what it is, see the streams
+    stream      text   name of its stream, see the streams
     layer       int?   the layer, NULL when the array holds all or none
     owner       text?  fingerprint of the mask it belongs to, NULL for an array of the step
     dtype       text   true type of the elements
@@ -474,19 +476,19 @@ ARRAYS = define_table(
 
 STREAMS = {
     "mask.cells": "bool (heads, rows, keys): the executed mask; heads is 1 when all share it",
-    "mask.averaged": "bool (heads, rows): rows closed by the lowest float: averaged over all",
-    "mask.partial": "bool (heads, row blocks, key blocks): blocks where the rule is applied",
-    "mask.full": "bool (heads, row blocks, key blocks): blocks taken whole, without the rule",
-    "mask.ruled": "uint8 (heads, row blocks, key blocks): the rule opens 0 nothing, 1 some, 2 all",
+    "mask.averaged": "bool (heads, rows): rows with the lowest float in every cell, averaged",
+    "mask.partial": "bool (heads, row blocks, key blocks): blocks where the mask_mod is applied",
+    "mask.full": "bool (heads, row blocks, key blocks): blocks open in full, without the mask_mod",
+    "mask.ruled": "uint8 (heads, row blocks, key blocks): mask_mod opens 0 nothing, 1 some, 2 all",
     "attention.mass": "float (layers, heads, segments): attention of the newest row by segment",
     "attention.lse": "float (layers, heads): log-sum-exp of the newest row's scores, natural",
     "attention.entropy": "float (layers, heads): entropy of the newest row's attention, nats",
     "attention.slots": "float (layers, 5): where the newest row sees slots that hold nothing of "
     "its text: open keys, all-zero ones and their weight, stale ones and theirs",
     "logits.row": "float (vocabulary): the newest row's logits, before processors; level extreme",
-    "inputs.ids": "int (sequences, rows): token ids fed, of a batch of several",
+    "inputs.ids": "int (sequences, rows): token ids, of a batch of several",
     "inputs.positions": "int (sequences, rows): position ids, of a batch where they may differ",
-    "inputs.mask": "bool (sequences, keys): the 2D attention mask fed to an empty cache",
+    "inputs.mask": "bool (sequences, keys): the 2D attention mask of a forward with an empty cache",
     "q": "(heads, rows, head width): queries of one layer, after rotation, rows of this step",
     "k": "(key heads, rows, head width): keys of one layer, after rotation, rows of this step",
     "v": "(key heads, rows, head width): values of one layer, rows of this step",
@@ -496,33 +498,33 @@ STREAMS = {
     "grads.layers": "float (layers + 1,): norm of the gradient at the embeddings and at each "
     "layer's output, 0 where none arrives, NaN for layers without attention",
 }
-"""Streams that have a meaning here; hooks may add names of their own."""
+"""Streams with a defined meaning; hooks may add others."""
 
 
 FINDINGS = define_table(
     "findings",
     "finding",
-    "What the rules say.",
+    "The findings of the rules.",
     """
     finding     int    number, in order of writing, from 1
     generation  int    the generation
     branch      int    the branch
     step        int?   the step, NULL for the whole generation
-    id          text   class of the finding, for instance mask.empty-row
+    id          text   kind of the finding, for instance mask.empty-row
     severity    text   error, warning or note
     sentence    text   what is wrong
     layer       int?   the layer
     head        int?   the head
     positions   json   token positions, a list of integers
     evidence    json   the numbers behind it, an object
-    layers      json   all layers it is about where they are several, a list of integers
-    series      text   what makes later findings of this id the same one, '' for none
-    last_step   int?   the last step in which it was met again, NULL when it was not
-    times       int    in how many steps it was met
+    layers      json   all layers that are concerned if there are several, a list of integers
+    series      text   key by which later findings of this id count as repetitions, '' for none
+    last_step   int?   the last step in which it was repeated, NULL when it was not
+    times       int    number of steps in which it occurred
     why         text   why it matters
-    confirm     text   how to see for oneself
-    fix         text   what usually mends it
-    query       text   the SQL that finds the evidence in this trace
+    confirm     text   how to verify it
+    fix         text   the usual fix
+    query       text   the SQL that selects the evidence in this trace
     """,
     clustered=False,
 )
@@ -530,12 +532,12 @@ FINDINGS = define_table(
 REVIEWS = define_table(
     "reviews",
     "rule generation",
-    "Which rules looked at a generation after it was recorded; their findings are in findings.",
+    "Which rules ran on a generation after it was recorded; their findings are in findings.",
     """
     rule        text  name of the rule
     generation  int   the generation
     at          real  seconds since the epoch
-    wall_ms     real  milliseconds that it took
+    wall_ms     real  time, milliseconds
     """,
 )
 
@@ -548,7 +550,7 @@ EVENTS = define_table(
     generation  int?  the generation, NULL outside of one
     branch      int?  the branch, NULL outside of a step
     step        int?  the step, NULL outside of one
-    kind        text  class of the event, for instance loading
+    kind        text  kind of the event, for instance loading
     text        text  what happened
     at          real  seconds since the epoch
     data        json  details, an object
@@ -559,14 +561,14 @@ EVENTS = define_table(
 OUTPUT = define_table(
     "output",
     "number",
-    "What the program printed, in the order it came; of very much, the beginning and the end.",
+    "The program's output in order; of very long output the beginning and the end.",
     """
-    number      int   number, in order of coming, from 1
-    generation  int?  generation of the last step begun by then, NULL before the first
+    number      int   number, in order of arrival, from 1
+    generation  int?  generation of the last step that had started, NULL before the first
     step        int?  that step
     stream      text  stdout or stderr
     at          real  seconds since the epoch
-    text        text  what was printed, bytes that are not UTF-8 replaced
+    text        text  the printed text, bytes that are not UTF-8 replaced
     """,
     clustered=False,
 )
@@ -583,19 +585,19 @@ TRAINING_STEPS = define_table(
     branch            int    the branch
     step              int    the optimizer step
     loss              real   the loss
-    loss_source       text   told, output (the loss that the model returned), or empty: not known
+    loss_source       text   told (by the user), output (of the model), or empty: unknown
     learning_rates    json   of each group of the optimizer, a list of numbers; NaN: unknown
     total_norm        real?  norm of all gradients together, NULL when not measured
-    norm_before_clip  real?  norm before clip_grad_norm_, NULL when that was not seen
-    max_norm          real?  limit given to clip_grad_norm_
-    n_parameters      int    those that have a gradient
-    n_exploding       int    those with a norm above 10
+    norm_before_clip  real?  norm before clip_grad_norm_, NULL when not observed
+    max_norm          real?  limit of clip_grad_norm_
+    n_parameters      int    parameters that have a gradient
+    n_exploding       int    parameters with a norm above 10
     n_vanishing       int    matrices with a norm below 1e-6, not 0
-    n_dead            int    those whose gradient is 0 everywhere
-    n_sick            int    those with NaN or Inf in the gradient
+    n_dead            int    parameters whose gradient is 0 everywhere
+    n_sick            int    parameters with NaN or Inf in the gradient
     group_norms       json   norm of each group's gradients, a list; empty when not measured
     group_ratios      json   norm of each group's change over that of its weights; empty likewise
-    producer          json?  where trouble began: kind, name, n_carriers, detail
+    producer          json?  origin of an anomaly: kind, name, n_carriers, detail
     n_backward        int    backward passes since the last step: micro-batches
     forward_ms        real   forward passes
     backward_ms       real   backward passes
@@ -603,9 +605,9 @@ TRAINING_STEPS = define_table(
     data_ms           real?  waiting for the watched loader, NULL when none is watched
     other_ms          real   the rest of the time since the last step
     scale             real?  scale of the GradScaler, NULL without one
-    is_skipped        bool   1 when the GradScaler left the optimizer's step out
-    device            text   where the output of the model was
-    autocast          text   type of autocast, empty without it
+    is_skipped        bool   1 when the GradScaler skipped the optimizer's step
+    device            text   device of the model's output
+    autocast          text   dtype of autocast, empty without it
     detail            text   how much was measured: extreme, advanced, basic or sparse
     """,
 )
@@ -615,7 +617,7 @@ APPLICATION_ID = 0x464C5854
 """`PRAGMA application_id` of every trace: the letters FLXT."""
 
 VERSION = 1
-"""`PRAGMA user_version`. It rises when a table, column or stream changes its meaning or goes."""
+"""`PRAGMA user_version`. It rises when a table, column or stream is removed or changes meaning."""
 
 STATES = ("recording", "finished", "interrupted", "failed")
 
@@ -658,7 +660,7 @@ INDEXES = (
 )
 
 FIRST_GRADIENT_ARRAY = 1 << 20
-"""Number of a step's first array that was written after the step: its gradients."""
+"""Number of the first of a step's arrays that are written after the step: its gradients."""
 
 SET_FACT = "INSERT INTO run VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 END_BRANCH = (
@@ -676,17 +678,21 @@ READ_GENERATIONS = (
     f"{', '.join(f'b.{name}' for name in BRANCHES.names)} "
     "FROM generations g JOIN branches b ON b.generation = g.generation AND b.branch = 0"
 )
-_ARRAYS_OF_STEP_SQL = "FROM arrays WHERE generation = ? AND branch = ? AND step = ?"
 LIST_ARRAYS = (
-    "SELECT number, stream, layer, dtype, shape, codec, sum(length(data)) "
-    f"{_ARRAYS_OF_STEP_SQL} AND owner IS NULL GROUP BY number ORDER BY number"
+    "SELECT number, stream, layer, dtype, shape, codec, sum(length(data)) FROM arrays "
+    "WHERE generation = ? AND branch = ? AND step = ? AND owner IS NULL "
+    "GROUP BY number ORDER BY number"
 )
-READ_ARRAYS = f"SELECT number, stream, layer, chunk, dtype, item, shape, codec, checksum, data {_ARRAYS_OF_STEP_SQL}"
+READ_ARRAYS = (
+    "SELECT step, number, stream, layer, owner, chunk, dtype, item, shape, codec, checksum, data "
+    "FROM arrays"
+)
+ARRAY_ORDER = "ORDER BY generation, branch, step, number, chunk"
 DROP_SEGMENTS = "DELETE FROM segments WHERE generation = ? AND branch = ?"
 
 
 def create_statements() -> tuple[str, ...]:
-    """Return the statements that make the tables of an empty trace."""
+    """Return the statements that create the tables of an empty trace."""
     return (
         f"PRAGMA application_id = {APPLICATION_ID}",
         f"PRAGMA user_version = {VERSION}",

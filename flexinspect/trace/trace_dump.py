@@ -1,4 +1,4 @@
-"""A trace as text for people or as JSON for programs, piece by piece, in bounded memory."""
+"""A trace as text or JSON, yielded in pieces, so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import (
+    MASK_ARRAYS,
     TRAIN,
     BuildRecord,
     CallRecord,
@@ -40,14 +41,12 @@ from flexinspect.trace.schema import VERSION
 T = TypeVar("T")
 
 PAGE_ROWS = 256
-"""Rows asked for at a time."""
-
-MASK_ARRAYS = ("cells", "partial", "full")
+"""Rows that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DumpSelection:
-    """What of a trace to print: one generation or all (None), one step of each or all."""
+    """The part of a trace to print: one generation or all (None), one step of each or all."""
 
     reader: TraceReader
     generation: int | None = None
@@ -107,7 +106,7 @@ class DumpSelection:
         yield from self._pages(fetch, lambda row: row.pos)
 
     def masks(self) -> Iterator[MaskRecord]:
-        """Yield the masks, with arrays, that the selected steps had first or that they used."""
+        """Yield the masks, with arrays, that the selected steps introduced or used."""
         for fingerprint in self._fingerprints():
             mask = self.reader.mask(fingerprint)
             if mask is not None:
@@ -152,7 +151,7 @@ class DumpSelection:
         yield from self._pages(fetch, lambda row: row.id)
 
     def output(self) -> Iterator[OutputRow]:
-        """Yield what the program printed: all of it, or what came with the selected steps."""
+        """Yield the program's output: all of it, or what was printed in the selected steps."""
 
         def fetch(start: int) -> list[OutputRow]:
             return self.reader.output(start - 1, limit=PAGE_ROWS)
@@ -164,12 +163,12 @@ class DumpSelection:
                 yield row
 
     def _pages(self, fetch: Callable[[int], list[T]], key: Callable[[T], int]) -> Iterator[T]:
-        """Yield all rows, a window at a time, each from after the last key of the one before."""
+        """Yield all rows; each page is read from the key after the last one of the page before."""
         start = 0
         while page := fetch(start):
             yield from page
             last = key(page[-1])
-            if last < start:  # only a damaged index does this, and would do it for ever
+            if last < start:  # only with a damaged index, and would never end
                 raise TraceError(f"{self.reader.path} is damaged: its rows are out of order.")
             start = last + 1
 
@@ -199,10 +198,16 @@ def dump_json(what: DumpSelection) -> Iterator[str]:
 
 
 def mask_facts(mask: MaskRecord) -> dict[str, dict[str, Any] | None]:
-    """Return shape and number of true cells of each array of a mask, None where not captured."""
+    """Return the shape of each array of a mask and how many elements are not 0.
+
+    None stands for an array that was not captured. The non-zero elements of `ruled` are the blocks
+    in which the mask_mod opens at least one cell.
+    """
     arrays = {name: getattr(mask, name) for name in MASK_ARRAYS}
     return {
-        name: None if array is None else {"shape": list(array.shape), "open": int(array.sum())}
+        name: None
+        if array is None
+        else {"shape": list(array.shape), "open": int((array != 0).sum())}
         for name, array in arrays.items()
     }
 
@@ -298,7 +303,7 @@ def dump_text(what: DumpSelection) -> Iterator[str]:
 
 
 def quote_visible(text: str) -> str:
-    """Return `text` made visible, in double quotes, so that its blanks show."""
+    """Return `text` in double quotes with unprintable characters escaped."""
     return '"' + escape_unprintable(text).replace('"', '\\"') + '"'
 
 
@@ -340,7 +345,8 @@ def _generation_lines(row: GenerationRow) -> Iterator[str]:
 
 def _branch_lines(what: DumpSelection, branch: BranchRow) -> Iterator[str]:
     fork = "" if branch.parent is None else f"  from {branch.parent} at step {branch.fork_step}"
-    yield f"  branch {branch.branch}{fork}  {escape_unprintable(branch.state)}  {escape_unprintable(branch.stop_reason)}"
+    state, stop_reason = map(escape_unprintable, (branch.state, branch.stop_reason))
+    yield f"  branch {branch.branch}{fork}  {state}  {stop_reason}"
     yield f"    started  {_format_time(branch.started_at)}  ended  {_format_time(branch.ended_at)}"
     yield f"    answer   {quote_visible(branch.answer)}"
     if branch.change:
@@ -409,8 +415,8 @@ def _training_lines(row: TrainingStepRecord) -> Iterator[str]:
     norms = (row.total_norm, row.norm_before_clip, row.max_norm)
     total, before, limit = map(_format_cell, norms)
     yield f"      norm     {total}  before clipping {before}  limit {limit}"
-    sick = f"{row.n_exploding} explode  {row.n_vanishing} vanish  {row.n_dead} dead"
-    yield f"      params   {row.n_parameters}  {sick}  {row.n_sick} not finite"
+    counts = f"{row.n_exploding} explode  {row.n_vanishing} vanish  {row.n_dead} dead"
+    yield f"      params   {row.n_parameters}  {counts}  {row.n_sick} not finite"
     if row.producer is not None:
         kind, name = escape_unprintable(row.producer.kind), escape_unprintable(row.producer.name)
         yield f"      producer {kind} {name}  carriers {row.producer.n_carriers}"
@@ -424,7 +430,7 @@ def _inputs_lines(row: InputsRecord) -> Iterator[str]:
     )
     yield f"      inputs   batch {row.batch}  positions {runs or '-'}"
     before, after = (
-        " ".join(map(str, held)) or "-" for held in (row.cached_before, row.cached_after)
+        " ".join(map(str, lengths)) or "-" for lengths in (row.cached_before, row.cached_after)
     )
     yield f"      cached   before {before}  after {after}"
 
@@ -451,7 +457,8 @@ def _array_row(a: ArrayInfo) -> Sequence[Any]:
 
 
 def _logits_lines(row: LogitsRecord) -> Iterator[str]:
-    chosen = f"chosen {row.chosen_id}  rank {row.chosen_rank}  logprob {_format_cell(row.chosen_logprob)}"
+    logprob = _format_cell(row.chosen_logprob)
+    chosen = f"chosen {row.chosen_id}  rank {row.chosen_rank}  logprob {logprob}"
     shape = f"entropy {_format_cell(row.entropy)}  margin {_format_cell(row.margin)}"
     yield f"      logits   {shape}  {chosen}  nan {row.n_nan}  inf {row.n_inf}"
     counts = " ".join(map(str, row.histogram))
@@ -475,10 +482,12 @@ def _memory_line(row: MemoryRecord) -> str:
 
 def _gradients_lines(row: GradientRecord) -> Iterator[str]:
     to = "" if row.rival is None else f" to {row.rival}"
-    gate = f"gate {_format_cell(row.gate)} of {_format_cell(row.tolerance)}"
+    target, path = escape_unprintable(row.target), escape_unprintable(row.path)
+    numbers = (row.value, row.gate, row.tolerance, row.scale, row.wall_ms)
+    value, gate, tolerance, scale, wall_ms = map(_format_cell, numbers)
     yield (
-        f"      gradients  of the {escape_unprintable(row.target)} of {row.token_id}{to}, {_format_cell(row.value)}  "
-        f"{escape_unprintable(row.path)}  {gate}  at the logits {_format_cell(row.scale)}  {_format_cell(row.wall_ms)} ms  "
+        f"      gradients  of the {target} of {row.token_id}{to}, {value}  {path}  "
+        f"gate {gate} of {tolerance}  at the logits {scale}  {wall_ms} ms  "
         f"unreached {row.n_unreached}"
     )
     if row.anomaly is not None:
@@ -532,14 +541,16 @@ def _place_text(**places: int | None) -> str:
 def _output_line(row: OutputRow) -> str:
     out = row.output
     where = _place_text(generation=out.generation, step=out.step)
-    return f"{row.id}  {_format_time(out.at)}{where}  {escape_unprintable(out.stream)}  {quote_visible(out.text)}"
+    stream, text = escape_unprintable(out.stream), quote_visible(out.text)
+    return f"{row.id}  {_format_time(out.at)}{where}  {stream}  {text}"
 
 
 def _event_line(row: EventRow) -> str:
     event = row.event
     where = _place_text(generation=event.generation, branch=row.branch, step=event.step)
     data = plain_json(dict(event.data))
-    return f"{row.id}  {_format_time(event.at)}{where}  {escape_unprintable(event.kind)}  {escape_unprintable(event.text)}  {data}"
+    kind, text = escape_unprintable(event.kind), escape_unprintable(event.text)
+    return f"{row.id}  {_format_time(event.at)}{where}  {kind}  {text}  {data}"
 
 
 def _visible_cell(value: Any) -> Any:
@@ -564,20 +575,20 @@ def _format_time(at: float | None) -> str:
 def _titled_table(
     title: str, heads: Sequence[str], rows: TableRows, *, indent: int
 ) -> Iterator[str]:
-    """Yield a titled table, nothing when there are no rows; in windows, so that it may be long."""
-    left = iter(rows)
-    first = True
-    while window := list(islice(left, PAGE_ROWS)):
-        if first:
+    """Yield a titled table in pages, so that it may be long; nothing when there are no rows."""
+    remaining = iter(rows)
+    is_first = True
+    while page := list(islice(remaining, PAGE_ROWS)):
+        if is_first:
             yield " " * indent + title
-        yield from _table_lines(heads if first else (), window, indent=indent + 2)
-        first = False
+        yield from _table_lines(heads if is_first else (), page, indent=indent + 2)
+        is_first = False
 
 
 def _table_lines(
     heads: Sequence[str], rows: Sequence[Sequence[Any]], *, indent: int
 ) -> Iterator[str]:
-    """Yield the lines of a table: numbers to the right, text to the left, two blanks between."""
+    """Yield the lines of a table: numbers right-aligned, text left-aligned, two spaces between."""
     if not rows:
         return
     to_right = [all(_is_number(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -1,4 +1,4 @@
-"""Branches compared, from a trace that is made by hand: numbers that can be checked."""
+"""Comparison of branches of a handmade trace, with numbers that can be checked."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def reader(tmp_path: Path) -> TraceReader:
     return forked(tmp_path / "run.flextrace")
 
 
-def test_the_tree_follows_parents_and_says_what_is_other(reader: TraceReader) -> None:
+def test_the_tree_follows_parents_and_describes_changes(reader: TraceReader) -> None:
     nodes = branch_comparison.branch_tree(reader, 0)
     assert [(n.row.branch, n.depth, n.children, n.n_steps) for n in nodes] == [
         *((0, 0, (1,), 6), (1, 1, (2,), 3), (2, 2, (), 1))
     ]
     assert [node.change_text for node in nodes] == [
         *("", "' Rome' instead of ' Jane'"),
-        "preset causal; cell 3 1, all keys computed again",
+        "preset causal; cell 3 1, all keys recomputed",
     ]
 
 
@@ -78,7 +78,7 @@ def test_a_branch_has_its_parents_tokens_before_the_fork(reader: TraceReader) ->
     assert last_pos(reader, 0) == N_PROMPT + 5
 
 
-def test_a_search_in_a_branch_finds_parents_tokens_and_none_that_it_left(
+def test_a_search_in_a_branch_finds_parents_tokens_before_the_fork_only(
     reader: TraceReader,
 ) -> None:
     assert find_text(reader, "wrote", 0, 2) == (2, None)
@@ -89,7 +89,7 @@ def test_a_search_in_a_branch_finds_parents_tokens_and_none_that_it_left(
     assert find_text(reader, "wrote", 0, 2, after=5) == (2, None)
 
 
-def test_tokens_lie_side_by_side(reader: TraceReader) -> None:
+def test_tokens_are_paired_by_position(reader: TraceReader) -> None:
     pairs = branch_comparison.token_pairs(reader, 0, 0, 2, N_PROMPT)
     assert [pair.is_same for pair in pairs] == [True, True, False, False, False, False]
     assert pairs[-1].other is None
@@ -155,7 +155,7 @@ def test_masks_are_compared_row_by_row_where_both_are_known(tmp_path: Path) -> N
     assert same.n_rows > 0
 
 
-def test_equal_masks_of_later_steps_lie_where_their_steps_are(tmp_path: Path) -> None:
+def test_equal_masks_of_later_steps_have_the_offsets_of_their_steps(tmp_path: Path) -> None:
     window = MaskRecord("window", "block", 1, 1, 1, 4, N_PROMPT, N_PROMPT - 3, 128, 128)
     window = replace(window, cells=np.array([[[False, True, True, True]]]))
     with TraceWriter.create(tmp_path / "run.flextrace", RUN) as writer:
@@ -172,9 +172,9 @@ def test_equal_masks_of_later_steps_lie_where_their_steps_are(tmp_path: Path) ->
         assert np.flatnonzero(rows.cells[row]).tolist() == [row - 2, row - 1, row]
 
 
-def test_a_replayed_branch_says_so() -> None:
-    said = branch_comparison.describe_change({"kind": "replay", "why": ["x"]})
-    assert said == "it came out differently when it was run again"
+def test_a_replayed_branch_is_described() -> None:
+    text = branch_comparison.describe_change({"kind": "replay", "why": ["x"]})
+    assert text == "the replayed step differed from the recorded one"
     assert branch_comparison.describe_change({"kind": "token", "token_id": 5, "instead_id": 6}) == (
         "token 5 instead of token 6"
     )

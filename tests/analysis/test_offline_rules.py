@@ -1,4 +1,4 @@
-"""Rules that look at a trace after the fact: what they see, and that they are asked once."""
+"""Rules that run offline on a trace: what they receive, and that each runs once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.rules import Broken, Late, Slow
 from support.traces import RUN, SEGMENTS, sample_step, sample_trace
@@ -20,11 +21,22 @@ from flexinspect.analysis import offline_rules as reviewing
 from flexinspect.analysis.offline_rules import review
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import STANDALONE_CALLS, EventRecord, GenerationEnd, GenerationRecord
+from flexinspect.records.step import (
+    STANDALONE_CALLS,
+    CallRecord,
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    MaskRecord,
+    StepRecord,
+)
+from flexinspect.rules.masks.block_tables import BlockTablesRule
+from flexinspect.rules.masks.mask_findings import STALE_TABLES
 from flexinspect.trace.file import writer as append
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.replay import STEPS_PER_READ, replay
+from flexinspect.trace.replay import replay
+from flexinspect.trace.step_loader import STEPS_PER_READ
 
 DEAD = {**RUN, "pid": 2**22 + 7, "started_at": 1000.0}
 
@@ -40,7 +52,7 @@ def reader(path: Path) -> Iterator[TraceReader]:
         yield reader
 
 
-def said(path: Path, *ids: str) -> list[Finding]:
+def findings_of(path: Path, *ids: str) -> list[Finding]:
     with open_trace(path) as reader:
         return [finding for finding in reader.findings() if finding.id in ids]
 
@@ -56,27 +68,27 @@ def test_a_replayed_step_is_the_record_without_its_findings(tmp_path: Path) -> N
             assert repr(replace(record, findings=())) == repr(step)
 
 
-def test_arrays_that_no_rule_wants_are_left_out_and_masks_are_not(reader: TraceReader) -> None:
+def test_arrays_that_no_rule_uses_are_left_out_but_masks_are_loaded(reader: TraceReader) -> None:
     first = next(iter(replay(reader, 0)))
     assert first.arrays == ()  # type: ignore[union-attr]
     assert first.masks[0].cells is not None  # type: ignore[union-attr]
 
 
-def test_what_a_dear_rule_says_is_stored_and_series_are_counted(path: Path) -> None:
+def test_findings_of_an_offline_rule_are_stored_and_series_are_counted(path: Path) -> None:
     with open_trace(path) as reader:
         done = review(reader, [Slow()])
     assert (done.n_rules, done.unstored, done.note) == (1, (), "")
-    found = said(path, "slow.long-token")
+    found = findings_of(path, "slow.long-token")
     assert [(f.generation, f.step, f.positions) for f in found] == [(0, 0, (13,)), (1, 0, (13,))]
     assert [(f.times, f.last_step) for f in found] == [(3, 3), (3, 3)]
     assert found[1].query.endswith("generation = 1 AND step = 0")
 
 
-def test_no_rule_is_asked_twice(path: Path) -> None:
+def test_no_rule_runs_twice(path: Path) -> None:
     for n_rules in (2, 0):
         with open_trace(path) as reader:
             assert review(reader, [Slow(), Broken()]).n_rules == n_rules
-    assert len(said(path, "slow.long-token")) == 2
+    assert len(findings_of(path, "slow.long-token")) == 2
 
 
 def test_two_reviews_at_once_store_one(path: Path) -> None:
@@ -85,18 +97,18 @@ def test_two_reviews_at_once_store_one(path: Path) -> None:
         assert len(held.unstored) == 2
         review(second, [Slow()])
         append.append_reviews(path, held.unstored)
-    assert len(said(path, "slow.long-token")) == 2
+    assert len(findings_of(path, "slow.long-token")) == 2
 
 
-def test_a_rule_that_fails_is_off_and_the_others_go_on(path: Path) -> None:
+def test_a_rule_that_fails_is_off_and_the_others_continue(path: Path) -> None:
     with open_trace(path) as reader:
         review(reader, [Broken(), Slow()])
         off = [row.event.text for row in reader.events() if row.event.kind == "rule-off"]
     assert off[0].startswith("The rule 'broken' failed at step 2 and is off: ValueError")
-    assert len(said(path, "slow.long-token")) == 2
+    assert len(findings_of(path, "slow.long-token")) == 2
 
 
-def test_a_rule_that_looked_live_is_not_asked_and_a_new_one_is(tmp_path: Path) -> None:
+def test_a_rule_that_ran_live_does_not_run_again_but_a_new_one_does(tmp_path: Path) -> None:
     path = tmp_path / "named.flextrace"
     with TraceWriter.create(path, {**RUN, "rules": ["other"]}) as writer:
         writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
@@ -116,7 +128,7 @@ def test_a_rule_that_looked_live_is_not_asked_and_a_new_one_is(tmp_path: Path) -
         assert review(reader, [Late()]).n_rules == 0
 
 
-def test_a_killed_run_hears_at_its_end_what_live_rules_had_to_say(tmp_path: Path) -> None:
+def test_live_rules_report_at_the_end_of_a_killed_run(tmp_path: Path) -> None:
     path = tmp_path / "killed.flextrace"
     writer = TraceWriter.create(path, {**DEAD, "rules": ["late", "slow"]})
     writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
@@ -130,7 +142,7 @@ def test_a_killed_run_hears_at_its_end_what_live_rules_had_to_say(tmp_path: Path
         assert review(reader, [Late(), Slow()]).n_rules == 0
 
 
-def test_a_killed_branch_of_a_finished_generation_hears_live_rules_at_its_end(
+def test_live_rules_report_at_the_end_of_a_killed_branch(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "forked.flextrace"
@@ -149,7 +161,7 @@ def test_a_killed_branch_of_a_finished_generation_hears_live_rules_at_its_end(
     assert ends == [(0, "1 steps, heard []"), (1, "2 steps, heard []")]
 
 
-def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_at(
+def test_finished_generations_of_a_trace_that_is_being_recorded_are_reviewed(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "live.flextrace"
@@ -178,10 +190,10 @@ def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_
             assert reader.changed()
             assert reader._connections._epoch == epoch, "a step that says nothing costs no thread"
             assert reader.last_step(1) == 1
-    assert said(path, "slow.long-token") == []
+    assert findings_of(path, "slow.long-token") == []
 
 
-def test_what_another_program_stores_meanwhile_is_said_once(path: Path) -> None:
+def test_a_review_that_another_program_stores_meanwhile_is_returned_once(path: Path) -> None:
     with open_trace(path) as reader:
         held = review(reader, [Slow()], store=False).unstored
         reader.add_reviews(append.review_statements(held))
@@ -197,7 +209,7 @@ def test_what_another_program_stores_meanwhile_is_said_once(path: Path) -> None:
         assert reader.reviews() == [("slow", 0), ("slow", 1)]
 
 
-def test_calls_outside_of_a_model_go_to_rules_that_want_them(tmp_path: Path) -> None:
+def test_standalone_calls_go_to_rules_that_handle_them(tmp_path: Path) -> None:
     class Loose(Late):
         name = "loose"
         handles_standalone_calls = True
@@ -217,10 +229,10 @@ def test_calls_outside_of_a_model_go_to_rules_that_want_them(tmp_path: Path) -> 
     [
         ("SQLITE_FULL", "the disk is full"),
         ("SQLITE_READONLY", "it is read-only"),
-        ("SQLITE_BUSY", "another program holds it locked"),
+        ("SQLITE_BUSY", "it is locked by another program"),
     ],
 )
-def test_what_cannot_be_stored_is_kept_and_told_in_one_sentence(
+def test_reviews_that_cannot_be_stored_are_returned_with_the_reason(
     path: Path, monkeypatch: pytest.MonkeyPatch, error: str, reason: str
 ) -> None:
     def refuse(db: sqlite3.Connection, reviewed: object) -> None:
@@ -232,15 +244,15 @@ def test_what_cannot_be_stored_is_kept_and_told_in_one_sentence(
     with open_trace(path) as reader:
         n_before = len(reader.findings())
         done = review(reader, [Slow()])
-        assert done.note == f"What was found is not stored in {path}: {reason}."
+        assert done.note == f"The findings are not stored in {path}: {reason}."
         reader.add_reviews(append.review_statements(done.unstored))
         assert reader.changed()
         assert len(reader.findings()) == n_before + 2
         assert reader.reviews() == [("slow", 0), ("slow", 1)]
-    assert said(path, "slow.long-token") == []
+    assert findings_of(path, "slow.long-token") == []
 
 
-def test_a_trace_that_may_not_grow_stays_as_it_was(path: Path) -> None:
+def test_a_trace_that_cannot_grow_is_unchanged(path: Path) -> None:
     with open_trace(path) as reader:
         held = review(reader, [Slow()], store=False).unstored
     many = [replace(held[0], findings=held[0].findings * 5000)]
@@ -249,12 +261,12 @@ def test_a_trace_that_may_not_grow_stays_as_it_was(path: Path) -> None:
         db.execute(f"PRAGMA max_page_count = {n_pages}")
         with pytest.raises(sqlite3.OperationalError, match="full"):
             append._write_reviews(db, many)
-    assert said(path, "slow.long-token") == []
+    assert findings_of(path, "slow.long-token") == []
     append.append_reviews(path, held)
-    assert len(said(path, "slow.long-token")) == 2
+    assert len(findings_of(path, "slow.long-token")) == 2
 
 
-def test_the_process_of_its_own_prints_what_it_could_not_store(path: Path) -> None:
+def test_the_separate_process_prints_its_review(path: Path) -> None:
     ran = subprocess.run(
         reviewing.review_command(path), capture_output=True, text=True, timeout=60, check=True
     )
@@ -262,20 +274,65 @@ def test_the_process_of_its_own_prints_what_it_could_not_store(path: Path) -> No
     assert ran.stderr == ""
 
 
-def test_a_review_survives_its_way_through_text(path: Path) -> None:
+def test_a_review_survives_a_round_trip_through_json(path: Path) -> None:
     with open_trace(path) as reader:
         done = review(reader, [Slow(), Broken()], store=False)
     text = reviewing.review_to_json(done)
     assert repr(reviewing.review_from_json(text)) == repr(done)
-    with pytest.raises(ValueError, match="no review"):
+    with pytest.raises(ValueError, match="not a review"):
         reviewing.review_from_json(json.dumps({"findings": []}))
 
 
-def test_a_damaged_generation_is_told_of_and_the_others_are_looked_at(path: Path) -> None:
+def test_a_damaged_generation_is_noted_and_the_others_are_reviewed(path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE arrays SET data = x'00' WHERE generation = 0 AND owner IS NOT NULL")
         db.commit()
     with open_trace(path) as reader:
         done = review(reader, [Slow()])
     assert "damaged" in done.note
-    assert [finding.generation for finding in said(path, "slow.long-token")] == [1]
+    assert [finding.generation for finding in findings_of(path, "slow.long-token")] == [1]
+
+
+def test_a_rule_that_runs_offline_sees_the_block_tables_of_a_compiled_call(tmp_path: Path) -> None:
+    opens_two_blocks = np.array([[[1, 0], [1, 1]]], np.uint8)
+    lists_one_block = np.array([[[True, False], [False, True]]])
+    mask = MaskRecord(
+        fingerprint="stale",
+        kind="block",
+        batch=1,
+        heads=1,
+        q_len=8,
+        kv_len=8,
+        q_offset=0,
+        block_q=4,
+        block_kv=4,
+        rule="user.masks.causal",
+        compiled=True,
+        partial=lists_one_block,
+        ruled=opens_two_blocks,
+    )
+    call = CallRecord(
+        layer=0,
+        path="flex compiled",
+        backend="user",
+        mask="stale",
+        batch=1,
+        q_heads=1,
+        kv_heads=1,
+        q_len=8,
+        kv_len=8,
+        head_dim=4,
+        dtype="float32",
+        scale=None,
+    )
+    path = tmp_path / "compiled.flextrace"
+    with TraceWriter.create(path, {**RUN, "rules": []}) as writer:
+        writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+        writer.write_step(
+            StepRecord(0, 0, "prefill", 8, 0, 8, 1000.0, 1.0, 0.1, calls=(call,), masks=(mask,))
+        )
+    with open_trace(path) as reader:
+        review(reader, [BlockTablesRule()])
+        (finding,) = reader.findings()
+    assert finding.id == STALE_TABLES
+    assert finding.evidence["missing"] == 1

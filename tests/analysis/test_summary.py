@@ -1,4 +1,4 @@
-"""A trace at a glance: the same facts as text and as HTML, and no markup of a model's making."""
+"""The summary of a trace: the same facts as text and HTML, and no markup from the model's text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def seen() -> TraceSummary:
     return TraceSummary(path, "finished", 2, 9, len(findings), findings)
 
 
-def test_text_and_html_tell_the_same(seen: TraceSummary) -> None:
+def test_text_and_html_have_the_same_content(seen: TraceSummary) -> None:
     html = re.sub(" +", " ", " ".join(Page(seen.html()).texts))
     assert "(finished): 2 generations, 9 steps, 3 findings" in html
     for line in seen.text().splitlines():

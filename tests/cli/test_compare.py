@@ -116,7 +116,7 @@ def test_where_tokens_differ_both_margins_are_printed_and_nothing_after_is_compa
     (generation,) = json.loads(out)["generations"]
     assert (code, generation["parted_at"], len(generation["steps"])) == (1, 1, 2)
     assert generation["steps"][1]["margins"][1] == 0.5
-    assert "from step 2 on the two are fed other tokens" in compared(capsys, a, b)[1]
+    assert "from step 2 on the two receive different tokens" in compared(capsys, a, b)[1]
 
 
 def test_other_prompts_are_named_at_the_position_where_they_part(
@@ -129,7 +129,7 @@ def test_other_prompts_are_named_at_the_position_where_they_part(
     prompt = replace(record, tokens=tuple(tokens))
     code, out = compared(capsys, a, write(tmp_path / "b.flextrace", *healthy(), prompt=prompt))
     assert code == 1
-    assert "the prompts part at position 3: ' Emma' against ' Ulysses'" in out
+    assert "the prompts differ from position 3 on: ' Emma' against ' Ulysses'" in out
 
 
 def test_masks_that_differ_are_counted_and_placed(

@@ -219,7 +219,7 @@ def test_findings_that_cannot_be_stored_are_printed(
     assert code == 1
     assert "  “ Jane” is long." in out.splitlines()
     # A long path is broken where it must be.
-    sentence = f"! What was found is not stored in {path}: it is read-only."
+    sentence = f"! The findings are not stored in {path}: it is read-only."
     assert "".join(sentence.split()) in "".join(out.split())
 
 
@@ -238,7 +238,7 @@ def test_a_clean_trace_lists_the_rules_that_ran(
 ) -> None:
     path = sample_trace(tmp_path / "clean.flextrace", nan_at=None)
     assert main(["findings", str(path), "--id", "numbers.*"]) == 0
-    assert capsys.readouterr().out == "No finding: 2 rules looked (numbers, slow).\n"
+    assert capsys.readouterr().out == "No findings: 2 rules ran (numbers, slow).\n"
 
 
 @pytest.mark.parametrize(

@@ -255,11 +255,11 @@ def test_the_flags_say_what_is_differentiated() -> None:
         (("--detect-anomaly",), "--detect-anomaly needs gradients, and --grads is missing."),
         (
             ("--grads", "--grads-steps", "1,x"),
-            "--grads-steps 1,x is not a list of steps: 'x' is no number or range.",
+            "--grads-steps 1,x is not a list of steps: 'x' is not a number or range.",
         ),
         (
             ("--grads", "--grads-steps", "-1"),
-            "--grads-steps -1 is not a list of steps: '-1' is no number or range.",
+            "--grads-steps -1 is not a list of steps: '-1' is not a number or range.",
         ),
         (("--grads", "--grads-steps", "7-5"), "--grads-steps 7-5 names no step."),
     ],

@@ -111,7 +111,7 @@ def test_a_built_run_prints_its_tutorial_and_is_reused(
     ],
 )
 def test_an_invalid_request_is_refused_with_a_message(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["museum", *arguments]) == 2
     assert message in capsys.readouterr().err

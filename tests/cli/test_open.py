@@ -195,7 +195,7 @@ def test_counting_ends_with_its_time_and_says_at_least(
     number = re.fullmatch(r"Readable in it: at least (\d+) steps\.", counted)
     assert number is not None
     assert 0 < int(number[1]) < 50_000
-    assert ended == "Counting ended after 0 seconds, so there may be more."
+    assert ended == "Counting stopped after 0 seconds, so there may be more."
 
 
 def test_what_a_cut_trace_still_holds_is_counted_without_a_copy(

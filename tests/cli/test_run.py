@@ -467,7 +467,7 @@ BAD = {
     "no dataset file": (["--dataset", "absent.jsonl"], "absent.jsonl"),
     "bad indices": (["--indices", "0,99"], "99"),
     "bad layers": (["--layers", "9", "--level", "extreme"], "layers 0 to 3"),
-    "no layers": (["--layers", "a-b", "--level", "extreme"], "is no number or range"),
+    "no layers": (["--layers", "a-b", "--level", "extreme"], "is not a number or range"),
     "layers for nothing": (["--layers", "1"], "--level extreme"),
     "temperature nan": (["--temperature", "nan"], "--temperature must be above 0"),
     "seed": (["--seed", "-1"], "--seed must lie"),

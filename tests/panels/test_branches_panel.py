@@ -72,7 +72,7 @@ def test_the_tree_shows_each_fork_and_its_change(forked: Path) -> None:
     lines = BranchesPanel().describe(loaded(forked, TracePlace(branch=1, step=2)))
     assert lines[0].startswith("  branch 0 · finished ·  Jane Austen".replace("·  ", "· "))
     assert "▸ └ branch 1 from step 2: ' Emily' instead of ' Aus'" in lines[1]
-    assert "branch 2 from step 3: drop paraphrase 2, all keys computed again" in lines[2]
+    assert "branch 2 from step 3: drop paraphrase 2, all keys recomputed" in lines[2]
 
 
 def test_a_branch_is_compared_with_its_parent(forked: Path) -> None:

@@ -1,4 +1,4 @@
-"""A table of a trace as a data frame: the types of the schema, in pandas and in polars."""
+"""Tables of a trace as data frames: the types of the schema, in pandas and in polars."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_json_stays_the_text_it_is(reader: TraceReader, library: Library) -> Non
     found = reader.frame("findings", library=library)
     assert [json.loads(text) for text in found["positions"].to_list()] == [[16]]
     facts = reader.frame("run", library=library)
-    told = dict(zip(facts["key"].to_list(), facts["value"].to_list(), strict=True))
-    assert {key: json.loads(value) for key, value in told.items()} == reader.run()
+    manifest = dict(zip(facts["key"].to_list(), facts["value"].to_list(), strict=True))
+    assert {key: json.loads(value) for key, value in manifest.items()} == reader.run()
 
 
 def test_a_missing_step_is_not_a_float(reader: TraceReader) -> None:
@@ -125,7 +125,7 @@ def gates(tmp_path: Path) -> Path:
     return path
 
 
-def test_pandas_tells_a_gate_that_is_nan_from_none(gates: Path) -> None:
+def test_pandas_distinguishes_a_nan_gate_from_a_missing_one(gates: Path) -> None:
     with open_trace(gates) as reader:
         gate = reader.frame("calls", library="pandas")["gate"]
     assert gate.isna().tolist() == [False, False, True]
@@ -133,7 +133,7 @@ def test_pandas_tells_a_gate_that_is_nan_from_none(gates: Path) -> None:
     assert math.isnan(gate[1])
 
 
-def test_polars_tells_a_gate_that_is_nan_from_none(gates: Path) -> None:
+def test_polars_distinguishes_a_nan_gate_from_a_missing_one(gates: Path) -> None:
     with open_trace(gates) as reader:
         frame = reader.frame("calls", library="polars")
     assert frame["gate"].is_null().to_list() == [False, False, True]
@@ -188,9 +188,7 @@ def test_inputs_hold_their_lists_as_json(full: TraceReader, library: Library) ->
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_output_comes_in_its_order_with_and_without_a_step(
-    full: TraceReader, library: Library
-) -> None:
+def test_output_is_in_order_with_and_without_a_step(full: TraceReader, library: Library) -> None:
     frame = full.frame("output", library=library)
     rows = full.output()
     assert frame["number"].to_list() == [row.id for row in rows] == [1, 2]
@@ -208,7 +206,7 @@ def test_only_gradients_training_and_reviews_are_empty_in_a_full_trace(full: Tra
     assert empty == ["grads", "gradients", "training_steps", "reviews"]
 
 
-def test_a_place_chooses_rows_and_only_those(reader: TraceReader) -> None:
+def test_a_place_selects_its_rows_only(reader: TraceReader) -> None:
     calls = reader.frame("calls", generation=1, branch=0, step=4)
     assert calls["layer"].tolist() == list(range(LAYERS))
     assert set(calls["path"]) == {"sdpa", "flex uncompiled"}
@@ -216,7 +214,7 @@ def test_a_place_chooses_rows_and_only_those(reader: TraceReader) -> None:
     assert len(reader.frame("calls", generation=7)) == 0
 
 
-def test_rows_come_in_the_order_of_the_key(reader: TraceReader) -> None:
+def test_rows_are_in_the_order_of_the_key(reader: TraceReader) -> None:
     keys = reader.frame("candidates", library="polars").select("generation", "step", "rank").rows()
     assert keys == sorted(keys)
 
@@ -239,11 +237,14 @@ def test_without_pandas_it_is_polars(reader: TraceReader, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("library", "sentence"),
     [
-        (None, "A frame needs pandas or polars, and neither is installed: pip install pandas."),
+        (
+            None,
+            "A data frame needs pandas or polars, and neither is installed: pip install pandas.",
+        ),
         ("polars", "polars is not installed: pip install polars."),
     ],
 )
-def test_without_either_one_sentence_says_what_to_install(
+def test_without_either_library_the_error_names_one_to_install(
     reader: TraceReader, monkeypatch: pytest.MonkeyPatch, library: Library, sentence: str
 ) -> None:
     without(monkeypatch, "pandas", "polars")
@@ -252,7 +253,7 @@ def test_without_either_one_sentence_says_what_to_install(
     assert str(caught.value) == sentence
 
 
-def test_a_broken_pandas_is_not_taken_for_an_absent_one(
+def test_a_broken_pandas_is_not_treated_as_missing(
     reader: TraceReader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "pandas.py").write_text("import something_it_needs\n")
@@ -263,22 +264,27 @@ def test_a_broken_pandas_is_not_taken_for_an_absent_one(
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("arguments", "sentence"),
     [
         ({"table": "step"}, "no table 'step'; it has run, generations,"),
         ({"table": "run; DROP TABLE steps"}, "no table 'run; DROP TABLE steps'"),
-        ({"table": "run", "generation": 0}, "The rows of run belong to no generation"),
-        ({"table": "output", "branch": 0}, "The rows of output belong to no branch"),
-        ({"table": "generations", "step": 0}, "The rows of generations belong to no step"),
-        ({"table": "steps", "library": "arrow"}, "no frames of 'arrow': choose pandas or polars"),
+        ({"table": "run", "generation": 0}, "The table run has no column generation"),
+        ({"table": "output", "branch": 0}, "The table output has no column branch"),
+        ({"table": "generations", "step": 0}, "The table generations has no column step"),
+        (
+            {"table": "steps", "library": "arrow"},
+            "'arrow' is not a library for data frames: choose pandas or polars",
+        ),
     ],
 )
-def test_what_cannot_be_is_said(reader: TraceReader, asked: Any, sentence: str) -> None:
+def test_unknown_tables_places_and_libraries_are_refused(
+    reader: TraceReader, arguments: Any, sentence: str
+) -> None:
     with pytest.raises(UsageError, match=sentence):
-        reader.frame(**asked)
+        reader.frame(**arguments)
 
 
-def test_a_damaged_value_is_said_and_not_shown(path: Path, tmp_path: Path) -> None:
+def test_a_damaged_value_raises_a_trace_error(path: Path, tmp_path: Path) -> None:
     copy = tmp_path / "damaged.flextrace"
     copy.write_bytes(path.read_bytes())
     with closing(sqlite3.connect(copy)) as db:
@@ -300,5 +306,5 @@ def test_opening_a_trace_loads_neither_library(path: Path) -> None:
     assert done.stdout == "set()\n{'pandas'}\n"
 
 
-def test_a_reader_shows_its_trace(reader: TraceReader, path: Path) -> None:
+def test_the_repr_of_a_reader_names_its_trace(reader: TraceReader, path: Path) -> None:
     assert repr(reader) == f"TraceReader({str(path)!r})"

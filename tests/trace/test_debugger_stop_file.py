@@ -1,4 +1,4 @@
-"""A stop in a debugger is told beside the trace, and forgotten with its process."""
+"""The file of a debugger stop: written beside the trace, ignored when its process has died."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def held(**changes: object) -> DebuggerStop:
     return DebuggerStop(pid=os.getpid(), since=time.time() - 5, **{**facts, **changes})  # type: ignore[arg-type]
 
 
-def test_what_is_said_does_not_change_while_it_is_held(tmp_path: Path) -> None:
+def test_the_sentence_without_time_does_not_change_during_a_stop(tmp_path: Path) -> None:
     stop = held(reason="step == 3")
     assert stop.sentence_without_time() == "held by debugpy in rule (my_mask.py:3): step == 3"
     assert stop.sentence(stop.since + 40) == (
@@ -35,7 +35,7 @@ def test_what_is_said_does_not_change_while_it_is_held(tmp_path: Path) -> None:
     )
 
 
-def test_the_interface_looks_at_it_and_sees_it_go(tmp_path: Path) -> None:
+def test_the_interface_shows_a_stop_until_it_ends(tmp_path: Path) -> None:
     trace = tmp_path / "run.flextrace"
     remote = CaptureClient(FakeFeed(trace))
     write_stop(trace, held())
@@ -44,7 +44,7 @@ def test_the_interface_looks_at_it_and_sees_it_go(tmp_path: Path) -> None:
     assert remote.poll().debugger_stop == ""
 
 
-def test_a_process_that_died_in_a_stop_holds_nothing(tmp_path: Path) -> None:
+def test_a_stop_of_a_dead_process_is_removed(tmp_path: Path) -> None:
     trace = tmp_path / "run.flextrace"
     stop = held()
     write_stop(trace, DebuggerStop(2**22 + 1, "debugpy", "x.py", 1, "f", stop.since))

@@ -1,4 +1,4 @@
-"""Cells of masks read as packed bits, in pieces, against the reader's whole arrays."""
+"""Cells of masks, read as packed bits and in pieces, equal the reader's whole arrays."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def known(reader: TraceReader, name: str = "m") -> StoredCells:
         ((1, 6000, 6000), 0.06),  # gets smaller, and takes more than one chunk
     ],
 )
-def test_rows_come_as_the_reader_has_them(
+def test_packed_rows_equal_the_cells_of_the_reader(
     tmp_path: Path, shape: tuple[int, int, int], share: float
 ) -> None:
     mask = random_mask(shape, share)
@@ -75,7 +75,7 @@ def test_rows_come_as_the_reader_has_them(
         assert np.array_equal(part, mask.cells[head, start:stop])
 
 
-def test_rows_come_in_pieces_that_are_no_larger_than_asked_for(tmp_path: Path) -> None:
+def test_rows_are_yielded_in_pieces_of_at_most_the_given_size(tmp_path: Path) -> None:
     reader = open_trace(write(tmp_path / "t.flextrace", random_mask((1, 100, 30), 0.5)))
     pieces = list(read_packed_rows(reader, known(reader), 0, 10, 90, at_most=32))
     assert [row for row, _ in pieces] == [10, 42, 74]
@@ -115,13 +115,21 @@ SQUEEZED = (1, 512, 512)
         (BIG, "UPDATE arrays SET shape = '[1, 3000, 3000]' WHERE owner = 'm'", "longer"),
         (BIG, "UPDATE arrays SET shape = '[1, 3001, 3300]' WHERE owner = 'm'", "too early"),
         (SQUEEZED, "UPDATE arrays SET shape = '[1, 512, 511]' WHERE owner = 'm'", "size of its"),
-        (SQUEEZED, "UPDATE arrays SET item = 'int8', dtype = 'int8'", "no mask"),
-        (SQUEEZED, "UPDATE arrays SET codec = 'raw' WHERE owner = 'm'", "no mask"),
-        (SQUEEZED, "UPDATE arrays SET shape = '[512, 512]' WHERE owner = 'm'", "no mask"),
-        (SQUEEZED, "UPDATE arrays SET shape = '[1, -1, 512]' WHERE owner = 'm'", "no mask"),
+        (SQUEEZED, "UPDATE arrays SET item = 'int8', dtype = 'int8'", "the form of a mask"),
+        (SQUEEZED, "UPDATE arrays SET codec = 'raw' WHERE owner = 'm'", "the form of a mask"),
+        (
+            SQUEEZED,
+            "UPDATE arrays SET shape = '[512, 512]' WHERE owner = 'm'",
+            "the form of a mask",
+        ),
+        (
+            SQUEEZED,
+            "UPDATE arrays SET shape = '[1, -1, 512]' WHERE owner = 'm'",
+            "the form of a mask",
+        ),
     ],
 )
-def test_damage_is_refused_in_a_sentence(
+def test_damaged_cells_raise_a_trace_error(
     tmp_path: Path, shape: tuple[int, int, int], sql: str, why: str
 ) -> None:
     path = write(tmp_path / "t.flextrace", random_mask(shape, 0.5 if shape == BIG else 0.01))
@@ -131,7 +139,7 @@ def test_damage_is_refused_in_a_sentence(
         list(read_packed_rows(reader, cells, 0, 0, cells.n_rows))
 
 
-def test_bytes_that_do_not_unpack_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_do_not_decompress_are_refused(tmp_path: Path) -> None:
     import zlib
 
     path = write(tmp_path / "t.flextrace", random_mask(SQUEEZED, 0.01))
@@ -169,7 +177,7 @@ def test_damage_of_one_of_many_is_refused(tmp_path: Path) -> None:
     assert len(list(read_mask_arrays(reader, ["m1", "m3"], "mask.cells"))) == 2
 
 
-def test_calls_come_by_step_and_layer_and_the_first_of_a_layer_counts(tmp_path: Path) -> None:
+def test_calls_are_by_step_and_layer_and_the_first_of_a_layer_counts(tmp_path: Path) -> None:
     path = samples.write(tmp_path / "t.flextrace", n_steps=3)
     reader = open_trace(path)
     found = read_step_calls(reader, 0, 0, 0, 2)
@@ -178,7 +186,7 @@ def test_calls_come_by_step_and_layer_and_the_first_of_a_layer_counts(tmp_path: 
     assert (found[1].q_len, found[1].kv_before, found[1].kv_after) == (1, 4, 5)
 
 
-def test_a_step_without_calls_is_there_all_the_same(tmp_path: Path) -> None:
+def test_a_step_without_calls_is_returned(tmp_path: Path) -> None:
     calls: tuple[CallRecord, ...] = ()
     path = tmp_path / "t.flextrace"
     with TraceWriter.create(path, {"model": "bits"}) as writer:

@@ -1,4 +1,4 @@
-"""Whatever is not a whole trace of ours is refused in a sentence: no traceback, no hang."""
+"""Files that are damaged or not traces raise a `TraceError`: no other exception, no hang."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_name_with_a_null_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"\x80\x04.", b"x", b"PK\x03\x04" * 100, b"\0" * 5000])
 def test_a_file_of_another_kind(copy: Path, content: bytes) -> None:
     copy.write_bytes(content)
-    assert_refused(copy, "is not a trace: it is no SQLite file")
+    assert_refused(copy, "is not a trace: it is not a SQLite file")
 
 
 def test_a_database_of_another_program(tmp_path: Path) -> None:
@@ -137,15 +137,15 @@ def test_a_trace_without_a_table(copy: Path) -> None:
     [
         ("UPDATE arrays SET checksum = checksum + 1", "a checksum does not match"),
         ("UPDATE arrays SET data = zeroblob(length(data) + 1)", "a checksum does not match"),
-        ("UPDATE arrays SET shape = '[1' WHERE owner IS NOT NULL", "its shape is no list"),
-        ("UPDATE arrays SET shape = '[-1]' WHERE owner IS NOT NULL", "that is no length"),
-        ("UPDATE arrays SET shape = '[99]' WHERE owner IS NOT NULL", "do not make"),
-        ("UPDATE arrays SET item = 'object' WHERE owner IS NOT NULL", "its type is given as"),
-        ("UPDATE arrays SET codec = 'pickle' WHERE owner IS NOT NULL", "its codec as 'pickle'"),
+        ("UPDATE arrays SET shape = '[1' WHERE owner IS NOT NULL", "its shape is not a list"),
+        ("UPDATE arrays SET shape = '[-1]' WHERE owner IS NOT NULL", "that is not a length"),
+        ("UPDATE arrays SET shape = '[99]' WHERE owner IS NOT NULL", "bytes are not"),
+        ("UPDATE arrays SET item = 'object' WHERE owner IS NOT NULL", "its type is"),
+        ("UPDATE arrays SET codec = 'pickle' WHERE owner IS NOT NULL", "its codec 'pickle'"),
         ("UPDATE arrays SET chunk = 1 WHERE owner IS NOT NULL", "a part of it is missing"),
-        ("UPDATE run SET value = '{'", "a row of run holds what it cannot hold"),
-        ("UPDATE segments SET kind = 'odd'", "'odd' is no SegmentKind"),
-        ("UPDATE findings SET severity = 'odd'", "'odd' is no Severity"),
+        ("UPDATE run SET value = '{'", "a row of run holds a value of a wrong type"),
+        ("UPDATE segments SET kind = 'odd'", "'odd' is not a SegmentKind"),
+        ("UPDATE findings SET severity = 'odd'", "'odd' is not a Severity"),
         ("UPDATE findings SET positions = '[\"x\"]'", "a list of int holds something else"),
         ("UPDATE events SET data = '[]'", "an object holds something else"),
         ("UPDATE generations SET expected = '3'", "a list of str holds something else"),
@@ -160,14 +160,14 @@ def test_a_changed_value_is_noticed(copy: Path, sql: str, sentence: str) -> None
     assert_refused(copy, sentence)
 
 
-def test_squeezed_bytes_that_do_not_unpack(tmp_path: Path) -> None:
+def test_compressed_bytes_that_do_not_decompress(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     with TraceWriter.create(path, {}) as writer:
         writer.begin_generation(generation())
         causal = ArrayRecord("causal", np.tri(512, dtype=bool))
         writer.write_step(step(0, arrays=(causal,), masks=()))
     change(path, "UPDATE arrays SET data = ?, checksum = ?", b"junk", zlib.crc32(b"junk"))
-    assert_refused(path, "do not unpack|does not unpack")
+    assert_refused(path, "do not decompress|does not decompress")
 
 
 def test_damage_of_one_array_leaves_the_others_readable(copy: Path) -> None:
@@ -239,10 +239,10 @@ def test_any_damage_of_a_wal_is_read_or_refused(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_objects_are_refused_on_the_way_in(tmp_path: Path) -> None:
+def test_arrays_of_objects_are_refused_when_written(tmp_path: Path) -> None:
     with TraceWriter.create(tmp_path / "a.flextrace", {}) as writer:
         for array in (np.array([{}], object), np.array(["x"]), np.zeros(2, "M8[s]")):
-            with pytest.raises(TraceWriteError, match="numbers and bools only"):
+            with pytest.raises(TraceWriteError, match="only numbers and bools"):
                 writer.write_step(step(0, arrays=(ArrayRecord("x", array),)))
         assert not writer.failed
 

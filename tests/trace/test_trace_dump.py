@@ -1,4 +1,4 @@
-"""`flexinspect dump`: stable text for people, strict JSON for programs."""
+"""`flexinspect dump`: stable text for users, strict JSON for programs."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_step_can_be_chosen_in_every_generation_or_one(
     ],
 )
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
-def test_what_does_not_exist_is_said_with_exit_code_2(
+def test_a_missing_step_or_generation_is_a_usage_error(
     finished: Path,
     capsys: pytest.CaptureFixture[str],
     flags: list[str],
@@ -156,7 +156,7 @@ def test_what_does_not_exist_is_said_with_exit_code_2(
     assert capsys.readouterr().out == ""
 
 
-def test_nothing_recorded_reaches_the_terminal_as_a_control(
+def test_no_recorded_text_reaches_the_terminal_as_a_control_character(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = dumped(capsys, finished)
@@ -167,13 +167,13 @@ def test_nothing_recorded_reaches_the_terminal_as_a_control(
     assert all(char.isprintable() for char in machine.replace("\n", ""))
 
 
-def test_visible_text_can_be_told_apart() -> None:
+def test_escaped_text_is_unambiguous() -> None:
     assert escape_unprintable("a b é 東 🗼") == "a b é 東 🗼"
     assert escape_unprintable("\n\t\x1b\x9b\u202e\\n\ud800") == r"\n\t\x1b\x9b\u202e\\n\ud800"
     assert quote_visible(' "x"') == r'" \"x\""'
 
 
-def test_long_traces_are_dumped_in_windows(
+def test_long_traces_are_dumped_in_pages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.flextrace"
@@ -202,7 +202,7 @@ def test_nan_and_scalars_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture
     assert strict(dumped(capsys, path, "--json"))["run"]["nan"] == "NaN"
 
 
-def test_a_closed_pipe_is_no_error(finished: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(finished: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, finished],
         stdout=subprocess.PIPE,
@@ -215,7 +215,7 @@ def test_a_closed_pipe_is_no_error(finished: Path) -> None:
     assert child.wait() == 0
 
 
-def test_a_terminal_that_knows_only_ascii_gets_escapes(finished: Path) -> None:
+def test_an_ascii_terminal_gets_escapes(finished: Path) -> None:
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     out = subprocess.run(
         [sys.executable, "-c", CHILD, finished],

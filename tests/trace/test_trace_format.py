@@ -1,4 +1,4 @@
-"""The file itself: what any SQLite client finds in it, and whether the page about it is true."""
+"""The file format: what any SQLite client reads, and that its documentation is correct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 from support.paths import DOCS
 from support.trace_samples import generation, small_step, step
 
-from flexinspect.trace import schema
+from flexinspect.records.step import Candidate
+from flexinspect.trace import codec, schema
 from flexinspect.trace.arrays import CODECS
 from flexinspect.trace.file import connections
 from flexinspect.trace.file.writer import TraceWriter
@@ -31,7 +32,7 @@ def client(finished: Path) -> Iterator[sqlite3.Connection]:
         yield db
 
 
-def test_pragmas_tell_what_it_is(client: sqlite3.Connection) -> None:
+def test_the_pragmas_identify_a_trace(client: sqlite3.Connection) -> None:
     assert client.execute("PRAGMA application_id").fetchone() == (0x464C5854,)
     assert client.execute("PRAGMA user_version").fetchone() == (1,)
     assert client.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -65,7 +66,7 @@ def test_the_queries_of_the_page_run(client: sqlite3.Connection) -> None:
         assert client.execute(block).fetchall() is not None
 
 
-def test_the_python_of_the_page_reads_what_the_trace_holds(
+def test_the_python_code_of_the_page_reads_a_trace(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "run.flextrace"
@@ -78,9 +79,9 @@ def test_the_python_of_the_page_reads_what_the_trace_holds(
     assert (by_sqlite["mass"] == by_reader["mass"]).all()
     with open_trace(copy) as reader:
         steps = [step for one in reader.generations() for step in reader.steps(one.generation)]
-    said = [line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
-    assert said == [f"{step.step} {step.chosen_id} {step.entropy}" for step in steps]
-    assert len(said) == 6
+    printed = [line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+    assert printed == [f"{step.step} {step.chosen_id} {step.entropy}" for step in steps]
+    assert len(printed) == 6
     assert len(by_reader["calls"]) > 0
 
 
@@ -140,15 +141,18 @@ def test_reading_and_dumping_import_neither_torch_nor_textual() -> None:
 
 
 def test_a_step_is_one_transaction(tmp_path: Path) -> None:
-    said: list[str] = []
+    executed: list[str] = []
     with TraceWriter.create(tmp_path / "a.flextrace", {}) as writer:
         writer.begin_generation(generation())
-        writer._db.set_trace_callback(said.append)
+        writer._db.set_trace_callback(executed.append)
         writer.write_step(step(0))
         writer._db.set_trace_callback(None)
-    assert said[0] == "BEGIN IMMEDIATE"
-    assert [sql for sql in said if sql in ("BEGIN IMMEDIATE", "COMMIT")] == [said[0], said[-1]]
-    assert len(said) < 20
+    assert executed[0] == "BEGIN IMMEDIATE"
+    assert [sql for sql in executed if sql in ("BEGIN IMMEDIATE", "COMMIT")] == [
+        executed[0],
+        executed[-1],
+    ]
+    assert len(executed) < 20
 
 
 def test_a_step_of_basic_capture_takes_few_bytes(tmp_path: Path) -> None:
@@ -179,3 +183,8 @@ def test_hostile_views_and_triggers_are_not_trusted(finished: Path) -> None:
         assert db.execute("PRAGMA query_only").fetchone() == (1,)
         with pytest.raises(sqlite3.OperationalError):
             db.execute("DELETE FROM steps")
+
+
+def test_a_record_must_have_the_columns_of_its_table_as_fields() -> None:
+    with pytest.raises(TypeError, match="columns of memory are not the fields of Candidate"):
+        codec._record_decoder(Candidate, schema.MEMORY, skip=3)

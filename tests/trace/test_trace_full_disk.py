@@ -1,4 +1,4 @@
-"""When the disk does not take any more, one sentence is said and what is there stays readable."""
+"""A full disk is reported in one error, and recorded steps stay readable."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def whole(path: Path, n_steps: int) -> None:
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_a_full_disk_is_said_once_and_everything_written_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_written_steps_stay(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     writer, written, errors = fill(path, 100)
     assert 0 < written < 200
@@ -98,7 +98,7 @@ def child(*words: str | Path, before: tuple[str, ...] = ()) -> subprocess.Comple
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no resource limits here")
-def test_a_file_that_may_not_grow_is_said_once(tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow_is_reported_once(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     done = child(path, "limit")
     assert done.returncode == 0, done.stderr
@@ -110,14 +110,14 @@ def test_a_file_that_may_not_grow_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no resource limits here")
-def test_a_disk_that_is_full_at_the_beginning_begins_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_at_the_start_leaves_no_file(tmp_path: Path) -> None:
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(
-            TraceWriteError, match=r"a\.flextrace cannot be begun: the disk"
+            TraceWriteError, match=r"a\.flextrace cannot be created: the disk"
         ) as full:
             TraceWriter.create(tmp_path / "a.flextrace", {})
     finally:
@@ -146,7 +146,7 @@ def test_a_tiny_file_system_fills_up(tmp_path: Path) -> None:
     whole(out / "a.flextrace", int(written))
 
 
-def test_a_file_that_becomes_read_only_is_said(tmp_path: Path) -> None:
+def test_a_file_that_becomes_read_only_is_reported(tmp_path: Path) -> None:
     writer = TraceWriter.create(tmp_path / "a.flextrace", {})
     writer._db.execute("PRAGMA query_only = ON")
     with pytest.raises(TraceWriteError, match="it has become read-only"):
@@ -156,13 +156,13 @@ def test_a_file_that_becomes_read_only_is_said(tmp_path: Path) -> None:
     assert open_trace(tmp_path / "a.flextrace").n_steps(0) == 0
 
 
-def test_a_file_held_by_another_program_is_said(tmp_path: Path) -> None:
+def test_a_file_locked_by_another_program_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     writer = TraceWriter.create(path, {})
     writer._db.execute("PRAGMA busy_timeout = 20")
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(TraceWriteError, match="another program holds it locked"):
+        with pytest.raises(TraceWriteError, match="it is locked by another program"):
             writer.write_step(step(0))
     writer.close()
     assert open_trace(path).state == "failed"

@@ -1,4 +1,4 @@
-"""Gradients in a trace: written after their step, read back whole, printed by the dump."""
+"""Gradients in a trace: written after their step, read back complete, printed by the dump."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_gradients_are_read_without_the_other_arrays_of_their_step(tmp_path: Pat
     assert found.tokens is not None
 
 
-def test_a_replay_has_gradients_behind_all_steps(tmp_path: Path) -> None:
+def test_a_replay_yields_gradients_after_all_steps(tmp_path: Path) -> None:
     with open_trace(written(tmp_path / "t.flextrace")) as reader:
         kinds = [(type(one).__name__, getattr(one, "step", None)) for one in replay(reader, 1)]
     mine = [kind for kind in kinds if kind[0] in ("StepRecord", "GradientRecord")]
@@ -99,7 +99,7 @@ def test_a_replay_has_gradients_behind_all_steps(tmp_path: Path) -> None:
     assert mine == [*steps, ("GradientRecord", 2), ("GradientRecord", 3)]
 
 
-def test_the_dump_has_them(tmp_path: Path) -> None:
+def test_the_dump_has_gradients(tmp_path: Path) -> None:
     with open_trace(written(tmp_path / "t.flextrace")) as reader:
         text = "".join(dump_text(DumpSelection(reader, 1, 2)))
         (found,) = json.loads("".join(dump_json(DumpSelection(reader, 1, 2))))["steps"]

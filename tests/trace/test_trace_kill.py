@@ -20,9 +20,9 @@ from flexinspect.trace.reader import open_trace
 CHILD = """
 import os, sys
 from support.trace_samples import generation, end, step
-from flexinspect.trace.file import writer, writer as module
-fresh.WAL_LIMIT = int(sys.argv[2])
-module.WAL_TIDY = 0
+from flexinspect.trace.file import writer as module
+module.WAL_LIMIT_PAGES = int(sys.argv[2])
+module.WAL_TIDY_PAGES = 0
 steps_each = int(sys.argv[3])
 writer = module.TraceWriter.create(sys.argv[1], {"model": "demo"})
 os.write(1, b"ready\\n")
@@ -89,7 +89,7 @@ def test_a_killed_recording_keeps_all_finished_steps(tmp_path: Path, moment: int
     check(path, reported_steps(reported))
 
 
-def test_a_killed_recording_is_read_without_leaving_anything_new(tmp_path: Path) -> None:
+def test_reading_a_killed_recording_leaves_no_new_files(tmp_path: Path) -> None:
     path = tmp_path / "run.flextrace"
     record_and_kill(path, 0.1, 16_384, 1000)
     before = {file.name: file.stat().st_size for file in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""Reading while another thread or process writes, and from places that cannot be written."""
+"""Reading while another thread or process writes, and from read-only folders."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_another_process_is_followed_to_its_end_and_leaves_one_file(tmp_path: Pa
     assert not in_wal_mode(path)
 
 
-def test_a_polling_reader_lets_the_writer_fold_its_file(tmp_path: Path) -> None:
+def test_a_polling_reader_lets_the_writer_fold_its_wal(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     writer = TraceWriter.create(path, {})
     reader = open_trace(path)
@@ -125,7 +125,7 @@ def test_a_polling_reader_lets_the_writer_fold_its_file(tmp_path: Path) -> None:
     assert len(reader.tokens(0)) == 4
 
 
-def test_a_reader_that_never_lets_go_is_named_and_nothing_is_lost(
+def test_a_reader_that_never_releases_the_file_is_reported_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexinspect.trace.file.writer.READER_WAIT_S", 0.05)
@@ -149,7 +149,7 @@ def test_a_reader_that_never_lets_go_is_named_and_nothing_is_lost(
     assert open_trace(copy / "a.flextrace").n_steps(0) == 2
 
 
-def test_a_snapshot_stands_still(tmp_path: Path) -> None:
+def test_a_snapshot_does_not_change(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     with TraceWriter.create(path, {}) as writer, open_trace(path) as reader:
         writer.write_step(step(0))
@@ -256,7 +256,7 @@ def test_connections_of_finished_threads_are_closed(tmp_path: Path) -> None:
         assert len(reader._connections._handles) <= 1
 
 
-def test_a_closed_reader_opens_again_when_asked(tmp_path: Path) -> None:
+def test_a_closed_reader_reopens_when_used(tmp_path: Path) -> None:
     path = write(tmp_path / "a.flextrace")
     reader = open_trace(path)
     reader.close()

@@ -1,4 +1,4 @@
-"""Where a trace can be made, where not and why, and the way around network file systems."""
+"""Where a trace can be created, why not elsewhere, and recording for network file systems."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def assert_refused(path: Path, sentence: str, *, overwrite: bool = False) -> Non
     assert "\n" not in caught.value.message
 
 
-def test_an_existing_trace_is_not_overwritten_unasked(tmp_path: Path) -> None:
+def test_an_existing_trace_is_not_overwritten_by_default(tmp_path: Path) -> None:
     path = write(tmp_path / "a.flextrace")
     before = path.read_bytes()
     assert_refused(path, "the file exists already")
     assert path.read_bytes() == before
 
 
-def test_an_existing_trace_is_replaced_when_asked(tmp_path: Path) -> None:
+def test_an_existing_trace_is_replaced_with_overwrite(tmp_path: Path) -> None:
     path = write(tmp_path / "a.flextrace")
     path.with_name("a.flextrace-wal").write_bytes(b"left by something that was killed")
     with TraceWriter.create(path, {"model": "new"}, overwrite=True):
@@ -47,7 +47,7 @@ def test_an_existing_trace_is_replaced_when_asked(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_is_no_trace_is_never_replaced(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     path.write_bytes(b"years of work")
     assert_refused(path, "is not a trace, so it is not overwritten", overwrite=True)
@@ -77,7 +77,7 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
-def test_a_folder_that_takes_no_files_is_not_said_to_be_missing() -> None:
+def test_a_folder_that_takes_no_files_is_not_reported_as_missing() -> None:
     assert_refused(Path("/proc/a.flextrace"), "permission denied")
 
 
@@ -127,7 +127,7 @@ def test_a_folder_or_file_without_the_right_to_write(tmp_path: Path, exists: boo
 
 
 @pytest.mark.parametrize("name", ["a b?c#d%20.flextrace", ":memory:", "日本 🗼.flextrace", "-x"])
-def test_odd_names_are_names(tmp_path: Path, name: str) -> None:
+def test_unusual_file_names_work(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)
     assert path.is_file()
     assert open_trace(path).n_steps(0) == 2
@@ -143,7 +143,7 @@ def test_a_relative_name_is_in_the_current_folder(
     writer.close()
 
 
-def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
+def test_closing_twice_has_no_effect(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     writer = TraceWriter.create(path, {})
     writer.begin_generation(generation())
@@ -206,7 +206,7 @@ def test_a_network_file_system_is_recorded_to_a_local_disk_and_moved(on_nfs: Pat
     assert open_trace(path).n_steps(0) == 1
 
 
-def test_a_trace_that_cannot_be_moved_home_is_whole_where_it_is(on_nfs: Path) -> None:
+def test_a_trace_that_cannot_be_moved_stays_complete_at_its_local_path(on_nfs: Path) -> None:
     writer = TraceWriter.create(on_nfs / "a.flextrace", {})
     writer.write_step(small_step(0))
     on_nfs.rmdir()
@@ -242,12 +242,12 @@ def test_the_nearest_mount_decides(
     assert location.network_file_system(Path(folder)) == kind
 
 
-def test_this_machine_can_say_where_it_records(tmp_path: Path) -> None:
+def test_the_mounts_of_this_machine_can_be_read(tmp_path: Path) -> None:
     assert any(point == Path(tmp_path.anchor) for point, _ in location._mounts())
     assert location.network_file_system(tmp_path) is None or os.environ.get("TMPDIR")
 
 
-def test_a_discarded_trace_leaves_nothing_although_somebody_reads_it(tmp_path: Path) -> None:
+def test_a_discarded_trace_leaves_no_files_even_with_a_reader(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     writer = TraceWriter.create(path, {})
     reader = open_trace(path)
@@ -260,7 +260,7 @@ def test_a_discarded_trace_leaves_nothing_although_somebody_reads_it(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trace_that_somebody_records_at_this_moment_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_trace_that_is_being_recorded_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -273,7 +273,7 @@ def test_a_trace_that_somebody_records_at_this_moment_is_not_overwritten(tmp_pat
     TraceWriter.create(path, {}, overwrite=True).close()
 
 
-def test_only_the_trace_of_the_dead_process_is_settled(tmp_path: Path) -> None:
+def test_only_the_trace_of_the_dead_process_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     run = {"pid": 2**30, "started_at": 1.0}
     TraceWriter.create(path, run)._db.close()

@@ -1,4 +1,4 @@
-"""What is written is what is read, for every record and every field."""
+"""Every record and every field is read as it was written."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_a_step_with_nothing_captured_comes_back_empty(tmp_path: Path) -> None:
 
 def test_a_generation_comes_back_with_how_it_ended(reader: TraceReader) -> None:
     for number, row in enumerate(reader.generations()):
-        asked, ended = generation(number), end(number, 3)
+        started, ended = generation(number), end(number, 3)
         names = ("generation", "sample_id", "mask", "positions", "expected", "declared", "model")
-        assert same([getattr(row, n) for n in names], [getattr(asked, n) for n in names])
-        assert row.started_at == asked.started_at
+        assert same([getattr(row, n) for n in names], [getattr(started, n) for n in names])
+        assert row.started_at == started.started_at
         assert (row.state, row.answer) == (ended.state, ended.answer)
         assert (row.stop_reason, row.ended_at) == (ended.stop_reason, ended.ended_at)
         assert reader.generation(number) == row or row.declared["ratio"] != row.declared["ratio"]
@@ -126,7 +126,7 @@ def test_events_come_in_order_and_after_a_number(reader: TraceReader) -> None:
     assert [row.id for row in reader.events(limit=2)] == [1, 2]
 
 
-def test_what_was_printed_comes_in_order_and_after_a_number(reader: TraceReader) -> None:
+def test_output_is_in_order_and_after_a_number(reader: TraceReader) -> None:
     rows = reader.output()
     assert [row.id for row in rows] == [1, 2]
     assert tuple(row.output for row in rows) == printed()
@@ -193,9 +193,9 @@ def test_a_mask_is_stored_once_per_fingerprint(tmp_path: Path) -> None:
 
 
 def test_averaged_rows_of_a_mask_come_back(tmp_path: Path) -> None:
-    told = replace(mask("x"), averaged=np.array([[False, True, True]]))
-    reader = written(tmp_path / "a.flextrace", replace(step(0), masks=(told,)))
-    assert same(reader.mask("x"), told)
+    expected = replace(mask("x"), averaged=np.array([[False, True, True]]))
+    reader = written(tmp_path / "a.flextrace", replace(step(0), masks=(expected,)))
+    assert same(reader.mask("x"), expected)
 
 
 def test_a_mask_that_was_not_evaluated_has_no_cells(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_bools_of_any_length_come_back(tmp_path: Path, shape: tuple[int, ...]) -
     assert same(back, np.asarray(cells))
 
 
-def test_regular_masks_are_squeezed_and_tiny_ones_are_not(tmp_path: Path) -> None:
+def test_regular_masks_are_compressed_and_tiny_ones_are_not(tmp_path: Path) -> None:
     records = (
         ArrayRecord("causal", np.tri(1024, dtype=bool)),
         ArrayRecord("noise", np.random.default_rng(0).random((256, 256)) < 0.5),
@@ -264,7 +264,7 @@ def test_strided_and_big_endian_arrays_are_stored_by_value(tmp_path: Path) -> No
 
 @SLOW_OK
 @given(hnp.arrays(hnp.scalar_dtypes(), hnp.array_shapes(min_dims=0, min_side=0)))
-def test_any_array_of_numbers_comes_back_and_no_other_is_taken(tmp_path: Path, array: Any) -> None:
+def test_any_array_of_numbers_comes_back_and_others_are_refused(tmp_path: Path, array: Any) -> None:
     record = replace(step(0, masks=()), arrays=(ArrayRecord("a", array),))
     if array.dtype.kind in "biufc" and array.dtype.name not in ("longdouble", "clongdouble"):
         try:
@@ -274,7 +274,7 @@ def test_any_array_of_numbers_comes_back_and_no_other_is_taken(tmp_path: Path, a
         else:
             assert same(back, array.astype(array.dtype.newbyteorder("=")))
     else:
-        with pytest.raises(TraceWriteError, match="numbers and bools only"):
+        with pytest.raises(TraceWriteError, match="only numbers and bools"):
             written(tmp_path / "a.flextrace", record)
 
 
@@ -342,7 +342,7 @@ def test_any_json_comes_back_with_nan_and_lone_surrogates(tmp_path: Path, data: 
     assert same(reader.events()[0].event.data, data)
 
 
-def test_json_takes_what_json_has_no_word_for(tmp_path: Path) -> None:
+def test_values_without_a_json_type_are_converted(tmp_path: Path) -> None:
     odd = {"a": np.arange(2), "b": {1}, 3: (1, np.float32(0.5)), "p": Path("x"), (1, 2): INF}
     event = EventRecord("kind", "text", 1.0, data=odd)
     reader = written(tmp_path / "a.flextrace", replace(small_step(0), events=(event,)))
@@ -350,7 +350,7 @@ def test_json_takes_what_json_has_no_word_for(tmp_path: Path) -> None:
     assert reader.events()[0].event.data == back
 
 
-def test_numpy_scalars_and_lone_surrogates_in_columns_are_taken(tmp_path: Path) -> None:
+def test_numpy_scalars_and_lone_surrogates_can_be_stored_in_columns(tmp_path: Path) -> None:
     token = TokenRecord(np.int64(4), np.int32(5), "\ud83d", "ok", 4, 3, np.bool_(True), 0)
     call = replace(small_step(0).calls[0], gate=np.float32(0.25))
     record = replace(small_step(0), tokens=(token,), wall_ms=np.float32(0.5), calls=(call,))
@@ -370,7 +370,7 @@ def test_a_step_with_a_thousand_rows_is_one_transaction(tmp_path: Path) -> None:
     assert reader.layer_stats(0, 0) == [*stats]
 
 
-def test_a_step_written_twice_is_refused_and_recording_goes_on(tmp_path: Path) -> None:
+def test_a_step_written_twice_is_refused_and_recording_continues(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     with TraceWriter.create(path, {}) as writer:
         writer.write_step(step(0))

@@ -1,4 +1,4 @@
-"""Training steps in a trace: what was written comes back, and everything that reads finds it."""
+"""Training steps in a trace: round trip, replay and dump."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_many_steps_are_listed_without_their_gradients(path: Path) -> None:
         assert list(reader.training_steps(0, start=1, stop=2)) == [1]
 
 
-def test_rules_that_look_afterwards_see_what_they_saw_live(path: Path) -> None:
+def test_offline_rules_see_the_training_step_that_they_saw_live(path: Path) -> None:
     with open_trace(path) as reader:
         first, *_ = replay(reader, 0)
         assert isinstance(first, StepRecord)
@@ -106,14 +106,14 @@ def test_a_step_of_generation_has_no_training(tmp_path: Path) -> None:
         assert record.training is None
 
 
-def test_both_dumps_tell_of_it(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_dumps_have_the_training_step(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     dump.configure(parser)
     for words in ([str(path)], [str(path), "--json"]):
         args = parser.parse_args(words)
         assert args.run(args) == 0
-    text, _, told = capsys.readouterr().out.partition("\n{")
+    text, _, json_text = capsys.readouterr().out.partition("\n{")
     assert "training loss nan (told)  lr 0.5 0.001  detail basic" in text
     assert "producer module 1  carriers 2" in text
-    steps = json.loads("{" + told)["steps"]
+    steps = json.loads("{" + json_text)["steps"]
     assert steps[0]["training"]["gradients"][1]["norm"] == 1.5

@@ -107,7 +107,7 @@ async def test_findings_that_cannot_be_stored_are_shown_with_a_note(
         await until(pilot, "2 warnings")
         await pilot.pause()
         (told,) = [note.message for note in app._notifications]
-    assert told == f"What was found is not stored in {trace}: it is read-only."
+    assert told == f"The findings are not stored in {trace}: it is read-only."
     assert trace.read_bytes() == before
 
 

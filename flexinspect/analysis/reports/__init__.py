@@ -1,1 +1,1 @@
-"""What a trace's findings look like elsewhere: in a terminal, as JSON, SARIF and JUnit XML."""
+"""Reports of a trace's findings: in a terminal, as JSON, SARIF and JUnit XML."""

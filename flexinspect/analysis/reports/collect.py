@@ -1,8 +1,8 @@
-"""The findings of a trace with all that a report says beside them."""
+"""Collect the findings of a trace and the context that a report shows with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from flexinspect.rules.engine import FindingKind, Rule
 
 MAX_POSITION_TEXTS = 12
-"""Positions of a finding whose words are given."""
+"""Positions of a finding whose token texts are read at most."""
 
 PositionTexts = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FindingFilter:
-    """Which findings are asked for; what is empty or None chooses all."""
+    """Which findings to report; empty or None selects all."""
 
     generation: int | None = None
     ids: tuple[str, ...] = ()
     severities: tuple[Severity, ...] = ()
 
     def matches(self, finding: Finding) -> bool:
-        """Tell whether a finding is among them."""
+        """Tell whether a finding is selected."""
         return (
             self.generation in (None, finding.generation)
             and (not self.ids or any(fnmatchcase(finding.id, name) for name in self.ids))
@@ -42,7 +42,7 @@ class FindingFilter:
 
 @dataclass(frozen=True, slots=True)
 class ReportGroup:
-    """All findings of one id and severity, in order; an extent is None where none names one."""
+    """All findings of one id and severity, in order."""
 
     id: str
     severity: Severity
@@ -50,19 +50,19 @@ class ReportGroup:
 
     @property
     def times(self) -> int:
-        """How often it was met, findings of a series counted as often as they came."""
+        """The number of occurrences, including repetitions of a series."""
         return sum(finding.times for finding in self.findings)
 
     def describe_extent(self) -> str:
-        """Return "layers 0-27, steps 3-40: 1 064 times", naming only what the findings name."""
-        layers = {n for one in self.findings for n in (*one.layers, one.layer) if n is not None}
-        steps = {one.step for one in self.findings if one.step is not None}
-        ends = {one.last_step for one in self.findings if one.last_step is not None}
-        n_steps = max(len(steps | ends), *(one.times for one in self.findings))
+        """Return "layers 0-27, steps 3-40: 1 064 times", with the places that the findings have."""
+        layers = {n for f in self.findings for n in (*f.layers, f.layer) if n is not None}
+        steps = {f.step for f in self.findings if f.step is not None}
+        ends = {f.last_step for f in self.findings if f.last_step is not None}
+        n_steps = max(len(steps | ends), *(f.times for f in self.findings))
         parts = [_number_range(layers, len(layers)).describe("layer")] if layers else []
         if steps:
             parts.append(_number_range(steps | ends, n_steps).describe("step"))
-        generations = {one.generation for one in self.findings}
+        generations = {finding.generation for finding in self.findings}
         if max(generations) > 0 or not parts:
             parts.append(_number_range(generations, len(generations)).describe("generation"))
         return f"{', '.join(parts)}: {format_times(self.times)}"
@@ -70,11 +70,11 @@ class ReportGroup:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A trace's findings, worst first, and what is known of who looked.
+    """A trace's findings, worst first, and the rules that ran.
 
-    `words` are the texts of a finding's first positions, by its place in `findings`. `rules` are
-    those that have looked and `kinds` what they can say, `off` the sentences of those that could
-    not, `notes` what the reader of the report must know.
+    `position_texts` are the token texts of the first positions of each of `findings`, in the same
+    order. `rules` are those that ran and `kinds` the findings that they can report;
+    `disabled_rules` are the messages of rules that failed, `notes` remarks for the user.
     """
 
     trace: Path
@@ -88,20 +88,20 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def count(self, severity: Severity) -> int:
-        """Return how many findings of a severity there are."""
+        """Return the number of findings of a severity."""
         return sum(finding.severity is severity for finding in self.findings)
 
     def reaches(self, threshold: Severity | None) -> bool:
-        """Tell whether something as bad as `bar` was found; None is a bar that nothing reaches."""
+        """Tell whether a finding is at least as severe as `threshold`; never for None."""
         order = list(Severity)
-        worst = min((order.index(one.severity) for one in self.findings), default=len(order))
+        worst = min((order.index(f.severity) for f in self.findings), default=len(order))
         return threshold is not None and worst <= order.index(threshold)
 
     def groups(self) -> list[ReportGroup]:
         """Return the findings by severity and id, worst first."""
         found: dict[tuple[Severity, str], list[Finding]] = {}
-        for one in self.findings:
-            found.setdefault((one.severity, one.id), []).append(one)
+        for finding in self.findings:
+            found.setdefault((finding.severity, finding.id), []).append(finding)
         return [ReportGroup(id_, severity, tuple(same)) for (severity, id_), same in found.items()]
 
 
@@ -112,24 +112,24 @@ def collect_report(
     notes: Iterable[str] = (),
 ) -> Report:
     """Read a report. Raises `UsageError` for a generation that the trace does not have."""
-    about = reader.generations()
-    if finding_filter.generation not in (None, *(row.generation for row in about)):
-        known = f"0 to {len(about) - 1}" if about else "none"
+    generations = reader.generations()
+    if finding_filter.generation not in (None, *(row.generation for row in generations)):
+        known = f"0 to {len(generations) - 1}" if generations else "none"
         raise UsageError(
             f"The trace has no generation {finding_filter.generation}.", hint=f"It has {known}."
         )
     order = list(Severity)
-    found = [one for one in reader.findings() if finding_filter.matches(one)]
-    found.sort(key=lambda one: (order.index(one.severity), one.id, one.generation))
-    looked = rules_that_ran(reader, rules)
+    findings = [finding for finding in reader.findings() if finding_filter.matches(finding)]
+    findings.sort(key=lambda f: (order.index(f.severity), f.id, f.generation))
+    ran = rules_that_ran(reader, rules)
     return Report(
         trace=reader.path,
         state=reader.state,
         run=reader.run(),
-        findings=tuple(found),
-        position_texts=tuple(read_position_texts(reader, one) for one in found),
-        rules=looked,
-        kinds={id_: kind for rule in looked for id_, kind in rule.findings.items()},
+        findings=tuple(findings),
+        position_texts=tuple(read_position_texts(reader, finding) for finding in findings),
+        rules=ran,
+        kinds={id_: kind for rule in ran for id_, kind in rule.findings.items()},
         disabled_rules=tuple(
             row.event.text for row in reader.events() if row.event.kind == "rule-off"
         ),
@@ -138,7 +138,7 @@ def collect_report(
 
 
 def rules_that_ran(reader: TraceReader, rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Return the rules that have looked at the trace, live or afterwards."""
+    """Return the rules that ran on the trace, live or offline."""
     rules = tuple(rules)
     # The findings panel shares this module, and needs no rules to show its first screen.
     from flexinspect.analysis.offline_rules import live_rule_names
@@ -169,15 +169,23 @@ def _token_text(token: TokenRecord | None) -> str:
 
 
 def describe_place(finding: Finding) -> str:
-    """Return "generation 0, step 3, layer 2", naming what the finding names."""
-    named: tuple[tuple[str, Callable[[Finding], int | None]], ...] = (
-        ("generation", lambda one: one.generation),
-        ("branch", lambda one: one.branch or None),
-        ("step", lambda one: one.step),
-        ("layer", lambda one: one.layer),
-        ("head", lambda one: one.head),
+    """Return "generation 0, step 3, layer 2", with the places that the finding has."""
+    return ", ".join(f"{name} {number}" for name, number in finding_places(finding))
+
+
+def finding_places(finding: Finding) -> list[tuple[str, int]]:
+    """Return (name, number) of the places that a finding has, from the outermost to the innermost.
+
+    Branch 0 is left out.
+    """
+    places = (
+        ("generation", finding.generation),
+        ("branch", finding.branch or None),
+        ("step", finding.step),
+        ("layer", finding.layer),
+        ("head", finding.head),
     )
-    return ", ".join(f"{name} {n}" for name, get in named if (n := get(finding)) is not None)
+    return [(name, number) for name, number in places if number is not None]
 
 
 def format_times(n: int) -> str:
@@ -191,7 +199,7 @@ def format_thousands(n: int) -> str:
 
 
 def finding_page(id_: str) -> str:
-    """Return where an id is explained."""
+    """Return the page of the documentation about an id."""
     return f"docs/findings/{id_}.md"
 
 

@@ -1,12 +1,21 @@
-"""Findings as JSON, for scripts. The shape is an interface: see `docs/findings/README.md`."""
+"""Findings as JSON for scripts, as JUnit XML and as SARIF.
+
+The form of the JSON is an interface: see `docs/findings/README.md`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from xml.etree import ElementTree as Xml
 
-from flexinspect.analysis.reports.collect import PositionTexts, Report, describe_place, finding_page
+from flexinspect.analysis.reports.collect import (
+    PositionTexts,
+    Report,
+    describe_place,
+    finding_page,
+    finding_places,
+)
 from flexinspect.core import __version__
 from flexinspect.core.text import escape_unprintable
 from flexinspect.records.finding import Finding, Severity
@@ -14,11 +23,11 @@ from flexinspect.rules.engine import FindingKind
 from flexinspect.trace.codec import float_name, simplify
 
 REPORT_VERSION = 1
-"""Rises when a key changes its meaning or goes."""
+"""Increases when a key is removed or changes its meaning."""
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Return the report as one object of plain values; NaN and infinities are their names."""
+    """Return the report as one object of plain values; NaN and infinities are strings."""
     pairs = zip(report.findings, report.position_texts, strict=True)
     return {
         "version": REPORT_VERSION,
@@ -27,7 +36,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "rules": [rule.name for rule in report.rules],
         "ids": sorted(report.kinds),
         "counts": {str(severity): report.count(severity) for severity in Severity},
-        "findings": [_finding_dict(finding, words) for finding, words in pairs],
+        "findings": [_finding_dict(finding, texts) for finding, texts in pairs],
         "rules_off": list(report.disabled_rules),
         "notes": list(report.notes),
     }
@@ -58,9 +67,9 @@ def _finding_dict(finding: Finding, texts: PositionTexts) -> dict[str, Any]:
 
 
 def as_junit(report: Report, threshold: Severity | None) -> str:
-    """Return a document of one suite.
+    """Return a JUnit XML document of one suite, with a test case per finding id.
 
-    Findings as bad as `bar` or worse are failures, others are the output of their test case.
+    Findings at least as severe as `threshold` are failures, others the output of their test case.
     """
     rule_of = {id_: rule.name for rule in report.rules for id_ in rule.findings}
     by_id: dict[str, list[Finding]] = {id_: [] for id_ in sorted(rule_of)}
@@ -103,8 +112,8 @@ def _test_case(
 def _failure_text(finding: Finding) -> str:
     lines = [f"{finding.severity}: {finding.sentence}", f"at {describe_place(finding)}"]
     for name in ("why", "confirm", "fix", "query"):
-        said = getattr(finding, name)
-        lines += [f"{name}: {said}"] if said else []
+        text = getattr(finding, name)
+        lines += [f"{name}: {text}"] if text else []
     return "\n".join(
         escape_unprintable(line) for line in [*lines, f"see {finding_page(finding.id)}"]
     )
@@ -114,7 +123,7 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_sarif(report: Report) -> dict[str, Any]:
-    """Return a log of one run: ids are its rules, the trace its artifact, findings its results."""
+    """Return a SARIF log of one run: ids are rules, the trace is the artifact, findings results."""
     kinds = _finding_kinds(report)
     places = _LogicalLocations()
     ids, trace = list(kinds), report.trace.as_uri()
@@ -141,10 +150,16 @@ def as_sarif(report: Report) -> dict[str, Any]:
 
 
 def _finding_kinds(report: Report) -> Mapping[str, FindingKind]:
-    """Return what each id stands for; of a rule that is not installed, what its finding says."""
+    """Return the kind of each id; for a rule that is not installed, made from its finding."""
     others = {
-        one.id: FindingKind(one.severity, one.id, one.why, one.confirm, one.fix)
-        for one in report.findings
+        finding.id: FindingKind(
+            finding.severity,
+            finding.id,
+            why=finding.why,
+            confirm=finding.confirm,
+            fix=finding.fix,
+        )
+        for finding in report.findings
     }
     return {**others, **report.kinds}
 
@@ -161,17 +176,17 @@ def _rule_dict(id_: str, kind: FindingKind) -> dict[str, Any]:
 
 
 class _LogicalLocations:
-    """The places that results name, each once, with what it lies in."""
+    """The logical locations of results, each once, with its parent."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
         self._known: dict[str, int] = {}
 
     def location_of(self, finding: Finding) -> dict[str, Any]:
-        """Return the innermost place of a finding."""
+        """Return the innermost location of a finding."""
         parent: int | None = None
         name = ""
-        for kind, number in _location_path(finding):
+        for kind, number in finding_places(finding):
             name = f"{name}/{kind} {number}".lstrip("/")
             parent = self._index(name, f"{kind} {number}", kind, parent)
         return {"index": parent, "fullyQualifiedName": name}
@@ -182,17 +197,6 @@ class _LogicalLocations:
             inside = {} if parent is None else {"parentIndex": parent}
             self.entries.append({"name": name, "fullyQualifiedName": full, "kind": kind, **inside})
         return self._known[full]
-
-
-def _location_path(finding: Finding) -> Sequence[tuple[str, int]]:
-    named = (
-        ("generation", finding.generation),
-        ("branch", finding.branch or None),
-        ("step", finding.step),
-        ("layer", finding.layer),
-        ("head", finding.head),
-    )
-    return [(kind, number) for kind, number in named if number is not None]
 
 
 def _result_dict(

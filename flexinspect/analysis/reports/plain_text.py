@@ -1,4 +1,4 @@
-"""Findings for people, in a terminal of any width."""
+"""Findings as text for a terminal of any width."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from flexinspect.analysis.reports.collect import (
     finding_page,
     format_thousands,
 )
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.codec import plain_json
 
 MAX_OTHER_SENTENCES = 4
-"""Sentences of a group that are told beside the first."""
+"""Sentences of a group that are printed besides the first."""
 MAX_EVIDENCE = 12
+"""Entries of a finding's evidence that are printed."""
 _MAX_VALUE_LENGTH = 160
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold"}
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print all groups, worst first, with what to make of them, and the counts at the end."""
-    words = dict(zip(map(id, report.findings), report.position_texts, strict=True))
+    """Print all groups, worst first, with their explanation, and the counts at the end."""
+    texts = dict(zip(map(id, report.findings), report.position_texts, strict=True))
     for group in report.groups():
         _print_paragraph(console, _group_heading(group))
-        for text in _group_lines(group, words.get(id(group.findings[0]), ())):
+        for text in _group_lines(group, texts.get(id(group.findings[0]), ())):
             _print_paragraph(console, text, indent=2)
         console.print()
-    for said in (*report.disabled_rules, *report.notes):
-        _print_paragraph(console, Text(f"! {escape_unprintable(said)}", style="yellow"))
+    for remark in (*report.disabled_rules, *report.notes):
+        _print_paragraph(console, Text(f"! {escape_unprintable(remark)}", style="yellow"))
     _print_paragraph(console, _totals_line(report))
 
 
 def _print_paragraph(console: Console, text: Text, *, indent: int = 0) -> None:
-    """Print a paragraph, its lines without blanks at their ends."""
+    """Print a wrapped paragraph without trailing spaces."""
     for line in text.wrap(console, max(console.width - indent, 20)):
         line.rstrip()
         console.print(Text(" " * indent) + line, soft_wrap=True)
@@ -58,8 +59,8 @@ def _group_lines(group: ReportGroup, texts: PositionTexts) -> Iterator[Text]:
     yield from (_labelled_line(name, text) for name, text in _evidence_lines(first, texts))
     yield from _other_sentences(group)
     for name in ("why", "confirm", "fix", "query"):
-        if said := getattr(first, name):
-            yield _labelled_line(name, escape_unprintable(said))
+        if text := getattr(first, name):
+            yield _labelled_line(name, escape_unprintable(text))
     yield _labelled_line("page", finding_page(escape_unprintable(group.id)))
 
 
@@ -84,13 +85,13 @@ def _evidence_lines(finding: Finding, texts: PositionTexts) -> Iterator[tuple[st
 
 
 def _other_sentences(group: ReportGroup) -> list[Text]:
-    """Tell what else was found: sentences that differ from the first, each once."""
+    """Return the sentences that differ from the first, each once."""
     first, *rest = group.findings
-    by_sentence = {one.sentence: one for one in reversed(rest) if one.sentence != first.sentence}
+    by_sentence = {f.sentence: f for f in reversed(rest) if f.sentence != first.sentence}
     others = list(reversed(by_sentence.values()))
     lines = [
-        Text(f"also: {escape_unprintable(one.sentence)} ({describe_place(one)})", style="dim")
-        for one in others[:MAX_OTHER_SENTENCES]
+        Text(f"also: {escape_unprintable(other.sentence)} ({describe_place(other)})", style="dim")
+        for other in others[:MAX_OTHER_SENTENCES]
     ]
     if len(others) > MAX_OTHER_SENTENCES:
         lines.append(
@@ -108,5 +109,5 @@ def _totals_line(report: Report) -> Text:
     if counts:
         return Text(", ".join(counts), style="bold")
     names = ", ".join(escape_unprintable(rule.name) for rule in report.rules)
-    looked = f"{len(report.rules)} rules looked ({names})" if names else "no rule has looked"
-    return Text(f"No finding: {looked}.")
+    rules = f"{plural(len(report.rules), 'rule')} ran ({names})" if names else "no rule ran"
+    return Text(f"No findings: {rules}.")

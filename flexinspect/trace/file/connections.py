@@ -1,7 +1,8 @@
-"""Connections of a reader: one per thread, opened when needed, never writing, refused in words.
+"""The connections of a reader: one per thread, opened when needed, read only.
 
-A temporary view of the same name is what an unqualified name means in a connection: it gives what
-there is, and in place of what is missing what a run without it has.
+A trace of an earlier build may lack tables and columns. A temporary view then takes the place of
+such a table, because SQLite resolves an unqualified name to it first, and gives defaults for what
+is missing.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from flexinspect.trace.schema import (
 )
 
 ReviewKey = tuple[str, int]
-"""A rule and a generation that it has looked at."""
+"""A rule and a generation that it has reviewed."""
 
 Overlay = Mapping[ReviewKey, Sequence[tuple[str, Sequence[Any]]]]
-"""By review, the statements that would write it and what it found."""
+"""By review, the statements that would write it and its findings."""
 
 READ_BUSY_S = 2.0
-"""How long a query waits for a program that holds the file exclusively."""
+"""How long a query waits for a program that has locked the file exclusively."""
 
 _NO_OVERLAY: Overlay = {}
 _SQLITE_MAGIC = b"SQLite format 3\0"
@@ -44,7 +45,7 @@ _COPY_HINT = (
 
 
 class _ThreadConnection:
-    """The connection of one thread. Whoever uses it holds `lock`; `epoch` tells if it is old."""
+    """The connection of one thread. Use it with `lock` held; an old `epoch` means: reopen it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -64,8 +65,8 @@ class _ThreadConnection:
 class TraceConnections:
     """All connections to the trace at `path`; usable from any thread.
 
-    Raises `TraceError`, in one sentence, when the file is missing, is no trace, is of another
-    version or is damaged.
+    Raises `TraceError` when the file is missing, is not a trace, is of another version, or is
+    damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,29 +114,32 @@ class TraceConnections:
     def changed(self) -> bool:
         """Tell whether anything was committed since the last call; costs a few microseconds."""
         with self._poll.lock, trace_errors(self.path):
-            fresh = self._poll.db is None
+            is_new = self._poll.db is None
             version = self._open_connection(self._poll).execute("PRAGMA data_version").fetchone()
-            moved = not fresh and version != self._poll_version
+            has_changed = not is_new and version != self._poll_version
             self._poll_version = version
-            if moved and self._overlay and self._is_overlay_stale():
-                self._reopen()  # its copies are of what was said before
+            if has_changed and self._overlay and self._is_overlay_stale():
+                self._reopen()  # the overlay copied rows that have changed since
             if self._close_after_query:
                 self._poll.close()
-            return moved
+            return has_changed
 
     def add_overlay(self, reviews: Overlay) -> None:
-        """Run these in copies that all connections have from now on of what is said of a run."""
+        """Add reviews to temporary copies of the tables of findings, events and reviews.
+
+        All connections read these copies from now on.
+        """
         self._overlay = {**self._overlay, **reviews}
         self._reopen()
 
     def remove_overlay(self) -> None:
-        """Do without such copies again."""
+        """Read the tables of the file itself again."""
         if self._overlay:
             self._overlay = {}
             self._reopen()
 
     def _is_overlay_stale(self) -> bool:
-        """Tell whether what the overlay copies has changed in the file since the last call."""
+        """Tell whether rows that the overlay copied have changed since the last call."""
         db = self._open_connection(self._poll)
         findings = db.execute(f"SELECT * FROM main.{FINDINGS.name}").fetchall()
         n_events = db.execute(f"SELECT max(event) FROM main.{EVENTS.name}").fetchone()
@@ -143,15 +147,15 @@ class TraceConnections:
         return before != self._overlaid_state
 
     def _reopen(self) -> None:
-        """Let every thread open its connection anew, but for the one that looks for changes."""
+        """Make every thread reopen its connection, except the one that polls for changes."""
         with self._guard:
             self._epoch += 1
             self._poll.epoch = self._epoch
 
     def release(self) -> None:
-        """Close all idle connections, so that a writer that ends can fold its file.
+        """Close all idle connections, so that a writer that ends can fold in its WAL.
 
-        From then on a connection lives for one query, until the file is out of WAL mode.
+        From then on a connection lives for one query, until the file has left WAL mode.
         """
         self._close_after_query = in_wal_mode(self.path)
         self.close()
@@ -192,13 +196,13 @@ class TraceConnections:
 
 
 def connect(path: Path, overlay: Overlay = _NO_OVERLAY) -> sqlite3.Connection:
-    """Open a connection that only reads. Raises `sqlite3.Error`.
+    """Open a read-only connection. Raises `sqlite3.Error`.
 
-    `overlay` is run in temporary copies of the tables of what is said, which hide the true ones.
-    A review that the file holds counts, and not that of the overlay.
+    `overlay` is written to temporary copies of the tables of findings, events and reviews, which
+    hide the stored ones. A review that the file holds replaces that of the overlay.
 
-    A file left in WAL mode cannot be opened in a folder that cannot be written; without a WAL
-    beside it, nothing is lost by calling it immutable.
+    A file left in WAL mode cannot be opened in a folder that is not writable; if it has no WAL
+    file, it can safely be opened as immutable.
     """
     try:
         return _connect_uri(f"{path.as_uri()}?mode=ro", overlay)
@@ -214,7 +218,7 @@ def _connect_uri(uri: str, overlay: Overlay) -> sqlite3.Connection:
     )
     try:
         _apply_overlay(db, overlay)
-        # A damaged or hostile file is read with suspicion and without running anything in it.
+        # The file may be damaged or hostile: check its cells, and run no code that it contains.
         for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
             db.execute(f"PRAGMA {pragma}")
         db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
@@ -225,7 +229,7 @@ def _connect_uri(uri: str, overlay: Overlay) -> sqlite3.Connection:
 
 
 def _apply_overlay(db: sqlite3.Connection, overlay: Overlay) -> None:
-    """A temporary table or view of the same name is what an unqualified name means from then on."""
+    """Make temporary tables and views, which unqualified names mean from then on."""
     older = compatibility_selects(db)
     if not overlay and not older:
         return
@@ -249,10 +253,10 @@ def in_wal_mode(path: Path) -> bool:
 
 
 def remove_stray_wal(path: Path) -> None:
-    """Remove an empty WAL beside a trace that is out of WAL mode.
+    """Remove the empty WAL file of a trace that has left WAL mode.
 
     SQLite leaves WAL mode in two steps (it deletes the WAL, then rewrites the header); a reader
-    that opens the file between them makes an empty WAL anew, and nobody removes it.
+    that opens the file between them creates an empty WAL, and SQLite does not remove it.
     """
     wal = path.with_name(path.name + "-wal")
     with suppress(OSError):
@@ -268,13 +272,13 @@ def _wal_bytes(path: Path) -> int:
 
 
 def check_header(path: Path) -> None:
-    """Raise `TraceError` unless the first bytes are those of a trace that we know how to read."""
+    """Raise `TraceError` unless the header is that of a trace of a supported version."""
     head, size = _read_header(path)
     if not head:
-        raise TraceError(f"{path} is empty.", hint="The recording never began; run it again.")
+        raise TraceError(f"{path} is empty.", hint="The recording never started; run it again.")
     if not head.startswith(_SQLITE_MAGIC):
         raise TraceError(
-            f"{path} is not a trace: it is no SQLite file.",
+            f"{path} is not a trace: it is not a SQLite file.",
             hint="Traces end in .flextrace and are made by 'flexinspect run'.",
         )
     if len(head) < 100:
@@ -294,20 +298,22 @@ def check_header(path: Path) -> None:
 
 def _read_header(path: Path) -> tuple[bytes, int]:
     try:
-        about = path.stat()
-        if stat.S_ISDIR(about.st_mode):
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
             raise TraceError(f"{path} is a folder, not a trace.", hint="Name a file in it.")
-        if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait forever
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait forever
             raise TraceError(f"{path} is not a regular file.", hint="Name a .flextrace file.")
         with path.open("rb") as file:
-            return file.read(100), about.st_size
+            return file.read(100), status.st_size
     except FileNotFoundError:
         raise TraceError(
             f"There is no trace at {path}.", hint="Check the name; 'ls *.flextrace' lists traces."
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise TraceError(f"{path} cannot be read: {reason}.", hint="Check its rights.") from None
+        raise TraceError(
+            f"{path} cannot be read: {reason}.", hint="Check its permissions."
+        ) from None
 
 
 def _check_version(path: Path, version: int) -> None:
@@ -331,7 +337,7 @@ def _cut_short_error(path: Path, size: int) -> TruncatedTraceError:
 
 @contextmanager
 def trace_errors(path: Path) -> Iterator[None]:
-    """Turn whatever SQLite says about the file into one sentence."""
+    """Raise a `TraceError` for any error of SQLite about the file."""
     try:
         yield
     except sqlite3.Error as error:
@@ -345,7 +351,7 @@ def trace_errors(path: Path) -> Iterator[None]:
 
 
 def trace_error(path: Path, error: sqlite3.Error) -> TraceError:
-    """Return the sentence for an error of SQLite."""
+    """Return the `TraceError` for an error of SQLite."""
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return TraceError(
@@ -354,10 +360,10 @@ def trace_error(path: Path, error: sqlite3.Error) -> TraceError:
     if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and _wal_bytes(path):
         return TraceError(
             f"{path} was not finished, and its -wal file cannot be read in this folder.",
-            hint="Copy both files to a folder that you may write to and open the copy.",
+            hint="Copy both files to a writable folder and open the copy.",
         )
     if name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
-        return TraceError(f"{path} cannot be opened ({error}).", hint="Check its rights.")
+        return TraceError(f"{path} cannot be opened ({error}).", hint="Check its permissions.")
     reason = "".join(char if char.isprintable() else "?" for char in str(error))
     return TraceError(f"{path} is damaged: {reason}.", hint=_COPY_HINT)
 
@@ -380,29 +386,29 @@ _DEFAULT_LITERALS = {"int": "0", "bool": "0", "text": "''", "json": "'[]'"}
 
 
 def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
-    """Return for each table that lacks something, by name, the SELECT that gives it whole."""
-    held: dict[str, set[str]] = {}
+    """Return for each incomplete table, by name, the SELECT that completes it with defaults."""
+    columns: dict[str, set[str]] = {}
     for table, column in db.execute(_COLUMNS_SQL):
-        held.setdefault(table, set()).add(column)
+        columns.setdefault(table, set()).add(column)
     return {
-        table.name: _compatibility_select(table, held.get(table.name, set()))
+        table.name: _compatibility_select(table, columns.get(table.name, set()))
         for table in schema.TABLES
-        if _is_incomplete(table, held.get(table.name))
+        if _is_incomplete(table, columns.get(table.name))
     }
 
 
-def _is_incomplete(table: Table, held: set[str] | None) -> bool:
-    if held is None:
+def _is_incomplete(table: Table, columns: set[str] | None) -> bool:
+    if columns is None:
         return table in ADDED_TABLES
-    return not held.issuperset(table.names)
+    return not columns.issuperset(table.names)
 
 
-def _compatibility_select(table: Table, held: set[str]) -> str:
+def _compatibility_select(table: Table, columns: set[str]) -> str:
     parts = [
-        column.name if column.name in held else f"{_default_literal(column)} AS {column.name}"
+        column.name if column.name in columns else f"{_default_literal(column)} AS {column.name}"
         for column in table.columns
     ]
-    source = f"FROM main.{table.name}" if held else "WHERE 0"
+    source = f"FROM main.{table.name}" if columns else "WHERE 0"
     return f"SELECT {', '.join(parts)} {source}"
 
 

@@ -1,4 +1,4 @@
-"""Where a trace may be recorded: checks of the path, and the way around network file systems."""
+"""Where a trace is recorded: checks of the path, and a local folder for network file systems."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from pathlib import Path
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.trace.file.ownership import recording_pid
-from flexinspect.trace.file.side_files import LAST_CALL_SUFFIX
-from flexinspect.trace.file.side_files import STOP_SUFFIX as HELD
+from flexinspect.trace.file.side_files import LAST_CALL_SUFFIX, STOP_SUFFIX
 from flexinspect.trace.schema import APPLICATION_ID
 
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -28,8 +27,8 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )
 """File systems on which the shared memory or the locks of WAL cannot be relied on."""
 
-COMPANION_SUFFIXES = ("-wal", "-shm", "-journal", LAST_CALL_SUFFIX, HELD)
-"""What SQLite and a recording process put beside a file; part of it as long as they are there."""
+COMPANION_SUFFIXES = ("-wal", "-shm", "-journal", LAST_CALL_SUFFIX, STOP_SUFFIX)
+"""Suffixes of files that SQLite and a recording process put beside a trace; they belong to it."""
 
 
 def network_file_system(folder: Path) -> str | None:
@@ -64,9 +63,9 @@ def _unescape(point: str) -> str:
 
 
 def create_trace_file(path: Path, *, overwrite: bool) -> None:
-    """Make `path` an empty file that is ours, or raise `TraceWriteError` with the reason.
+    """Create the empty file `path`, or raise `TraceWriteError` with the reason.
 
-    With `overwrite` an older trace there is replaced; a file that is no trace never is.
+    With `overwrite` an older trace there is replaced, but never a file that is not a trace.
     """
     try:
         if path.is_dir():
@@ -94,12 +93,12 @@ def _remove_old_trace(path: Path) -> None:
             f"{path} is being recorded by process {pid}, so it is not overwritten.",
             hint="Choose another name, or stop that run first.",
         )
-    path.open("r+b").close()  # a file that may not be written is not to be replaced either
+    path.open("r+b").close()  # fails for a read-only file, which must not be replaced either
     path.unlink()
 
 
 def delete_trace(path: Path) -> None:
-    """Remove a trace that nobody writes any more, with all that SQLite may have left beside it."""
+    """Remove a trace that no process writes any more, with the files beside it."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         _remove_companions(path)
@@ -129,15 +128,15 @@ def _path_error(path: Path, error: OSError) -> TraceWriteError:
                 f"{where}: there is no folder {path.parent}.",
                 hint="Create the folder first, or choose another one.",
             )
-        case PermissionError() | FileNotFoundError():  # /proc says the latter
+        case PermissionError() | FileNotFoundError():  # the latter in /proc
             return TraceWriteError(
                 f"{where}: permission denied.",
-                hint="Choose a folder that you may write to.",
+                hint="Choose a writable folder.",
             )
         case OSError(errno=errno.EROFS):
             return TraceWriteError(
                 f"{where}: the file system is read-only.",
-                hint="Choose a folder that you may write to.",
+                hint="Choose a writable folder.",
             )
         case _:
             reason = error.strerror or str(error)
@@ -155,9 +154,9 @@ def temporary_trace_path(path: Path) -> Path:
 
 
 def move_to_target(recorded: Path, path: Path) -> None:
-    """Move a finished trace from the local temporary folder to where it was asked for.
+    """Move a finished trace from the local temporary folder to its target.
 
-    Raises `TraceWriteError`, naming where the whole trace lies, when that cannot be done.
+    Raises `TraceWriteError`, which names where the trace is, when that fails.
     """
     part = path.with_name(path.name + ".part")
     try:
@@ -168,7 +167,7 @@ def move_to_target(recorded: Path, path: Path) -> None:
             part.unlink()
         raise TraceWriteError(
             f"The finished trace could not be moved to {path}: {error.strerror or error}.",
-            hint=f"It is whole and lies at {recorded}; move it from there.",
+            hint=f"It is complete at {recorded}; move it from there.",
         ) from None
     with suppress(OSError):
         shutil.rmtree(recorded.parent)

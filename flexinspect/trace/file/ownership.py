@@ -1,4 +1,4 @@
-"""Whose trace it is: whether the process that records it still lives."""
+"""Which process records a trace, and how to close a trace whose process has died."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexinspect.trace.codec import Statement, from_json, to_json
 
 
 def recording_pid(path: Path) -> int | None:
-    """Return the process that is recording a trace at this moment, None when nobody is."""
+    """Return the id of the process that is recording a trace now, None when there is none."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
             run = {key: from_json(value) for key, value in db.execute("SELECT key, value FROM run")}
@@ -28,17 +28,18 @@ def recording_pid(path: Path) -> int | None:
 
 
 CLOSE_BUSY_MS = 500
+"""How long closing the trace of a dead process waits for another program."""
 
 ExplainEnd = Callable[[int | None, int | None], tuple[EventRecord, Sequence[Finding]] | None]
-"""Says what became of a process, given generation and step that were written last."""
+"""Explains how a process ended, given the generation and step that were written last."""
 
 
 def close_dead_trace(path: Path, reason: str, pid: int, explain: ExplainEnd | None = None) -> bool:
-    """Fold the WAL of a trace that nobody records any more and mark it as failed.
+    """Mark the trace of a dead process as failed, and fold in its WAL.
 
-    Returns whether that was possible; the trace is as readable if it was not. Only for a trace
-    whose process `pid` is known to be dead: one that another process has put in its place, or that
-    was ended, is left alone. What `explain` says is written with it.
+    Only for a trace whose process `pid` is known to be dead. A trace that another process has put
+    in its place, or that has ended, is left alone. The event and findings that `explain` returns
+    are written with it. Returns whether this succeeded; if not, the trace is as readable as before.
     """
     with suppress(sqlite3.Error), closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute(f"PRAGMA busy_timeout = {CLOSE_BUSY_MS}")
@@ -67,9 +68,9 @@ def _explanation_statements(db: sqlite3.Connection, explain: ExplainEnd | None) 
     statements: list[Statement] = []
     if explain is None:
         return statements
-    said = explain(*(db.execute(_LAST_STEP_SQL).fetchone() or (None, None)))
-    if said is not None:
-        event, findings = said
+    explanation = explain(*(db.execute(_LAST_STEP_SQL).fetchone() or (None, None)))
+    if explanation is not None:
+        event, findings = explanation
         codec.encode_events(statements, (event,))
         codec.encode_findings(statements, findings)
     return statements

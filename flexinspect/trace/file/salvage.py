@@ -1,7 +1,7 @@
-"""What can still be read of a file that is no whole trace.
+"""Read what is left of a trace that was cut short or damaged.
 
-SQLite writes them between the first pages of the tables, and without one of them it reads nothing
-of a file. They are the same in each trace of one build, so those that are lost are made again.
+SQLite stores the pages of the schema between the first pages of the tables, and cannot read a file
+that lacks one of them. They are the same in all traces of one build, so lost ones are rebuilt.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from flexinspect.trace import schema
 
 MAX_COPIED_BYTES = 2 << 30
-"""Bytes of a damaged file above which no copy is made of it."""
+"""Size in bytes above which a damaged file is not copied."""
 
 MAX_COUNTING_S = 2.0
-"""Seconds that are spent on counting what a file still holds."""
+"""Seconds spent at most on counting the readable rows of a file."""
 
 _COPY_PREFIX = "flexinspect-left-"
 
@@ -32,13 +32,13 @@ _SCHEMA_BYTES = 1 << 20
 """Bytes at the beginning of a trace that hold its schema."""
 
 _PROGRESS_INTERVAL = 10_000
-"""Instructions of SQLite between two looks at the clock."""
+"""Instructions of SQLite between two checks of the clock."""
 
 
 def is_repairable(path: Path) -> bool:
-    """Tell whether a file is a trace that was cut short and can be copied and read. Quick.
+    """Tell whether a file is a trace that was cut short and whose copy can be repaired. Quick.
 
-    One whose schema is lost is readable if this build writes the same.
+    A lost schema can be rebuilt if this build writes the same schema.
     """
     try:
         return _missing_bytes(path) > 0 and _missing_schema(path) is not None
@@ -47,17 +47,17 @@ def is_repairable(path: Path) -> bool:
 
 
 def is_repaired_copy(path: Path) -> bool:
-    """Tell whether a trace is a copy that `mended` made."""
+    """Tell whether a trace is a copy that `repair_copy` made."""
     return path.parent.name.startswith(_COPY_PREFIX)
 
 
 def repair_copy(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | None:
-    """Return a temporary copy of a trace that was cut short, filled up with empty pages.
+    """Return a temporary copy of a trace that was cut short, padded with empty pages.
 
-    SQLite refuses a file that is shorter than its header says; filled up, it reads all pages that
-    are there whole and reports the others as damaged. Pages of the schema, without which it reads
-    nothing, are made again. None for a file that is not cut short or whose schema is another
-    build's, where there is no room for a copy, and when `stop`, asked again and again, says so.
+    SQLite refuses a file that is shorter than its header says. Of a padded file it reads all
+    complete pages and reports the others as damaged. Lost pages of the schema are rebuilt. Returns
+    None for a file that is not cut short or has the schema of another build, when there is no space
+    for a copy, and when `stop`, which is called between chunks, returns True.
     """
     if not is_repairable(path):
         return None
@@ -85,7 +85,7 @@ def repair_copy(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | 
 
 
 def _missing_bytes(path: Path) -> int:
-    """Return the bytes that a trace is shorter than its header says, 0 for any other file."""
+    """Return by how many bytes a trace is shorter than its header says, 0 for any other file."""
     try:
         with path.open("rb") as file:
             wanted = _declared_bytes(file.read(100))
@@ -97,7 +97,7 @@ def _missing_bytes(path: Path) -> int:
 
 
 def _declared_bytes(head: bytes) -> int:
-    """Return the bytes that a SQLite header promises, 0 for anything else."""
+    """Return the size in bytes that the header of a trace declares, 0 for any other file."""
     if len(head) < 100 or int.from_bytes(head[68:72], "big") != schema.APPLICATION_ID:
         return 0
     return int.from_bytes(head[28:32], "big") * _page_bytes(head)
@@ -109,7 +109,7 @@ def _page_bytes(head: bytes) -> int:
 
 
 def _missing_schema(path: Path) -> dict[int, bytes] | None:
-    """Return what `missing_schema_pages` does; None where that is not known. Raises `OSError`."""
+    """Return the `missing_schema_pages` of a file, None when unknown. Raises `OSError`."""
     with path.open("rb") as file:
         kept = file.read(_SCHEMA_BYTES)
     page = _page_bytes(kept)
@@ -120,14 +120,14 @@ def _missing_schema(path: Path) -> dict[int, bytes] | None:
 
 
 def delete_repaired_copy(copy: Path) -> None:
-    """Remove a copy that `mended` made."""
+    """Remove a copy that `repair_copy` made."""
     shutil.rmtree(copy.parent, ignore_errors=True)
 
 
 def describe_readable(path: Path) -> list[str]:
-    """Return sentences about what a damaged or foreign file still holds; never raises.
+    """Return sentences about what can be read of a damaged or foreign file; never raises.
 
-    Takes `MAX_COUNTING_S` at most, however many rows there are and whatever the file makes of them.
+    Takes at most `MAX_COUNTING_S`, even for a large or hostile file.
     """
     try:
         size = path.stat().st_size
@@ -135,27 +135,27 @@ def describe_readable(path: Path) -> list[str]:
         return []
     if path.is_dir():
         return []
-    counts, late = _count_tables(path)
+    counts, ran_out = _count_tables(path)
     lines = [f"The file has {size} bytes."]
     if counts:
-        told = ", ".join(f"{number} {name}" for name, number in counts.items())
-        lines.append(f"Readable in it: {told}.")
-    elif size and not late:
+        listed = ", ".join(f"{number} {name}" for name, number in counts.items())
+        lines.append(f"Readable in it: {listed}.")
+    elif size and not ran_out:
         lines.append("Nothing in it can be read as a trace.")
-    if late:
-        lines.append(f"Counting ended after {MAX_COUNTING_S:g} seconds, so there may be more.")
+    if ran_out:
+        lines.append(f"Counting stopped after {MAX_COUNTING_S:g} seconds, so there may be more.")
     return lines
 
 
 def _count_tables(path: Path) -> tuple[dict[str, str], bool]:
-    """Return how many rows of each table can be read, in words, and whether time ran out."""
+    """Return the number of readable rows by table, as text, and whether the time ran out."""
     clock = _TimeLimit()
     found: dict[str, str] = {}
     try:
         with closing(_open_damaged(path)) as db:
             db.set_progress_handler(clock.is_exceeded, _PROGRESS_INTERVAL)
             db.execute("PRAGMA trusted_schema=OFF")
-            # Read so, a file that is cut short is not refused; nothing is written either way.
+            # With this pragma SQLite does not refuse a file that is cut short; nothing is written.
             db.execute("PRAGMA writable_schema=ON")
             for table in schema.TABLES:
                 number = _count_rows(db, table.name)
@@ -169,7 +169,7 @@ def _count_tables(path: Path) -> tuple[dict[str, str], bool]:
 
 
 def _open_damaged(path: Path) -> sqlite3.Connection:
-    """Open a file; one whose schema is cut off is read into memory, with that made again."""
+    """Open a file; if its schema is cut off, open it in memory with a rebuilt schema."""
     lost = _missing_schema(path) if _missing_bytes(path) else None
     if not lost:
         return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
@@ -178,7 +178,7 @@ def _open_damaged(path: Path) -> sqlite3.Connection:
     whole = bytearray(kept[: len(kept) // page * page].ljust(max(lost) * page, b"\0"))
     for number, data in lost.items():
         whole[(number - 1) * page : number * page] = data
-    whole[18:20] = b"\1\1"  # memory knows no WAL
+    whole[18:20] = b"\1\1"  # a database in memory has no WAL
     db = sqlite3.connect(":memory:")
     db.execute("PRAGMA writable_schema=ON")
     db.deserialize(bytes(whole))
@@ -186,29 +186,29 @@ def _open_damaged(path: Path) -> sqlite3.Connection:
 
 
 class _TimeLimit:
-    """Ends a query when the time for all of them is over."""
+    """Interrupts queries when `MAX_COUNTING_S` are over."""
 
     def __init__(self) -> None:
         self._end = time.monotonic() + MAX_COUNTING_S
         self.ran_out = False
 
     def is_exceeded(self) -> bool:
-        """Tell, and remember, whether it is over."""
+        """Tell whether the time is over; remembered in `ran_out`."""
         self.ran_out = self.ran_out or time.monotonic() > self._end
         return self.ran_out
 
 
 _IS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND rootpage > 0 AND name = ?"
-"""A view, or a table that code makes up, may go on for ever."""
+"""Only stored tables: a view or a virtual table of a hostile file may never end."""
 
 
 def _count_rows(db: sqlite3.Connection, table: str) -> int:
-    """Count the rows that can be read, up to the first page that cannot."""
+    """Count the rows before the first page that cannot be read."""
     number = 0
     try:
         if db.execute(_IS_TABLE, (table,)).fetchone() is None:
             return 0
-        # A constant, so that a broken payload does not end the count.
+        # A constant, so that damage in the payload does not end the count.
         for _ in db.execute(f"SELECT 1 FROM {table}"):
             number += 1
     except sqlite3.Error:
@@ -217,24 +217,24 @@ def _count_rows(db: sqlite3.Connection, table: str) -> int:
 
 
 _HEADER_BYTES = 100
-"""Bytes of the first page that differ from file to file."""
+"""Bytes at the start of the first page: the file header, which differs between files."""
 
 _SCHEMA_COOKIE = slice(40, 44)
-"""Those that count the statements that made the schema."""
+"""Bytes of the header that count the changes of the schema."""
 
 _INTERIOR_PAGE, _LEAF_PAGE = 5, 13
 """Types of a table's pages."""
 
 
 class UnknownSchemaError(Exception):
-    """A schema page is lost, and the others are not those that this build writes."""
+    """A page of the schema is lost, and the schema is not the one that this build writes."""
 
 
 def missing_schema_pages(available: bytes, page: int) -> dict[int, bytes]:
-    """Return by number, from 1, the pages of the schema that lie behind `kept`, made again.
+    """Return the rebuilt pages of the schema that `available` lacks, by number from 1.
 
-    `kept` is the beginning of a trace, in whole pages of `page` bytes. Raises `UnknownSchemaError`
-    for a trace of another build that lost one.
+    `available` is the beginning of a trace, in whole pages of `page` bytes. Raises
+    `UnknownSchemaError` if a page is lost and the trace has the schema of another build.
     """
     wanted = _schema_page_numbers(available[:page])
     if wanted is not None and max(wanted) * page <= len(available):
@@ -246,16 +246,16 @@ def missing_schema_pages(available: bytes, page: int) -> dict[int, bytes]:
     )
     if wanted is None or wanted != numbers or not alike:
         raise UnknownSchemaError
-    made = {number: ours[(number - 1) * page : number * page] for number in numbers}
-    held = {number for number in made if number * page <= len(available)}
-    if any(available[(n - 1) * page : n * page] != made[n] for n in held):
+    pages = {number: ours[(number - 1) * page : number * page] for number in numbers}
+    present = {number for number in pages if number * page <= len(available)}
+    if any(available[(n - 1) * page : n * page] != pages[n] for n in present):
         raise UnknownSchemaError
-    return {number: data for number, data in made.items() if number not in held}
+    return {number: data for number, data in pages.items() if number not in present}
 
 
 @cache
 def _empty_trace() -> bytes:
-    """Return an empty trace, as this build begins each."""
+    """Return the bytes of an empty trace of this build."""
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
         db.execute("BEGIN")
         for sql in schema.create_statements():
@@ -265,7 +265,7 @@ def _empty_trace() -> bytes:
 
 
 def _schema_page_numbers(first: bytes) -> list[int] | None:
-    """Return the numbers of the pages below a file's first one; None if that says none."""
+    """Return the page numbers of the schema, from the first page; None if it is not readable."""
     if len(first) <= _HEADER_BYTES + 12 or first[_HEADER_BYTES] not in (_INTERIOR_PAGE, _LEAF_PAGE):
         return None
     if first[_HEADER_BYTES] == _LEAF_PAGE:

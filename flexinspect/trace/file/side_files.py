@@ -1,11 +1,11 @@
-"""The crumb: a few bytes beside a trace that say which kernel call its process was last in.
+"""Two small files beside a trace that is being recorded: its last kernel call, its debugger stop.
 
-A process that compiled code takes down says nothing more. What it has written into a file that is
-mapped into memory stays, so whoever started it can still say where it was. Only calls of compiled
-FlexAttention are noted, and only they make the file; it goes when the trace is closed.
+The last kernel call (`-crumb`) is written into a file mapped into memory. If compiled code crashes
+the process, the file remains, so that the parent process can report where it crashed. Only calls of
+compiled FlexAttention are noted, and only they create the file; closing the trace removes it.
 
-While a debugger holds it, the process can neither answer nor write, so the file is there from the
-stop to the moment it goes on. A viewer asks once per look; what a dead process left is none.
+The debugger stop (`-held`) exists while a debugger holds the process, which can then neither answer
+nor write to the trace. A stop of a dead process does not count.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ NO_PLACE: CallPlace = (-1, -1, -1)
 
 @dataclass(frozen=True, slots=True)
 class LastKernelCall:
-    """A kernel call: whether it was entered and not left, where, its lengths, and what it was.
+    """A kernel call: its place, its lengths, and a description.
 
-    `generation`, `step` and `layer` are None outside of a model's forward.
+    `entered` is whether the call had not returned. `generation`, `step` and `layer` are None
+    outside of a model's forward.
     """
 
     entered: bool
@@ -50,12 +51,12 @@ class LastKernelCall:
 
 
 def last_call_path(trace: Path) -> Path:
-    """Return where the crumb of a trace lies."""
+    """Return the path of the file with the last kernel call of a trace."""
     return trace.with_name(trace.name + LAST_CALL_SUFFIX)
 
 
 class LastCallWriter:
-    """Writes the crumb of one trace, from the process that records it alone."""
+    """Writes the last kernel call of one trace; only for the process that records it."""
 
     def __init__(self, trace: Path) -> None:
         self._path = last_call_path(trace)
@@ -66,7 +67,7 @@ class LastCallWriter:
         self._is_closed = False
 
     def enter(self, place: CallPlace, q_len: int, kv_len: int, what: str) -> None:
-        """Say which call begins; a forked child, which shares the file, must not call this."""
+        """Note a call that begins; a forked child, which shares the file, must not call this."""
         if self._map is None and not self._open():
             return
         assert self._map is not None
@@ -75,17 +76,17 @@ class LastCallWriter:
         _HEADER.pack_into(self._map, 0, 1, *place, q_len, kv_len, self._n_bytes)
 
     def leave(self) -> None:
-        """Say that it returned, or raised."""
+        """Note that the call returned or raised."""
         if self._map is not None:
             self._map[0] = 0
 
     def remove(self) -> None:
-        """Take the file away; nothing is noted any more."""
+        """Remove the file; later calls are not noted."""
         if os.getpid() != self._pid:
             return
-        self._is_closed, made, self._map = True, self._map, None
-        if made is not None:
-            made.close()
+        self._is_closed, mapped, self._map = True, self._map, None
+        if mapped is not None:
+            mapped.close()
             with suppress(OSError):
                 self._path.unlink()
 
@@ -108,7 +109,7 @@ class LastCallWriter:
 
 
 def take_last_call(trace: Path) -> LastKernelCall | None:
-    """Return what the crumb of a trace says, and remove it; None where there is none."""
+    """Return the last kernel call of a trace and remove its file; None when there is none."""
     path = last_call_path(trace)
     try:
         data = path.read_bytes()
@@ -120,13 +121,13 @@ def take_last_call(trace: Path) -> LastKernelCall | None:
     if not what:
         return None
     return LastKernelCall(
-        bool(state),
-        _none_if_negative(generation),
-        _none_if_negative(step),
-        _none_if_negative(layer),
-        q_len,
-        kv_len,
-        what,
+        entered=bool(state),
+        generation=_none_if_negative(generation),
+        step=_none_if_negative(step),
+        layer=_none_if_negative(layer),
+        q_len=q_len,
+        kv_len=kv_len,
+        what=what,
     )
 
 
@@ -139,9 +140,9 @@ STOP_SUFFIX = "-held"
 
 @dataclass(frozen=True, slots=True)
 class DebuggerStop:
-    """A stop: by which debugger, where, since when (seconds since 1970), and why if that is known.
+    """A stop of process `pid` in a debugger.
 
-    `pid` is the process that is held.
+    `since` is in seconds since the epoch; `reason` is empty when it is not known.
     """
 
     pid: int
@@ -158,7 +159,7 @@ class DebuggerStop:
         return f"{self._location()} for {seconds:.0f} s{self._reason_text()}"
 
     def sentence_without_time(self) -> str:
-        """Return the same without how long it has been, so that it stays what it is."""
+        """Return the sentence without the duration, so that it does not change with time."""
         return self._location() + self._reason_text()
 
     def _location(self) -> str:
@@ -169,12 +170,12 @@ class DebuggerStop:
 
 
 def stop_path(trace: Path) -> Path:
-    """Return where the file of a trace lies; `trace` is the file that is being recorded."""
+    """Return the path of the file with the debugger stop of a trace that is being recorded."""
     return trace.with_name(trace.name + STOP_SUFFIX)
 
 
 def write_stop(trace: Path, stop: DebuggerStop) -> None:
-    """Say that the process is held. A folder that cannot be written to leaves it unsaid."""
+    """Note that a debugger holds the process; without effect in a read-only folder."""
     path = stop_path(trace)
     part = path.with_name(path.name + "-part")
     with suppress(OSError):
@@ -183,21 +184,22 @@ def write_stop(trace: Path, stop: DebuggerStop) -> None:
 
 
 def remove_stop(trace: Path) -> None:
-    """Say that it goes on."""
+    """Note that the process continues."""
     with suppress(OSError):
         stop_path(trace).unlink(missing_ok=True)
 
 
 def read_stop(trace: Path) -> DebuggerStop | None:
-    """Return the stop in which the process that records a trace is now, None in none.
+    """Return the debugger stop that holds the process recording a trace, None when there is none.
 
-    Costs a look for a file that is not there. The file of a process that died in a stop is removed.
+    Usually costs one attempt to open a missing file. The file of a process that died in a stop is
+    removed.
     """
     try:
-        held = DebuggerStop(**json.loads(stop_path(trace).read_text(encoding="utf-8")))
+        stop = DebuggerStop(**json.loads(stop_path(trace).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    if is_recorder_alive({"pid": held.pid, "started_at": held.since}):
-        return held
+    if is_recorder_alive({"pid": stop.pid, "started_at": stop.since}):
+        return stop
     remove_stop(trace)
     return None

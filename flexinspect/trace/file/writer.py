@@ -1,8 +1,8 @@
-"""Writing a trace: one transaction per step, readable at every moment, whatever happens to us.
+"""Write a trace: one transaction per step, so that the file is readable at every moment.
 
-`synchronous=NORMAL` on a WAL never waits for the disk within a step. A killed process loses nothing
-that `write_step` has returned from, because the pages are with the kernel; a power failure may lose
-the last steps but never the file.
+`synchronous=NORMAL` on a WAL never waits for the disk within a step. A killed process loses no step
+for which `write_step` has returned, because the kernel holds the pages; a power failure may lose
+the last steps but never the file. Also here: what is added to a trace after its recording.
 """
 
 from __future__ import annotations
@@ -37,10 +37,19 @@ from flexinspect.trace.file.ownership import recording_pid
 from flexinspect.trace.file.salvage import is_repaired_copy
 
 WAL_TIDY_PAGES = 1_024
-"""Pages (4 MiB) of WAL worth folding into the file between two generations."""
+"""Pages (4 MiB) of WAL above which it is folded into the file between two generations."""
+
+WAL_LIMIT_PAGES = 16_384
+"""Pages (64 MiB) of WAL above which a commit folds them into the file, even within a generation."""
 
 READER_WAIT_S = 1.5
-"""How long closing waits for live readers to let go of the WAL."""
+"""How long closing waits for readers to release the WAL."""
+
+WRITE_BUSY_S = 10.0
+"""How long a commit waits for another program that has locked the file."""
+
+APPEND_BUSY_S = 5.0
+"""How long an addition waits for another program that writes at the same time."""
 
 _UNBINDABLE = (sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError, UnicodeEncodeError)
 
@@ -49,11 +58,11 @@ _KEY_CONFLICTS = ("SQLITE_CONSTRAINT_PRIMARYKEY", "SQLITE_CONSTRAINT_UNIQUE")
 
 
 class TraceWriter:
-    """Records one process into one file. Any thread may call it, one at a time.
+    """Records one process into one file. Any thread may call it; calls are serialized.
 
-    `path` is where the trace will be, `recording_path` where it is until `close` (elsewhere only
-    for a target on a network file system), `note` a sentence for the user about that or about what
-    `close` had to leave behind, `failed` whether recording had to stop.
+    `path` is where the finished trace will be, `recording_path` where it is until `close` (another
+    path only for a target on a network file system). `note` is a sentence for the user about that,
+    or about files that `close` had to leave. `failed` is whether recording had to stop.
     """
 
     def __init__(self, path: Path, recording_path: Path, db: sqlite3.Connection) -> None:
@@ -99,7 +108,7 @@ class TraceWriter:
             self._commit(codec.encode_run_facts(facts), "the manifest")
 
     def write_event(self, event: EventRecord) -> None:
-        """Record something that happened outside of a step. Raises `TraceWriteError`."""
+        """Record an event that is not part of a step's record. Raises `TraceWriteError`."""
         statements: list[Statement] = []
         codec.encode_events(statements, (event,))
         with self._lock:
@@ -113,23 +122,23 @@ class TraceWriter:
             self._commit(statements, "the program's output")
 
     def write_findings(self, findings: Iterable[Finding]) -> None:
-        """Record findings that were made outside of a step. Raises `TraceWriteError`."""
+        """Record findings that are not part of a step's record. Raises `TraceWriteError`."""
         statements: list[Statement] = []
         codec.encode_findings(statements, findings)
         with self._lock:
             self._commit(statements, "findings")
 
     def write_gradients(self, record: GradientRecord) -> None:
-        """Record the gradients of one token, whole or not at all. Raises `TraceWriteError`."""
+        """Record the gradients of one token in one transaction. Raises `TraceWriteError`."""
         with self._lock:
             self._commit(codec.encode_gradients(record), f"the gradients of step {record.step}")
 
     def write_repeats(self, place: tuple[int, int, int], records: Iterable[Repeat]) -> None:
-        """Count findings again at (generation, branch, step). Raises `TraceWriteError`."""
+        """Count repeated findings at (generation, branch, step). Raises `TraceWriteError`."""
         statements: list[Statement] = []
         codec.encode_repeats(statements, records, place)
         with self._lock:
-            self._commit(statements, "findings that were met again")
+            self._commit(statements, "repeated findings")
 
     def begin_generation(self, record: GenerationRecord) -> None:
         """Record the prompt of a new generation. Raises `TraceWriteError`."""
@@ -148,8 +157,8 @@ class TraceWriter:
     ) -> None:
         """Record a fork of `parent`, whose first own step is `fork_step`.
 
-        A branch holds only its own steps and tokens; what lies before is its parent's. `change` is
-        what made it differ, as `BranchRecord` has it. Raises `TraceWriteError`.
+        A branch holds only its own steps and tokens; earlier ones are its parent's. `change` says
+        how it differs, see `BranchRecord`. Raises `TraceWriteError`.
         """
         place = (generation, branch, parent, fork_step)
         statements = codec.encode_branch_start(*place, time.time(), change)
@@ -158,11 +167,11 @@ class TraceWriter:
             self._commit(statements, f"branch {branch} of generation {generation}")
 
     def write_step(self, record: StepRecord) -> None:
-        """Record one step, in one transaction: afterwards it is in the trace, whole.
+        """Record one step in one transaction.
 
-        Raises `TraceWriteError` once when recording has to stop (see `failed`), later calls do
-        nothing; and for a record that cannot be stored (a step written twice, an array of objects),
-        after which recording may go on.
+        Raises `TraceWriteError` once when recording has to stop (see `failed`); later calls do
+        nothing. Also raises it for a record that cannot be stored (a step written twice, an array
+        of objects), after which recording may continue.
         """
         with self._lock:
             if self._is_stopped():
@@ -172,12 +181,12 @@ class TraceWriter:
                 self._known_masks.update(mask.fingerprint for mask in record.masks)
 
     def write_steps(self, records: Sequence[StepRecord]) -> None:
-        """Record steps that waited together, in one transaction: afterwards all of them are there.
+        """Record several waiting steps in one transaction.
 
-        Committing is more than half of what a step costs, and steps in a row dirty the same pages.
-        Raises as `write_step` does; a record that cannot be stored takes none of the others along,
-        and the error's `stored` says which these are. It is that of the first
-        one refused, or of what ended the recording; `others` has what is said of the rest.
+        Committing is more than half of the cost of a step, and consecutive steps dirty the same
+        pages. Raises as `write_step` does. If a record cannot be stored, the others are stored all
+        the same: the error's `stored` has their indices. The error is that of the first refused
+        record, or the one that ended the recording; `others` has the messages of further ones.
         """
         if len(records) == 1:
             self.write_step(records[0])
@@ -214,26 +223,23 @@ class TraceWriter:
                 if self.failed:
                     break
         if refused:
-            told = refused.pop(-1 if self.failed else 0)
-            told.stored = tuple(stored)
-            told.others = tuple(error.message for error in refused)
-            raise told
+            raised = refused.pop(-1 if self.failed else 0)
+            raised.stored = tuple(stored)
+            raised.others = tuple(error.message for error in refused)
+            raise raised
 
     def end_generation(self, record: GenerationEnd) -> None:
-        """Record how a branch ended, with its segments as they came out.
-
-        Raises `TraceWriteError`.
-        """
+        """Record how a branch ended, with its final segments. Raises `TraceWriteError`."""
         with self._lock:
             self._commit(
                 codec.encode_generation_end(record), f"the end of generation {record.generation}"
             )
 
     def close(self, state: str = "finished") -> None:
-        """End the trace in `state` (finished, interrupted, failed) and fold it into one file.
+        """End the trace in `state` (finished, interrupted, failed) and fold the WAL into it.
 
-        Closing again does nothing. Raises `TraceWriteError` only when a trace that was recorded
-        elsewhere cannot be moved to its place.
+        Closing again does nothing. Raises `TraceWriteError` only when a trace that was recorded at
+        another path cannot be moved to its target.
         """
         with self._lock:
             if self._closed or os.getpid() != self._pid:
@@ -245,7 +251,7 @@ class TraceWriter:
             self._move_to_target(folded)
 
     def discard(self) -> None:
-        """Remove the trace after it was closed, a WAL that a reader kept from being folded too."""
+        """Remove the trace after it was closed, together with a WAL that could not be folded in."""
         for place in {self.path, self.recording_path}:
             location.delete_trace(place)
 
@@ -266,14 +272,14 @@ class TraceWriter:
         return self.failed or self._closed or os.getpid() != self._pid
 
     def _commit(self, statements: Sequence[Statement], what: str) -> bool:
-        """Run the statements in one transaction; False when the writer refuses by now."""
+        """Run the statements in one transaction; return False if recording has stopped."""
         if self._is_stopped():
             return False
         try:
             self._bind_and_run(statements)
         except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
             raise TraceWriteError(
-                f"The trace refuses {what}: {error}.", hint="The recording itself goes on."
+                f"The trace refuses {what}: {error}.", hint="The recording itself continues."
             ) from error
         except sqlite3.Error as error:
             self.failed = True
@@ -290,7 +296,7 @@ class TraceWriter:
             except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
                 if getattr(error, "sqlite_errorname", "") in _KEY_CONFLICTS:
                     raise
-                self._converts_values = True  # whoever sends such values once will send them again
+                self._converts_values = True  # such values usually come again
         self._transaction([(sql, bindable(params)) for sql, params in statements])
 
     def _transaction(self, statements: Sequence[Statement]) -> None:
@@ -307,14 +313,14 @@ class TraceWriter:
             raise
 
     def _checkpoint_wal(self) -> None:
-        """Fold a long WAL into the file while nobody waits for a step."""
+        """Fold a long WAL into the file, between generations, when no step waits for it."""
         wal = self.recording_path.with_name(self.recording_path.name + "-wal")
         with suppress(sqlite3.Error, OSError):
             if not self._is_stopped() and wal.stat().st_size > WAL_TIDY_PAGES * 4096:
                 self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _write_end(self, state: str) -> None:
-        """Write the final state if that is still possible."""
+        """Write the final state, if the file can still be written."""
         facts: dict[str, Any] = {"ended_at": time.time()}
         if self.failed:
             state, facts["reason"] = "failed", self._reason
@@ -322,7 +328,7 @@ class TraceWriter:
             self._transaction(codec.encode_trace_end(state, facts))
 
     def _fold_wal(self) -> bool:
-        """Make one file of the trace; False when a reader or the disk does not let us."""
+        """Fold the WAL into the file; return False when a reader or the disk prevents it."""
         with suppress(sqlite3.Error):
             self._db.execute("PRAGMA busy_timeout = 200")
         until = time.monotonic() + READER_WAIT_S
@@ -341,22 +347,15 @@ class TraceWriter:
             self.note = f"The trace was recorded on a local disk and moved to {self.path}."
         elif not folded:
             self.note = (
-                f"Another program or the disk kept {self.recording_path} from being folded into "
-                "one file: as long as a -wal file lies beside it, keep the two together."
+                f"Another program or the disk prevented folding the -wal file of "
+                f"{self.recording_path} into it: as long as there is one, keep the two together."
             )
-
-
-WAL_LIMIT_PAGES = 16_384
-"""Pages (64 MiB) of WAL after which a commit folds them into the file, in the middle of a run."""
-
-WRITE_BUSY_S = 10.0
-"""How long a commit waits for another program that holds the file."""
 
 
 def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
     """Open the empty file `path` as a trace with the manifest `run`.
 
-    Raises `TraceWriteError`, with the file removed, when that cannot be.
+    Raises `TraceWriteError`, with the file removed, when that fails.
     """
     if sqlite3.sqlite_version_info < (3, 37):
         raise TraceWriteError(
@@ -384,8 +383,8 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
 
 
 def _create_tables(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
-    # Without a journal: nothing is lost if this fails, and the file itself (not only its WAL) says
-    # from the first moment what it is.
+    # Without a journal: nothing is lost if this fails, and the file itself (not only its WAL) is
+    # recognizable as a trace from the first moment.
     db.execute("PRAGMA journal_mode = OFF")
     db.execute("PRAGMA synchronous = OFF")
     db.execute("BEGIN")
@@ -400,41 +399,36 @@ def _create_tables(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
 
 
 def recording_error(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
-    """Return the sentence for an error of SQLite that ends a recording at `what`."""
+    """Return the error for an error of SQLite that ends a recording at `what`."""
     reason, remedy = _recording_error_reason(error)
-    kept = "Everything recorded so far stays readable; the generation itself goes on."
+    kept = "Everything recorded so far stays readable; the generation itself continues."
     hint = f"{kept} {remedy}".rstrip()
     return TraceWriteError(f"Recording to {path} stopped at {what}: {reason}.", hint=hint)
 
 
 def creation_error(path: Path, error: sqlite3.Error) -> TraceWriteError:
-    """Return the sentence for an error of SQLite at the first write: then nothing is run either."""
+    """Return the error for an error of SQLite at the first write, when nothing has run yet."""
     reason, remedy = _recording_error_reason(error)
-    return TraceWriteError(f"The trace {path} cannot be begun: {reason}.", hint=remedy or None)
+    return TraceWriteError(f"The trace {path} cannot be created: {reason}.", hint=remedy or None)
 
 
 def _recording_error_reason(error: sqlite3.Error) -> tuple[str, str]:
-    """Return what went wrong, and what may be done about it (empty when nobody knows)."""
+    """Return the reason, and what the user can do about it (empty when unknown)."""
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith("SQLITE_FULL"):
         return "the disk is full", "Free some space, or choose another disk with --out."
     if name.startswith("SQLITE_READONLY"):
         return "it has become read-only", ""
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        said = "another program holds it locked"
-        return said, "Close the program that has it open for writing."
+        return "it is locked by another program", "Close the program that writes to it."
     if name.startswith("SQLITE_IOERR"):
         return f"the disk reports an error ({error})", "Check the disk and the space left on it."
     return str(error), ""
 
 
-APPEND_BUSY_S = 5.0
-"""How long to wait for another program that adds something at the same time."""
-
-
 @dataclass(frozen=True, slots=True)
 class RuleReview:
-    """What one rule said of one generation afterwards; `at` in seconds since the epoch."""
+    """The result of a rule that ran offline on a generation; `at` in seconds since the epoch."""
 
     rule: str
     generation: int
@@ -445,15 +439,15 @@ class RuleReview:
 
 
 def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
-    """Write findings and events, and that these rules have looked, in one transaction.
+    """Write reviews with their findings and events, in one transaction.
 
-    What another program has written meanwhile for the same rule and generation counts, and is not
-    written twice. Raises `TraceWriteError`, with nothing written, when the trace is being recorded
-    or cannot be written to; `TraceError` when it is no trace.
+    A review that another program has written meanwhile, of the same rule and generation, is kept
+    and not written twice. Raises `TraceWriteError`, with nothing written, when the trace is being
+    recorded or cannot be written to; `TraceError` when it is not a trace.
     """
     check_header(path)
     if is_repaired_copy(path):
-        raise _append_error(path, "it is a mended copy of a damaged trace")
+        raise _append_error(path, "it is a repaired copy of a damaged trace")
     pid = recording_pid(path)
     if pid is not None:
         raise _append_error(path, f"process {pid} is recording it")
@@ -485,20 +479,20 @@ def _write_reviews(db: sqlite3.Connection, reviews: Iterable[RuleReview]) -> Non
 
 
 def review_statements(reviews: Iterable[RuleReview]) -> dict[ReviewKey, list[Statement]]:
-    """Return by rule and generation what writes these reviews."""
+    """Return the statements that write these reviews, by rule and generation."""
     out: dict[ReviewKey, list[Statement]] = {}
-    for one in reviews:
-        parts = out[one.rule, one.generation] = []
-        codec.encode_findings(parts, one.findings)
-        codec.encode_events(parts, one.events)
-        parts.append(codec.encode_review(one.rule, one.generation, one.at, one.wall_ms))
+    for each in reviews:
+        statements = out[each.rule, each.generation] = []
+        codec.encode_findings(statements, each.findings)
+        codec.encode_events(statements, each.events)
+        statements.append(codec.encode_review(each.rule, each.generation, each.at, each.wall_ms))
     return out
 
 
 def _append_error(path: Path, why: str) -> TraceWriteError:
     return TraceWriteError(
-        f"What was found is not stored in {path}: {why}.",
-        hint="The findings are complete; looking for them again takes a moment each time.",
+        f"The findings are not stored in {path}: {why}.",
+        hint="The findings are complete; they are computed again each time the trace is opened.",
     )
 
 
@@ -509,14 +503,14 @@ def _append_error_reason(error: sqlite3.Error) -> str:
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
         return "it is read-only"
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        return "another program holds it locked"
+        return "it is locked by another program"
     return "".join(char if char.isprintable() else "?" for char in str(error))
 
 
 def add_run_facts(path: Path, facts: Mapping[str, Any], event: EventRecord) -> None:
-    """Add facts to the manifest of a trace that is finished, and an event that tells of them.
+    """Add facts to the manifest of a finished trace, and an event about them.
 
-    Raises `sqlite3.Error`: only for a trace that was made a moment ago.
+    Raises `sqlite3.Error`; only for a trace that this program has just made.
     """
     out = codec.encode_run_facts(facts)
     codec.encode_events(out, (event,))

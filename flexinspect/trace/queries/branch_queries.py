@@ -1,4 +1,4 @@
-"""What holds in a branch: the mask that is meant there, and how far back its keys go."""
+"""Queries about a branch: its declared mask, and which of its parents' keys it uses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import GenerationRow
 
 MASK_KEYS = frozenset({"preset", "separators", "starts", "head", "low", "rule"})
-"""The keys of a declaration that say which mask is meant."""
+"""The keys of a declaration that describe the declared mask."""
 
 
 def generation_in_branch(reader: TraceReader, about: GenerationRow, branch: int) -> GenerationRow:
-    """Return a generation as it is declared in a branch: under the mask edited last."""
+    """Return a generation with the mask that is declared in a branch: the one edited last."""
     if not branch:
         return about
     rows = {row.branch: row.change for row in reader.branches(about.generation)}
@@ -27,7 +27,7 @@ def generation_in_branch(reader: TraceReader, about: GenerationRow, branch: int)
 
 
 def with_declared_mask(declared: Mapping[str, Any], mask: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a declaration under another mask."""
+    """Return a declaration with another mask."""
     rest = {key: value for key, value in declared.items() if key not in MASK_KEYS}
     return {**rest, **mask}
 
@@ -35,14 +35,15 @@ def with_declared_mask(declared: Mapping[str, Any], mask: Mapping[str, Any]) -> 
 def visible_lineage(
     reader: TraceReader, generation: int, branch: int, step: int
 ) -> list[tuple[int, int, int | None]]:
-    """Return the lineage of a branch as far as the keys seen at a step go back.
+    """Return the part of a branch's lineage whose keys are in the cache at a step.
 
-    A branch that computed all keys anew, under an edited mask, sees none of its parents' ones.
+    A branch that recomputed all keys, under an edited mask, uses none of its parents' keys.
     """
     family = lineage(reader, generation, branch)
     if len(family) > 1:
-        anew = {r.branch for r in reader.branches(generation) if r.change.get("recomputed") is True}
-        for at, (number, first, _) in enumerate(family):
-            if number in anew and step >= first:
-                return family[: at + 1]
+        rows = reader.branches(generation)
+        recomputed = {row.branch for row in rows if row.change.get("recomputed") is True}
+        for index, (number, first, _) in enumerate(family):
+            if number in recomputed and step >= first:
+                return family[: index + 1]
     return family

@@ -1,9 +1,8 @@
-"""Questions about ranges of steps: what ran where, findings in groups, events of a kind.
+"""Queries of ranges of steps: attention paths, findings, events, layer statistics, memory.
 
-All of them are bounded: by a range of steps, by a limit, or by being counted inside SQLite.
-
-A branch is read with the steps of its parents before the fork, so that a range has no holes. Every
-function raises `TraceError` when the file is damaged.
+All of them are bounded: by a range of steps, by a limit, or by counting inside SQLite. A branch is
+read with its parents' steps before the fork, so that a range has no gaps. Every function raises
+`TraceError` when the file is damaged.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import Any, Literal
 
+from flexinspect.core import text
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import LayerStatRecord, MemoryRecord
 from flexinspect.trace import codec, schema
@@ -35,7 +34,7 @@ class StepPath:
 def step_paths(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
 ) -> list[StepPath]:
-    """Return what ran in the steps `start <= step < stop`, a few rows per step, in order.
+    """Return the attention paths of the steps `start <= step < stop`, in order.
 
     Steps before the fork of a branch are those of its parent. Raises `TraceError`.
     """
@@ -49,7 +48,7 @@ def step_paths(
         if low < high:
             rows = reader._query(sql, (generation, number, low, high))
             found += [reader._decode(_decode_step_path, row) for row in rows]
-    return sorted(found, key=lambda one: (one.step, one.layers))
+    return sorted(found, key=lambda path: (path.step, path.layers))
 
 
 def _decode_step_path(row: Sequence[Any]) -> StepPath:
@@ -68,7 +67,7 @@ def _parse_layers(text: str) -> tuple[int, ...]:
 def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int, int, int | None]]:
     """Return (branch, first step, step after the last) of a branch and its parents, newest first.
 
-    The last step of the branch itself is None: it is open.
+    The step after the last of the branch itself is None, because it may still grow.
     """
     if branch == 0:
         return [(0, 0, None)]
@@ -77,7 +76,7 @@ def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int
     here: int | None = branch
     stop: int | None = None
     while here is not None and here in rows:
-        row = rows.pop(here)  # taken out, so that a damaged file cannot lead in a circle
+        row = rows.pop(here)  # removed, so that a damaged file cannot cause an endless loop
         found.append((here, row.fork_step or 0, stop))
         here, stop = row.parent, row.fork_step
     return found
@@ -88,7 +87,7 @@ def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int
 
 @dataclass(frozen=True, slots=True)
 class NumberRange:
-    """What `n` different numbers lie between `low` and `high`, both included."""
+    """`n` different numbers between `low` and `high`, both included."""
 
     low: int
     high: int
@@ -105,10 +104,10 @@ class NumberRange:
 
 @dataclass(frozen=True, slots=True)
 class FindingGroup:
-    """All findings of one class and severity. `first` is the number of the first one, `sentence`
-    what it says; `times` counts also those that a finding of a series stands for.
+    """All findings of one id and severity.
 
-    An extent is None when no finding of the group names such a place.
+    `first` is the number of the first one, `sentence` its text. `times` includes repetitions, which
+    a finding of a series counts. An extent is None when no finding of the group has such a place.
     """
 
     severity: Severity
@@ -138,7 +137,7 @@ _FINDING_GROUP_KINDS = ("text", "text", *("int",) * 6, *("int?", "int?", "int") 
 
 
 def finding_groups(reader: TraceReader, *, limit: int = 500) -> list[FindingGroup]:
-    """Return the classes of findings of a trace, worst first; counted inside SQLite."""
+    """Return the findings of a trace in groups, worst first; counted inside SQLite."""
     return [
         reader._decode(_decode_finding_group, row)
         for row in reader._query(_FINDING_GROUPS_SQL, (limit,))
@@ -157,7 +156,7 @@ def _decode_finding_group(row: Sequence[Any]) -> FindingGroup:
     )
     generations, steps, layers = (_number_range(extents[i : i + 3]) for i in (0, 3, 6))
     if severity not in list(Severity) or generations is None:
-        raise codec.DamagedValueError(f"{severity!r} is no severity")
+        raise codec.DamagedValueError(f"{severity!r} is not a severity")
     return FindingGroup(
         Severity(severity), name, count, first, times, generations, steps, layers, sentence
     )
@@ -169,7 +168,7 @@ def _number_range(values: Sequence[int | None]) -> NumberRange | None:
 
 
 def findings_counter(reader: TraceReader) -> int:
-    """Return a number that rises with every finding and every repetition of one, 0 without any."""
+    """Return a number that grows with every finding and every repetition; 0 without findings."""
     rows = reader._query("SELECT max(finding) + sum(times) FROM findings", ())
     return int(rows[0][0] or 0) if rows else 0
 
@@ -182,8 +181,8 @@ def finding_in_group(reader: TraceReader, group: FindingGroup, index: int) -> Fi
 
 
 FindingPosition = tuple[int, int, int | None, int, int, int]
-"""(generation, branch, step, layer, head, number): where a walk over findings stands. The step is
-None at findings of a whole generation; a layer or head that is not named counts as -1."""
+"""(generation, branch, step, layer, head, number): a position in the order of findings. The step
+of findings of a whole generation is None; a missing layer or head is -1."""
 
 
 FIRST_POSITION: FindingPosition = (-1, -1, None, -1, -1, -1)
@@ -191,16 +190,16 @@ LAST_POSITION: FindingPosition = (1 << 62, 0, None, -1, -1, -1)
 
 
 def finding_position(row: FindingRow) -> FindingPosition:
-    """Return where a finding stands in the order in which findings are walked."""
-    found = row.finding
-    layer, head = (-1 if value is None else value for value in (found.layer, found.head))
-    return found.generation, found.branch, found.step, layer, head, row.id
+    """Return the position of a finding in the order of findings."""
+    finding = row.finding
+    layer, head = (-1 if value is None else value for value in (finding.layer, finding.head))
+    return finding.generation, finding.branch, finding.step, layer, head, row.id
 
 
 def adjacent_finding(
     reader: TraceReader, here: FindingPosition, direction: int
 ) -> FindingRow | None:
-    """Return the finding after (1) or before (-1) `here`: a few look-ups in the index of steps."""
+    """Return the finding after (direction 1) or before (-1) `here`, by a few index look-ups."""
     generation, branch, step = here[:3]
     found = _finding_in_step(reader, (generation, branch, step), direction, here[3:])
     if found is not None:
@@ -228,7 +227,7 @@ def _finding_in_step(
 def _next_step_with_findings(
     reader: TraceReader, key: tuple[int, int, int | None], direction: int
 ) -> tuple[int, int, int | None] | None:
-    """Return the nearest step with findings; those of a whole generation come before its steps."""
+    """Return the next step with findings; findings of a whole generation precede its steps."""
     generation, branch, step = key
     sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
     by = f"ORDER BY generation {order}, branch {order}, step {order} LIMIT 1"
@@ -261,7 +260,7 @@ def step_events(
 ) -> list[EventRow]:
     """Return the events of steps `start <= step < stop` whose kind or text matches `like`.
 
-    `like` is a pattern of SQL's LIKE, which knows no case: "%compil%".
+    `like` is a pattern of SQL's LIKE, which ignores case: "%compil%".
     """
     rest = (
         "WHERE generation = ? AND step >= ? AND step < ? AND (kind LIKE ? OR text LIKE ?) "
@@ -286,15 +285,12 @@ def events_between(
     return reader._records(codec.decode_event, schema.EVENTS, rest, params)
 
 
-# -- words ----------------------------------------------------------------------------------------
-
-
 def format_ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as "0-3, 7": ascending, each once."""
-    ordered = sorted(set(numbers))
-    runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
-    ends = [(run[0][1], run[-1][1]) for run in (list(pairs) for _, pairs in runs)]
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)
+    """Return numbers in any order as "0-3, 7": ascending, each once."""
+    return text.format_ranges(sorted(set(numbers)))
+
+
+# -- steps ----------------------------------------------------------------------------------------
 
 
 Statistic = Literal["norm", "max", "mean", "std", "bad"]
@@ -302,7 +298,7 @@ Statistic = Literal["norm", "max", "mean", "std", "bad"]
 """
 
 MAX_STAT_ROWS = 1 << 16
-"""Rows of layer statistics that one question returns at most."""
+"""Rows of layer statistics that one query returns at most."""
 
 _STEP_RANGE_SQL = f"{WHERE_BRANCH} AND step >= ? AND step < ?"
 _STATISTIC_SQL: dict[Statistic, str] = {
@@ -316,7 +312,7 @@ _STATISTIC_SQL: dict[Statistic, str] = {
 
 @dataclass(frozen=True, slots=True)
 class StatCell:
-    """One value of one module in one step; `n_bad` are the NaN and Inf among its values."""
+    """One statistic of one module in one step; `n_bad` counts NaN and Inf in its output."""
 
     step: int
     layer: int
@@ -327,7 +323,7 @@ class StatCell:
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteOutput:
-    """A module's output that holds NaN or Inf, and its step."""
+    """The statistics of a module's output that holds NaN or Inf, and its step."""
 
     step: int
     stat: LayerStatRecord
@@ -342,7 +338,7 @@ def branch_of_step(reader: TraceReader, generation: int, step: int, branch: int 
 
 
 def step_bounds(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, int] | None:
-    """Return the first and the last step recorded so far, parents included; None without any."""
+    """Return the first and the last recorded step, parents included; None without steps."""
     last = newest_step(reader, generation, branch)
     if last is None:
         return None
@@ -353,7 +349,7 @@ def step_bounds(reader: TraceReader, generation: int, branch: int = 0) -> tuple[
 
 
 def newest_step(reader: TraceReader, generation: int, branch: int = 0) -> int | None:
-    """Return the last step recorded so far, parents included; None without any."""
+    """Return the last recorded step, parents included; None without steps."""
     for part in lineage(reader, generation, branch):
         if (step := _last_step(reader, generation, *part)) is not None:
             return step
@@ -372,7 +368,7 @@ def _last_step(
 def step_range(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
 ) -> list[StepRow]:
-    """Return the steps `start <= step < stop`, in order."""
+    """Return the steps `start <= step < stop` of a branch and its parents, in order."""
     found: list[StepRow] = []
     for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
         found += reader.steps(generation, number, low, high)
@@ -397,7 +393,7 @@ def _decode_step_and_token(row: Sequence[Any]) -> list[Any]:
 
 
 def decode_phase_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:
-    """Return how many decode steps a branch has made itself, and their milliseconds together."""
+    """Return the number of a branch's own decode steps, and their total time in milliseconds."""
     sql = f"SELECT count(*), total(wall_ms) FROM steps {WHERE_BRANCH} AND phase = 'decode'"
     ((number, total),) = reader._query(sql, (generation, branch))
     return int(number), float(total)
@@ -427,7 +423,7 @@ def layer_stats_range(
 ) -> list[StatCell]:
     """Return one statistic of all modules in the steps `start <= step < stop`, as captured.
 
-    At most `MOST_ROWS` of them.
+    At most `MAX_STAT_ROWS` values.
     """
     sql = (
         f"SELECT step, layer, module, {_STATISTIC_SQL[statistic]}, n_nan + n_inf FROM layer_stats "
@@ -446,10 +442,10 @@ def layer_stats_range(
 def first_nonfinite_output(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
 ) -> NonfiniteOutput | None:
-    """Return the lowest layer with NaN or Inf of the earliest such step, None without any.
+    """Return the lowest layer with NaN or Inf in the earliest such step, None without any.
 
-    Of one branch alone. Reads two narrow columns of the steps `start <= step < stop` and stops at
-    the first that has one.
+    Reads two narrow columns of the own steps `start <= step < stop` of one branch, up to the first
+    such step.
     """
     rest = f"{_STEP_RANGE_SQL} AND (n_nan > 0 OR n_inf > 0) ORDER BY step, layer, number LIMIT 1"
     rows = reader._select(schema.LAYER_STATS, rest, (generation, branch, start, stop), skip=2)

@@ -1,31 +1,29 @@
-"""Questions about the sequence as a whole: its length, and where a text occurs in it."""
+"""Queries of the sequence as a whole (length, tokens, text search), and counters of a trace."""
 
 from __future__ import annotations
 
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.queries.range_queries import lineage
-from flexinspect.trace.query_base import WHERE_BRANCH, TraceQueries
+from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, TraceQueries
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import EventRow
-
-_OPEN_END = 1 << 62
 
 
 def token_ranges(
     trace: TraceReader, generation: int, branch: int = 0
 ) -> list[tuple[int, int, int | None]]:
-    """Return (branch, first position, position after the last) of what a sequence is made of.
+    """Return (branch, first position, position after the last) of the parts of a sequence.
 
-    Oldest parent first; the branch itself comes last and is open (None). A parent's tokens end
-    where the first own step of its fork chose one.
+    Oldest parent first; the branch itself comes last and may still grow (None). A parent's tokens
+    end where the first own step of its fork chose one.
     """
     parts: list[tuple[int, int, int | None]] = []
     start = 0
     family = lineage(trace, generation, branch)
     for (number, _, _), (fork, step, _) in zip(family[:0:-1], family[-2::-1], strict=True):
-        about = trace.step(generation, step, fork) or trace.step(generation, step, number)
-        stop = None if about is None else about.first_pos
+        row = trace.step(generation, step, fork) or trace.step(generation, step, number)
+        stop = None if row is None else row.first_pos
         parts.append((number, start, stop))
         start = start if stop is None else stop
     return [*parts, (branch, start, None)]
@@ -55,7 +53,7 @@ def last_pos(trace: TraceReader, generation: int, branch: int = 0) -> int | None
     """Return the highest position recorded so far, None when there is none."""
     sql = f"SELECT pos FROM tokens {WHERE_BRANCH} AND pos < ? ORDER BY pos DESC LIMIT 1"
     for number, _, stop in reversed(token_ranges(trace, generation, branch)):
-        params = (generation, number, _OPEN_END if stop is None else stop)
+        params = (generation, number, OPEN_END if stop is None else stop)
         found = trace._query_int(sql, params)
         if found is not None:
             return found
@@ -86,10 +84,10 @@ def find_text(
     after: int = -1,
     only_generated: bool = False,
 ) -> tuple[int, int | None] | None:
-    """Return (position, step that chose it) of the next token that holds `text`.
+    """Return (position, step that chose it) of the next token whose text contains `text`.
 
-    Letters count without their case, where SQLite knows it (ASCII). The search begins after the
-    position `after` and goes on from the start; None when no token holds it.
+    The case of ASCII letters is ignored. The search begins after the position `after` and wraps
+    around; None when no token matches.
     """
     chosen = " AND step IS NOT NULL" if only_generated else ""
     sql = (
@@ -97,7 +95,7 @@ def find_text(
         f"AND (instr(lower(text), lower(?)) OR token = ?){chosen} ORDER BY pos LIMIT 1"
     )
     parts = token_ranges(trace, generation, branch)
-    for low, high in ((after + 1, _OPEN_END), (0, after + 1)):
+    for low, high in ((after + 1, OPEN_END), (0, after + 1)):
         for number, first, end in parts:
             span = (max(low, first), high if end is None else min(high, end))
             rows = trace._query(sql, (generation, number, *span, text, text))

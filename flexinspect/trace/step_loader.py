@@ -1,0 +1,251 @@
+"""Load steps as whole records, a few queries for many steps.
+
+`TraceReader.record` and `flexinspect.trace.replay` both load through `load_steps`, so what a rule
+sees offline is what the reader returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flexinspect.records.step import (
+    MASK_ARRAYS,
+    TRAIN,
+    ArrayRecord,
+    LogitsRecord,
+    MaskRecord,
+    StepRecord,
+)
+from flexinspect.trace import arrays, codec, schema
+from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, TraceQueries
+from flexinspect.trace.reader_queries import TrainingQueries
+from flexinspect.trace.rows import StepRow
+from flexinspect.trace.schema import Table
+
+STEPS_PER_READ = 64
+"""Steps that `load_steps` reads at most, by default."""
+
+ALL_STREAMS = ("*",)
+"""The streams that mean all arrays of a step."""
+
+_TABLES_OF_STEP: tuple[tuple[Table, str, Callable[[Sequence[Any]], Any], int], ...] = (
+    (schema.CANDIDATES, "rank", codec.decode_candidate, 3),
+    (schema.INPUTS, "step", codec.decode_inputs, 3),
+    (schema.CALLS, "call", codec.decode_call, 4),
+    (schema.BUILDS, "build", codec.decode_build, 4),
+    (schema.LAYER_STATS, "number", codec.decode_layer_stat, 4),
+    (schema.MEMORY, "step", codec.decode_memory, 3),
+)
+"""Tables of a step: their order within it, what makes records of rows, and the width of the key."""
+
+_STEP_RANGE = f"{WHERE_BRANCH} AND step >= ? AND step <= ?"
+_ARRAY_KEY_KINDS = ("int", "int", "text", "int?", "text?", "int")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array with its step and the fingerprint of its mask (None: it belongs to the step)."""
+
+    step: int
+    owner: str | None
+    record: ArrayRecord
+
+
+RowsByStep = Mapping[int, Sequence[Any]]
+"""The records of one table by step; a step without any has none or an empty sequence."""
+
+
+def load_steps(
+    reader: TrainingQueries,
+    generation: int,
+    branch: int = 0,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    streams: Collection[str] = (),
+    limit: int = STEPS_PER_READ,
+) -> list[StepRecord]:
+    """Return the recorded steps `start <= step < stop` (None: to the end), at most `limit`.
+
+    They are as `TraceWriter.write_step` received them, but without findings. Masks have all their
+    arrays; of the steps' own arrays only those of `streams` are read (`ALL_STREAMS`: all). Raises
+    `TraceError` when the file is damaged.
+    """
+    rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
+    params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
+    rows = reader._select(schema.STEPS, rest, params)
+    if not rows:
+        return []
+    steps = [reader._decode(codec.decode_step, row) for row in rows]
+    tables = _read_tables(reader, steps, streams)
+    return [_build_step(reader, step, row, tables) for step, row in zip(steps, rows, strict=True)]
+
+
+def read_arrays(
+    reader: TraceQueries, generation: int, where: str, params: Sequence[Any]
+) -> Iterator[StoredArray]:
+    """Yield the arrays of one branch of a generation for which `where` holds, in order.
+
+    Raises `TraceError` when a part, a checksum or a length is wrong.
+    """
+    rows = reader._query(f"{schema.READ_ARRAYS} {where} {schema.ARRAY_ORDER}", params)
+    for _, chunks in itertools.groupby(rows, key=lambda row: (row[0], row[1])):
+        part = list(chunks)
+        yield reader._decode(lambda rows: _decode_array(reader, generation, rows), part)
+
+
+def _decode_array(
+    reader: TraceQueries, generation: int, rows: Sequence[Sequence[Any]]
+) -> StoredArray:
+    step, _, stream, layer, owner, _ = codec.decode_values(_ARRAY_KEY_KINDS, rows[0][:6], "arrays")
+    name = f"{stream!r} of step {step} of generation {generation} in {reader.path}"
+    if [row[5] for row in rows] != list(range(len(rows))):
+        raise arrays.damaged_array(name, "a part of it is missing")
+    array, dtype = arrays.decode_array([codec.decode_chunk(row[6:]) for row in rows], name)
+    true_dtype = None if dtype == array.dtype.name else dtype
+    return StoredArray(step, owner, ArrayRecord(stream, array, layer, true_dtype))
+
+
+def with_arrays(mask: MaskRecord, stored: Iterable[StoredArray]) -> MaskRecord:
+    """Return a mask with those of the arrays that it owns."""
+    by_stream = {
+        each.record.stream: each.record.array for each in stored if each.owner == mask.fingerprint
+    }
+    fields: dict[str, Any] = {name: by_stream.get(f"mask.{name}") for name in MASK_ARRAYS}
+    return replace(mask, **fields)
+
+
+def _build_step(
+    reader: TraceQueries, step: StepRow, row: Sequence[Any], tables: Mapping[str, RowsByStep]
+) -> StepRecord:
+    """Return a step from its row, and from the rows of the other tables."""
+
+    def of(name: str) -> Sequence[Any]:
+        return tables[name].get(step.step, ())
+
+    return StepRecord(
+        generation=step.generation,
+        step=step.step,
+        phase=step.phase,
+        q_len=step.q_len,
+        kv_before=step.kv_before,
+        kv_after=step.kv_after,
+        started_at=step.started_at,
+        wall_ms=step.wall_ms,
+        capture_ms=step.capture_ms,
+        branch=step.branch,
+        logits=_build_logits(reader, row, of("candidates")),
+        tokens=tuple(of("tokens")),
+        inputs=next(iter(of("inputs")), None),
+        calls=tuple(of("calls")),
+        builds=tuple(of("builds")),
+        layer_stats=tuple(of("layer_stats")),
+        memory=next(iter(of("memory")), None),
+        masks=tuple(of("masks")),
+        arrays=tuple(of("arrays")),
+        training=next(iter(of("training")), None),
+        events=tuple(of("events")),
+    )
+
+
+def _build_logits(
+    reader: TraceQueries, row: Sequence[Any], candidates: Sequence[Any]
+) -> LogitsRecord | None:
+    if not codec.has_logits(row):
+        return None
+    return reader._decode(lambda row: codec.decode_logits(row, tuple(candidates)), row)
+
+
+def _read_tables(
+    reader: TrainingQueries, steps: Sequence[StepRow], streams: Collection[str]
+) -> dict[str, RowsByStep]:
+    """Return the rows that the tables hold of consecutive steps of a branch."""
+    first = steps[0]
+    place = (first.generation, first.branch, first.step, steps[-1].step)
+    tables: dict[str, RowsByStep] = {
+        table.name: _read_table(reader, place, table, order, make, skip)
+        for table, order, make, skip in _TABLES_OF_STEP
+    }
+    stored = _read_stored_arrays(reader, place, streams)
+    tables["arrays"] = {
+        step: [each.record for each in found if each.owner is None]
+        for step, found in stored.items()
+    }
+    tables["masks"] = _read_masks(reader, place, stored)
+    tables["tokens"] = _read_tokens(reader, steps)
+    tables["training"] = {
+        step.step: [reader.training_step(step.generation, step.step, step.branch)]
+        for step in steps
+        if step.phase == TRAIN
+    }
+    tables["events"] = _read_events(reader, place)
+    return tables
+
+
+def _read_table(
+    reader: TraceQueries,
+    place: Sequence[int],
+    table: Table,
+    order: str,
+    make: Callable[[Sequence[Any]], Any],
+    skip: int,
+) -> RowsByStep:
+    found: dict[int, list[Any]] = defaultdict(list)
+    for row in reader._select(table, f"{_STEP_RANGE} ORDER BY step, {order}", place, skip=2):
+        found[row[0]].append(reader._decode(make, row[skip - 2 :]))
+    return found
+
+
+def _read_stored_arrays(
+    reader: TraceQueries, place: Sequence[int], streams: Collection[str]
+) -> Mapping[int, list[StoredArray]]:
+    """Return the arrays of masks, and those of `streams`."""
+    wanted = [] if "*" in streams else sorted(streams)
+    own = "true" if "*" in streams else f"stream IN ({', '.join('?' * len(wanted))})"
+    where = f"{_STEP_RANGE} AND (owner IS NOT NULL OR {own})"
+    found: dict[int, list[StoredArray]] = defaultdict(list)
+    for stored in read_arrays(reader, place[0], where, (*place, *wanted)):
+        found[stored.step].append(stored)
+    return found
+
+
+def _read_masks(
+    reader: TraceQueries, place: Sequence[int], stored: Mapping[int, Sequence[StoredArray]]
+) -> RowsByStep:
+    found: dict[int, list[Any]] = defaultdict(list)
+    rest = f"{_STEP_RANGE} ORDER BY step, fingerprint"
+    for step, *values in reader._select(schema.MASKS, rest, place, skip=2):
+        mask = reader._decode(codec.decode_mask, values)
+        found[step].append(with_arrays(mask, stored.get(step, ())))
+    return found
+
+
+def _read_tokens(reader: TraceQueries, steps: Sequence[StepRow]) -> RowsByStep:
+    """Return the tokens that steps chose."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    first = min((s.first_pos for s in steps if s.first_pos is not None), default=None)
+    last = max((s.last_pos for s in steps if s.last_pos is not None), default=None)
+    if first is None or last is None:
+        return found
+    rest = f"{WHERE_BRANCH} AND pos >= ? AND pos <= ? ORDER BY pos"
+    params = (steps[0].generation, steps[0].branch, first, last)
+    for token in reader._records(codec.decode_token, schema.TOKENS, rest, params, skip=2):
+        if token.step is not None:
+            found[token.step].append(token)
+    return found
+
+
+def _read_events(reader: TraceQueries, place: Sequence[int]) -> RowsByStep:
+    """Return the events that were written with steps; the others have no branch."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    rows = reader._records(
+        codec.decode_event, schema.EVENTS, f"{_STEP_RANGE} ORDER BY event", place
+    )
+    for row in rows:
+        if row.event.step is not None:
+            found[row.event.step].append(row.event)
+    return found
