@@ -522,7 +522,7 @@ def _entry_script() -> str:
             "The package flexinspect_hooks, which captures, is not there.",
             hint="flexinspect is not installed whole in this Python: install it again.",
         )
-    return str(Path(spec.submodule_search_locations[0]) / "scriptprocess.py")
+    return str(Path(spec.submodule_search_locations[0], "user_code", "script", "script_process.py"))
 
 
 POLL_INTERVAL_S = 0.05

@@ -1,4 +1,4 @@
-"""FlexAttention on tensors, with no model around it: every call stands alone."""
+"""Standalone calls of FlexAttention on tensors, without a model."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ def test_nan_in_both_runs_is_no_leak() -> None:
         ({"segments": None}, "Nothing says what is isolated from what."),
         ({"segments": [(1, 7, "a")]}, "Nothing says what is isolated from what."),
         ({"segments": [(1, 7, "a"), (9, 40, "b")]}, "declared up to position 40"),
-        ({"segments": ["What is it?", (9, 12, "b")]}, "is not in the prompt fed"),
+        ({"segments": ["What is it?", (9, 12, "b")]}, "is not in the prompt"),
         ({"mask": "isolation"}, "The mask 'isolation' is unknown"),
         ({"mask": 3}, "mask must be the name of a preset"),
         ({"seed": 0, "masks": 1}, "takes no option masks="),
