@@ -249,7 +249,7 @@ def array_of(step: StepRecord, stream: str, layer: int | None = None) -> np.ndar
 
 @pytest.fixture(params=["cores taken", "a core free"])
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of what waits for the writer thread, which happens where it has a core of its own."""
+    """Sizes of deferred tensors, which need a free core for the writer thread."""
     sizes: list[int] = []
     n_cores = torch.get_num_threads() + (request.param == "a core free")
     monkeypatch.setattr(segment_attention, "available_cores", lambda: n_cores)
@@ -290,7 +290,7 @@ def test_keys_modified_meanwhile_give_no_row_and_an_event(
     family: str,
     lost: list[int],
 ) -> None:
-    """As by a cache that is reset; in a model of two masks only the calls under one are lost."""
+    """As with a cache that is reset; in a model with two masks only calls with one are lost."""
     model, waiting = make_model(family), segment_attention._defer_tensors
 
     def spoiled(refs: Any) -> Any:
@@ -610,7 +610,7 @@ def test_the_cost_includes_the_time_that_the_writer_takes_from_the_model(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr("flexinspect_hooks.sessions.capture_session.available_cores", lambda: 2)
     session = CaptureSession(llama, MemorySink())
-    # Standing still in a forward is no work of this thread, as when another has the interpreter.
+    # A sleep in a forward uses no CPU time of this thread, as when another thread holds the GIL.
     with session, llama.model.register_forward_hook(lambda *_: time.sleep(0.002)):
         begin(session, prompt)
         generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))

@@ -157,7 +157,7 @@ def test_isolated_separators_are_a_note_in_each_generation(out: Path) -> None:
     assert "other row" in found[0].sentence
 
 
-# -- sick numbers ----------------------------------------------------------------------------------
+# -- NaN and Inf -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["basic", "advanced", "extreme"])
@@ -176,7 +176,7 @@ def test_nan_in_a_layers_weights_names_that_layer_once(
 
 @pytest.fixture
 def inf_at_step_3(llama: Any) -> Iterator[Any]:
-    """A model whose layer 1 puts one Inf into its output in step 3 and in no other."""
+    """A model whose layer 1 has one Inf in its output in step 3 only."""
     calls = []
 
     def spoil(module: Any, args: Any, output: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def test_the_attention_of_an_empty_row_is_zero_as_the_finding_states(
     assert (rows[0] == 0).nonzero().flatten().tolist() == [9]
 
 
-# -- the door --------------------------------------------------------------------------------------
+# -- rules as plug-ins -----------------------------------------------------------------------------
 
 
 def test_the_built_in_rules_are_registered_as_plug_ins() -> None:

@@ -39,7 +39,7 @@ sys.exit(main())
 
 
 class Seen:
-    """A judge that notes which steps it was shown."""
+    """A judge that records which steps it evaluated."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []

@@ -51,7 +51,7 @@ def closed_port() -> int:
     ("status", "headers"),
     [(401, {}), (401, {"X-Error-Code": "GatedRepo"}), (403, {"X-Error-Code": "GatedRepo"})],
 )
-def test_a_gated_model_says_where_to_accept_the_licence(
+def test_the_error_of_a_gated_model_names_the_licence_page(
     hub: HubMaker, run_python: Runner, status: int, headers: dict[str, str]
 ) -> None:
     with hub(status, headers) as server:

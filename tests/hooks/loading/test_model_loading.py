@@ -409,7 +409,7 @@ def test_bfloat16_on_a_device_without_it_is_refused(monkeypatch: pytest.MonkeyPa
         placement.choose_dtype("bf16", "cuda", {})
 
 
-def test_the_dtype_of_an_own_alias_is_used_unless_a_flag_says_otherwise(tmp_path: Path) -> None:
+def test_the_dtype_of_an_alias_is_used_unless_a_flag_overrides_it(tmp_path: Path) -> None:
     source = folder_of(tmp_path, {"model_type": "llama", **TINY})
     source = replace(source, dtype="bfloat16")
     assert load_cpu(source, weights="random").dtype == "bfloat16"

@@ -12,7 +12,7 @@ from flexinspect_hooks.loading.tokenizers import IdTokenizer, TextStream, Vocabu
 
 
 class SpacedWords:
-    """A tokenizer whose words bring a space only after another word, as SentencePiece's do."""
+    """A tokenizer that adds a space before a word only after another word, as SentencePiece."""
 
     all_special_ids = (0,)
     bos_token_id = None

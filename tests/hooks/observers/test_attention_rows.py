@@ -171,7 +171,7 @@ def test_rows_of_a_capped_model_equal_the_oracles(
             mask = source.reader.mask(call.mask or "")
             assert mask is not None
             assert mask.cells is not None
-            # Sliding layers may have dropped their oldest keys, which the oracle still holds.
+            # Sliding layers may have dropped their oldest keys, which the oracle still has.
             cells = np.zeros((1, q_idx + 1), np.bool_)
             cells[:, q_idx + 1 - call.kv_len :] = mask.cells[0, -1]
             expected = oracle(source, step, layer, q_idx, cells)

@@ -14,7 +14,7 @@ from flexinspect.records.step import EventRecord
 
 
 def weight_events(model: Any, out: Path) -> list[EventRecord]:
-    """Return what is said of the weights that a forward of two sequences returns."""
+    """Return the events about the weights that a forward of two sequences returns."""
     input_ids = torch.tensor([ids(6, 1), ids(6, 2)])
     with flexinspect.watch(model, out=out) as trace:
         model(input_ids, output_attentions=True, use_cache=False)

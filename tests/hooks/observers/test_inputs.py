@@ -62,7 +62,7 @@ def watch(tmp_path: Path) -> Out:
 def test_positions_and_lengths_of_a_generation(
     family: str, cache: dict[str, Any], family_model: Callable[[str], Any], watch: Out
 ) -> None:
-    """Mistral's cache slides: it counts all keys that came, not those it still holds."""
+    """Mistral's cache slides: it counts all keys so far, not those it still has."""
     model = family_model(family)
     with watch(model) as trace:
         tokens(model, input_ids(12), 3, **cache)
@@ -107,7 +107,7 @@ def test_positions_that_start_again_are_runs(llama: Any, watch: Out) -> None:
 
 
 def lose_the_cache(model: Any, layer: int) -> None:
-    """Patch a layer's attention as people do who know the cache by its old name."""
+    """Patch a layer's attention with the former name of the cache argument."""
     inner = model.model.layers[layer].self_attn
     original = inner.forward
 
@@ -200,7 +200,7 @@ def test_the_first_row_with_nan_is_named(n_rows: int, watch: Out) -> None:
         model(input_ids(n_rows), use_cache=False)
     with trace.reader() as reader:
         stats = [(s.layer, s.n_nan, s.bad_row) for s in reader.layer_stats(0, 0)]
-    # A NaN among the values crosses every mask: 0 times NaN is NaN.
+    # A NaN in the values passes every mask: 0 times NaN is NaN.
     assert stats == [(0, 0, None), (1, n_rows - row, row), (2, n_rows * 48, 0)]
 
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 class Listener:
-    """An observer that writes down what it is told."""
+    """An observer that keeps its calls, outputs and errors."""
 
     def __init__(self, wants: Callable[[KernelCall], bool] = lambda call: True) -> None:
         self.calls: list[KernelCall] = []

@@ -55,7 +55,7 @@ NEEDS_A_COMPILER = pytest.mark.skipif(
 
 
 def third_forgets(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Causal, but head 3 never sees the first five keys."""
+    """Causal, but head 3 does not attend to the first five keys."""
     return (kv_idx <= q_idx) & ((h != 3) | (kv_idx > 4) | (q_idx <= 4))
 
 
@@ -66,7 +66,7 @@ def unlike_blocks(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor
 
 
 def by_heads(rule: MaskMod, n_q: int, n_kv: int, q_offset: int = 0) -> np.ndarray[Any, Any]:
-    """The rule over all heads, densely and without vmap, bool (heads, n_q, n_kv)."""
+    """Evaluate a mask_mod for all heads without vmap, bool (heads, n_q, n_kv)."""
     shape = (HEADS, n_q, n_kv)
     h, q, kv = (torch.from_numpy(i) for i in np.indices(shape))
     return rule(torch.tensor(0), h, q + q_offset, kv).expand(shape).numpy()
@@ -153,7 +153,7 @@ def long_prompt() -> Prompt:
     return compose_prompt(make_pieces(paraphrases=paraphrases), max_new_tokens=8)
 
 
-# -- rules that tell heads apart -------------------------------------------------------------------
+# -- mask_mods that depend on the head -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [third_forgets, unlike_blocks])
@@ -303,7 +303,7 @@ def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> No
     assert [mask.cells.shape for mask in found if mask.cells is not None] == [(4, 9, 9), (2, 9, 9)]
 
 
-# -- block masks of rules that tell heads apart ----------------------------------------------------
+# -- block masks of mask_mods that depend on the head ----------------------------------------------
 
 
 @pytest.mark.parametrize(("n_q", "offset"), [(300, 0), (256, 0), (1, 299), (5, 250)])
@@ -376,7 +376,7 @@ def test_a_compiled_call_with_tables_for_other_heads_raises_a_clear_error(
 
 @pytest.fixture
 def _own_graphs() -> Iterator[None]:
-    """Keep the graphs of these rules from the limit on graphs that all tests share."""
+    """Reset dynamo: these graphs must not count against the recompile limit of other tests."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -399,7 +399,7 @@ def test_a_compiled_mask_mod_by_head_is_executed_by_head(llama: Any, long_prompt
 
 
 class SharedTables:
-    """A rule by head whose tables were made for head 0 alone (H=None)."""
+    """A mask_mod by head with block tables of head 0 only (H=None)."""
 
     name = "shared"
 
@@ -409,7 +409,7 @@ class SharedTables:
 
 
 def as_tables_say(step: StepRecord) -> np.ndarray[Any, Any]:
-    """What runs of `SharedTables` when it is compiled."""
+    """The cells of `SharedTables` that a compiled call executes."""
     rule = by_heads(unlike_blocks, step.q_len, step.kv_after, step.kv_before)
     chunks = (rule[0, a:b] for a, b in algebra.row_chunks(step.q_len))
     tables, size = algebra.stack_block_rows(chunks), (algebra.BLOCK_SIZE, algebra.BLOCK_SIZE)
@@ -515,7 +515,7 @@ def test_a_float_mask_with_a_bias_passes_the_check_with_it(
 
 
 def padded(prompt: Prompt, closed: slice) -> Tensor:
-    """A 2D mask that takes some tokens for padding."""
+    """A 2D mask with some tokens as padding."""
     mask = torch.ones(1, len(prompt.ids), dtype=torch.long)
     mask[:, closed] = 0
     return mask
@@ -603,11 +603,11 @@ def test_transformers_flex_adds_the_first_head_of_a_dense_mask(prompt: Prompt) -
         assert seen.bias.shape == (1, n)
 
 
-# -- the cap ---------------------------------------------------------------------------------------
+# -- the soft cap ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patch", [True, False])
-def test_a_call_says_its_cap(prompt: Prompt, patch: bool) -> None:
+def test_a_call_records_its_soft_cap(prompt: Prompt, patch: bool) -> None:
     sink = MemorySink()
     model = make_model("gemma2", attn_logit_softcapping=7.0)
     session = CaptureSession(model, sink, level="basic")
@@ -641,6 +641,8 @@ def test_weights_of_one_call_are_made_under_its_cap() -> None:
         torch.testing.assert_close(weights, expected[:, 0].float())
 
 
-def test_a_call_without_a_cap_says_none(family_model: Callable[[str], Any], prompt: Prompt) -> None:
+def test_a_call_without_a_soft_cap_records_none(
+    family_model: Callable[[str], Any], prompt: Prompt
+) -> None:
     sink, _ = capture(family_model("llama"), prompt, own(third_forgets), level="basic")
     assert {call.softcap for step in sink.steps for call in step.calls} == {None}

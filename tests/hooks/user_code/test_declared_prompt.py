@@ -88,13 +88,13 @@ def test_a_label_may_name_its_kind() -> None:
     assert [str(one.kind) for one in segments[:2]] == ["shared", "paraphrase"]
 
 
-def test_what_is_not_found_is_said_and_left_out() -> None:
+def test_a_text_that_is_not_found_is_reported_and_left_out() -> None:
     segments, problems = build_segments(parse_segments(["nowhere", "By whom"]), prompt(), encode)
     assert problems == ["The text of segment 'nowhere' is not in the prompt."]
     assert "nowhere" not in [one.label for one in segments]
 
 
-def test_a_span_past_the_end_is_cut_and_said() -> None:
+def test_a_span_past_the_end_is_cut_and_reported() -> None:
     segments, problems = build_segments(
         parse_segments([(8, 12, "late"), (20, 30, "never")]), prompt(), encode
     )
@@ -104,7 +104,7 @@ def test_a_span_past_the_end_is_cut_and_said() -> None:
     assert "ends at 10" in problems[0]
 
 
-def test_a_text_that_lies_inside_a_span_is_left_out_and_said() -> None:
+def test_a_text_inside_a_span_is_left_out_and_reported() -> None:
     _, problems = build_segments(parse_segments([(1, 8, "all"), ("By", "part")]), prompt(), encode)
     assert problems == ["Segment 'part' overlaps the one before it and is left out."]
 

@@ -33,7 +33,7 @@ def greedy(model, fed=None, n=4, **options):
 
 @dataclass(frozen=True)
 class Ran:
-    """A program that ran under capture, beside the same without."""
+    """Results of a program with capture (`mine`) and without it (`plain`)."""
 
     mine: subprocess.CompletedProcess[str]
     plain: subprocess.CompletedProcess[str]
@@ -144,7 +144,7 @@ def test_our_frames_are_in_no_traceback_of_theirs(several: Ran) -> None:
     assert '"files": []' in several.mine.stdout
 
 
-def test_models_are_told_apart(several: Ran) -> None:
+def test_models_are_distinguished(several: Ran) -> None:
     with several.trace() as reader:
         run = reader.run()
         names = ["LlamaForCausalLM", "Qwen2ForCausalLM", "LlamaModel", "LlamaForCausalLM (2)"]

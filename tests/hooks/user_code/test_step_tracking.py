@@ -106,7 +106,7 @@ def test_a_cache_of_another_length_begins_a_generation_with_a_note() -> None:
 
 
 def test_two_caches_of_one_length_are_distinguished() -> None:
-    """Two prompts of one length in lockstep: what one chose is not what the other is fed."""
+    """Two interleaved prompts of one length do not take tokens of each other."""
     following = StepTracker()
     found = [following.locate(one) for one in (forward_input([5, 6]), forward_input([7, 8]))]
     found.append(following.locate(ForwardInput(1, 2, never, owner=0)))

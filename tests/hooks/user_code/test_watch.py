@@ -70,7 +70,7 @@ def without_cache(model: Any, inputs: Tensor, n: int = NEW) -> list[int]:
 
 
 def state_of(model: nn.Module) -> list[Any]:
-    """Return everything that watching may touch, by identity."""
+    """Return everything that watching may change, by identity."""
     found: list[Any] = [dict(ALL_ATTENTION_FUNCTIONS.__dict__), sorted(vars(model))]
     for module in model.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs"):
@@ -362,7 +362,7 @@ def test_a_static_cache_keeps_segments_in_place(llama: Any, out: Path) -> None:
         assert (mass[..., 0] > 0.05).any()
 
 
-# -- trouble in the user's code -------------------------------------------------------------------
+# -- errors in code of the user -------------------------------------------------------------------
 
 
 class Own(Exception):

@@ -52,7 +52,7 @@ def test_two_interleaved_prompts_of_one_length_are_distinguished(out: Path) -> N
 
 
 def overlapping(model: Any, forwards: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Run these forwards in threads of their own, each inside of layer 1 at the same time."""
+    """Run these forwards in their own threads, so that all are inside layer 1 at the same time."""
     meet = threading.Barrier(len(forwards))
     found: dict[str, Tensor] = {}
 
