@@ -45,7 +45,7 @@ def test_two_interleaved_prompts_of_one_length_are_distinguished(out: Path) -> N
         assert [tokens_of(reader, n) for n in (0, 1)] == [list(ids(6, 1)), list(ids(6, 2))]
         assert all(token.step is None for n in range(4) for token in reader.tokens(n))
         event_text = texts(reader, "other-cache")
-        assert ["of generation 0" in event_text[0], "of generation 1" in event_text[1]] == [
+        assert ["to generation 0" in event_text[0], "to generation 1" in event_text[1]] == [
             True,
             True,
         ]
