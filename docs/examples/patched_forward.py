@@ -46,9 +46,7 @@ def attend(self, block_mask, hidden_states, position_embeddings, **kwargs):
         for project in (self.q_proj, self.k_proj, self.v_proj)
     )
     q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-    out = flex_attention(
-        q, k, v, block_mask=block_mask, scale=self.scaling, enable_gqa=True
-    )
+    out = flex_attention(q, k, v, block_mask=block_mask, scale=self.scaling, enable_gqa=True)
     return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 

@@ -524,9 +524,7 @@ def _entry_script() -> str:
             "The package flexinspect_hooks, which captures runs, was not found.",
             hint="The installation of flexinspect is incomplete: install it again.",
         )
-    return str(
-        Path(spec.submodule_search_locations[0]) / "user_code" / "script" / "script_process.py"
-    )
+    return str(Path(spec.submodule_search_locations[0], "user_code", "script", "script_process.py"))
 
 
 def hand_over_terminal(process: Capture) -> None:

@@ -1,6 +1,6 @@
-"""What runs in the user's process: capture, hooks, and our own generation.
+"""The part of flexinspect that runs beside the model: capture, hooks, and generation.
 
-Importing this package loads no torch; public names load on first use.
+Importing this package does not load torch; public names load on first use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["TrainerCallback", "prove", "watch", "watch_training"]
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
     if name == "watch":
-        # The module must not be called `watch`: once imported, it would take the function's place.
+        # The module must not be `flexinspect_hooks.watch`: its import would replace the function.
         from flexinspect_hooks.user_code.watch import watch
 
         return watch

@@ -213,7 +213,7 @@ def facts_k04(trace: TraceReader) -> None:
     assert failed.data["mask_kv"] == 32
     (lost,) = events(trace, "forward-failed")
     assert lost.text.startswith(
-        "The forward of step 1 did not return (rows fed: 1, keys cached: 32): "
+        "The forward of step 1 did not return (input rows: 1, cached keys: 32): "
     )
     (before,) = (one for one in inputs(trace) if one is not None)
     assert before.cached_after == (32, 32)

@@ -1,7 +1,7 @@
 """Training examples: questions in altered seen wordings, in every layout the product can compose.
 
-Prompts and masks come from `flexinspect.records.prompt` and `flexinspect.masks.algebra`, so the model is trained
-on exactly what the product feeds.
+Prompts and masks come from `flexinspect.records.prompt` and `flexinspect.masks.algebra`, so the
+model is trained on exactly what the product feeds.
 """
 
 from __future__ import annotations

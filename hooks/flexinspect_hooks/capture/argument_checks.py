@@ -1,4 +1,8 @@
-"""What a program gives to the Python interface: taken as it is, or refused in one sentence."""
+"""Checks of arguments of the Python interface.
+
+Each function returns the argument, converted where its name says so, or raises `UsageError` with a
+message that names the call (`caller`) or the parameter (`name`).
+"""
 
 from __future__ import annotations
 
@@ -15,50 +19,47 @@ T = TypeVar("T")
 
 
 def check_module(value: T, caller: str) -> T:
-    """Return a torch module. `whose` names the call that wants it, here and below.
-
-    Raises `UsageError` for anything else, and so does each of these functions.
-    """
+    """Check that `value` is a `torch.nn.Module`."""
     if not isinstance(value, nn.Module):
         raise UsageError(f"{caller} needs a torch module, not {describe_type(value)}.")
     return value
 
 
 def check_tensor(value: Tensor, caller: str) -> Tensor:
-    """Return a tensor."""
+    """Check that `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{caller} needs a torch tensor, not {describe_type(value)}.")
     return value
 
 
 def check_optimizer(value: T, caller: str) -> T:
-    """Return what has parameter groups: an optimizer, or a wrapper of one."""
+    """Check that `value` has `param_groups`: an optimizer, or a wrapper of one."""
     if not hasattr(value, "param_groups"):
         raise UsageError(f"{caller} needs a torch optimizer, not {describe_type(value)}.")
     return value
 
 
 def check_count(value: int, name: str, minimum: int = 1) -> int:
-    """Return a whole number that is `least` or more; `name` is the parameter's, here and below."""
+    """Return `value` as an int of at least `minimum`."""
     try:
-        found = index(value)
+        count = index(value)
     except TypeError:
         raise UsageError(f"{name} must be a whole number, and is {value!r}.") from None
-    if found < minimum:
-        raise UsageError(f"{name} must be {minimum} or more, and is {found}.")
-    return found
+    if count < minimum:
+        raise UsageError(f"{name} must be {minimum} or more, and is {count}.")
+    return count
 
 
 def check_limit(value: float, name: str) -> float:
-    """Return a limit: a number of 0 or more."""
-    found = check_number(value, name)
-    if math.isnan(found) or found < 0:
+    """Return `value` as a float of 0 or more."""
+    limit = check_number(value, name)
+    if math.isnan(limit) or limit < 0:
         raise UsageError(f"{name} must be a number of 0 or more, and is {value!r}.")
-    return found
+    return limit
 
 
 def check_number(value: Any, name: str) -> float:
-    """Return the one number of a tensor or of anything that is one."""
+    """Return a number, or a tensor with one element, as a float."""
     if isinstance(value, Tensor) and value.numel() != 1:
         shape = tuple(value.shape)
         raise UsageError(f"{name} must be a single number, and has shape {shape}: reduce it.")
@@ -69,24 +70,24 @@ def check_number(value: Any, name: str) -> float:
 
 
 def check_function(value: object, name: str, argument: str) -> Callable[..., Any]:
-    """Return a function; `of` says of what."""
+    """Check that `value` is callable; the message names its expected `argument`."""
     if not callable(value):
         raise UsageError(f"{name} needs a function of {argument}, not {describe_type(value)}.")
     return value
 
 
 def check_batches(value: Any, caller: str) -> Any:
-    """Return what batches can be taken from."""
+    """Check that `value` is iterable or can be indexed, as a `DataLoader`."""
     if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
         raise UsageError(f"{caller} needs a loader of batches, not {describe_type(value)}.")
     return value
 
 
 def describe_type(value: object) -> str:
-    """Return what a thing is, in words."""
+    """Describe a value for an error message: "None", "the int 3", "an object of type Linear"."""
     if value is None:
         return "None"
     name = type(value).__name__
-    return (
-        f"the {name} {value!r}" if isinstance(value, (int, float)) else f"an object of type {name}"
-    )
+    if isinstance(value, (int, float)):
+        return f"the {name} {value!r}"
+    return f"an object of type {name}"

@@ -1,4 +1,4 @@
-"""What one step sends from the model's device to the writer thread: named tensors, one copy."""
+"""The buffer of one step: named tensors that go from the model's device to the writer thread."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ class _PackedTensor:
 
 
 class StepBuffer:
-    """Small results of one step's reduction, by name.
+    """The results of one step's reduction, by name.
 
     On CUDA all of them are packed into one byte tensor and copied once, asynchronously, to pinned
-    memory on a side stream; elsewhere they are used where they are. Tensors that are put here must
-    not change afterwards.
+    memory on a side stream; on other devices they are not copied here. Tensors that are put here
+    must not change afterwards. `owner` is the hook that puts results now; a failure is reported
+    under its name.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
@@ -65,7 +66,7 @@ class StepBuffer:
         self._owners[name] = self.owner
 
     def defer(self, reduction: Reduction, *inputs: Tensor, wait: bool = True) -> None:
-        """Add results that `make(xp, *inputs)` computes, with `xp` torch or numpy.
+        """Add the results of `reduction(xp, *inputs)`, with `xp` torch or numpy.
 
         On CPU the model's thread runs each operation with cold caches, and the writer thread
         several steps in a row, so there the work waits for the writer thread and is done in numpy.
@@ -75,13 +76,13 @@ class StepBuffer:
         inputs are. Inputs must not change afterwards; `wait=False` does the work at once.
         """
         if self._device.type == "cpu" and wait:
-            self._pending.append((self.owner, reduction, tuple(one.detach() for one in inputs)))
+            self._pending.append((self.owner, reduction, tuple(t.detach() for t in inputs)))
             return
         for name, tensor in reduction(torch, *inputs).items():
             self.put(name, tensor)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a result put earlier in this step, still on the device."""
+        """Return a result that was put earlier in this step; it is still on the device."""
         return self._tensors[name]
 
     def start_copy(self) -> None:
@@ -111,8 +112,8 @@ class StepBuffer:
     ) -> dict[str, npt.NDArray[Any]]:
         """Return the results as numpy arrays, waiting for the copy (bfloat16 as its uint16 bits).
 
-        Called in the writer thread. `on_error` is told whose result could not be made, and gets
-        the others; without it the exception goes on.
+        Called in the writer thread. With `on_error`, a result that fails is left out and
+        `on_error(owner, error)` is called; without it the exception propagates.
         """
         out: dict[str, npt.NDArray[Any]] = {}
 
@@ -126,9 +127,9 @@ class StepBuffer:
 
         for name, tensor in self._tensors.items():
             attempt(self._owners.get(name), partial(_named_array, name, tensor))
-        with np.errstate(all="ignore"):  # NaN and Inf are findings here, not accidents
-            for owner, make, inputs in self._pending:
-                attempt(owner, partial(_in_numpy, make, inputs))
+        with np.errstate(all="ignore"):  # NaN and Inf are reported as findings, not as warnings
+            for owner, reduction, inputs in self._pending:
+                attempt(owner, partial(_reduce_in_numpy, reduction, inputs))
         if self._done is not None and self._host is not None:
             self._done.synchronize()
             out |= _unpack(self._host.numpy(), self._parts)
@@ -140,8 +141,8 @@ def _named_array(name: str, tensor: Tensor) -> dict[str, npt.NDArray[Any]]:
     return {name: _as_numpy(tensor)}
 
 
-def _in_numpy(make: Reduction, inputs: tuple[Tensor, ...]) -> Mapping[str, Any]:
-    return make(np, *(_as_numpy(tensor) for tensor in inputs))
+def _reduce_in_numpy(reduction: Reduction, inputs: tuple[Tensor, ...]) -> Mapping[str, Any]:
+    return reduction(np, *(_as_numpy(tensor) for tensor in inputs))
 
 
 def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
@@ -154,16 +155,16 @@ def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
 
 def _unpack(data: npt.NDArray[np.uint8], parts: list[_PackedTensor]) -> dict[str, npt.NDArray[Any]]:
     out: dict[str, npt.NDArray[Any]] = {}
-    at = 0
+    start = 0
     for part in parts:
-        raw = data[at : at + part.n_bytes]
+        raw = data[start : start + part.n_bytes]
         out[part.name] = raw.copy().view(_NUMPY_DTYPES[part.dtype]).reshape(part.shape)
-        at += part.n_bytes
+        start += part.n_bytes
     return out
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a stream to copy results on, None where there is no CUDA."""
+    """Return a CUDA stream to copy results on, or None if the device is not a CUDA device."""
     if device.type != "cuda":
         return None
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

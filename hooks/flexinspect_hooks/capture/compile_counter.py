@@ -1,43 +1,41 @@
-"""Counting what torch.compile builds: one built anew in the middle of a run is a lost second."""
+"""Counts the graphs that torch.compile builds: a recompilation during a run costs seconds."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from flexinspect_hooks.capture.step_clock import StepEvent
+from flexinspect_hooks.interpreter.torch_private import compilation_metrics, dynamo_counters
 
 RECOMPILE_LIMIT = "recompile-limit"
 
 _GUARDED_CODE = re.compile(r"([\w.\[\]'\"]+)\.__code__")
-"""A function, as it is named in a guard that failed because it is other code."""
+"""The name of a function in a guard that failed because the function's code is another."""
 
 _MOD_GUARD_NAMES = {"mask_mod": ("mask_mod", "args[4]"), "score_mod": ("score_mod", "args[3]")}
-"""How the rules of FlexAttention are named there, of a compiled call and of an uncompiled one."""
+"""Names of mask_mod and score_mod in guards: of a compiled call, and of an uncompiled one."""
 
 
 def graphs_built() -> int:
-    """Return how many graphs torch.compile has built in this process; costs a look-up.
+    """Return how many graphs torch.compile has built in this process; this costs a dict look-up.
 
     The count is `unique_graphs` of dynamo's own counters (`torch/_dynamo/utils.py`); dynamo is not
     loaded for it.
     """
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+    return dynamo_counters("stats").get("unique_graphs", 0)
 
 
 def _recompile_limit_count() -> int:
     """Return how often dynamo refused a function because of its recompile limit."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    refused = dynamo.counters.get("unimplemented") if dynamo is not None else None
-    return sum(n for why, n in refused.items() if "recompile" in why[:40]) if refused else 0
+    refused = dynamo_counters("unimplemented")
+    return sum(n for reason, n in refused.items() if "recompile" in reason[:40])
 
 
 class GraphCount:
-    """Tells of every step whether graphs were built in it, and whether that was to be expected."""
+    """Compares the counters of dynamo before and after each step."""
 
     def __init__(self) -> None:
         self._built = graphs_built()
@@ -48,8 +46,8 @@ class GraphCount:
         """Return the events (kind, text, facts) of a step in which graphs were built.
 
         The first step of a phase compiles ("compiled"); any later one recompiles ("recompiled").
-        A function that met its recompile limit, and is not compiled any more, has an event too. The
-        facts say which functions were compiled and which guard made that necessary.
+        A function that reached its recompile limit, and is not compiled any more, has an event too.
+        The facts name the functions that were compiled and the guard that failed.
         """
         built, limits, first = graphs_built(), _recompile_limit_count(), phase not in self._phases
         self._phases.add(phase)
@@ -64,24 +62,24 @@ class GraphCount:
             kind = "compiled" if first else "recompiled"
             events.append((kind, f"torch.compile built {new} {graphs}", {"graphs": new, **facts}))
         if refused > 0:
-            text = "torch.compile met its recompile limit: what it compiled runs uncompiled now"
+            text = "torch.compile reached its recompile limit: the function runs uncompiled now"
             events.append((RECOMPILE_LIMIT, text, facts))
         return events
 
 
 def _newest_compilations(n: int) -> Mapping[str, Any]:
-    """Return what dynamo says of its newest compilations: functions, and why the last was needed.
+    """Return the functions of dynamo's newest compilations, and the reason of the last one.
 
-    Its own records (`get_compilation_metrics`); without them nothing is known.
+    Read from dynamo's own records (`get_compilation_metrics`); empty without them.
     """
     facts: dict[str, Any] = {}
     with suppress(Exception):
-        known = sys.modules["torch._dynamo.utils"].get_compilation_metrics()
-        names = {_frame_id(one): one.co_name for one in known if one.co_name}
-        found = known[-n:]
-        # A compilation that was refused has no name of its own, but earlier ones of its function.
-        facts["of"] = sorted({name for one in found if (name := names.get(_frame_id(one)))})
-        if reason := _newest_reason(one.recompile_reason for one in found):
+        metrics = compilation_metrics()
+        names = {_frame_id(entry): entry.co_name for entry in metrics if entry.co_name}
+        newest = metrics[-n:]
+        # A compilation that was refused has no name, but earlier ones of the same function do.
+        facts["of"] = sorted({name for entry in newest if (name := names.get(_frame_id(entry)))})
+        if reason := _newest_reason(entry.recompile_reason for entry in newest):
             facts["reason"] = reason
             if guarded := _GUARDED_CODE.search(reason):
                 facts["guard"] = f"{_guarded_function(guarded[1])} code object"
@@ -93,14 +91,14 @@ def _frame_id(metrics: Any) -> str:
 
 
 def _guarded_function(name: str) -> str:
-    """Return which function a guard's name means, its own last part where it is no rule."""
-    for rule, names in _MOD_GUARD_NAMES.items():
-        if any(each in name for each in names):
-            return rule
+    """Return "mask_mod" or "score_mod" for a guard on one of them, else the guarded name."""
+    for mod, guard_names in _MOD_GUARD_NAMES.items():
+        if any(guard_name in name for guard_name in guard_names):
+            return mod
     return name
 
 
 def _newest_reason(reasons: Iterable[str | None]) -> str:
-    """Return the newest reason, its first line without the comment behind it."""
+    """Return the first line of the newest reason, without the comment at its end."""
     last = next((reason for reason in reversed(list(reasons)) if reason), "")
     return last.partition("\n")[0].partition("  #")[0].strip()

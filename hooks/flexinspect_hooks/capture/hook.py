@@ -1,4 +1,4 @@
-"""Activations that are stored whole: named in the buffer on one side, arrays on the other.
+"""The hook protocol, what a hook gets to work with, and the registered hooks and rules.
 
 A hook is a plug-in of the group `flexinspect.hooks`: a class that takes no arguments. Its methods
 run in this order for each step, and the session catches whatever they raise:
@@ -9,8 +9,8 @@ run in this order for each step, and the session catches whatever they raise:
    results `put` into the buffer, the references dropped;
 4. `record` in the writer thread: numpy in, records out.
 
-A hook with a true `own_code_only` is left out where our own generation runs, of which it would say
-what is known.
+A hook with a true `own_code_only` is used for code of the user only. flexinspect's own generation
+loop controls the inputs that such a hook would record.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ _BFLOAT16 = "bfloat16/"
 
 
 def put_activation(buffer: StepBuffer, name: str, tensor: Tensor) -> None:
-    """Put a tensor in its own precision; `name` is "stream.layer"."""
-    mark = _BFLOAT16 if tensor.dtype is torch.bfloat16 else ""
+    """Put a tensor into the buffer in its own precision; `name` is "stream.layer"."""
+    dtype_prefix = _BFLOAT16 if tensor.dtype is torch.bfloat16 else ""
     # A copy, because the model may write to the tensor (or its cache) before it is on disk.
-    buffer.put(f"{_ACTIVATION_PREFIX}{mark}{name}", tensor.detach().clone())
+    buffer.put(f"{_ACTIVATION_PREFIX}{dtype_prefix}{name}", tensor.detach().clone())
 
 
 def record_activations(values: Values, streams: Sequence[str], draft: StepDraft) -> None:
     """Move the stored tensors of these streams into the draft, stream by stream."""
-    found: dict[str, list[ArrayRecord]] = {stream: [] for stream in streams}
+    by_stream: dict[str, list[ArrayRecord]] = {stream: [] for stream in streams}
     for key, array in values.items():
         if not key.startswith(_ACTIVATION_PREFIX):
             continue
         name = key.removeprefix(_ACTIVATION_PREFIX)
         dtype = "bfloat16" if name.startswith(_BFLOAT16) else None
         stream, _, layer = name.removeprefix(_BFLOAT16).rpartition(".")
-        if stream in found:
-            found[stream].append(ArrayRecord(stream, array, int(layer), dtype))
-    for records in found.values():
+        if stream in by_stream:
+            by_stream[stream].append(ArrayRecord(stream, array, int(layer), dtype))
+    for records in by_stream.values():
         draft.arrays += records
 
 
@@ -75,7 +75,7 @@ Remove = Callable[[], None]
 
 @dataclass(slots=True)
 class StepDraft:
-    """The records of a step while the hooks fill them in, each its own part."""
+    """The records of a step while the hooks fill them in."""
 
     logits: LogitsRecord | None = None
     memory: MemoryRecord | None = None
@@ -89,8 +89,8 @@ class StepDraft:
     events: list[EventRecord] = field(default_factory=list)
 
     def assemble(self, step: StepContext, tokens: tuple[TokenRecord, ...]) -> StepRecord:
-        """Return the record of the step, with what was noted while it ran."""
-        noted = [
+        """Return the record of the step. Events of the forward come before those of the hooks."""
+        step_events = [
             EventRecord(kind, text, step.started_at, step.generation, step.step, *facts)
             for kind, text, *facts in step.events
         ]
@@ -115,18 +115,18 @@ class StepDraft:
             masks=tuple(self.masks),
             arrays=tuple(self.arrays),
             training=self.training,
-            events=(*noted, *self.events),
+            events=(*step_events, *self.events),
         )
 
 
-@dataclass(slots=True, eq=False)  # its model may be gone, and then cannot be compared
+@dataclass(slots=True, eq=False)  # a proxy of a deleted model cannot be compared
 class CaptureContext:
-    """What a hook may know of the run: the model, its layers, the segments of this generation."""
+    """The run as hooks see it: the model, its layers, the segments of this generation."""
 
     model: nn.Module
     device: torch.device
     layer_of: Mapping[int, int]
-    """id of an attention module to its layer index."""
+    """`id` of each attention module to its layer index."""
     blocks: Mapping[int, tuple[str, nn.Module]]
     """Layer index to (name, decoder layer)."""
     layers: tuple[int, ...]
@@ -134,21 +134,21 @@ class CaptureContext:
     text_of: Callable[[int], str]
     segments: tuple[Segment, ...] = ()
     thread: int = 0
-    """The thread whose forward is under way, 0 for none."""
+    """The identifier of the thread whose forward is running, 0 for none."""
     exit_reason: str = ""
-    """What the last forward that did not return was left by, in words, where it was seen."""
+    """The exception that the last failed forward raised, as "Type: message"; empty if unknown."""
     sees_kernels: bool = False
-    """Whether kernels are watched where they are: for code that is not ours."""
+    """Whether the kernel functions themselves are intercepted: for code of the user."""
     on_call: Callable[[Any], None] | None = None
-    """Told each attention call (`AttentionCall`) as it returns, while a breakpoint asks for it."""
+    """Called with each `AttentionCall` when it returns, while a breakpoint needs it."""
     on_kernel: Callable[[Any], None] | None = None
-    """Told each kernel's call (`Done`) in the same way, where kernels are seen."""
+    """Called with each `KernelReturn`, while a breakpoint needs it and kernels are intercepted."""
     record_event: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
     """Records an event (kind, text, facts) at once, at the step that is open."""
 
     @property
     def is_open(self) -> bool:
-        """Whether a step's forward is under way in this very thread."""
+        """Whether a step's forward is running in the current thread."""
         return self.thread != 0 and self.thread == get_ident()
 
     @is_open.setter
@@ -157,12 +157,12 @@ class CaptureContext:
 
 
 class Hook(Protocol):
-    """One source of records. See the module's text for the order of calls."""
+    """One source of records. The module docstring gives the order of calls."""
 
     name: str
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
-        """Put hooks in place and return what removes them again."""
+        """Install hooks and return the functions that remove them."""
         ...
 
     def begin(self, context: CaptureContext) -> None:
@@ -174,7 +174,7 @@ class Hook(Protocol):
         ...
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> Any:
-        """Reduce what was kept; the return value goes to `record` (no tensors in it)."""
+        """Reduce the kept references; the return value goes to `record` (no tensors in it)."""
         ...
 
     def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
@@ -183,9 +183,9 @@ class Hook(Protocol):
 
 
 def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
-    """Return the registered hooks, ready to install, and the sentence of each that failed.
+    """Return an instance of each registered hook, and for each that failed to load its error.
 
-    Raises `FlexInspectError` when none is registered, rather than record nothing.
+    Raises `FlexInspectError` if no hook is registered, because nothing would be recorded.
     """
     classes, failed = plugins.load_all(plugins.HOOKS)
     if not classes and not failed:
@@ -197,12 +197,12 @@ def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
 
 
 def built_in_rules() -> tuple[list[Rule], dict[str, str]]:
-    """Return the registered rules for steps as they come, and why some could not be made."""
+    """Return the registered rules that run live, and for each that failed its error."""
     classes, failed = plugins.load_all(plugins.RULES)
     rules = []
-    for name, make in classes.items():
+    for name, rule_class in classes.items():
         try:
-            rule = make()
+            rule = rule_class()
             if not rule.offline_only:
                 rules.append(rule)
         except Exception as error:

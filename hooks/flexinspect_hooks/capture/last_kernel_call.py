@@ -1,6 +1,6 @@
-"""Which call of compiled FlexAttention this process is in, noted for whoever sees it die.
+"""Notes which compiled FlexAttention call this process is in, for the report of a crash.
 
-Loaded before torch is: what needs it loads it in a call, when it is there.
+This module is imported before torch, so it imports torch inside functions only.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 from flexinspect.trace.file.side_files import CallPlace, LastCallWriter
 
 _call_files: list[LastCallWriter] = []
-"""Of the trace that this process records for whoever started it; at most one."""
+"""The file beside the trace that this process records; at most one."""
 
 _descriptions: dict[tuple[Any, Any], str] = {}
-"""What a call is, by the code of its rules."""
+"""Descriptions of calls, by the code objects of score_mod and mask_mod."""
 
 _last_described: list[Any] = [None, None, ""]
-"""The rules of the last call, by id, and what it was: all layers of a step share them."""
+"""`id` of the last score_mod and block mask, and their description: layers of a step share them."""
 
 
 def start_recording_calls(trace: Path) -> None:
-    """Note calls beside this trace from now on, in this process and in none forked from it."""
+    """Note calls beside this trace from now on, but not in processes forked from this one."""
     if not _call_files:
         os.register_at_fork(after_in_child=_call_files.clear)
     _call_files[:] = [LastCallWriter(trace)]
 
 
 def stop_recording_calls() -> None:
-    """Note nothing any more."""
+    """Stop noting calls and remove the file."""
     while _call_files:
         _call_files.pop().remove()
 
@@ -37,7 +37,10 @@ def stop_recording_calls() -> None:
 def begin_kernel_call(
     place: CallPlace, query: Any, key: Any, score_mod: Any, block_mask: Any
 ) -> None:
-    """Note that a compiled call begins, with its arguments. Costs a microsecond or two."""
+    """Note that a compiled call begins. Costs one or two microseconds.
+
+    `query` is (B, H, rows, D) and `key` (B, H, keys, D).
+    """
     if _call_files:
         if _last_described[0] != id(score_mod) or _last_described[1] != id(block_mask):
             _last_described[:] = (
@@ -49,7 +52,7 @@ def begin_kernel_call(
 
 
 def end_kernel_call() -> None:
-    """Note that it is over."""
+    """Note that the compiled call returned or raised."""
     if _call_files:
         _call_files[0].leave()
 
@@ -73,19 +76,19 @@ def _format_call(score_mod: Any, mask_mod: Any) -> str:
     return f"flex ({', '.join(parts)})"
 
 
-def _captured_tensors_text(rule: Any) -> str:
-    """Return ` with captured tensor` for a rule that reads tensors from around it."""
+def _captured_tensors_text(mod: Any) -> str:
+    """Return " with captured tensor" for a mask_mod or score_mod that captures tensors."""
     from torch import Tensor
 
-    code, around = getattr(rule, "__code__", None), getattr(rule, "__globals__", {})
-    cells = [_cell_contents(cell) for cell in getattr(rule, "__closure__", None) or ()]
-    names = [around.get(name) for name in getattr(code, "co_names", ())]
-    n = sum(isinstance(value, Tensor) for value in (*cells, *names))
+    code, global_values = getattr(mod, "__code__", None), getattr(mod, "__globals__", {})
+    in_closure = [_cell_contents(cell) for cell in getattr(mod, "__closure__", None) or ()]
+    in_globals = [global_values.get(name) for name in getattr(code, "co_names", ())]
+    n = sum(isinstance(value, Tensor) for value in (*in_closure, *in_globals))
     return "" if not n else " with captured tensor" if n == 1 else f" with {n} captured tensors"
 
 
 def _cell_contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is not set yet
+    except ValueError:  # the variable is not assigned yet
         return None

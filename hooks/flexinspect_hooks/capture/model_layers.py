@@ -1,4 +1,4 @@
-"""Which modules of a model are its attention layers and its decoder layers."""
+"""Finds the attention modules and the decoder layers of a model."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from torch import nn
 
 
 def attention_layers(model: nn.Module) -> dict[int, int]:
-    """Return id of attention module to layer index.
+    """Return the `id` of each attention module and its layer index.
 
     transformers gives `layer_idx` to every module that writes to the cache; the attention call is
     made with that module as its first argument.
     """
-    found: dict[int, int] = {}
+    layer_of: dict[int, int] = {}
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int) and "ttention" in type(module).__name__:
-            found[id(module)] = layer
-    return found
+            layer_of[id(module)] = layer
+    return layer_of
 
 
 def decoder_blocks(model: nn.Module, layer_of: dict[int, int]) -> dict[int, tuple[str, nn.Module]]:
-    """Return layer index to (name, decoder layer): the parent of each attention module."""
+    """Return the decoder layers by index as (name, module): the parents of attention modules."""
     by_name = dict(model.named_modules())
     blocks: dict[int, tuple[str, nn.Module]] = {}
     for name, module in by_name.items():

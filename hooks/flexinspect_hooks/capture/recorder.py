@@ -1,4 +1,4 @@
-"""The writer thread: takes finished buffers, lets hooks turn them into records, commits them."""
+"""The writer thread: it takes finished buffers, lets hooks make records of them, commits them."""
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.interpreter.threads import keep_running_when_stopped
 
 LINGER_S = 0.2
-"""How long a step may wait for company before it is written.
+"""How long a step may wait for later steps before it is written.
 
-Between two decode steps the model sweeps every cache, and code that runs once per step runs cold: a
-step written alone costs three times the CPU of the same step written with seven others (measured
-on a model of 18 ms per token); and committing a transaction is more than half of writing a step. So
-steps are written five times a second, those that waited together in one transaction. The first
-steps of a generation, and whatever is waiting when anything ends, are written at once.
+Between two decode steps the model evicts all CPU caches, and code that runs once per step runs
+cold: a step written alone costs three times the CPU of the same step written with seven others
+(measured on a model of 18 ms per token); and committing a transaction is more than half of writing
+a step. So steps are written five times a second, all waiting ones in one transaction. The first
+steps of a generation, and all waiting steps when something ends, are written at once.
 """
 
 SWITCH_S = 5e-6
-"""For how long the writer keeps the interpreter from a model that wants it, where both have a core.
+"""For how long the writer may hold the GIL while the model waits for it, where both have a core.
 
-Each operation of the model lets go of the interpreter and wants it back. Python lets a thread that
-has it go on for 5 ms, so that a model lost about as much time as the writer worked, core or not: at
-level advanced 10 % of a step of 24 ms, where it loses 3 % so (one torch thread on two cores).
+Each operation of the model releases the GIL and takes it again. By default Python lets a thread
+keep the GIL for 5 ms, so that a model lost about as much time as the writer worked, with a free
+core or without: at level advanced 10 % of a step of 24 ms. With this interval it loses 3 % (one
+torch thread on two cores).
 """
 
 QUEUE_LIMIT = 256
 """Steps that may wait for the disk; past it the model waits, and the wait counts as capture."""
 
 N_IMMEDIATE_STEPS = 2
-"""Steps of a generation that are written without lingering: a first sign of life."""
+"""Steps of a generation that are written without waiting, so that a viewer shows them at once."""
 
 
 class Sink(Protocol):
@@ -81,7 +82,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step on its way to the writer thread. `kept` is what each hook's `reduce` returned.
+    """A step in the queue of the writer thread. `kept` is what each hook's `reduce` returned.
 
     `tokens` gives the tokens of its record, and is called in the writer thread, because their ids
     may still be on their way from the device.
@@ -93,7 +94,7 @@ class FinishedStep:
     tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
 
     def take_tokens(self) -> tuple[TokenRecord, ...]:
-        """Return the tokens, and tell the step which of them it chose."""
+        """Return the tokens, and set the step's chosen token id from them if it is not set."""
         step, tokens = self.context, self.tokens()
         if step.token_id is None:
             step.token_id = next((t.token_id for t in tokens if t.step == step.step), None)
@@ -104,21 +105,21 @@ Item = GenerationRecord | GenerationEnd | EventRecord | GradientRecord
 
 
 class Judge(Protocol):
-    """Who looks at what was written, in the writer thread."""
+    """Evaluates breakpoints on records that were written, in the writer thread."""
 
     def evaluate(self, record: StepRecord) -> None: ...
     def evaluate_findings(self, findings: Sequence[Finding], generation: int) -> None: ...
 
 
 class _GenerationStarted(NamedTuple):
-    """A generation that begins, and the rules that are to look at its steps."""
+    """A generation that begins, and the rules to run on its steps."""
 
     record: GenerationRecord
     rule_runner: RuleRunner
 
 
 class _BranchStarted(NamedTuple):
-    """A branch that begins, the generation as it is there, and rules that have seen nothing yet."""
+    """A branch that begins, its generation as of the fork, and rules without any state yet."""
 
     record: BranchRecord
     generation: GenerationRecord
@@ -126,7 +127,7 @@ class _BranchStarted(NamedTuple):
 
 
 class _EventQueued(NamedTuple):
-    """An event outside of every generation, and the rules of the session that tells it."""
+    """An event, and the rules of its session, which run on it if its generation is not open."""
 
     event: EventRecord
     rule_runner: RuleRunner
@@ -135,8 +136,9 @@ class _EventQueued(NamedTuple):
 class Recorder:
     """Owns the writer thread. A full disk stops the recording; it never stops the model.
 
-    A step waits for company for up to `linger_s`. Several sessions may share one. Each function in
-    `hook_errors` is told of every hook that failed while a step was written, and knows its own.
+    A step waits for later steps for up to `linger_s` seconds. Several sessions may share a
+    recorder. Each function in `hook_errors` is called for every hook that fails while a step is
+    written; a session ignores the hooks of others.
     """
 
     def __init__(self, sink: Sink, *, linger_s: float = LINGER_S) -> None:
@@ -156,16 +158,16 @@ class Recorder:
         """Whether the writer runs on a core that the model does not use."""
         self.failure: TraceWriteError | None = None
         self.refused: list[str] = []
-        """Why records could not be stored, in order, where recording went on."""
+        """Errors of records that could not be stored, in order, where recording continued."""
         self.writer_s = 0.0
         self.n_steps = 0
         self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
         self.judge: Judge | None = None
-        """Judges what was written, where there may be breakpoints."""
+        """Evaluates breakpoints on what was written; None without breakpoints."""
 
     @property
     def path(self) -> Path | None:
-        """The file that is written, None where there is none."""
+        """The trace file, None if the sink does not write one."""
         return getattr(self._sink, "recording_path", None)
 
     def start(self) -> None:
@@ -173,17 +175,17 @@ class Recorder:
         self._thread.start()
 
     def begin_generation(self, record: GenerationRecord, rules: RuleRunner) -> None:
-        """Queue a generation; `rules` look at each of its steps before that is written."""
+        """Queue a generation; `rules` run on each of its steps before it is written."""
         self.put(_GenerationStarted(record, rules))
 
     def begin_branch(
         self, record: BranchRecord, generation: GenerationRecord, rules: RuleRunner
     ) -> None:
-        """Queue a branch; `rules` are new ones, which are shown what its parents did before it."""
+        """Queue a branch; the steps of its parents before the fork are replayed to new `rules`."""
         self.put(_BranchStarted(record, generation, rules))
 
     def put_event(self, event: EventRecord, rules: RuleRunner) -> None:
-        """Queue an event; `rules` hear it if no generation is open that it belongs to."""
+        """Queue an event. The rules of its generation run on it, or `rules` if none is open."""
         self.put(_EventQueued(event, rules))
 
     def put(
@@ -195,11 +197,11 @@ class Recorder:
         | _EventQueued
         | Callable[[], Item | None],
     ) -> None:
-        """Queue something to be written, in order. Called from the model's thread.
+        """Queue an item to be written, in order. Called from the model's thread.
 
-        A callable is asked for it in the writer thread, when everything before it is written; it
-        may have nothing to be written.
-        Nothing is woken for an ordinary step: a thread that is woken takes the interpreter from the
+        A callable is called in the writer thread when everything before it is written; it returns
+        the item, or None.
+        The writer is not woken for an ordinary step: a thread that wakes takes the GIL from the
         model.
         """
         if not self._thread.is_alive():
@@ -213,7 +215,7 @@ class Recorder:
             self.drain()
 
     def is_current(self) -> bool:
-        """Say whether this is the writer thread."""
+        """Whether the current thread is the writer thread."""
         return threading.current_thread() is self._thread
 
     def drain(self) -> None:
@@ -254,12 +256,12 @@ class Recorder:
                 else:
                     self._write(self._waiting.popleft())
             except TraceWriteError as error:
-                # A record that could not be stored is not the end of the recording.
+                # A single record that could not be stored does not end the recording.
                 self.failure = error if getattr(self._sink, "failed", True) else None
                 self.refused += [error.message, *error.others]
             except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                self.failure = TraceWriteError(f"Recording stopped at an internal error: {what}")
+                message = f"{type(error).__name__}: {error}"
+                self.failure = TraceWriteError(f"Recording stopped at an internal error: {message}")
             finally:
                 self._n_done += n_items
 
@@ -292,8 +294,8 @@ class Recorder:
         elif isinstance(item, GradientRecord):
             self._sink.write_gradients(item)
             if (rules := self._rule_runners.get((item.generation, item.branch))) is not None:
-                found, repeats, events = rules.on_gradients(item)
-                self._write_findings(found, events)
+                findings, repeats, events = rules.on_gradients(item)
+                self._write_findings(findings, events)
                 if repeats:
                     self._sink.write_repeats((item.generation, item.branch, item.step), repeats)
         elif isinstance(item, _EventQueued):
@@ -315,20 +317,20 @@ class Recorder:
     def _write_event(self, event: EventRecord, rules: RuleRunner | None) -> None:
         self._sink.write_event(event)
         if event.generation is not None:
-            newest = (n for n in reversed(self._rule_runners) if n[0] == event.generation)
-            key = next(newest, None)
-            rules = rules if key is None else self._rule_runners[key]
+            branches = (key for key in reversed(self._rule_runners) if key[0] == event.generation)
+            newest = next(branches, None)
+            rules = rules if newest is None else self._rule_runners[newest]
         if rules is not None:
             self._write_findings(*rules.on_event(event))
 
     def _record_rule_names(self, names: Sequence[str]) -> None:
-        """Say in the manifest which rules look, so that nobody asks them a second time."""
+        """Store the names of the rules that ran live, so that offline checks skip them."""
         if not self._rule_names.issuperset(names):
             self._rule_names.update(names)
             self._sink.update_run(rules=sorted(self._rule_names))
 
     def _write_findings(self, findings: Sequence[Finding], events: Sequence[EventRecord]) -> None:
-        """Write what rules found outside of the steps, and which of them failed at it."""
+        """Write findings that do not belong to a step, and events of rules that failed."""
         if findings:
             self._sink.write_findings(findings)
             if self.judge is not None:
@@ -343,12 +345,12 @@ class Recorder:
         try:
             self._sink.write_steps(records)
         except TraceWriteError as error:
-            self._count([records[place] for place in error.stored])
+            self._count([records[index] for index in error.stored])
             raise
         self._count(records)
 
     def _count(self, records: Sequence[StepRecord]) -> None:
-        """Count steps that were written, and have them judged."""
+        """Count steps that were written, and evaluate breakpoints on them."""
         self.n_steps += len(records)
         if self.judge is not None:
             for record in records:
@@ -357,8 +359,8 @@ class Recorder:
     def _records(self, items: Sequence[FinishedStep]) -> list[StepRecord]:
         """Turn steps into records, one kind of work after the other.
 
-        What is done for one step alone finds its code and tables gone from the caches: the rules
-        cost four times as much between the products of two steps as in a row.
+        Work on a single step finds its code and tables evicted from the CPU caches: the rules cost
+        four times as much between the matrix products of two steps as in a row.
         """
         drafts = [StepAssembler(item) for item in items]
         for draft in drafts:
@@ -369,8 +371,8 @@ class Recorder:
         return [self._run_rules(draft.assemble()) for draft in drafts]
 
     def _report_hook_error(self, hook: Hook, error: Exception, step: StepContext) -> None:
-        for tell in tuple(self.hook_errors):
-            tell(hook, error, step)
+        for report in tuple(self.hook_errors):
+            report(hook, error, step)
 
     def _run_rules(self, record: StepRecord) -> StepRecord:
         rules = self._rule_runners.get((record.generation, record.branch))
@@ -379,23 +381,23 @@ class Recorder:
 
 @contextmanager
 def _short_switch_interval() -> Iterator[None]:
-    """Let every thread have the interpreter back at once, while this one writes."""
+    """Give the GIL to any thread that waits for it almost at once, while this one writes."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     ours = sys.getswitchinterval()
     try:
         yield
     finally:
-        if sys.getswitchinterval() == ours:  # else the program has set it meanwhile
+        if sys.getswitchinterval() == ours:  # else the program changed it meanwhile
             sys.setswitchinterval(before)
 
 
 OnHookFailed = Callable[[Hook, Exception, StepContext], None]
-"""Told of a hook that failed at a step."""
+"""Called with a hook that failed, its exception, and the step."""
 
 
 class StepAssembler:
-    """A step while it becomes a record; a hook that fails is not asked for more of it."""
+    """Assembles the record of one step; a hook that failed is skipped for the rest of it."""
 
     def __init__(self, item: FinishedStep) -> None:
         self._item, self._step, self._draft = item, item.context, StepDraft()
@@ -404,21 +406,21 @@ class StepAssembler:
         self._values: Values = {}
 
     def collect_values(self, on_failed: OnHookFailed) -> None:
-        """Take what was sent."""
+        """Wait for the buffer's values and take them."""
 
-        def unmade(hook: Hook, error: Exception) -> None:
+        def report(hook: Hook, error: Exception) -> None:
             self._failed_hooks.append(hook)
             on_failed(hook, error, self._step)
 
-        self._values = self._item.buffer.values(unmade)
+        self._values = self._item.buffer.values(report)
 
     @property
     def n_hooks(self) -> int:
-        """How many hooks have something to say."""
+        """The number of hooks that reduced this step."""
         return len(self._item.kept)
 
     def run_hook(self, number: int, on_failed: OnHookFailed) -> None:
-        """Let a hook write its part; one after the other, as later ones read what others wrote."""
+        """Let hook `number` add its records. In order: later hooks read those of earlier ones."""
         if number >= len(self._item.kept):
             return
         hook, kept = self._item.kept[number]
@@ -430,26 +432,26 @@ class StepAssembler:
             on_failed(hook, error, self._step)
 
     def assemble(self) -> StepRecord:
-        """Return the record without what rules say of it."""
+        """Return the step's record, before rules run on it."""
         return self._draft.assemble(self._step, self._tokens)
 
 
-_HINT = "Please report this: what is in the trace is right, and it is not everything."
+_HINT = "Please report this. The records in the trace are correct, but some are missing."
 
 
 def lost_records(recorder: Recorder, writer: TraceWriter) -> TraceWriteError | None:
-    """Return why a recording is not whole, None if it is or if the disk was what ended it."""
+    """Return an error if records are missing; None if none are, or if writing to disk failed."""
     if writer.failed:
-        return None  # the trace says so itself, and the model was let go on
+        return None  # the trace reports a failed disk itself, and the model ran on
     if recorder.failure is not None:
         return TraceWriteError(recorder.failure.message, hint=_HINT)
     if recorder.refused:
         n, first = len(recorder.refused), recorder.refused[0]
-        many = f"{n} records could not be stored, and of the first it is said: " if n > 1 else ""
-        return TraceWriteError(f"The trace is not whole: {many}{first}", hint=_HINT)
+        count = f"{n} records could not be stored. The first error: " if n > 1 else ""
+        return TraceWriteError(f"The trace is incomplete: {count}{first}", hint=_HINT)
     return None
 
 
 def recording_error(recorder: Recorder, writer: TraceWriter) -> TraceWriteError | None:
-    """Return what a user is to be told at the end: what was lost, or what ended the recording."""
+    """Return the error to report at the end: missing records, or what ended the recording."""
     return lost_records(recorder, writer) or recorder.failure

@@ -1,21 +1,25 @@
-"""Where we are: which step of which generation, in which phase, over which lengths."""
+"""The open step: its generation, number, phase and lengths; and the clock that numbers steps.
+
+This module may be imported before torch, so it does not import torch itself.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 StepEvent = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
-"""An event of a step: its kind, its text, and facts where it has some."""
+"""An event of a step: its kind, its text, and optional facts."""
 
 
 @dataclass(slots=True)
 class StepContext:
-    """One step while it is open. Plain numbers travel to the writer thread; tensors do not."""
+    """One step while it is open. The writer thread gets its plain numbers, not its tensors."""
 
     generation: int
     step: int
@@ -30,16 +34,16 @@ class StepContext:
     logits: Tensor | None = None
     scores: Tensor | None = None
     is_scored: bool = True
-    """Whether `scores`, or the logits without them, are what the token was chosen from."""
+    """Whether the token was chosen from `scores` (from the logits if `scores` is None)."""
     chosen: Tensor | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the forward is called with, by name, while hooks open."""
+    """The forward's arguments by name; only set while hooks open."""
     output: Any = None
-    """What it returned."""
+    """The forward's return value."""
     wall_ms: float = 0.0
     capture_s: float = 0.0
     off_cpu_before: float = 0.0
-    """What `off_cpu_s` said when the forward began."""
+    """`off_cpu_s()` when the forward began."""
     events: list[StepEvent] = field(default_factory=list)
 
     @property
@@ -48,13 +52,15 @@ class StepContext:
         return self.kv_before + self.q_len
 
     def drop_references(self) -> None:
-        """Let go of every tensor, so that capture never keeps a step's memory alive."""
+        """Drop every tensor, so that capture does not keep a step's memory alive."""
         self.logits = self.scores = self.chosen = self.output = None
 
 
 def off_cpu_s() -> float:
-    """Return a clock in seconds that goes only while this thread has no core, in a forward mostly
-    because the writer thread has Python's interpreter."""
+    """Return a clock in seconds that advances only while this thread does not run on a core.
+
+    During a forward that is mostly because the writer thread holds the GIL.
+    """
     return time.perf_counter() - time.thread_time()
 
 
@@ -71,7 +77,7 @@ class StepClock:
         self.generation, self.branch, self.next_step = generation, 0, 0
 
     def set_next_step(self, generation: int, step: int) -> None:
-        """Say which step the next one is, for a loop that is not counted from its beginning."""
+        """Set the number of the next step, for a loop that is not counted from its beginning."""
         self.generation, self.next_step = generation, step
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], level: str) -> StepContext:
@@ -93,7 +99,9 @@ class StepClock:
 
 
 def query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the rows that a root forward is fed, 0 when its arguments do not tell."""
+    """Return the number of input rows of a root forward, 0 if its arguments do not show it."""
+    from torch import Tensor
+
     for value in (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds")):
         if isinstance(value, Tensor) and value.dim() >= 2:
             return int(value.shape[1])
@@ -101,14 +109,14 @@ def query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def cached_length(cache: Any) -> int:
-    """Return the keys that a cache holds, 0 without one.
+    """Return the number of keys in a cache, 0 without one.
 
-    The first layer speaks for all, but for one that lost its keys: then any other does.
+    The first layer's number counts, unless it is 0: then that of the first layer with keys.
     """
     if cache is None:
         return 0
-    held = int(cache.get_seq_length())
-    if held:
-        return held
-    asks = (getattr(layer, "get_seq_length", None) for layer in getattr(cache, "layers", ()))
-    return next((held for ask in asks if ask is not None and (held := int(ask()))), 0)
+    length = int(cache.get_seq_length())
+    if length:
+        return length
+    getters = (getattr(layer, "get_seq_length", None) for layer in getattr(cache, "layers", ()))
+    return next((n for get in getters if get is not None and (n := int(get()))), 0)

@@ -230,7 +230,7 @@ class CaptureRun:
 
     def _control(self, source: ModelSource) -> CaptureControl:
         from flexinspect_hooks.control.running import CaptureControl
-        from flexinspect_hooks.sessions.capture_session import SessionLevels
+        from flexinspect_hooks.sessions.session_levels import SessionLevels
 
         job = self.job
         info = CaptureInfo("generation", source.name, str(self.writer.recording_path))

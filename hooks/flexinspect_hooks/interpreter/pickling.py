@@ -1,4 +1,4 @@
-"""Letting a program pickle and copy its models while hooks of ours are in them."""
+"""Lets a program pickle and copy its models while flexinspect hooks are installed in them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from typing import Any
 
 from torch import nn
 
-_HOOKS = {
-    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
-}
-"""Where a module keeps its hooks, and what it keeps of each beside them."""
+from flexinspect_hooks.interpreter.torch_private import MODULE_HOOKS
 
 
 def hide_hooks() -> Callable[[], None]:
-    """Leave hooks of ours out of whatever is pickled or copied; returns what ends that.
+    """Leave flexinspect hooks out of every module that is pickled or copied.
 
-    They hold threads and files, which no pickle takes. A class with a `__getstate__` of its own
-    keeps it.
+    They refer to threads and files, which cannot be pickled. A class that defines its own
+    `__getstate__` keeps it. Returns a function that restores `nn.Module.__getstate__`.
     """
     cls: Any = nn.Module
     own, original = vars(cls).get("__getstate__"), cls.__getstate__
@@ -38,12 +34,12 @@ def hide_hooks() -> Callable[[], None]:
 
 
 def _without_own_hooks(state: dict[str, Any]) -> dict[str, Any]:
-    for name, beside in _HOOKS.items():
-        ours = {key for key, hook in state.get(name, {}).items() if _is_own_hook(hook)}
-        for each in (name, *beside) if ours else ():
-            hooks = state[each]
-            left = {key: hook for key, hook in hooks.items() if key not in ours}
-            state = {**state, each: type(hooks)(left)}
+    for attribute, flag_attributes in MODULE_HOOKS.items():
+        own_ids = {key for key, hook in state.get(attribute, {}).items() if _is_own_hook(hook)}
+        for name in (attribute, *flag_attributes) if own_ids else ():
+            hooks = state.get(name, {})
+            others = {key: hook for key, hook in hooks.items() if key not in own_ids}
+            state = {**state, name: type(hooks)(others)}
     return state
 
 

@@ -1,4 +1,4 @@
-"""Being told when a module has been imported, without importing it: it may come late, or never."""
+"""Calls functions when modules are imported, without importing them itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _OWN_PREFIX = "flexinspect_hooks."
 
 
 class _ImportState(threading.local):
-    """Of one thread: how many of our modules are half imported, and what arrived meanwhile.
+    """Per thread: how many flexinspect modules are being imported, and names waiting for them.
 
-    Two instances ask each other for modules that both watch: who is `asking` finds nothing itself.
+    Two instances search each other for modules that both watch. `is_searching` ends the recursion:
+    an instance that searches finds nothing itself.
     """
 
     def __init__(self) -> None:
@@ -29,9 +30,10 @@ class _ImportState(threading.local):
 class PostImportHooks:
     """While installed, calls a function for each named module, right after its body has run.
 
-    The import that brought the module goes on when the function returns. `coming` is called with a
-    name when its import begins. What they raise is given to `failed` and stops nothing. What one of
-    our own modules brings has arrived when that module is whole: the functions import them, too.
+    The import continues when the function returns. `on_import_begin` is called with the name of a
+    module when its import begins. Exceptions of both go to `on_error` and do not stop the import.
+    For a module that a flexinspect module imports, the call waits until the flexinspect module is
+    fully imported, because the functions import flexinspect modules too.
     """
 
     def __init__(
@@ -46,14 +48,14 @@ class PostImportHooks:
         self._state = _ImportState()
 
     def install(self) -> None:
-        """Begin; modules that are there already have arrived."""
+        """Start watching. Functions of modules that are imported already are called now."""
         for name in [name for name in self._callbacks if name in sys.modules]:
             self._on_imported(name)
         if self._callbacks:
             sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """End; nothing stays behind."""
+        """Stop watching and leave `sys.meta_path` as it was."""
         self._callbacks.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -61,10 +63,9 @@ class PostImportHooks:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module that is waited for as all others would, and watch its body run."""
-        if (
-            name not in self._callbacks and not name.startswith(_OWN_PREFIX)
-        ) or self._state.is_searching:
+        """Find a watched module with the other finders, and wrap its loader."""
+        is_watched = name in self._callbacks or name.startswith(_OWN_PREFIX)
+        if not is_watched or self._state.is_searching:
             return None
         self._state.is_searching = True
         try:
@@ -81,8 +82,8 @@ class PostImportHooks:
             if finder is not self and find is not None:
                 spec = find(name, path, target)
             if spec is not None:
-                watch = self._wrap_loader if name in self._callbacks else self._wrap_own_loader
-                watch(name, spec.loader)
+                wrap = self._wrap_loader if name in self._callbacks else self._wrap_own_loader
+                wrap(name, spec.loader)
                 return spec
         return None
 
@@ -93,27 +94,28 @@ class PostImportHooks:
         self._call_safely(name, lambda: self._on_import_begin(name))
 
         def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # the loader's own again
+            vars(loader).pop("exec_module", None)  # restores the loader's own method
             run(module)
             self._on_imported(name)
 
         loader.exec_module = exec_module
 
     def _wrap_own_loader(self, name: str, loader: Any) -> None:
-        run, here = getattr(loader, "exec_module", None), self._state
+        run, state = getattr(loader, "exec_module", None), self._state
         if run is None:
             return
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)
-            here.depth += 1
+            state.depth += 1
             try:
                 run(module)
             finally:
-                here.depth -= 1
-                late, here.pending = ([], here.pending) if here.depth else (here.pending, [])
-                for each in late:
-                    self._on_imported(each)
+                state.depth -= 1
+                if not state.depth:
+                    ready, state.pending = state.pending, []
+                    for imported in ready:
+                        self._on_imported(imported)
 
         loader.exec_module = exec_module
 
@@ -121,14 +123,14 @@ class PostImportHooks:
         if self._state.depth:
             self._state.pending.append(name)
             return
-        call = self._callbacks.pop(name, None)
-        if call is not None:
-            self._call_safely(name, call)
+        callback = self._callbacks.pop(name, None)
+        if callback is not None:
+            self._call_safely(name, callback)
         if not self._callbacks:
             self.remove()
 
-    def _call_safely(self, name: str, call: Callback) -> None:
+    def _call_safely(self, name: str, callback: Callback) -> None:
         try:
-            call()
+            callback()
         except Exception as error:
             self._on_error(name, error)

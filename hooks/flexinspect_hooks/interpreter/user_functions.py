@@ -1,4 +1,4 @@
-"""Who a mask rule is: its name, where its source stands, and what it has captured."""
+"""Identifies a mask_mod: its name, its source line, a digest of its code and captured values."""
 
 from __future__ import annotations
 
@@ -8,38 +8,40 @@ from typing import Any
 
 from torch import Tensor
 
+from flexinspect_hooks.interpreter.torch_private import tensor_version
+
 _MAX_HASHED = 1 << 20
-"""Captured tensors of more bytes than this are known by shape, type and address only."""
+"""Captured tensors of more bytes than this are identified by shape, dtype and address only."""
 
 
 def mask_mod_name(mask_mod: Any) -> str:
-    """Return module and qualified name of a rule, `or` of its type.
+    """Return the module and qualified name of a mask_mod, or of its type if it is not a function.
 
-    A rule that only shifts the indices of another (`flexinspect_rule`) goes by that one's name. Our
-    presets say their own, as each has several forms.
+    A mask_mod that only shifts the indices of another (`flexinspect_rule`) has the name of that
+    one. Presets set `flexinspect_name`, because each has several implementations.
     """
     own = getattr(mask_mod, "flexinspect_name", None)
     if own is not None:
         return str(own)
     mask_mod = getattr(mask_mod, "flexinspect_rule", mask_mod)
     if isinstance(mask_mod, FunctionType):
-        # What `exec` makes of a bare dictionary has no module.
+        # A function that `exec` defines in a bare dictionary has no module.
         module = f"{mask_mod.__module__}." if mask_mod.__module__ else ""
         return f"{module}{mask_mod.__qualname__}"
     return f"{type(mask_mod).__module__}.{type(mask_mod).__qualname__}"
 
 
 def mask_mod_source(mask_mod: Any) -> str | None:
-    """Return "file:line" where the rule is written, if it is a Python function."""
+    """Return the mask_mod's "file:line", or None if it is not a Python function."""
     code = getattr(getattr(mask_mod, "flexinspect_rule", mask_mod), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 
 def mask_mod_identity(mask_mod: Any) -> str:
-    """Return what tells two rules of the same name apart: code and captured values.
+    """Return a digest that distinguishes mask_mods of the same name: code and captured values.
 
-    Our own rules say it themselves; for others the byte code, constants and closure are read.
-    Tensors on an accelerator are known by address and version, so as not to wait for the device.
+    Presets set `flexinspect_identity`; for others the byte code, constants and closure are read.
+    Tensors on an accelerator are identified by address and version, which needs no synchronisation.
     """
     own = getattr(mask_mod, "flexinspect_identity", None)
     if own is not None:
@@ -68,6 +70,6 @@ def _cell(cell: Any, depth: int) -> str:
 def _tensor_digest(tensor: Tensor) -> str:
     label = f"{tuple(tensor.shape)}{tensor.dtype}"
     if tensor.device.type != "cpu" or tensor.nbytes > _MAX_HASHED:
-        return f"{label}@{tensor.data_ptr():x}v{tensor._version}"
+        return f"{label}@{tensor.data_ptr():x}v{tensor_version(tensor)}"
     data = tensor.detach().contiguous().numpy().tobytes()
     return f"{label}{hashlib.blake2b(data, digest_size=8).hexdigest()}"

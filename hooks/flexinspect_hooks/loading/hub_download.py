@@ -1,4 +1,7 @@
-"""Fetching a model from the hub: only what is needed, never a pickle, every failure a sentence."""
+"""Downloads models from the Hugging Face hub: only the files needed, never a pickle.
+
+Every failure is a `ModelError` with one sentence and the next step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _CODE_FILES = ("*.py",)
 def fetch_config(source: ModelSource) -> Path:
     """Return the folder that holds the config.json of a hub model, fetching that one file.
 
-    Raises `ModelError` when it cannot be had.
+    Raises `ModelError` if it cannot be downloaded.
     """
     from huggingface_hub import hf_hub_download
 
@@ -55,12 +58,13 @@ def fetch_all(source: ModelSource, report: OnDownloadProgress, *, code: bool = F
     """Download weights (safetensors only), tokenizer and configuration; return their folder.
 
     `report("downloading", {"bytes", "total", "fraction"})` is called from download threads. With
-    `code` the repository's Python files come too. Raises `ModelError` when something is missing.
+    `code` the repository's Python files are downloaded too. Raises `ModelError` if something is
+    missing.
     """
     folder = _snapshot(source, (*_MODEL_FILES, *(_CODE_FILES if code else ())), report)
     if not has_all_weights(folder) and (folder / INDEX_FILE).is_file():
         raise ModelError(
-            f"The download of {source.repo_id} is not complete: weight files are missing in "
+            f"The download of {source.repo_id} is incomplete: weight files are missing in "
             f"{folder}.",
             hint="Run the same command again; it continues where it stopped.",
         )
@@ -93,7 +97,7 @@ def _repo_id(source: ModelSource) -> str:
 
 
 def _progress_class(report: OnDownloadProgress) -> Any:
-    """Return a tqdm class that draws nothing and reports the bytes instead."""
+    """Return a tqdm class that draws nothing and reports the downloaded bytes."""
     from tqdm.auto import tqdm
 
     class Progress(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
@@ -111,9 +115,10 @@ def _progress_class(report: OnDownloadProgress) -> Any:
 
 
 def explain_hub_error(error: BaseException, source: ModelSource) -> ModelError:
-    """Turn whatever the hub client raised into one sentence and the next step."""
+    """Return an exception of the hub client as a `ModelError` with the next step."""
     if isinstance(error, ModelError):
         return error
+    endpoint = environment.hub_endpoint()
     chain = list(_error_chain(error))
     status = next((s for s in map(_http_status, chain) if s is not None), None)
     names = {kind.__name__ for e in chain for kind in type(e).__mro__}
@@ -121,7 +126,7 @@ def explain_hub_error(error: BaseException, source: ModelSource) -> ModelError:
         return _gated_error(source)
     if "RepositoryNotFoundError" in names or status == 401:
         return ModelError(
-            f"There is no model {source.repo_id} on {environment.hub_endpoint()}, or it is private.",
+            f"There is no model {source.repo_id} on {endpoint}, or it is private.",
             hint="Check the spelling (owner/name); for a private one run `hf auth login` first.",
         )
     if status == 404 or "RemoteEntryNotFoundError" in names:
@@ -151,13 +156,13 @@ def _unreachable_error(source: ModelSource, status: int | None, *, offline: bool
         return ModelError(
             f"The model {source.repo_id} is not in the Hugging Face cache, and offline mode is on "
             "(HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE).",
-            hint=f"Unset it to download, or give a local folder{_random_weights_hint(source)}.",
+            hint=f"Unset it to download, or use a local folder{_random_weights_hint(source)}.",
         )
     answer = f" (it answered {status})" if status else ""
     return ModelError(
         f"The model {source.repo_id} is not on this machine, and the hub "
         f"{environment.hub_endpoint()} cannot be reached{answer}.",
-        hint="Check the network, set HF_ENDPOINT to a mirror or HTTPS_PROXY to a proxy, give a "
+        hint="Check the network, set HF_ENDPOINT to a mirror or HTTPS_PROXY to a proxy, use a "
         f"local folder, try --model demo{_random_weights_hint(source)}.",
     )
 

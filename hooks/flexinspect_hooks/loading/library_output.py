@@ -1,4 +1,4 @@
-"""Keeping other libraries' progress bars and warnings off the terminal, and their progress in."""
+"""Silences progress bars and warnings of other libraries, and reports their progress."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ OnLoadProgress = Callable[[str, Mapping[str, Any]], None]
 
 @contextlib.contextmanager
 def quiet_libraries(report: OnLoadProgress) -> Iterator[None]:
-    """Silence transformers and huggingface_hub; report the fraction of weights that is read.
+    """Silence transformers and huggingface_hub; report the fraction of the weights that is read.
 
-    Everything is put back at the end, also after an exception.
+    All settings are restored at the end, also after an exception.
     """
     from huggingface_hub import utils
     from transformers.utils import logging
@@ -42,7 +42,7 @@ def quiet_libraries(report: OnLoadProgress) -> Iterator[None]:
 
 
 class _ProgressReporter:
-    """What transformers takes for a tqdm bar; every method it does not know does nothing."""
+    """A stand-in for tqdm that transformers uses; methods that it does not define do nothing."""
 
     def __init__(
         self, report: OnLoadProgress, iterable: Any = None, *_args: Any, **kwargs: Any

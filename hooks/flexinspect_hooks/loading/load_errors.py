@@ -1,4 +1,4 @@
-"""What can be wrong with a model, each as one sentence and the next step."""
+"""Errors of loading a model, each as a `ModelError` with one sentence and the next step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate mem
 
 
 def require_known_architecture(folder: Path, source: ModelSource, *, trusted: bool) -> None:
-    """Raise when this transformers does not know the architecture, or it brings its own code."""
+    """Raise `ModelError` for an unknown architecture, or one with its own code unless trusted."""
     from transformers import CONFIG_MAPPING, __version__
 
     config = _read_config(folder / "config.json")
@@ -24,14 +24,14 @@ def require_known_architecture(folder: Path, source: ModelSource, *, trusted: bo
         return
     if own_code:
         raise ModelError(
-            f"The model {source.name} brings its own Python code (architecture {kind!r}), and "
-            "flexinspect runs no remote code unless asked.",
+            f"The model {source.name} has its own Python code (architecture {kind!r}), and "
+            "flexinspect does not run remote code by default.",
             hint="Read that code; if you trust it, add --trust-remote-code.",
         )
     raise ModelError(
         f"The architecture {kind!r} of {source.name} is not known to transformers {__version__}."
         if kind
-        else f"The configuration in {folder} does not say its model_type.",
+        else f"The configuration in {folder} has no model_type.",
         hint="A newer transformers may know it: pip install -U transformers.",
     )
 
@@ -49,7 +49,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 def require_causal_lm(config: Any, source: ModelSource) -> None:
-    """Raise when the model does not generate text from left to right."""
+    """Raise `ModelError` if the model is not a causal language model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if getattr(config, "auto_map", None) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -59,38 +59,42 @@ def require_causal_lm(config: Any, source: ModelSource) -> None:
         known = _class_names(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     declared = config.architectures or known
     if not known or not set(declared) & set(known):
-        what = ", ".join(declared) or config.model_type
+        names = ", ".join(declared) or config.model_type
         raise ModelError(
-            f"The model {source.name} ({what}) is not a causal language model.",
+            f"The model {source.name} ({names}) is not a causal language model.",
             hint="Choose one that generates text from left to right, such as llama3.2_1b_it.",
         )
 
 
 def _class_names(classes: Any) -> tuple[str, ...]:
-    several = classes if isinstance(classes, (tuple, list)) else (classes,)
-    return tuple(cls.__name__ for cls in several)
+    return tuple(
+        cls.__name__ for cls in (classes if isinstance(classes, (tuple, list)) else (classes,))
+    )
 
 
 def require_all_values(info: Any, folder: Path) -> None:
-    """Raise when the weight files leave parameters of the model without a value."""
+    """Raise `ModelError` if the weight files do not contain all parameters of the model.
+
+    `info` is the loading info of `from_pretrained`.
+    """
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
             f"The weights in {folder} have no values for {len(missing)} parameters, the first is "
             f"{missing[0]}.",
-            hint="The files belong to another configuration; fetch weights and config.json "
+            hint="The files belong to another configuration; download weights and config.json "
             "together.",
         )
 
 
 def explain_load_error(error: Exception, source: ModelSource, device: str) -> ModelError:
-    """Turn an exception of torch, transformers or safetensors into a sentence."""
+    """Return an exception of torch, transformers or safetensors as a `ModelError`."""
     text = str(error)
     if isinstance(error, MemoryError) or any(part in text.lower() for part in _OUT_OF_MEMORY):
         return ModelError(
             f"The memory of {device} ran out while {source.name} was loaded.",
             hint="Choose a smaller model, --dtype bfloat16, another --device, or end other "
-            "programs that hold memory.",
+            "programs that use memory.",
         )
     if type(error).__name__ == "SafetensorError":
         return ModelError(

@@ -1,4 +1,4 @@
-"""What a model says of itself."""
+"""Facts about a model for the trace: name, class, sizes, dtype, device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
-    """Return what a model says of itself, without what it does not say."""
+    """Return the facts of any torch module; facts that it does not have are left out."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     first = next(model.parameters(), None)
@@ -35,7 +35,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def loaded_facts(loaded: LoadedModel) -> dict[str, Any]:
-    """Return what is known of a model that we loaded."""
+    """Return the facts of a model that flexinspect loaded."""
     config = loaded.model.config
     heads = int(config.num_attention_heads)
     return {

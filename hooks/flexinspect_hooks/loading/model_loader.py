@@ -1,4 +1,4 @@
-"""Loading a causal language model: from a folder, the cache or the hub, or with random weights."""
+"""Loads a causal language model: from a folder, the cache or the hub, or with random weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from flexinspect.inputs.model_sizes import (
     read_header,
     weight_files,
 )
-from flexinspect.inputs.model_sizes import weight_files as files_of
 from flexinspect_hooks.loading import hub_download, load_errors, placement
 from flexinspect_hooks.loading.library_output import quiet_libraries
 from flexinspect_hooks.loading.tokenizers import IdTokenizer
@@ -33,10 +32,11 @@ OnLoadProgress = Callable[[str, Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run: in evaluation mode, no gradients.
+    """A model that is ready to run, in evaluation mode and without gradients.
 
-    `tokenizer` is None when there is none at hand (random weights only). `weights_fingerprint`
-    names the weights for the manifest; `config` is the transformers configuration as a dict.
+    `tokenizer` is None if there is none on this machine (random weights only).
+    `weights_fingerprint` identifies the weights in the manifest; `config` is the transformers
+    configuration as a dict.
     """
 
     model: Any
@@ -51,13 +51,13 @@ class LoadedModel:
     seed: int
 
     def tokenizer_or_ids(self) -> Any:
-        """Return the tokenizer, or the stand-in that lets ids stand for text."""
+        """Return the tokenizer, or an `IdTokenizer` that shows ids in place of text."""
         return self.tokenizer or IdTokenizer.from_config(self.config)
 
 
 @dataclass(frozen=True, slots=True)
 class _LoadRequest:
-    """What was asked for, resolved as far as it can be without the weights."""
+    """The arguments of `load`, with the device resolved."""
 
     source: ModelSource
     weights: str
@@ -82,9 +82,9 @@ def load(
 
     `device`: auto, cpu, cuda, cuda:N, mps. `dtype`: auto, float32, bfloat16, float16. `weights`:
     "pretrained", or "random" (the real architecture at its real size, seeded by `seed`).
-    `n_tokens` is the cache length that the memory check counts with.
+    `n_tokens` is the cache length that the memory check assumes.
 
-    `report(phase, data)` is told what happens: "plan" (what, from where, bytes needed and free;
+    `report(phase, data)` is called with the progress: "plan" (name, source, bytes needed and free;
     before anything large is read), "downloading" (from other threads), "reading weights" and
     "making weights" (`fraction` from 0 to 1), "note" (`text`), "ready" (`seconds`). Nothing is
     written to the terminal, nothing is unpickled.
@@ -108,13 +108,13 @@ def load(
 
 
 def _load(request: _LoadRequest, dtype: str, n_tokens: int) -> LoadedModel:
-    config = _config(request)
+    config = _load_config(request)
     load_errors.require_causal_lm(config, request.source)
-    wanted = request.source.dtype if dtype == "auto" and request.source.dtype else dtype
-    chosen = placement.choose_dtype(wanted, request.device, config.to_dict())
+    requested = request.source.dtype if dtype == "auto" and request.source.dtype else dtype
+    chosen = placement.choose_dtype(requested, request.device, config.to_dict())
     _check_memory(request, config, chosen, n_tokens)
-    make = _random if request.weights == "random" else _pretrained
-    model, tokenizer, fingerprint = make(request, config, chosen)
+    make_model = _make_random if request.weights == "random" else _load_pretrained
+    model, tokenizer, fingerprint = make_model(request, config, chosen)
     model.eval()
     model.requires_grad_(False)
     return LoadedModel(
@@ -131,7 +131,7 @@ def _load(request: _LoadRequest, dtype: str, n_tokens: int) -> LoadedModel:
     )
 
 
-def _config(request: _LoadRequest) -> Any:
+def _load_config(request: _LoadRequest) -> Any:
     from transformers import AutoConfig
 
     source = request.source
@@ -154,8 +154,8 @@ def _check_memory(request: _LoadRequest, config: Any, dtype: str, n_tokens: int)
     from flexinspect_hooks.loading.random_weights import count_on_meta
 
     source = request.source
-    stored = getattr(config, "quantization_config", None) is not None
-    count = None if stored else count_on_meta(config, trust_remote_code=request.trust)
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    count = None if is_quantized else count_on_meta(config, trust_remote_code=request.trust)
     plan = plan_memory(
         config.to_dict(),
         dtype=dtype,
@@ -178,12 +178,13 @@ def _check_memory(request: _LoadRequest, config: Any, dtype: str, n_tokens: int)
     )
     placement.require_fit(source.name, plan, device=request.device, dtype=dtype)
     if request.weights == "pretrained" and request.device != "cpu":
-        # Weights are read into RAM first and moved from there.
+        # Weights are read into RAM first and then moved to the device.
         staging = MemoryPlan(plan.weights, 0, 0, available_ram())
         placement.require_fit(source.name, staging, device="cpu", dtype=dtype)
 
 
-def _random(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, Any, str]:
+def _make_random(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, Any, str]:
+    """Return (model, tokenizer or None, fingerprint) with random weights."""
     from flexinspect_hooks.loading.random_weights import build_random
 
     model = build_random(
@@ -201,15 +202,17 @@ def _random(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, Any, s
 def _find_tokenizer(request: _LoadRequest) -> Any | None:
     folder = request.source.path
     if folder is None and request.source.repo_id is not None:
-        found = (cached_snapshot(request.source.repo_id, name) for name in _VOCABULARIES)
-        folder = next((place for place in found if place is not None), None)
+        snapshots = (cached_snapshot(request.source.repo_id, name) for name in _VOCABULARIES)
+        folder = next((snapshot for snapshot in snapshots if snapshot is not None), None)
     if folder is None or not _has_vocabulary(folder):
-        request.report("note", {"text": "No tokenizer is at hand: ids stand in for text."})
+        text = "There is no tokenizer on this machine: token ids are shown in place of text."
+        request.report("note", {"text": text})
         return None
-    return _tokenizer(folder, request)
+    return _load_tokenizer(folder, request)
 
 
-def _pretrained(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, Any, str]:
+def _load_pretrained(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, Any, str]:
+    """Return (model, tokenizer, fingerprint) with the weights of a folder or the hub."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -223,9 +226,9 @@ def _pretrained(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, An
             f"The model {source.name} has no tokenizer in {folder}.",
             hint="Put its tokenizer.json (and tokenizer_config.json) there, for instance with "
             "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)`; "
-            "with --weights random ids stand in for text.",
+            "with --weights random no tokenizer is needed.",
         )
-    tokenizer = _tokenizer(folder, request)
+    tokenizer = _load_tokenizer(folder, request)
     request.report("reading weights", {"fraction": 0.0})
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -241,24 +244,24 @@ def _pretrained(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, An
 
 
 def _require_weights(folder: Path) -> None:
-    files = files_of(folder)
+    files = weight_files(folder)
     missing = [path.name for path in files if not path.exists()]
     if not missing:
         for path in files:
             read_header(path)
         return
     if missing == [SINGLE_FILE]:
-        other = [path.name for path in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))]
-        found = f"; {other[0]} is a pickle, which flexinspect never loads" if other else ""
+        pickles = [*sorted(folder.glob("*.bin")), *sorted(folder.glob("*.pt*"))]
+        note = f"; {pickles[0].name} is a pickle, which flexinspect never loads" if pickles else ""
         raise ModelError(
-            f"The folder {folder} holds no safetensors weights{found}.",
+            f"The folder {folder} has no safetensors weights{note}.",
             hint="Convert it where you trust it: load the model there and "
             "`model.save_pretrained(folder, safe_serialization=True)`.",
         )
     raise ModelError(
-        f"The folder {folder} is not complete: {len(missing)} of {len(files)} weight files are "
+        f"The folder {folder} is incomplete: {len(missing)} of {len(files)} weight files are "
         f"missing, the first is {missing[0]}.",
-        hint="Fetch the missing files.",
+        hint="Download the missing files.",
     )
 
 
@@ -266,7 +269,7 @@ def _has_vocabulary(folder: Path) -> bool:
     return any((folder / name).exists() for name in _VOCABULARIES) or any(folder.glob("*.tiktoken"))
 
 
-def _tokenizer(folder: Path, request: _LoadRequest) -> Any:
+def _load_tokenizer(folder: Path, request: _LoadRequest) -> Any:
     from transformers import AutoTokenizer
 
     try:
@@ -276,23 +279,23 @@ def _tokenizer(folder: Path, request: _LoadRequest) -> Any:
     except Exception as error:
         raise ModelError(
             f"The tokenizer in {folder} cannot be read ({load_errors.first_line(error)}).",
-            hint="Fetch its files again; a custom tokenizer needs --trust-remote-code.",
+            hint="Download its files again; a custom tokenizer needs --trust-remote-code.",
         ) from error
 
 
-# Files up to this size are read whole; of larger ones evenly spread samples are.
+# Files up to this size are read completely; of larger ones evenly spaced samples.
 _MAX_WHOLE_FILE = 64 * 2**20
 _SAMPLES = 256
 _SAMPLE_BYTES = 16 * 1024
 _IGNORED_CONFIG_KEYS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
-_RANDOM_VERSION = 1  # raised whenever `random_weights` makes other values from the same seed
+_RANDOM_VERSION = 1  # increase it when `random_weights` computes other values from the same seed
 
 
 def fingerprint_files(folder: Path) -> str:
     """Return the fingerprint of a folder's safetensors files.
 
-    It covers names, sizes, headers, and the content: whole up to 64 MiB per file, otherwise 256
-    samples of 16 KiB, so that a change of a few values in a large file can stay unseen.
+    It covers names, sizes, headers, and the content: all of it up to 64 MiB per file, otherwise 256
+    samples of 16 KiB, so that a change of a few values in a large file may not be detected.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in weight_files(folder):
@@ -311,7 +314,7 @@ def fingerprint_files(folder: Path) -> str:
 
 
 def fingerprint_random(config: Mapping[str, Any], seed: int, dtype: str) -> str:
-    """Return the fingerprint of random weights: what they are computed from."""
-    shape = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
-    text = json.dumps([_RANDOM_VERSION, seed, dtype, shape], sort_keys=True, default=str)
+    """Return the fingerprint of random weights, a hash of configuration, seed and dtype."""
+    options = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
+    text = json.dumps([_RANDOM_VERSION, seed, dtype, options], sort_keys=True, default=str)
     return "random-" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

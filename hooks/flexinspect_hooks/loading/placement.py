@@ -1,4 +1,4 @@
-"""Where a model runs and in which dtype, and how much memory is free there."""
+"""Chooses the device and the dtype of a model, and checks that it fits into memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 def choose_device(name: str = "auto") -> str:
     """Return the torch device for auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps.
 
-    Raises `ModelError` when the device is unknown or not there.
+    Raises `ModelError` if the device is unknown or not available.
     """
     import torch
 
@@ -68,9 +68,9 @@ def _require_cuda(name: str, index: int) -> None:
 def choose_dtype(name: str, device: str, config: Mapping[str, Any]) -> str:
     """Return float32, bfloat16 or float16 for a device.
 
-    `auto` is float32 on a CPU, elsewhere the checkpoint's own dtype (bfloat16 when it names none),
-    and float32 where the device cannot compute in that. Raises `ModelError` for an unknown name
-    and for a dtype that the device is not fit for.
+    `auto` is float32 on a CPU, on other devices the checkpoint's own dtype (bfloat16 if it has
+    none), or float32 if the device cannot compute in that. Raises `ModelError` for an unknown name
+    and for a dtype that the device does not support well.
     """
     if name.strip().lower() != "auto":
         return _explicit_dtype(name, device)
@@ -89,7 +89,7 @@ def _explicit_dtype(name: str, device: str) -> str:
     dtype = canonical_dtype(name)
     if dtype == "float16" and device == "cpu":
         raise ModelError(
-            "float16 is not for the CPU: many operations there are missing or very slow in it.",
+            "float16 is not usable on the CPU: many operations are missing or very slow.",
             hint="Use --dtype float32, or --dtype bfloat16 for half the memory.",
         )
     if dtype == "bfloat16" and not _has_bfloat16(device):
@@ -114,7 +114,7 @@ def _has_bfloat16(device: str) -> bool:
 
 
 def free_memory(device: str) -> int | None:
-    """Return the bytes that are free on the device, None when it does not say."""
+    """Return the free memory of the device in bytes, None if it cannot be read."""
     import torch
 
     if device == "cpu":
@@ -126,14 +126,14 @@ def free_memory(device: str) -> int | None:
 
 
 def require_fit(name: str, plan: MemoryPlan, *, device: str, dtype: str) -> None:
-    """Raise `ModelError` with the figures when the model clearly does not fit."""
+    """Raise `ModelError` with the sizes if the model does not fit."""
     if plan.fits:
         return
-    what = "RAM" if device == "cpu" else f"memory of {device}"
+    memory = "RAM" if device == "cpu" else f"memory of {device}"
     raise ModelError(
         f"The model {name} does not fit: it needs {human_bytes(plan.total)} in {dtype} "
         f"({human_bytes(plan.weights)} weights, {human_bytes(plan.kv)} KV cache for "
-        f"{plan.n_tokens} tokens), and {human_bytes(plan.available)} of {what} are free.",
+        f"{plan.n_tokens} tokens), and {human_bytes(plan.available)} of {memory} are free.",
         hint=_smaller_model_hint(device, dtype),
     )
 

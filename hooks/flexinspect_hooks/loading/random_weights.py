@@ -1,9 +1,9 @@
-"""A real architecture at its real size with random weights, in seconds even on a CPU.
+"""Creates a real architecture at its real size with random weights, in seconds even on a CPU.
 
-`normal_` draws some hundred million numbers a second, minutes for billions of parameters. Here one
-block of about four million normal numbers is drawn once, and every matrix is filled with stretches
-of it. The length of the block is a prime larger than any row count in use, so no two rows of a
-matrix start at the same place. The values do not depend on the device.
+`normal_` draws some hundred million numbers per second, which takes minutes for billions of
+parameters. Here one block of about four million normal numbers is drawn once, and every matrix is
+filled with slices of it. The length of the block is a prime larger than any row count in use, so no
+two rows of a matrix start at the same position of it. The values do not depend on the device.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from flexinspect_hooks.interpreter.torch_private import has_init_weights, init_weights
+
 NOISE_BLOCK_SIZE = 4_194_301  # the largest prime below 2**22
-# Filling larger modules (experts) the library's own way would take long; they are matrices anyway.
+# transformers' own initialisation of larger modules (experts) is slow; they are matrices anyway.
 _LARGE = 16_000_000
 
 OnLoadProgress = Callable[[str, Mapping[str, Any]], None]
 
 
 def count_on_meta(config: Any, *, trust_remote_code: bool = False) -> int:
-    """Return the exact number of parameters of any architecture, without memory for them."""
+    """Return the exact number of parameters of an architecture, without allocating them."""
     model = _on_meta(config, "float32", trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -38,8 +40,7 @@ def build_random(
     """Return the causal LM of a transformers configuration with seeded random weights.
 
     Matrices are normal with the configuration's `initializer_range`; norms, biases and buffers such
-    as rotary frequencies are what transformers itself makes them. Equal arguments give equal
-    weights.
+    as rotary frequencies are initialised by transformers. Equal arguments give equal weights.
     """
     import torch
 
@@ -62,43 +63,42 @@ def _on_meta(config: Any, dtype: str, trust_remote_code: bool) -> Any:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),  # it writes the dtype into what it is given
+            copy.deepcopy(config),  # `from_config` writes the dtype into its argument
             dtype=getattr(torch, dtype),
             trust_remote_code=trust_remote_code,
         )
 
 
 def _allocate(model: Any, device: str) -> None:
-    # Not `to_empty`: it gives tied parameters a memory each.
+    # Not `to_empty`, which allocates tied parameters separately.
     import torch
 
     known: dict[int, Any] = {}
     for module in model.modules():
-        for name, old in list(module._parameters.items()):
-            if old is not None:
-                new = known.get(id(old))
-                if new is None:
-                    empty = torch.empty_like(old, device=device)
-                    new = known[id(old)] = torch.nn.Parameter(empty, requires_grad=False)
-                module._parameters[name] = new
-        for name, old in list(module._buffers.items()):
-            if old is not None:
-                module._buffers[name] = torch.zeros_like(old, device=device)
+        own = {"recurse": False, "remove_duplicate": False}
+        for name, old in list(module.named_parameters(**own)):
+            new = known.get(id(old))
+            if new is None:
+                empty = torch.empty_like(old, device=device)
+                new = known[id(old)] = torch.nn.Parameter(empty, requires_grad=False)
+            setattr(module, name, new)
+        for name, old in list(module.named_buffers(**own)):
+            setattr(module, name, torch.zeros_like(old, device=device))
 
 
 def _fill_parameters(model: Any, block: Any, seed: int, report: OnLoadProgress) -> None:
     parameters = list(model.named_parameters())
     total = sum(parameter.numel() for _, parameter in parameters)
-    done, said = 0, 0.0
+    done, reported = 0, 0.0
     for name, parameter in parameters:
         if parameter.dim() >= 2:
             _tile(parameter, block, _offset(seed, name))
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         done += parameter.numel()
-        if done / total - said >= 0.02 or done == total:
-            said = done / total
-            report("making weights", {"fraction": said})
+        if done / total - reported >= 0.02 or done == total:
+            reported = done / total
+            report("making weights", {"fraction": reported})
 
 
 def _tile(parameter: Any, block: Any, offset: int) -> None:
@@ -116,22 +116,22 @@ def _offset(seed: int, name: str) -> int:
 
 
 def _init_special_modules(model: Any) -> None:
-    """Let transformers set everything that is no plain matrix: norms, rotary tables, scales."""
+    """Let transformers initialise everything but plain matrices: norms, rotary tables, scales."""
     for owner, module in _with_owner(model):
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         has_buffers = any(True for _ in module.buffers(recurse=False))
         if has_buffers or (0 < size < _LARGE and not _is_plain(module)):
-            owner._init_weights(module)
+            init_weights(owner, module)
 
 
 def _with_owner(model: Any) -> Iterator[tuple[Any, Any]]:
-    # A model inside a model (a vision tower for instance) has its own rules for its own modules.
+    # A model inside a model (a vision tower for instance) initialises its own modules.
     stack = [(model, model)]
     while stack:
         owner, module = stack.pop()
         yield owner, module
         for child in module.children():
-            stack.append((child if hasattr(child, "_init_weights") else owner, child))
+            stack.append((child if has_init_weights(child) else owner, child))
 
 
 def _is_plain(module: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A stand-in for a tokenizer: ids in place of text, for models without a vocabulary at hand."""
+"""Tokenizers: ids in place of text for models without a tokenizer, and cached decoding."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _N_RESERVED = 3  # below the bytes, as byte-level vocabularies keep room for spe
 
 @dataclass(frozen=True)
 class IdTokenizer:
-    """Turns text into ids and back without a vocabulary; deterministic, never out of range.
+    """Encodes text as ids without a vocabulary; deterministic, never out of range.
 
-    Text of whitespace-separated integers means those ids; any other text is its UTF-8 bytes `b` as
-    ids `3 + b`. Decoding gives "⟨id⟩" per token. It has the methods and attributes of a
-    transformers tokenizer that flexinspect uses, and no others.
+    Text of whitespace-separated integers means those ids; any other text is encoded as its UTF-8
+    bytes `b` with ids `3 + b`. Decoding gives "⟨id⟩" per token. It has only those methods and
+    attributes of a transformers tokenizer that flexinspect uses.
     """
 
     vocab_size: int
@@ -46,9 +46,9 @@ class IdTokenizer:
         return self.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of `text`, with BOS before them when asked and there is one.
+        """Return the ids of `text`, after BOS with `add_special_tokens` if the model has a BOS.
 
-        Raises `UsageError` when a number is no id of this vocabulary.
+        Raises `UsageError` if a number is not an id of this vocabulary.
         """
         words = text.split()
         if words and all(re.fullmatch(r"[0-9]+", word) for word in words):
@@ -72,7 +72,7 @@ class IdTokenizer:
         if token_id >= self.vocab_size:
             raise UsageError(
                 f"The token id {token_id} is outside the vocabulary of {self.vocab_size}.",
-                hint=f"This model has no tokenizer at hand: give ids from 0 to "
+                hint=f"This model has no tokenizer on this machine: use ids from 0 to "
                 f"{self.vocab_size - 1}, or plain text.",
             )
         return token_id
@@ -90,11 +90,14 @@ def _special_ids(value: object) -> tuple[int, ...]:
 
 
 _PART = "\ufffd"
-"""What decoding gives for a part of a character."""
+"""The character that decoding returns for a part of a character."""
 
 
 class Vocabulary:
-    """A tokenizer with what the recording asks of it, each id decoded once."""
+    """A tokenizer with the methods that recording needs; each id is decoded once.
+
+    `joins` is whether the texts of single ids, joined, are the text of the ids together.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -104,7 +107,7 @@ class Vocabulary:
         self.joins = "".join(map(self.text_of, sample)) == self.decode(sample)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return a piece's ids, without special tokens."""
+        """Return the ids of a text, without special tokens."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -112,7 +115,7 @@ class Vocabulary:
         return str(self.tokenizer.decode(list(token_ids)))
 
     def text_of(self, token_id: int) -> str:
-        """Return one id's decoded text (a replacement character for part of a character)."""
+        """Return the decoded text of one id (U+FFFD for a part of a character)."""
         if token_id not in self._texts:
             self._texts[token_id] = self.decode([token_id])
         return self._texts[token_id]
@@ -122,20 +125,20 @@ class Vocabulary:
         return str(self.tokenizer.convert_ids_to_tokens([token_id])[0])
 
     def decode_generated(self, token_ids: Sequence[int], *, one_line: bool) -> str:
-        """Return the generated text without special tokens; `one_line` ends it at a line break."""
+        """Return the text of ids without special tokens; with `one_line` its first line."""
         text = self.decode(i for i in token_ids if i not in self.special).strip()
         return text.split("\n")[0].strip() if one_line else text
 
     def default_bos(self) -> tuple[int, ...]:
-        """Return the BOS id if this tokenizer puts one before a text by default."""
+        """Return the BOS id if this tokenizer adds one before a text by default, else nothing."""
         bos = self.tokenizer.bos_token_id
         first = list(self.tokenizer.encode("a", add_special_tokens=True))[:1]
         return (int(bos),) if bos is not None and first == [bos] else ()
 
     def adds_eos(self) -> bool:
-        """Say whether this tokenizer puts an EOS behind a text, and no chat template ends turns so.
+        """Whether this tokenizer adds EOS after a text, and its chat template does not use EOS.
 
-        A template names it as `eos_token` or by its characters.
+        A template refers to EOS as `eos_token` or by its characters.
         """
         tokenizer = self.tokenizer
         eos, template = tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None)
@@ -148,11 +151,11 @@ class Vocabulary:
 
 
 class TextStream:
-    """What each id adds to a text, so that the parts joined are the text.
+    """Decodes ids one by one, so that the parts joined are the text of all ids.
 
     An id that ends in the middle of a character adds nothing; the one that completes it adds the
-    character. Where a tokenizer's texts do not join (a word's leading space depends on its
-    neighbours), ids are decoded together with those just before them.
+    character. If a tokenizer's texts do not join (a word's leading space depends on its
+    neighbours), ids are decoded together with the ids before them.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -162,15 +165,15 @@ class TextStream:
 
     def add(self, token_id: int) -> str:
         """Return the text that this id adds."""
-        words = self._vocabulary
-        if token_id in words.special:
+        vocabulary = self._vocabulary
+        if token_id in vocabulary.special:
             self._known, self._new = [], []
-            return words.text_of(token_id)
-        if words.joins and not self._new and _PART not in words.text_of(token_id):
-            return words.text_of(token_id)
+            return vocabulary.text_of(token_id)
+        if vocabulary.joins and not self._new and _PART not in vocabulary.text_of(token_id):
+            return vocabulary.text_of(token_id)
         self._new.append(token_id)
-        before = "" if words.joins else words.decode(self._known)
-        now = words.decode(self._new if words.joins else [*self._known, *self._new])
+        before = "" if vocabulary.joins else vocabulary.decode(self._known)
+        now = vocabulary.decode(self._new if vocabulary.joins else [*self._known, *self._new])
         if now.endswith(_PART) and len(self._new) < 8:
             return ""
         self._known, self._new = self._new, []

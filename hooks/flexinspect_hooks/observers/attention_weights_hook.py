@@ -1,6 +1,6 @@
-"""Attention weights that a forward returns, held against what weights are.
+"""Checks the attention weights that a forward returns: their shape, and that rows sum to 1.
 
-They are drawn nowhere: what is drawn is recomputed. But the program may draw them, and they may be
+The interface shows recomputed weights, never these. But the program may use them, and they may be
 something else: a log-sum-exp, or a layer's output under the name of weights.
 """
 
@@ -20,13 +20,13 @@ from flexinspect_hooks.capture.step_clock import StepContext
 NO_WEIGHTS = "no-weights"
 
 TOLERANCE = 0.05
-"""How far the sum of a row of weights may be from 1: rounding of bfloat16 over many keys."""
+"""Largest deviation of a row's sum from 1: rounding of bfloat16 over many keys."""
 
 _Shapes = list[tuple[int, ...] | None]
 
 
 class WeightsHook:
-    """Looks at `output.attentions`, in steps whose forward returned them."""
+    """Checks `output.attentions` of steps whose forward returned them."""
 
     name = "weights"
     own_code_only = True
@@ -36,56 +36,62 @@ class WeightsHook:
         root = id(context.model)
         self._weights: Sequence[Any] = ()
 
-        # A function with a number: one that lies in a model must not keep it alive.
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        # The hook compares ids: a reference to the model would keep it alive.
+        def keep_weights(module: nn.Module, args: Any, output: Any) -> None:
             if id(module) == root and not torch.compiler.is_compiling() and context.is_open:
                 self._weights = getattr(output, "attentions", None) or ()
 
-        return [context.model.register_forward_hook(leave).remove]
+        return [context.model.register_forward_hook(keep_weights).remove]
 
     def begin(self, context: CaptureContext) -> None:
         """Nothing to prepare per generation."""
 
     def open(self, step: StepContext) -> None:
-        """Forget what an aborted step may have left."""
+        """Drop references that an aborted step may have left."""
         self._weights = ()
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _Shapes:
-        """Return the shape of each layer's weights; put how far their rows are from 1."""
+        """Return the shape of each layer's weights; put how far their rows' sums are from 1."""
         weights, self._weights = self._weights, ()
-        each = [one if isinstance(one, Tensor) else None for one in weights]
-        sums = [_sum_error(one) for one in each if one is not None and one.dim() > 1]
-        if sums:
-            buffer.put("weights.off", torch.stack(sums))
-        return [None if one is None else tuple(one.shape) for one in each]
+        tensors = [value if isinstance(value, Tensor) else None for value in weights]
+        errors = [_sum_error(t) for t in tensors if t is not None and t.dim() > 1]
+        if errors:
+            buffer.put("weights.off", torch.stack(errors))
+        return [None if t is None else tuple(t.shape) for t in tensors]
 
     def record(self, step: StepContext, kept: _Shapes, values: Values, draft: StepDraft) -> None:
-        """Write an event for what is no weights."""
-        off = iter(values["weights.off"].tolist() if "weights.off" in values else ())
+        """Write an event for each layer whose tensor cannot be attention weights."""
+        errors = iter(values["weights.off"].tolist() if "weights.off" in values else ())
         call_of = {call.layer: call for call in draft.calls}
         for layer, shape in enumerate(kept):
             if shape is None:
                 continue
-            text = _weights_problem(shape, next(off) if len(shape) > 1 else 0.0, call_of.get(layer))
-            if text:
-                facts = {"layer": layer, "shape": list(shape)}
-                what = f"Layer {layer} returned {text}"
-                place = (step.started_at, step.generation, step.step)
-                draft.events.append(EventRecord(NO_WEIGHTS, what, *place, facts))
+            error = next(errors) if len(shape) > 1 else 0.0
+            if problem := _weights_problem(shape, error, call_of.get(layer)):
+                draft.events.append(
+                    EventRecord(
+                        kind=NO_WEIGHTS,
+                        text=f"Layer {layer} returned {problem}",
+                        at=step.started_at,
+                        generation=step.generation,
+                        step=step.step,
+                        data={"layer": layer, "shape": list(shape)},
+                    )
+                )
 
 
 def _sum_error(weights: Tensor) -> Tensor:
-    """Return how far the last row of batch 0 is from a sum of 1, over the heads if it has any."""
+    """Return how far the sum of batch 0's last row is from 1, the largest over the heads."""
     rows = weights[0, ..., -1, :] if weights.dim() > 2 else weights[-1]
     return (rows.float().sum(-1) - 1).abs().amax()
 
 
-def _weights_problem(shape: tuple[int, ...], off: float, call: CallRecord | None) -> str:
+def _weights_problem(shape: tuple[int, ...], error: float, call: CallRecord | None) -> str:
     expected = (call.batch, call.q_heads, call.q_len, call.kv_len) if call is not None else None
     if len(shape) != 4 or (expected is not None and shape != expected):
-        meant = expected or "(sequences, heads, rows, keys)"
-        sums = "" if off <= TOLERANCE else ", whose rows do not sum to 1"
-        return f"as attention weights a tensor {shape}{sums}; weights would be {meant}."
-    if not off <= TOLERANCE:
-        return f"attention weights whose newest row does not sum to 1: it is {off:.3g} off."
+        wanted = expected or "(sequences, heads, rows, keys)"
+        sums = "" if error <= TOLERANCE else ", whose rows do not sum to 1"
+        return f"as attention weights a tensor {shape}{sums}; weights would be {wanted}."
+    if not error <= TOLERANCE:  # a NaN is an error, too
+        return f"attention weights whose newest row does not sum to 1: it is {error:.3g} off."
     return ""

@@ -1,8 +1,8 @@
-"""What a forward is fed, for batch row 0: token ids, position ids, padding.
+"""The inputs of a forward for batch row 0: token ids, position ids, padding.
 
-The tensors are copied when the forward starts, as loops may write to them, and read when somebody
-asks. On CUDA the copy goes to pinned memory on a side stream, so that asking waits for what was
-queued before the forward, never for the forward itself.
+The tensors are copied when the forward starts, because loops may write to them, and read on
+demand. On CUDA the copy goes to pinned memory on a side stream, so that reading waits for work that
+was queued before the forward, never for the forward itself.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 
 class InputRows:
-    """Row 0 of the ids, positions and padding mask of one forward; each None when not fed.
+    """Row 0 of the ids, positions and padding mask of one forward; each None if not passed.
 
-    `ids` (rows,) stays on its device for whoever needs it there. Any thread may ask.
+    `ids` (rows,) stays on its device. The methods may be called from any thread.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class InputRows:
         self._done.record(stream)
 
     def token_ids(self) -> list[int] | None:
-        """Return the token ids, None when the forward was fed embeddings."""
+        """Return the token ids, None if the forward was called with embeddings."""
         return self._read().get("ids")
 
     def position_ids(self) -> list[int] | None:
-        """Return the position ids, None when the model makes them itself."""
+        """Return the position ids, None if the model computes them itself."""
         return self._read().get("positions")
 
     def n_pads(self) -> int:
-        """Return how many rows at the beginning are padding."""
+        """Return the number of padding rows at the beginning."""
         mask = self._read().get("mask", [])
         return next((n for n, is_real in enumerate(mask) if is_real), 0)
 
@@ -87,7 +87,7 @@ _DECODER_ARGUMENTS = {
 class ArgumentNames:
     """Gives the positional arguments of a module's forward their names.
 
-    Where an encoder stands before the decoder, what the decoder is fed is what counts.
+    Of an encoder-decoder model, the decoder's inputs get the names of a decoder-only model's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -97,7 +97,7 @@ class ArgumentNames:
             self._names = ()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all arguments by name, as far as names are known."""
+        """Return the arguments by name; positional ones without a known name are left out."""
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if named.get("decoder_input_ids") is None and named.get("decoder_inputs_embeds") is None:
             return named
@@ -129,7 +129,7 @@ def _first_row(value: Any, n_rows: int) -> Tensor | None:
 
 
 def batch_size_of(arguments: Mapping[str, Any]) -> int:
-    """Return the sequences that a forward with these arguments is fed."""
+    """Return the batch size of a forward with these arguments, 1 if they do not show it."""
     for name in ("input_ids", "inputs_embeds"):
         value = arguments.get(name)
         if isinstance(value, Tensor) and value.dim() >= 2:

@@ -1,7 +1,7 @@
-"""What each step was fed: sequences, position ids, and what the cache of every layer held.
+"""Records the inputs of each step: batch size, position ids, and the cached keys of every layer.
 
-Position ids are those that the first decoder layer was handed, whoever made them; lengths are asked
-of the cache itself, since a layer may be handed a cache and leave it empty.
+Position ids are those that the first decoder layer receives, whether the program or the model made
+them. Lengths are read from the cache, because a layer may receive a cache and not write to it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CACHE_OFF = "no-cache"
 LEARNED_POSITIONS = "learnt-positions"
 
 _Lengths = list[int | None]
-"""Keys per layer, None for one whose length is a tensor, which goes through the buffer."""
+"""Keys per layer; None for a layer whose length is a tensor, which goes through the buffer."""
 
 
 @dataclass(slots=True)
 class _PendingInputs:
-    """What is held of a step until it is reduced. The cache is kept alive by whoever uses it."""
+    """The inputs of a step until it is reduced. The cache is referenced weakly."""
 
     batch: int = 1
     positions: Any = None
@@ -41,7 +41,7 @@ class _PendingInputs:
 
 
 class _InputsStep(NamedTuple):
-    """What goes to the writer thread about a step's inputs: no tensors."""
+    """What the writer thread gets about a step's inputs: no tensors."""
 
     batch: int
     before: _Lengths
@@ -49,7 +49,7 @@ class _InputsStep(NamedTuple):
 
 
 class InputsHook:
-    """Keeps what the root forward and the first decoder layer are called with."""
+    """Keeps the arguments of the root forward and of the first decoder layer."""
 
     name = "inputs"
     own_code_only = True
@@ -57,73 +57,70 @@ class InputsHook:
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Put a hook on the model's first decoder layer."""
         first = next((block for _, block in context.blocks.values()), None)
-        self._pending, self._position_embedding = (
-            _PendingInputs(),
-            _position_embedding_name(context.model),
-        )
+        self._pending = _PendingInputs()
+        self._position_embedding = _position_embedding_name(context.model)
+        first_id = id(first)
 
-        # A function, since a copy of the model copies bound methods, and this hook with them; and
-        # a number, since a function that lies in a model must not keep it alive.
-        top = id(first)
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if id(module) == top and not torch.compiler.is_compiling() and context.is_open:
+        # A function, because a copy of the model would copy a bound method, and this hook with it.
+        # It compares ids: a reference to the module would keep it alive.
+        def keep_positions(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
+            if id(module) == first_id and not torch.compiler.is_compiling() and context.is_open:
                 self._pending.positions = kwargs.get("position_ids", self._pending.positions)
 
         if first is not None:
-            yield first.register_forward_pre_hook(enter, with_kwargs=True).remove
+            yield first.register_forward_pre_hook(keep_positions, with_kwargs=True).remove
 
     def begin(self, context: CaptureContext) -> None:
         """Nothing to prepare per generation."""
 
     def open(self, step: StepContext) -> None:
-        """Take what the forward may change: the lengths, and tables that a loop may write to."""
+        """Keep what the forward may change: the lengths, and tensors that a loop may write to."""
         arguments = step.arguments
         cache, ids = arguments.get("past_key_values"), input_ids_of(arguments)
-        fed = self._pending = _PendingInputs(
-            batch_size_of(arguments), arguments.get("position_ids")
+        pending = self._pending = _PendingInputs(
+            batch=batch_size_of(arguments),
+            positions=arguments.get("position_ids"),
+            cache=_weak_cache(cache),
+            before=_cached_lengths(cache),
         )
-        fed.cache, fed.before = _weak_cache(cache), _cached_lengths(cache)
         if step.step == 0 and arguments.get("use_cache") is False:
             step.events.append((CACHE_OFF, "use_cache=False was given: no cache is kept."))
-        if ids is not None and fed.batch > 1:
-            fed.tables["inputs.ids"] = ids.to(torch.int32, copy=True)
+        if ids is not None and pending.batch > 1:
+            pending.tables["inputs.ids"] = ids.to(torch.int32, copy=True)
         mask = arguments.get("attention_mask")
         if not step.kv_before and isinstance(mask, Tensor) and mask.dim() == 2:
-            fed.tables["inputs.mask"] = mask != 0
+            pending.tables["inputs.mask"] = mask != 0
             if self._position_embedding and step.step == 0:
-                step.events.append(
-                    (
-                        LEARNED_POSITIONS,
-                        f"Position ids are looked up in {self._position_embedding}.",
-                    )
-                )
+                text = f"Position ids are looked up in {self._position_embedding}."
+                step.events.append((LEARNED_POSITIONS, text))
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _InputsStep:
-        """Put tables and lengths that are tensors; nothing waits for the device."""
-        fed, self._pending = self._pending, _PendingInputs()
-        if fed.cache is None:
-            fed.cache = _weak_cache(getattr(step.output, "past_key_values", None))
-        after = _cached_lengths(fed.cache() if fed.cache is not None else None)
-        if isinstance(fed.positions, Tensor) and fed.positions.dim() == 2:
-            fed.tables["inputs.positions"] = fed.positions.to(torch.int32, copy=True)
-        for name, lengths in (("inputs.before", fed.before[1]), ("inputs.after", after[1])):
+        """Put tables, and lengths that are tensors; nothing waits for the device."""
+        pending, self._pending = self._pending, _PendingInputs()
+        if pending.cache is None:
+            pending.cache = _weak_cache(getattr(step.output, "past_key_values", None))
+        after = _cached_lengths(pending.cache() if pending.cache is not None else None)
+        if isinstance(pending.positions, Tensor) and pending.positions.dim() == 2:
+            pending.tables["inputs.positions"] = pending.positions.to(torch.int32, copy=True)
+        for name, lengths in (("inputs.before", pending.before[1]), ("inputs.after", after[1])):
             if lengths is not None:
-                fed.tables[name] = lengths
-        for name, table in fed.tables.items():
+                pending.tables[name] = lengths
+        for name, table in pending.tables.items():
             buffer.put(name, table)
-        return _InputsStep(fed.batch, fed.before[0], after[0])
+        return _InputsStep(pending.batch, pending.before[0], after[0])
 
     def record(
         self, step: StepContext, kept: _InputsStep, values: Values, draft: StepDraft
     ) -> None:
-        """Write the step's `InputsRecord`, and the tables of a batch."""
+        """Write the step's `InputsRecord`, and the tables of a batch as arrays."""
         positions = values.get("inputs.positions")
         draft.inputs = InputsRecord(
             batch=kept.batch,
-            positions=_position_runs(positions[0])
-            if positions is not None and len(positions)
-            else (),
+            positions=()
+            if positions is None or not len(positions)
+            else _position_runs(positions[0]),
             cached_before=_merge_lengths(kept.before, values.get("inputs.before")),
             cached_after=_merge_lengths(kept.after, values.get("inputs.after")),
         )
@@ -134,7 +131,7 @@ class InputsHook:
 
 
 def _position_embedding_name(model: nn.Module) -> str:
-    """Return the name of the module with the vectors of learnt positions, empty without one."""
+    """Return the name of the embedding of learned positions, empty if the model has none."""
     for name, module in model.named_modules():
         last = str(name).rpartition(".")[2]
         if isinstance(module, nn.Embedding) and ("position" in last or last == "wpe"):
@@ -143,7 +140,7 @@ def _position_embedding_name(model: nn.Module) -> str:
 
 
 def _weak_cache(cache: Any) -> weakref.ref[Any] | None:
-    """Return a reference that keeps no cache alive, None for what tells no lengths."""
+    """Return a weak reference to a cache, None for an object without a list of layers."""
     if not isinstance(getattr(cache, "layers", None), list):
         return None
     with suppress(TypeError):  # a class with slots may allow no such reference
@@ -152,19 +149,19 @@ def _weak_cache(cache: Any) -> weakref.ref[Any] | None:
 
 
 def _cached_lengths(cache: Any) -> tuple[_Lengths, Tensor | None]:
-    """Return the keys held per layer; those of static layers, which are tensors, as a copy."""
+    """Return the cached keys per layer; lengths of static layers are tensors, and are copied."""
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
         return [], None
     try:
-        found = [layer.get_seq_length() for layer in layers]
-    except AttributeError:  # linear attention holds a state of fixed size, and counts no keys
-        asks = [getattr(layer, "get_seq_length", None) for layer in layers]
-        found = [-1 if ask is None else ask() for ask in asks]
-    if {*map(type, found)} == {int}:
-        return found, None
-    tensors = [length for length in found if isinstance(length, Tensor)]
-    lengths = [None if isinstance(length, Tensor) else int(length) for length in found]
+        read = [layer.get_seq_length() for layer in layers]
+    except AttributeError:  # linear attention has a state of fixed size and does not count keys
+        getters = [getattr(layer, "get_seq_length", None) for layer in layers]
+        read = [-1 if get is None else get() for get in getters]
+    if {*map(type, read)} == {int}:
+        return read, None
+    tensors = [length for length in read if isinstance(length, Tensor)]
+    lengths = [None if isinstance(length, Tensor) else int(length) for length in read]
     return lengths, torch.stack(tensors) if tensors else None
 
 
@@ -174,7 +171,7 @@ def _merge_lengths(lengths: Sequence[int | None], tensors: Array | None) -> tupl
 
 
 def _position_runs(ids: Array) -> tuple[tuple[int, int], ...]:
-    """Return ids (rows,) as runs (first, how many) that rise by one."""
+    """Return position ids (rows,) as runs (first, count) that increase by one."""
     if ids.size == 1:
         return ((int(ids[0]), 1),)
     starts = np.flatnonzero(np.diff(ids, prepend=ids[:1]) != 1)

@@ -1,4 +1,4 @@
-"""The distribution that chose the token: top-k, entropy, margin, rank, histogram."""
+"""Reduces the logits that chose a token: top-k, entropy, margin, rank, histogram."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexinspect_hooks.capture.step_clock import StepContext
 
 TOP_K = 10
 LOGITS_ARRAY = "logits.row"
-"""The stream of all logits of a step, at level extreme: branches are compared by them."""
+"""The stream with all logits of a step, at level extreme; branches are compared by it."""
 
 BINS = 64
 
@@ -29,7 +29,7 @@ class LogitsHook:
     name = "logits"
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
-        """Nothing to install: the root forward's output is on the step."""
+        """Nothing to install: the step holds the root forward's output."""
         self._text_of = context.text_of
         self._reducer = _RowReducer()
         return ()
@@ -41,7 +41,7 @@ class LogitsHook:
         """Nothing to prepare per step."""
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> bool:
-        """Send the row to the writer thread (CPU), or reduce it where it is and send numbers.
+        """Send the row to the writer thread (CPU), or reduce it on its device and send numbers.
 
         On CPU the row needs no copy, and the same few operations cost a quarter of the time when
         the writer thread runs them for several steps in a row (see `recorder.LINGER_S`).
@@ -83,8 +83,8 @@ class LogitsHook:
             draft.arrays.append(ArrayRecord(LOGITS_ARRAY, values[LOGITS_ARRAY]))
 
     def _reduced(self, name: str, values: Values, chosen: int | None) -> _ReducedLogits:
-        here = values.get(f"{name}.all")
-        return _from_device(values) if here is None else self._reducer.reduce(here, chosen)
+        row = values.get(f"{name}.all")
+        return _from_device(values) if row is None else self._reducer.reduce(row, chosen)
 
     def _candidates(
         self, row: _ReducedLogits, values: Values, step: StepContext
@@ -93,8 +93,8 @@ class LogitsHook:
         if not step.is_scored:
             scores = [math.nan] * len(row.top)
         elif "scores.all" in values:
-            other = self._reduced("scores", values, None)
-            scores, score_lse = values["scores.all"][row.ids].tolist(), other.lse
+            scores = values["scores.all"][row.ids].tolist()
+            score_lse = self._reduced("scores", values, None).lse
         elif "scores.top" in values:
             scores, score_lse = values["scores.top"].tolist(), float(values["scores.lse"])
         return tuple(
@@ -105,9 +105,9 @@ class LogitsHook:
 
 @dataclass(slots=True)
 class _ReducedLogits:
-    """A distribution reduced: natural logarithms, `top` and `ids` from the best down.
+    """A reduced row of logits: natural logarithms, `top` and `ids` sorted from the best down.
 
-    `values` is the row itself on CPU; `low`, `high` and `counts` were made on the device elsewhere.
+    On CPU `values` is the row itself; for other devices `low`, `high` and `counts` are set.
     """
 
     lse: float
@@ -125,7 +125,7 @@ class _ReducedLogits:
 
 
 class _ChosenLogit(NamedTuple):
-    """The chosen token among the logits; `UNKNOWN`, -1 and NaN when nobody saw what was chosen."""
+    """The chosen token among the logits; `UNKNOWN`, -1 and NaN if the choice was not observed."""
 
     token_id: int = UNKNOWN
     rank: int = -1
@@ -142,20 +142,20 @@ def _find_chosen(step: StepContext, row: _ReducedLogits, values: Values) -> _Cho
 
 
 def reduce_chosen(row: Tensor, chosen: Tensor, buffer: StepBuffer) -> None:
-    """Reduce where a token stands in its row (V,), once it is known: `chosen` is its id, (1,).
+    """Put the logit and the rank of the chosen token in its row (V,); `chosen` is its id, (1,).
 
     For rows on an accelerator that were reduced before; nothing waits for the device.
     """
-    mine = row.float().index_select(0, chosen.to(row.device))
-    rank = torch.count_nonzero(row.float() > mine).float()
-    buffer.put("logits.chosen", torch.stack((mine[0], rank)))
+    logit = row.float().index_select(0, chosen.to(row.device))
+    rank = torch.count_nonzero(row.float() > logit).float()
+    buffer.put("logits.chosen", torch.stack((logit[0], rank)))
 
 
 class _RowReducer:
-    """Reduces float32 rows (V,) in numpy, in scratch memory that is kept.
+    """Reduces float32 rows (V,) in numpy, in scratch memory that is reused.
 
-    A row of a real vocabulary is past the size from which every temporary array is mapped and
-    unmapped anew, which costs more than the arithmetic. Used by the writer thread alone.
+    A row of a real vocabulary is larger than the size from which malloc maps and unmaps memory for
+    every temporary array, which costs more than the arithmetic. Used by the writer thread only.
     """
 
     def __init__(self) -> None:
@@ -174,25 +174,27 @@ class _RowReducer:
             np.exp(p, out=p)
             total = float(p.sum())
             weighted = float(np.dot(p, row))
-            sick = not np.isfinite(weighted)
-            if sick:
+            is_non_finite = not np.isfinite(weighted)
+            if is_non_finite:
                 weighted = float(np.nan_to_num(p * row, nan=0.0).sum())
         lse = high + math.log(total) if total > 0 else math.nan
-        mine = high if chosen is None else float(row[chosen])
+        chosen_logit = high if chosen is None else float(row[chosen])
         return _ReducedLogits(
             lse=lse,
             entropy=lse - weighted / total if total > 0 else math.nan,
             top=top,
             ids=ids,
-            chosen=mine,
-            rank=0 if mine == high else int(np.count_nonzero(row > np.float32(mine))),
-            n_nan=int(np.isnan(row).sum()) if sick else 0,
-            n_inf=int(np.isinf(row).sum()) if sick else 0,
+            chosen=chosen_logit,
+            rank=0
+            if chosen_logit == high
+            else int(np.count_nonzero(row > np.float32(chosen_logit))),
+            n_nan=int(np.isnan(row).sum()) if is_non_finite else 0,
+            n_inf=int(np.isinf(row).sum()) if is_non_finite else 0,
             values=row,
         )
 
     def histogram(self, row: _ReducedLogits) -> tuple[float, float, tuple[int, ...]]:
-        """Return (lowest, highest, counts in equal bins); no counts where they are not finite."""
+        """Return (lowest, highest, counts in equal bins); no counts if these are not finite."""
         if row.counts is not None:
             return row.low, row.high, row.counts
         assert row.values is not None
@@ -214,42 +216,44 @@ _GROUP_SIZE = 64
 
 
 def _top_k(row: Array) -> tuple[list[int], list[float]]:
-    """Return ids and values of the k best, best first, ties by id; a NaN comes before all.
+    """Return ids and values of the `TOP_K` best, best first, ties by id; NaN sorts first.
 
-    The k-th largest of the maxima of groups is no larger than the k-th largest value, so only
+    The k-th largest of the maxima of groups is not larger than the k-th largest value, so only
     values from there on need sorting: a handful.
     """
     k = min(TOP_K, row.size)
-    whole = row.size - row.size % _GROUP_SIZE
-    bests = row[:whole].reshape(_GROUP_SIZE, -1).max(axis=0)  # columns: ten times faster than rows
-    if bests.size < 2 * k or bests[-1] != bests[-1] or not np.isfinite(bests.max()):
+    grouped_size = row.size - row.size % _GROUP_SIZE
+    # The maximum over columns is ten times faster than over rows.
+    maxima = row[:grouped_size].reshape(_GROUP_SIZE, -1).max(axis=0)
+    if maxima.size < 2 * k or maxima[-1] != maxima[-1] or not np.isfinite(maxima.max()):
         candidates = np.arange(row.size)
     else:
-        bar = np.partition(bests, bests.size - k)[bests.size - k]
-        candidates = np.flatnonzero(row >= bar)
+        threshold = np.partition(maxima, maxima.size - k)[maxima.size - k]
+        candidates = np.flatnonzero(row >= threshold)
     values = row[candidates]
     order = np.lexsort((candidates, -values, ~np.isnan(values)))[:k]
     return candidates[order].tolist(), values[order].tolist()
 
 
 def _reduce_on_device(name: str, row: Tensor, chosen: int | None, buffer: StepBuffer) -> None:
-    """Reduce a row (V,) where it is, without waiting for the device."""
+    """Reduce a row (V,) on its device, without waiting for the device."""
     top, ids = torch.topk(row, min(TOP_K, row.numel()))
     p = torch.exp(row - top[0])
     total = p.sum()
     lse = top[0] + torch.log(total)
     if name == "scores":
-        # The candidates are those of the logits; a processor may have closed some of them.
+        # The candidates are those of the logits; a processor may have set some of them to -Inf.
         ids = buffer.tensor("logits.ids")
         buffer.put("scores.top", row[ids])
         buffer.put("scores.lse", lse)
         return
     weighted = torch.nan_to_num(p * row, nan=0.0, posinf=0.0, neginf=0.0).sum()
-    # By a number of the host: indexing with a 0-dim tensor would wait for the device.
-    mine = top[0] if chosen is None else row[chosen]
+    # `chosen` is a Python int: indexing with a 0-dim tensor would wait for the device.
+    chosen_logit = top[0] if chosen is None else row[chosen]
     low, high = torch.aminmax(row)
-    counted = (torch.count_nonzero(row > mine), torch.isnan(row).sum(), torch.isinf(row).sum())
-    numbers = (lse, lse - weighted / total, mine, low, high, *counted)
+    rank = torch.count_nonzero(row > chosen_logit)
+    n_nan, n_inf = torch.isnan(row).sum(), torch.isinf(row).sum()
+    numbers = (lse, lse - weighted / total, chosen_logit, low, high, rank, n_nan, n_inf)
     buffer.put("logits.top", top)
     buffer.put("logits.ids", ids)
     buffer.put("logits.scalars", torch.stack([number.float() for number in numbers]))
@@ -265,13 +269,13 @@ def _device_histogram(row: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _from_device(values: Values) -> _ReducedLogits:
-    lse, entropy, mine, low, high, rank, n_nan, n_inf = values["logits.scalars"].tolist()
+    lse, entropy, chosen, low, high, rank, n_nan, n_inf = values["logits.scalars"].tolist()
     return _ReducedLogits(
         lse=lse,
         entropy=entropy,
         top=values["logits.top"].tolist(),
         ids=values["logits.ids"].tolist(),
-        chosen=mine,
+        chosen=chosen,
         rank=int(rank),
         n_nan=int(n_nan),
         n_inf=int(n_inf),

@@ -1,4 +1,4 @@
-"""Memory at the end of each step: process, model, KV cache, CUDA allocator."""
+"""Records the memory at the end of each step: process, model, KV cache, CUDA allocator."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,12 +23,12 @@ _STATM = Path("/proc/self/statm")
 
 
 class MemoryHook:
-    """Reads counters only; nothing is synchronised."""
+    """Reads counters only; it does not synchronise the device."""
 
     name = "memory"
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
-        """Sum the model's own bytes once and choose the cheapest way to read the RSS."""
+        """Sum the bytes of parameters and buffers, and choose the cheapest way to read the RSS."""
         self._device = context.device
         self._model = sum(p.nbytes for p in context.model.parameters())
         self._model += sum(b.nbytes for b in context.model.buffers())
@@ -38,14 +39,14 @@ class MemoryHook:
         """Nothing to prepare per generation."""
 
     def open(self, step: StepContext) -> None:
-        """Start the peak of this step."""
+        """Reset the CUDA peak counter, so that it measures this step."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def reduce(
         self, step: StepContext, buffer: StepBuffer
     ) -> tuple[int, tuple[int, int, int] | None]:
-        """Read the RSS and the CUDA allocator's counters (None elsewhere).
+        """Read the RSS and the CUDA allocator's counters (None on other devices).
 
         Here and not in the writer thread, which may write this step with seven later ones.
         """
@@ -65,7 +66,7 @@ class MemoryHook:
         values: Values,
         draft: StepDraft,
     ) -> None:
-        """Write the step's `MemoryRecord`; the cache's size follows from the calls' shapes."""
+        """Write the step's `MemoryRecord`; the cache's size is computed from the calls' shapes."""
         rss, cuda = kept
         kv_cache = sum(
             2 * call.batch * call.kv_heads * call.kv_len * call.head_dim * _size(call.dtype)
@@ -75,11 +76,11 @@ class MemoryHook:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory so far: of the CUDA allocator, else of the process."""
+    """Return the peak memory so far in bytes: of the CUDA allocator, else of the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if _STATUS.exists():
-        # Not `ru_maxrss`: a program that is started begins there with what its parent held.
+        # Not `ru_maxrss`: in a new process it starts at its parent's RSS.
         for line in _STATUS.read_bytes().splitlines():
             if line.startswith(b"VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -92,14 +93,16 @@ def _size(dtype: str) -> int:
 
 
 def rss_reader() -> tuple[Callable[[], int], Remove]:
-    """Return a function that reads the resident set size in bytes, and one that ends it.
+    """Return a function that reads the resident set size in bytes, and one that closes its file.
 
-    On Linux the counter's file stays open: opening it costs five times what reading it does.
+    On Linux the file stays open: opening it costs five times as much as reading it.
     """
     if not _STATM.exists():
         process = psutil.Process()
         return lambda: int(process.memory_info().rss), lambda: None
     handle = os.open(_STATM, os.O_RDONLY)
-    return lambda: int(os.pread(handle, 128, 0).split()[1]) * mmap.PAGESIZE, lambda: os.close(
-        handle
-    )
+
+    def read() -> int:
+        return int(os.pread(handle, 128, 0).split()[1]) * mmap.PAGESIZE
+
+    return read, partial(os.close, handle)

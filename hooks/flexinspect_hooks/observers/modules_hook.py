@@ -1,4 +1,4 @@
-"""Statistics of every decoder layer's output: NaN, Inf, min, max, mean, std, norm."""
+"""Records statistics of every decoder layer's output: NaN, Inf, min, max, mean, std, norm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flexinspect_hooks.capture.step_clock import StepContext
 class ModuleHook:
     """Keeps each decoder layer's output during the forward and reduces them together.
 
-    At level basic only layers with a NaN or Inf are recorded, once the logits show one; from
+    At level basic only layers with NaN/Inf are recorded, if the chosen logit is not finite; from
     advanced on all of them. At extreme the rows of the chosen layers are stored as stream "hidden".
     """
 
@@ -45,7 +45,7 @@ class ModuleHook:
         context, outputs = self._context, self._outputs
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            # A graph must not hold anything of ours: more outputs may change what it computes.
+            # A compiled graph must not contain this hook: more outputs may change its results.
             if not torch.compiler.is_compiling() and context.is_open:
                 outputs.append((layer, output if isinstance(output, Tensor) else output[0]))
 
@@ -55,7 +55,7 @@ class ModuleHook:
         """Nothing to prepare per generation."""
 
     def open(self, step: StepContext) -> None:
-        """Forget what an aborted step may have left."""
+        """Drop references that an aborted step may have left."""
         self._outputs.clear()
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> list[int]:
@@ -73,8 +73,8 @@ class ModuleHook:
             buffer.defer(partial(_statistics, on_cpu, 1), stack)
         else:
             # A prompt is reduced layer by layer: a float32 stack of it may not fit in memory.
-            each = [_statistics(on_cpu, len(r), torch, r.reshape(1, -1).float()) for r in rows]
-            buffer.put("modules.stats", torch.cat([stats["modules.stats"] for stats in each]))
+            per_layer = [_statistics(on_cpu, len(r), torch, r.reshape(1, -1).float()) for r in rows]
+            buffer.put("modules.stats", torch.cat([stats["modules.stats"] for stats in per_layer]))
         if step.level == "extreme":
             for layer, output in kept:
                 if layer in self._context.layers:
@@ -82,7 +82,7 @@ class ModuleHook:
         return [layer for layer, _ in kept]
 
     def record(self, step: StepContext, kept: list[int], values: Values, draft: StepDraft) -> None:
-        """Write one `LayerStatRecord` per layer (at basic: per sick layer)."""
+        """Write one `LayerStatRecord` per layer (at basic: per layer with NaN/Inf)."""
         if not kept:
             return
         stats = values["modules.stats"]
@@ -97,11 +97,11 @@ class ModuleHook:
 
 
 def _is_best_logit_finite(step: StepContext) -> bool:
-    """Say whether the chosen logit is finite: NaN and +Inf are what argmax picks first.
+    """Whether the chosen logit is finite; argmax picks NaN and +Inf first.
 
-    A sick layer reaches the newest row's logits, as NaN and Inf survive norms and sums. Looking at
-    one number on CPU costs nothing; on an accelerator it would wait for the device, and the full
-    statistics cost less than that.
+    NaN and Inf of a layer reach the newest row's logits, because they survive norms and sums.
+    Reading one number on CPU costs nothing; on an accelerator it would wait for the device, and the
+    full statistics cost less than that.
     """
     if step.logits is None:
         return False
@@ -110,12 +110,13 @@ def _is_best_logit_finite(step: StepContext) -> bool:
 
 
 def _statistics(on_cpu: bool, n_rows: int, xp: Any, rows: Any) -> dict[str, Any]:
-    """Return (layers, 8): min, max, mean, std, norm, NaN count, count of not finite, first bad row.
+    """Return (layers, 8): min, max, mean, std, norm, NaN count, non-finite count, first bad row.
 
-    `rows` is float32 (layers, values), a layer's values those of `n_rows` rows; `xp` is torch or
+    `rows` is float32 (layers, values), the values of `n_rows` rows per layer; `xp` is torch or
     numpy. std is that of the population, from norm and mean: fast reductions instead of a slow one,
-    with an error of about 1e-7 * norm². NaN and Inf show in min and max; they are looked for when
-    there are any, or always where looking would wait for the device.
+    with an error of about 1e-7 * norm². NaN and Inf show in min and max; on CPU they are counted
+    only if min or max is not finite, elsewhere always, because reading these would wait for the
+    device.
     """
     n_values = rows.shape[1]
     low, high = xp.amin(rows, axis=1), xp.amax(rows, axis=1)

@@ -1,8 +1,8 @@
-"""A capture session: installs hooks on one model, owns every handle, and removes them all.
+"""A capture session: installs hooks on one model, and removes all of them at its end.
 
-The root forward opens a step; when the step's token is known it is reduced once and handed to the
-writer thread. A hook that raises is recorded as an event and switched off; the user's forward goes
-on. Leaving the session leaves no handle, patch or thread behind.
+The root forward opens a step; when the step's token is known the step is reduced once and passed to
+the writer thread. A hook that raises is recorded as an event and switched off; the user's forward
+continues. After a session no handle, patch or thread is left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock
 from types import TracebackType
 from typing import Any, cast
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError, UsageError
-from flexinspect.records.job import parse_layers
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import (
     LEVELS,
@@ -51,7 +49,7 @@ from flexinspect_hooks.interpreter.threads import available_cores
 
 
 class BranchingSession:
-    """What an engine says to its session when it goes back, or elsewhere."""
+    """The methods of a session for a decoder that rewinds and forks branches."""
 
     recorder: Recorder
     place: StepRef
@@ -62,19 +60,19 @@ class BranchingSession:
     _is_paused = False
 
     def begin_branch(self, record: BranchRecord, generation: GenerationRecord) -> None:
-        """Start a branch; `beginning` is the generation as it is there: its mask, its tokens.
+        """Start a branch; `generation` is its generation as of the fork: mask and tokens.
 
-        Say with `stand` which branch and step a forward belongs to.
+        `set_next_step` sets which branch and step a forward belongs to.
         """
         self.recorder.begin_branch(record, generation, self._rule_runner.for_branch(record.branch))
 
     def set_next_step(self, branch: int, step: int) -> None:
-        """Say which step of the generation the next forward is."""
+        """Set which branch and step of the generation the next forward is."""
         self._clock.branch, self._clock.next_step = branch, step
         self.place = StepRef(self._clock.generation, branch, step - 1)
 
     def move_step(self, branch: int) -> None:
-        """Say that the step that is open belongs to another branch."""
+        """Move the open step to another branch."""
         step = self._step
         if step is None or step.branch == branch:
             return
@@ -83,9 +81,9 @@ class BranchingSession:
         step.branch = branch
 
     def drop_step(self, branch: int) -> None:
-        """Let go of the step that is open: `branch` holds it in the trace already.
+        """Drop the open step, because the trace holds it already, in `branch`.
 
-        Breakpoints are judged on it once more, as whoever went back wants to stop there.
+        Breakpoints are evaluated on it again: a user who rewinds wants to stop there.
         """
         step, breaks, trace = self._step, self._breaks, self.recorder.path
         if step is not None and breaks is not None and breaks.is_active and trace is not None:
@@ -94,7 +92,7 @@ class BranchingSession:
 
     @contextmanager
     def no_capture(self) -> Iterator[None]:
-        """While entered, forwards are nobody's steps: nothing is captured."""
+        """While entered, forwards are not recorded as steps."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -106,7 +104,7 @@ class BranchingSession:
 
 
 _entered: list[CaptureSession] = []
-"""Sessions that have hooks somewhere, in the order in which they were entered."""
+"""Sessions that have hooks installed, in the order in which they were entered."""
 
 
 class CaptureSession(BranchingSession):
@@ -114,11 +112,11 @@ class CaptureSession(BranchingSession):
 
     `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
     layers whose activations are stored at extreme (None: all). `text_of` decodes one token id.
-    `copy_logits` copies each step's row of logits, as loops may divide it in place before it is
-    recorded; a loop that never does so need not pay for it. `hooks` and `rules` are the registered
-    ones unless given. A `recorder` that is given has been started and serves other sessions too.
-    `are_loose` says that its generations are calls outside of a model. The session never keeps its
-    model alive.
+    `copy_logits` copies each step's row of logits, because loops may modify it in place before it
+    is recorded; a loop that does not do so can save the copy. `hooks` and `rules` default to the
+    registered ones. A `recorder` passed in must be started, and may be shared with other sessions.
+    With `are_standalone` its generations are standalone calls. The session never keeps its model
+    alive.
 
     Raises `UsageError` for an unknown level.
     """
@@ -168,7 +166,7 @@ class CaptureSession(BranchingSession):
         self._segments: tuple[Segment, ...] = ()
         self.barrier: StepBarrier | None = None
         self.place = StepRef()
-        """The last step that is finished."""
+        """The last finished step."""
         self._switch = PendingLevels()
         self._breaks: ModelBreakpoints | None = None
         self.capture_s = self.total_s = self.waited_s = 0.0
@@ -176,26 +174,28 @@ class CaptureSession(BranchingSession):
     @property
     def _model(self) -> nn.Module:
         model = self._model_ref()
-        assert model is not None, "the model is gone"
+        assert model is not None, "the model was deleted"
         return model
 
-    # -- life ------------------------------------------------------------------------------------
+    # -- begin and end ---------------------------------------------------------------------------
 
     def __enter__(self) -> CaptureSession:
-        failed: dict[str, str] = {}
+        failed_hooks: dict[str, str] = {}
         if self._use_built_in:
-            found, failed = built_in_hooks()
-            own_code = self.context.sees_kernels
-            self._hooks = [h for h in found if own_code or not getattr(h, "own_code_only", False)]
-        rules, off = built_in_rules() if self._rules is None else (self._rules, {})
+            hooks, failed_hooks = built_in_hooks()
+            is_user_code = self.context.sees_kernels
+            self._hooks = [
+                hook for hook in hooks if is_user_code or not getattr(hook, "own_code_only", False)
+            ]
+        rules, failed_rules = built_in_rules() if self._rules is None else (self._rules, {})
         self._rule_runner = RuleRunner(rules, is_standalone=self._are_standalone)
         self.recorder.has_core = not self.cores_are_taken()
         if not self._shares_recorder:
             self.recorder.start()
-        for name, sentence in failed.items():
-            self._event("hook-off", f"{name}: {sentence}")
-        for name, sentence in off.items():
-            self._event("rule-off", f"{name}: {sentence}")
+        for name, error in failed_hooks.items():
+            self._event("hook-off", f"{name}: {error}")
+        for name, error in failed_rules.items():
+            self._event("rule-off", f"{name}: {error}")
         model = self._model
         _entered.append(self)
         for hook in list(self._hooks):
@@ -211,11 +211,11 @@ class CaptureSession(BranchingSession):
         return self
 
     def _release_model(self) -> None:
-        """Hold the model loosely from here on: what was installed may outlive it."""
-        context, loose = self.context, weakref.proxy
-        context.model = cast(nn.Module, loose(context.model))
+        """Reference the model weakly from now on, because the installed hooks may outlive it."""
+        context = self.context
+        context.model = cast(nn.Module, weakref.proxy(context.model))
         context.blocks = {
-            layer: (name, cast(nn.Module, loose(block)))
+            layer: (name, cast(nn.Module, weakref.proxy(block)))
             for layer, (name, block) in context.blocks.items()
         }
 
@@ -230,7 +230,7 @@ class CaptureSession(BranchingSession):
         trace: TracebackType | None,
     ) -> None:
         self._abandon()
-        # The writer thread first: what it still has to record may use what a hook holds open.
+        # The writer thread first: it may still use what a hook closes on removal.
         if self._shares_recorder:
             self.recorder.drain()
         else:
@@ -239,10 +239,10 @@ class CaptureSession(BranchingSession):
         self.remove_hooks()
 
     def remove_hooks(self) -> None:
-        """Take out what was installed.
+        """Remove everything that was installed.
 
-        Hooks of several sessions lie over each other in one place, so they go in reverse order:
-        those of a session that ends before a later one wait for it, and see no step any more.
+        Patches of several sessions are nested, so they are removed in reverse order: those of a
+        session that ends before a later one stay until that one ends, but record no more steps.
         """
         if self._breaks is not None:
             self._breaks.remove()
@@ -257,12 +257,12 @@ class CaptureSession(BranchingSession):
                 last._removes.pop()[1]()
 
     def break_on(self, breaking: BreakpointEvaluator) -> None:
-        """Judge these breakpoints: while a forward runs, and when its step is written."""
+        """Evaluate these breakpoints during forwards, and when steps are written."""
         self._breaks = ModelBreakpoints(breaking, self.context, self.recorder.drain)
         self.recorder.judge = breaking
 
     def pass_breakpoints(self) -> None:
-        """Let breakpoints stop that the last step met. Raises `KeyboardInterrupt` to end it."""
+        """Stop at breakpoints that the last step hit. Raises `KeyboardInterrupt` to end the run."""
         if self._breaks is not None and self._breaks.is_active:
             self._breaks.deliver_hits()
             pass_barrier(self.barrier, self.place)
@@ -270,9 +270,9 @@ class CaptureSession(BranchingSession):
     # -- a generation ----------------------------------------------------------------------------
 
     def begin_generation(self, record: GenerationRecord) -> None:
-        """Start a generation; its segments give meaning to positions.
+        """Start a generation.
 
-        Returns once the prompt is in the trace, so that it is there whatever the prefill does.
+        Returns when the prompt is in the trace, so that a crash of the prefill does not lose it.
         """
         self._clock.begin(record.generation)
         self.place = StepRef(record.generation)
@@ -283,7 +283,7 @@ class CaptureSession(BranchingSession):
         self.recorder.drain()
 
     def end_generation(self, record: GenerationEnd) -> None:
-        """End a generation or a branch, dropping a step whose token was never chosen."""
+        """End a generation or a branch; a step without a chosen token is dropped."""
         self._abandon()
         self.recorder.put(record)
 
@@ -292,7 +292,7 @@ class CaptureSession(BranchingSession):
     def _on_forward_start(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._is_paused or torch.compiler.is_compiling():  # a graph as a whole is not seen
+        if self._is_paused or torch.compiler.is_compiling():  # a compiled model is not recorded
             return
         pass_barrier(self.barrier, self.place)
         started = time.perf_counter()
@@ -301,7 +301,7 @@ class CaptureSession(BranchingSession):
         try:
             step = self._clock.open(args, kwargs, self.level)
         except Exception as error:
-            # Whatever was passed, the user's forward goes on; this step is not recorded.
+            # For any arguments the user's forward continues; this step is not recorded.
             self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
             return
         step.arguments = kwargs
@@ -321,7 +321,7 @@ class CaptureSession(BranchingSession):
             self._guard(hook, hook.open, step)
         if self._breaks is not None:
             self._breaks.on_step_start(step)
-        step.arguments = {}  # a forward that fails must not leave a cache alive
+        step.arguments = {}  # a forward that fails must not keep a cache alive
         self._step, self.context.is_open = step, True
         step.off_cpu_before = off_cpu_s()
 
@@ -339,9 +339,9 @@ class CaptureSession(BranchingSession):
     def on_token_chosen(
         self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None
     ) -> None:
-        """Close the step: `chosen` (0-dim) is the token's id, `scores` (V,) what it was drawn from.
+        """Close the step: `chosen` (0-dim) is the token's id, drawn from `scores` (V,).
 
-        Call it once the token is known to the host, so that the step's wall time is complete.
+        Call it when the token is known on the host, so that the step's wall time is complete.
         """
         step = self._step
         if step is None:
@@ -374,17 +374,17 @@ class CaptureSession(BranchingSession):
     def _start_copy(
         self, step: StepContext, buffer: StepBuffer, kept: list[tuple[Hook, Any]]
     ) -> list[tuple[Hook, Any]]:
-        """Send the results on their way; returns what is worth recording with them."""
+        """Start the copy to the host; return what to record: nothing if the copy failed."""
         try:
             buffer.start_copy()
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            step.events.append(("step-unread", f"The step's values were lost: {what}"))
+            text = f"The step's values were lost: {type(error).__name__}: {error}"
+            step.events.append(("step-unread", text))
             return []
         return kept
 
     def _abandon(self) -> None:
-        """Let go of a step that never got its token (an exception, an interrupt)."""
+        """Drop a step without a token, after an exception or an interrupt."""
         self.context.is_open = False
         step, self._step = self._step, None
         if step is not None:
@@ -393,20 +393,20 @@ class CaptureSession(BranchingSession):
                 self.recorder.put(change)
 
     def cost(self) -> dict[str, float | int]:
-        """Return what capture took so far, in seconds, and its `ratio` to the time without it.
+        """Return the cost of capture so far, in seconds, and its `ratio` to the time without it.
 
         `capture_s` is time in the model's thread, `writer_s` CPU time of the writer thread. The
-        writer counts in the ratio where torch uses every core: then it runs at the model's expense.
-        Elsewhere `waited_s` does, for which the model's thread stood still in forwards: it shares
-        Python's interpreter with the writer.
+        ratio includes `writer_s` if torch uses every core, because then the writer takes cores from
+        the model. Otherwise it includes `waited_s`, the time that the model's thread waited in
+        forwards, because it shares the GIL with the writer.
         """
         return capture_cost([self], self.recorder)
 
     def cores_are_taken(self) -> bool:
-        """Say whether the model runs on every core, so that the writer takes its time."""
+        """Whether the model runs on every core, so that the writer slows it down."""
         return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()
 
-    # -- trouble ---------------------------------------------------------------------------------
+    # -- errors ----------------------------------------------------------------------------------
 
     def _guard(self, hook: Hook, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -416,7 +416,7 @@ class CaptureSession(BranchingSession):
             return None
 
     def _hook_failed(self, hook: Hook, error: BaseException, step: StepContext | None) -> None:
-        """Record the failure and switch the hook off; the forward goes on."""
+        """Record the failure and switch the hook off; the forward continues."""
         if hook not in self._hooks:
             return
         self._hooks.remove(hook)
@@ -431,7 +431,7 @@ class CaptureSession(BranchingSession):
             self._remove_switched_off()
 
     def _remove_switched_off(self) -> None:
-        """Take out what switched-off hooks installed: in the model's thread, between forwards."""
+        """Remove what switched-off hooks installed: in the model's thread, between forwards."""
         for owner, remove in list(self._removes):
             if owner is not None and owner not in self._hooks:
                 self._removes.remove((owner, remove))
@@ -444,29 +444,33 @@ class CaptureSession(BranchingSession):
         step: StepContext | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        generation = step.generation if step is not None else None
-        number = step.step if step is not None else None
-        at = time.time()
-        event = EventRecord(kind, text, at, generation, number, facts or {})
+        event = EventRecord(
+            kind=kind,
+            text=text,
+            at=time.time(),
+            generation=step.generation if step is not None else None,
+            step=step.step if step is not None else None,
+            data=facts or {},
+        )
         self.recorder.put_event(event, self._rule_runner)
 
 
 def check_level(level: str) -> str:
-    """Return the level or raise `UsageError` naming the known ones."""
+    """Return the level. Raises `UsageError` for an unknown one."""
     if level not in LEVELS:
         raise UsageError(f"The level {level} is unknown; the levels are {', '.join(LEVELS)}.")
     return level
 
 
 def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str, float | int]:
-    """Return what sessions that share a recorder took, as `CaptureSession.cost` says it."""
+    """Return the cost of sessions that share a recorder; see `CaptureSession.cost`."""
     capture_s = sum(session.capture_s for session in sessions)
     total_s = sum(session.total_s for session in sessions)
-    counts = any(session.cores_are_taken() for session in sessions)
-    # Whatever else a thread stands still for, the writer takes no more of its time than it runs.
+    cores_are_taken = any(session.cores_are_taken() for session in sessions)
+    # A thread may wait for other reasons too, but for the writer at most as long as that runs.
     waited_s = min(sum(session.waited_s for session in sessions), recorder.writer_s)
-    written_s = recorder.writer_s if counts else max(waited_s, 0.0)
-    # Of a short run the writer does most when the model is over, and takes nothing of its time.
+    written_s = recorder.writer_s if cores_are_taken else max(waited_s, 0.0)
+    # In a short run the writer works mostly after the model has ended, and does not slow it down.
     rest_s = max(total_s - capture_s, 0.0)
     without_s = rest_s - min(written_s, rest_s / 2)
     return {
@@ -480,37 +484,37 @@ def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict
 
 
 LEVEL_EVENT = "level"
-"""The event of another level, or other layers."""
+"""The kind of the event of a changed level or changed layers."""
 
 
 def pass_barrier(barrier: StepBarrier | None, place: StepRef) -> float:
-    """Wait until the next forward may start; returns the seconds that it took.
+    """Wait until the next forward may start; returns the seconds waited.
 
-    Raises `KeyboardInterrupt` when the run is to stop.
+    Raises `KeyboardInterrupt` if the run is to stop.
     """
     if barrier is None:
         return 0.0
     started = time.perf_counter()
-    while (order := barrier.between_steps(place)) is not None:
-        barrier.report_result(order, ControlError("This loop cannot be put back to another step."))
+    while (command := barrier.between_steps(place)) is not None:
+        barrier.report_result(command, ControlError("This loop cannot be rewound to another step."))
     return time.perf_counter() - started
 
 
 class PendingLevels:
-    """A level or layers that were asked for from another thread, for the next step that opens."""
+    """A level or layers requested from another thread, for the next step that opens."""
 
     def __init__(self) -> None:
         self._requested: tuple[str | None, Sequence[int] | None] | None = None
 
     def request(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
-        """Ask for another level, or other layers, or both."""
+        """Request another level, or other layers, or both."""
         before_level, before_layers = self._requested or (None, None)
         self._requested = (level or before_level, before_layers if layers is None else layers)
 
     def apply(self, step: StepContext, context: CaptureContext) -> str:
-        """Let a step that opens be recorded as asked for, and say so in it; returns its level."""
-        wanted, self._requested = self._requested, None
-        level, layers = wanted or (None, None)
+        """Apply the request to a step that opens, add events of changes, and return its level."""
+        requested, self._requested = self._requested, None
+        level, layers = requested or (None, None)
         if level is not None and level != step.level:
             facts = {"level": level, "before": step.level}
             text = f"level {level} from step {step.step} on, {step.level} before"
@@ -524,58 +528,10 @@ class PendingLevels:
 
 
 def level_events(step: StepContext) -> list[EventRecord]:
-    """Return the changes of a step's level and layers, for a step that is never written itself."""
-    place = (time.time(), step.generation, step.step)
+    """Return the changes of level and layers of a step, for a step that is not written itself."""
+    now = time.time()
     return [
-        EventRecord(kind, text, *place, *facts)
+        EventRecord(kind, text, now, step.generation, step.step, *facts)
         for kind, text, *facts in step.events
         if kind == LEVEL_EVENT
     ]
-
-
-_MAX_LAYERS = 1 << 20
-
-
-class SessionLevels:
-    """`Levels` of every session that is attached, now or later."""
-
-    def __init__(self, level: str, layers: str | None = None) -> None:
-        self.level, self.layers = level, layers or "all"
-        self._has_layer_choice = False
-        self._sessions: weakref.WeakSet[CaptureSession] = weakref.WeakSet()
-        # Sessions come in their models' threads, and what is asked for in the server's.
-        self._lock = Lock()
-
-    def attach(self, session: CaptureSession) -> None:
-        """Let a session follow; one that comes late takes what was asked for before."""
-        with self._lock:
-            self._sessions.add(session)
-            session.switch(level=self.level)
-            if self._has_layer_choice:
-                self._apply_layers(session)
-
-    def set_level(self, level: str) -> None:
-        """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
-        if level not in LEVELS:
-            raise UsageError(f"There is no level {level}; there are {', '.join(LEVELS)}.")
-        with self._lock:
-            self.level = level
-            for session in self._sessions:
-                session.switch(level=level)
-
-    def set_layers(self, layers: str) -> None:
-        """Store other layers from the next step on.
-
-        Raises `UsageError` for what is no list of layers, or layers that no model here has.
-        """
-        with self._lock:
-            known = [layer for one in self._sessions for layer in one.context.layer_of.values()]
-            parse_layers(layers, max(known, default=_MAX_LAYERS - 1) + 1)
-            self.layers, self._has_layer_choice = layers, True
-            for session in self._sessions:
-                self._apply_layers(session)
-
-    def _apply_layers(self, session: CaptureSession) -> None:
-        known = sorted(set(session.context.layer_of.values()))
-        asked = parse_layers(self.layers, _MAX_LAYERS)
-        session.switch(layers=[layer for layer in known if asked is None or layer in asked])

@@ -1,6 +1,6 @@
-"""FlexAttention called by a program itself, outside of any model: each call stands alone.
+"""Records standalone calls: FlexAttention that a program calls outside of any model.
 
-For a program that tries masks out on tensors, as most questions about FlexAttention begin.
+For a program that tries masks on tensors, as in most first experiments with FlexAttention.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ from flexinspect_hooks.observers.memory_hook import MemoryHook
 from flexinspect_hooks.sessions.capture_session import CaptureSession, check_level
 
 MAX_STANDALONE_CALLS = 500
-"""Calls that are recorded; a program that makes more is no trial any more."""
+"""The number of calls that are recorded; a program with more calls is not a small experiment."""
 
 
 OnKernelReturn = Callable[[KernelReturn, float], None]
-"""Takes a call and when it began, in the clock of `time.perf_counter`."""
+"""Called with a kernel call that returned, and when it began, a time of `time.perf_counter`."""
 
 
 class _StandaloneKernelCalls(KernelCalls):
-    """Takes what is left of kernel calls when the sessions of models have had theirs."""
+    """Observes the kernel calls that belong to no session of a model."""
 
     def __init__(self, context: CaptureContext, on_return: OnKernelReturn) -> None:
         super().__init__(context)
         self._on_return = on_return
 
     def accepts(self, name: str) -> bool:
-        """Want FlexAttention, and the masks built for it, but nothing of an open step."""
+        """Accept FlexAttention and the masks built for it, outside of the forward of a model."""
         return name in (FLEX, BUILD) and not is_forward_running()
 
-    def after(self, note: PendingCall, output: Any) -> None:
-        """Hand the call over at once."""
-        super().after(note, output)
+    def after(self, pending: PendingCall, output: Any) -> None:
+        """Record the call at once."""
+        super().after(pending, output)
         for call in self.take_since(0):
-            self._on_return(call, note.started)
+            self._on_return(call, pending.started)
 
-    def failed(self, note: PendingCall, error: BaseException) -> None:
-        """Say so; the masks that were built for a call that failed are no other call's."""
-        super().failed(note, error)
+    def failed(self, pending: PendingCall, error: BaseException) -> None:
+        """Report the call, and drop the masks that were built for it."""
+        super().failed(pending, error)
         self.take_builds()
 
 
 class StandaloneAttention(AttentionHook):
-    """Describes the calls that are put before it; installs nothing but their observer."""
+    """Describes standalone calls; it installs nothing but the observer of the kernels."""
 
     is_standalone = True
 
@@ -84,20 +84,20 @@ class StandaloneAttention(AttentionHook):
 
 
 class StandaloneCalls(CaptureSession):
-    """While entered, records the calls of `flex_attention` that no model's session takes.
+    """While entered, records the calls of `flex_attention` that no model's session records.
 
-    Each is a generation of one step, as nothing says that two calls belong together; its number
-    comes from `numbers`; one that raised is a generation without a step. Keys before the newest
-    rows count as cached, so that a call of one row is a decode step. Masks that were built and
-    that no call came after are a generation at the end: building them may have been too much
-    already.
+    Each call is a generation of one step, because it is not known which calls belong together; its
+    number comes from `numbers`. A call that raised is a generation without a step. Keys before the
+    newest rows count as cached, so that a call with one row is a decode step. Masks that were built
+    and not followed by a call are a generation at the end, because building them may already have
+    used too much memory.
     """
 
     def __init__(
         self, sink: Sink, recorder: Recorder, numbers: Iterator[int], *, level: str
     ) -> None:
         self._attention = StandaloneAttention(self._on_call)
-        self._placeholder_model = nn.Module()  # sessions hold their model loosely
+        self._placeholder_model = nn.Module()  # kept here: sessions reference their model weakly
         super().__init__(
             self._placeholder_model,
             sink,
@@ -121,11 +121,11 @@ class StandaloneCalls(CaptureSession):
         super().__exit__(kind, error, trace)
 
     def switch(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
-        """Record at another level from the next call on; there are no layers to choose."""
+        """Record at another level from the next call on; `layers` is ignored."""
         self.level = check_level(level) if level else self.level
 
     def _on_call(self, call: KernelReturn, started: float) -> None:
-        """Record one call, or why it could not be."""
+        """Record one call, or an event if that fails."""
         self.n_calls += 1
         if self.n_calls > MAX_STANDALONE_CALLS:
             self._attention.calls.take_builds()
@@ -136,8 +136,8 @@ class StandaloneCalls(CaptureSession):
         try:
             record()
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            self._event("step-unread", f"A call outside of a model was not recorded: {what}")
+            message = f"{type(error).__name__}: {error}"
+            self._event("step-unread", f"A call outside of a model was not recorded: {message}")
 
     def _record_call(self, call: KernelReturn, started: float, returned: float) -> None:
         q_len, kv_len = (int(call.call.arguments[name].shape[-2]) for name in ("query", "key"))
@@ -151,19 +151,17 @@ class StandaloneCalls(CaptureSession):
         self._record(step, f"{STANDALONE_CALLS}, {self.n_calls}", [call], returned)
 
     def _record_failed_call(self, kind: str, text: str, facts: Mapping[str, Any]) -> None:
-        """Tell of a call that raised in a generation of its own, without any step.
+        """Record a call that raised as a generation of its own, without a step.
 
-        So that rules hear it, and that what they say has a place.
+        So rules run on it, and their findings belong to a generation.
         """
         if facts["kernel"] != FLEX or self.n_calls >= MAX_STANDALONE_CALLS:
             self._event(kind, text, None, facts)
             return
         number, now = next(self._numbers), time.time()
-        segments = (Segment(0, facts["kv_len"] or 0, "keys", SegmentKind.SHARED, 0),)
-        about = (STANDALONE_RAISED, "not declared", "not known", segments, ())
-        self.recorder.begin_generation(
-            GenerationRecord(number, *about, started_at=now), self._rule_runner
-        )
+        segments = _key_segments(facts["kv_len"] or 0)
+        record = _generation_record(number, STANDALONE_RAISED, segments, now)
+        self.recorder.begin_generation(record, self._rule_runner)
         self.recorder.put(EventRecord(kind, text, now, number, None, facts))
         end = GenerationEnd(number, "failed", "", segments, facts["error"], ended_at=now)
         self.recorder.put(end)
@@ -178,11 +176,9 @@ class StandaloneCalls(CaptureSession):
         self, step: StepContext, sample: str, calls: list[KernelReturn], returned: float
     ) -> None:
         """Record a step as a generation of its own."""
-        segments = (Segment(0, step.kv_after, "keys", SegmentKind.SHARED, 0),)
-        about = (sample, "not declared", "not known", segments, ())
-        self.context.segments = segments
+        segments = self.context.segments = _key_segments(step.kv_after)
         self._attention.begin(self.context)
-        record = GenerationRecord(step.generation, *about, started_at=time.time())
+        record = _generation_record(step.generation, sample, segments, time.time())
         self.recorder.begin_generation(record, self._rule_runner)
         self._record_step(step, calls, returned)
         end = GenerationEnd(step.generation, "finished", "", segments, ended_at=time.time())
@@ -211,3 +207,21 @@ class StandaloneCalls(CaptureSession):
             started_at=time.time(),
             started=started,
         )
+
+
+def _key_segments(n_keys: int) -> tuple[Segment, ...]:
+    return (Segment(0, n_keys, "keys", SegmentKind.SHARED, 0),)
+
+
+def _generation_record(
+    number: int, sample: str, segments: tuple[Segment, ...], started_at: float
+) -> GenerationRecord:
+    return GenerationRecord(
+        generation=number,
+        sample_id=sample,
+        mask="not declared",
+        positions="not known",
+        segments=segments,
+        tokens=(),
+        started_at=started_at,
+    )

@@ -1,7 +1,7 @@
-"""One watched generation in words: its prompt, its tokens as they come, its end.
+"""Builds the records of a watched generation: its prompt, its tokens, its end.
 
-It is gathered once per generation, and of many special tokens only those are kept that the rules
-may have to name.
+Also adapters of tokenizers, the declared prompt, and the facts about special tokens. Of many
+special tokens a trace keeps only those whose text occurs in the prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flexinspect_hooks.user_code.step_tracking import StepPlace
 
 
 class TokenizerAdapter(Protocol):
-    """What is asked of a vocabulary. Without `has_text`, only ids can be looked for."""
+    """The methods that recording needs of a tokenizer. Without `has_text` only ids are searched."""
 
     @property
     def has_text(self) -> bool: ...
@@ -47,25 +47,26 @@ class TokenizerAdapter(Protocol):
     def text_of(self, token_id: int) -> str: ...
     def token_of(self, token_id: int) -> str: ...
     def make_text_stream(self) -> Callable[[int], str]:
-        """Return a function that tells what each next id adds to one text."""
+        """Return a function that returns the text that each next id adds."""
         ...
 
     def decode_generated(self, token_ids: Sequence[int]) -> str: ...
 
 
 class TransformersAdapter:
-    """The words of a transformers tokenizer."""
+    """Adapter of a transformers tokenizer."""
 
     has_text = True
 
     def __init__(self, tokenizer: Any) -> None:
-        words = self._vocabulary = Vocabulary(tokenizer)
-        self.special = words.special
-        self.facts = tokenizer_facts(words)
-        self.encode, self.text_of, self.token_of = words.encode, words.text_of, words.token_of
+        vocabulary = self._vocabulary = Vocabulary(tokenizer)
+        self.special = vocabulary.special
+        self.facts = tokenizer_facts(vocabulary)
+        self.encode = vocabulary.encode
+        self.text_of, self.token_of = vocabulary.text_of, vocabulary.token_of
 
     def make_text_stream(self) -> Callable[[int], str]:
-        """Return a function that tells what each next id adds to one text."""
+        """Return a function that returns the text that each next id adds."""
         return TextStream(self._vocabulary).add
 
     def decode_generated(self, token_ids: Sequence[int]) -> str:
@@ -74,79 +75,79 @@ class TransformersAdapter:
 
 
 class IdAdapter:
-    """Numbers in place of words, for a model that was given without its tokenizer."""
+    """Shows ids in place of text, for a model without a tokenizer."""
 
     has_text = False
     special: frozenset[int] = frozenset()
     facts = TokenizerFacts()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids that are written in a text, nothing for any other text."""
+        """Return the ids that a text lists as numbers, none for any other text."""
         parts = text.replace(",", " ").split()
         return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else []
 
     def text_of(self, token_id: int) -> str:
-        """Return the id."""
+        """Return the id as text."""
         return str(token_id)
 
     token_of = text_of
 
     def make_text_stream(self) -> Callable[[int], str]:
-        """Return what writes an id, apart from the next one."""
+        """Return a function that formats an id with a space after it."""
         return "{} ".format
 
     def decode_generated(self, token_ids: Sequence[int]) -> str:
-        """Return the ids."""
+        """Return the ids, separated by spaces."""
         return " ".join(map(str, token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredPrompt:
-    """What the user said of their own run: segments to find, and the mask that is meant."""
+    """What the user declared about a run: segments to find, and the mask."""
 
     tokenizer: TokenizerAdapter
     segments: tuple[SegmentSpec, ...] = ()
     mask: str | MaskSpec | None = None
     separators: str = "attached"
     config: TokenizerFacts = field(default_factory=TokenizerFacts)
-    """What the model's configuration says of special tokens, for words that know none."""
+    """Special tokens of the model's configuration, for a tokenizer adapter that has none."""
 
     @property
     def mask_name(self) -> str:
-        """The mask's name, as a generation states it."""
+        """The declared mask's name for the generation's record."""
         if self.mask is None:
             return "not declared"
         return self.mask if isinstance(self.mask, str) else self.mask.name
 
     @property
     def facts(self) -> TokenizerFacts:
-        """What is known of special tokens."""
+        """The known special tokens."""
         return self.tokenizer.facts if self.tokenizer.has_text else self.config
 
     def declaration(self, ids: Sequence[int], texts: Sequence[str]) -> Mapping[str, Any]:
-        """Return the declared pieces, and what matters of special tokens for this prompt."""
+        """Return the declared segments, and the special tokens that matter for this prompt."""
         facts = keep_written_special(self.facts, ids, texts)
         return declaration_entries(
             to_declared_segments(self.segments, self.tokenizer.encode), facts
         )
 
     def declared_mask(self, segments: Sequence[Segment]) -> Mapping[str, Any]:
-        """Return the declared mask of these segments, empty when none was declared."""
+        """Return the declared mask for these segments, empty if none was declared."""
         if self.mask is None:
             return {}
-        rule, said = self.mask, {}
-        if isinstance(rule, str):
-            rule = algebra.preset(rule, segments, separators=self.separators)
-            said = {"separators": self.separators}
-        facts = {"starts": rule.starts, "head": rule.prefix_stops, "low": rule.local_starts}
-        return {"preset": rule.name, **said, **facts}
+        spec, options = self.mask, {}
+        if isinstance(spec, str):
+            spec = algebra.preset(spec, segments, separators=self.separators)
+            options = {"separators": self.separators}
+        facts = {"starts": spec.starts, "head": spec.prefix_stops, "low": spec.local_starts}
+        return {"preset": spec.name, **options, **facts}
 
 
 @dataclass(slots=True)
 class GenerationBuilder:
-    """A generation from its first forward on.
+    """Builds a generation from its first forward on.
 
-    The prompt is told in the model's thread, everything after it in the writer thread, in order.
+    The prompt is built in the model's thread, everything after it in the writer thread, in order.
     """
 
     tokenizer: TokenizerAdapter
@@ -162,31 +163,31 @@ class GenerationBuilder:
     def begin(
         cls, declared_prompt: DeclaredPrompt, place: StepPlace, rows: InputRows
     ) -> GenerationBuilder:
-        """Begin with the rows that the first forward was fed."""
-        words, add, ids = (
-            declared_prompt.tokenizer,
-            declared_prompt.tokenizer.make_text_stream(),
-            rows.token_ids(),
-        )
+        """Begin with the input rows of the first forward."""
+        tokenizer, ids = declared_prompt.tokenizer, rows.token_ids()
+        add_text = tokenizer.make_text_stream()
         known = ids if ids is not None else [-1] * place.n_new
-        texts = [add(id_) for id_ in ids] if ids is not None else [""] * place.n_new
+        texts = [add_text(id_) for id_ in ids] if ids is not None else [""] * place.n_new
         n_pads = rows.n_pads()
         first = known[n_pads] if n_pads < len(known) else None
-        has_bos = first is not None and first == declared_prompt.facts.bos
-        searched = texts if words.has_text else ()
-        prompt = PromptInput(known, searched, place.pos, n_pads, has_bos)
-        segments, troubles = build_segments(declared_prompt.segments, prompt, words.encode)
-        positions = rows.position_ids()
-        told = positions or list(range(place.pos, prompt.stop))
+        prompt = PromptInput(
+            ids=known,
+            texts=texts if tokenizer.has_text else (),
+            start=place.pos,
+            n_pads=n_pads,
+            has_bos=first is not None and first == declared_prompt.facts.bos,
+        )
+        segments, problems = build_segments(declared_prompt.segments, prompt, tokenizer.encode)
+        positions = rows.position_ids() or list(range(place.pos, prompt.stop))
         tokens = [
-            _token_record(words, place.pos + n, id_, texts[n], told[n], segments, None)
+            _token_record(tokenizer, place.pos + n, id_, texts[n], positions[n], segments, None)
             for n, id_ in enumerate(ids or ())
         ]
         record = GenerationRecord(
             generation=place.generation,
             sample_id=f"forward {place.generation}",
             mask=declared_prompt.mask_name,
-            positions="contiguous" if _is_contiguous(told[n_pads:]) else "as fed",
+            positions="contiguous" if _is_contiguous(positions[n_pads:]) else "as fed",
             segments=segments,
             tokens=tuple(tokens),
             declared={
@@ -195,11 +196,18 @@ class GenerationBuilder:
             },
             started_at=time.time(),
         )
-        after = told[-1] + 1 if told else place.pos
-        return cls(words, place.generation, record, troubles, add, prompt.stop, after)
+        return cls(
+            tokenizer=tokenizer,
+            number=place.generation,
+            record=record,
+            problems=problems,
+            added_text=add_text,
+            n_tokens=prompt.stop,
+            next_position=positions[-1] + 1 if positions else place.pos,
+        )
 
     def input_tokens(self, rows: InputRows, place: StepPlace) -> tuple[TokenRecord, ...]:
-        """Return the tokens that a later forward was given without anybody choosing them."""
+        """Return the input tokens of a later forward that no step chose."""
         ids, positions = rows.token_ids(), rows.position_ids()
         return tuple(
             self._append_token(id_, positions[n] if positions else None, place.pos + n, None)
@@ -225,7 +233,7 @@ class GenerationBuilder:
         )
 
     def end(self, state: str, reason: str, ended_at: float) -> GenerationEnd:
-        """Return the end, with the segments as they came out."""
+        """Return the end of the generation, with the final segments."""
         segments = close_generated_segment(self.record.segments, self.n_tokens)
         answer = self.tokenizer.decode_generated(self.generated)
         return GenerationEnd(self.number, state, answer, segments, reason, ended_at)
@@ -249,7 +257,7 @@ def _is_contiguous(positions: Sequence[int]) -> bool:
 
 
 def tokenizer_facts(vocabulary: Vocabulary) -> TokenizerFacts:
-    """Return what a tokenizer says of special tokens, all of them."""
+    """Return a tokenizer's special tokens, all of them."""
     tokenizer = vocabulary.tokenizer
     names = getattr(tokenizer, "all_special_tokens", ())
     special = dict(zip(map(str, names), map(int, tokenizer.all_special_ids), strict=False))
@@ -259,7 +267,7 @@ def tokenizer_facts(vocabulary: Vocabulary) -> TokenizerFacts:
 
 
 def config_facts(model: Any) -> TokenizerFacts:
-    """Return what a model's configuration says of special tokens."""
+    """Return the special tokens of a model's configuration."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     bos, eos, pad = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
@@ -269,31 +277,31 @@ def config_facts(model: Any) -> TokenizerFacts:
 def to_declared_segments(
     specs: Iterable[SegmentSpec], encode: Callable[[str], Sequence[int]]
 ) -> tuple[DeclaredSegment, ...]:
-    """Return declared pieces as a trace keeps them."""
+    """Return declared segments as a trace stores them."""
     return tuple(
-        DeclaredSegment(one.label, one.start, one.stop)
-        if one.text is None
-        else DeclaredSegment(one.label, text=one.text, ids=encode_or_empty(one.text, encode))
-        for one in specs
+        DeclaredSegment(spec.label, spec.start, spec.stop)
+        if spec.text is None
+        else DeclaredSegment(spec.label, text=spec.text, ids=encode_or_empty(spec.text, encode))
+        for spec in specs
     )
 
 
 def keep_written_special(
     facts: TokenizerFacts, ids: Sequence[int], texts: Sequence[str]
 ) -> TokenizerFacts:
-    """Return the facts with those special tokens alone whose characters are among the words.
+    """Return the facts with only those special tokens that the prompt spells out as text.
 
-    `ids` and `texts` are those of the prompt; a special token itself is no word.
+    `ids` and `texts` are those of the prompt; the special tokens themselves do not count as text.
     """
     known = frozenset(facts.special.values())
-    words = "".join(" " if i in known else text for i, text in zip(ids, texts, strict=True))
-    return replace(facts, special={s: i for s, i in facts.special.items() if s and s in words})
+    prompt = "".join(" " if i in known else text for i, text in zip(ids, texts, strict=True))
+    return replace(facts, special={s: i for s, i in facts.special.items() if s and s in prompt})
 
 
 def _adds_bos(vocabulary: Vocabulary) -> bool | None:
     try:
         return bool(vocabulary.default_bos())
-    except Exception:  # a tokenizer with an `encode` of its own
+    except Exception:  # a tokenizer may override `encode` with other arguments
         return None
 
 
@@ -309,6 +317,6 @@ def _id(value: Any) -> int | None:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    """Return one id or a list of them, as configurations have it."""
-    found = value if isinstance(value, list | tuple) else (value,)
-    return tuple(one for one in found if type(one) is int and one >= 0)
+    """Return token ids as a tuple; configurations have one id or a list of them."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    return tuple(id_ for id_ in values if type(id_) is int and id_ >= 0)

@@ -1,14 +1,13 @@
-"""Finding the models of a program by themselves: the root forward of any transformers model.
+"""Finds the models of a program at the first root forward of each transformers model.
 
-Two methods are wrapped on transformers' own classes, `PreTrainedModel.__call__` and
-`GenerationMixin.generate`, until `close`. A model that is called for the first time gets a session
-of its own on the spot; everything else is that session's work.
+Two methods of transformers' classes are wrapped until `close`: `PreTrainedModel.__call__` and
+`GenerationMixin.generate`. A model that is called for the first time gets its own session, which
+records it from then on.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 import time
 import traceback
@@ -34,9 +33,11 @@ from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.interpreter.pickling import hide_hooks
+from flexinspect_hooks.interpreter.torch_private import frame_compiler_setter, skip_frame
 from flexinspect_hooks.loading.model_facts import model_facts
 from flexinspect_hooks.observers.input_rows import InputRows
-from flexinspect_hooks.sessions.capture_session import SessionLevels, capture_cost
+from flexinspect_hooks.sessions.capture_session import capture_cost
+from flexinspect_hooks.sessions.session_levels import SessionLevels
 from flexinspect_hooks.user_code.declared_prompt import parse_segments
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
 from flexinspect_hooks.user_code.own_loops import HOOKS_REMOVED
@@ -50,10 +51,10 @@ if TYPE_CHECKING:
     from flexinspect_hooks.sessions.standalone_calls import StandaloneCalls
 
 MAX_STEP_STARTS = 4096
-"""Steps whose beginnings are remembered, to say during which of them something was printed."""
+"""Steps whose start times are kept, to assign printed output to steps."""
 
 MAX_HOOK_RESTORES = 16
-"""How often hooks that the program took out of a model are put back."""
+"""How often hooks that the program removed from a model are installed again."""
 
 _NO_LAYER_LIMIT = 1 << 20
 
@@ -64,7 +65,7 @@ class _FoundModel:
     session: FoundSession | None
     """None for a model that could not be watched."""
     n_restores: int = 0
-    """How often its hooks were put back."""
+    """How often its hooks were installed again."""
 
 
 class ModelFinder:
@@ -92,29 +93,30 @@ class ModelFinder:
         self.recorder.start()
 
     def attach_control(self, barrier: StepBarrier, levels: SessionLevels) -> None:
-        """Let every session, from now on, wait at this gate and follow these levels."""
+        """Let every new session wait at this step barrier and follow these levels."""
         self._barrier, self._levels = barrier, levels
 
     def break_on(self, breaking: BreakpointEvaluator) -> None:
-        """Let every session, from now on, judge these breakpoints."""
+        """Let every new session evaluate these breakpoints."""
         self._breakpoints, self.recorder.judge = breaking, breaking
 
-    # -- where models are met --------------------------------------------------------------------
+    # -- wrappers that find models ---------------------------------------------------------------
 
     def watch_models(self) -> None:
-        """Wrap the call of every `PreTrainedModel`; transformers' modeling_utils is loaded."""
+        """Wrap the call of every `PreTrainedModel`; transformers.modeling_utils must be loaded."""
         from transformers.modeling_utils import PreTrainedModel
 
-        here, find, set_compiler = self._local, self._find, _frame_compiler_setter()
+        local, find, set_compiler = self._local, self._find, frame_compiler_setter()
 
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-            # Within another model's forward it is a part of that one; a graph must not hold us.
-            if torch.compiler.is_compiling() or getattr(here, "is_open", False):
+            # Inside another model's forward the model is a part of that one, and a compiled graph
+            # must not contain this wrapper.
+            if torch.compiler.is_compiling() or getattr(local, "is_open", False):
                 return nn.Module.__call__(model, *args, **kwargs)
-            here.is_open, here.root = True, id(model)
+            local.is_open, local.root = True, id(model)
             try:
-                compiler = set_compiler(None)  # what finds a model is not for it to compile
+                compiler = set_compiler(None)  # dynamo must not compile `_find`
                 try:
                     session = find(model)
                 finally:
@@ -127,21 +129,21 @@ class ModelFinder:
                     strip_own_frames(error)
                     raise
             finally:
-                here.is_open, here.root = False, 0
+                local.is_open, local.root = False, 0
 
-        _skip_compilation(call)
+        skip_frame(call)
         PreTrainedModel.__call__ = call
         self._removes += [lambda: delattr(PreTrainedModel, "__call__"), hide_hooks()]
 
     def watch_generate(self) -> None:
-        """Wrap `GenerationMixin.generate`; transformers' generation utils are loaded."""
+        """Wrap `GenerationMixin.generate`; transformers.generation.utils must be loaded."""
         from transformers.generation.utils import GenerationMixin
 
-        original, here = GenerationMixin.generate, self._local
+        original, local = GenerationMixin.generate, self._local
 
         @functools.wraps(original)
         def generate(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-            is_inner = torch.compiler.is_compiling() or getattr(here, "is_open", False)
+            is_inner = torch.compiler.is_compiling() or getattr(local, "is_open", False)
             session = None if is_inner else self._find(model)
             if session is None:
                 return original(model, *args, **kwargs)
@@ -159,19 +161,19 @@ class ModelFinder:
         self._removes.append(remove)
 
     def watch_standalone_calls(self) -> None:
-        """Record FlexAttention that no model calls; its module is loaded."""
+        """Record standalone calls of FlexAttention; its module must be loaded."""
         from flexinspect_hooks.sessions.standalone_calls import StandaloneCalls
 
-        loose = StandaloneCalls(self.writer, self.recorder, self._numbers, level=self.job.level)
-        loose.__enter__()
-        self._standalone = loose
+        session = StandaloneCalls(self.writer, self.recorder, self._numbers, level=self.job.level)
+        session.__enter__()
+        self._standalone = session
         if self._levels is not None:
-            self._levels.attach(loose)
+            self._levels.attach(session)
 
     # -- a model ---------------------------------------------------------------------------------
 
     def _find(self, model: nn.Module) -> FoundSession | None:
-        """Return the session of a model, made on its first call; None where there is none."""
+        """Return the session of a model, created at its first call; None if it has none."""
         known = self._found.get(id(model))
         if known is not None and known.model() is model:
             return self._session_with_hooks(model, known)
@@ -183,12 +185,12 @@ class ModelFinder:
             self._found[id(model)] = _FoundModel(weakref.ref(model), session)
             if session is not None:
                 self._write_model_facts({**model_facts(model), "name": session.model_name})
-            # What is called when a model goes may interrupt anything: it only leaves a note.
+            # A finalizer may run at any point of the program, so it only appends the id.
             weakref.finalize(model, self._collected.append, id(model)).atexit = False
         return session
 
     def _session_with_hooks(self, model: nn.Module, known: _FoundModel) -> FoundSession | None:
-        """Return a known model's session; another one where its hooks were taken out."""
+        """Return a known model's session, or a new one if the program removed its hooks."""
         session, n = known.session, known.n_restores + 1
         if (
             session is None
@@ -199,26 +201,26 @@ class ModelFinder:
             return session
         if n > MAX_HOOK_RESTORES:
             if n == MAX_HOOK_RESTORES + 1:
-                self.event(
-                    "unseen", f"{HOOKS_REMOVED} {n} times: what runs from here on is not seen."
-                )
+                self.event("unseen", f"{HOOKS_REMOVED} {n} times: later forwards are not recorded.")
                 self._found[id(model)] = _FoundModel(known.model, session, n)
             return session
         with self._lock:
-            self.event("hooks-again", f"{HOOKS_REMOVED}; they were put back before a forward.")
+            self.event(
+                "hooks-again", f"{HOOKS_REMOVED}; they were installed again before a forward."
+            )
             self._end_session(session, "finished", None)
-            again = self._begin_session(model, session.model_name)
-            self._found[id(model)] = _FoundModel(known.model, again, n)
-        return again
+            new_session = self._begin_session(model, session.model_name)
+            self._found[id(model)] = _FoundModel(known.model, new_session, n)
+        return new_session
 
     def _begin_session(self, model: nn.Module, name: str) -> FoundSession | None:
         try:
-            company = SharedRecording(self.recorder, self._numbers, name)
-            session = FoundSession(model, self, company, MatchedTokenizer())
+            shared = SharedRecording(self.recorder, self._numbers, name)
+            session = FoundSession(model, self, shared, MatchedTokenizer())
             session.__enter__()
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            self.event("unseen", f"A {type(model).__name__} cannot be watched: {what}")
+            message = f"{type(error).__name__}: {error}"
+            self.event("unseen", f"A {type(model).__name__} cannot be watched: {message}")
             return None
         session.barrier = self._barrier
         if self._levels is not None:
@@ -232,8 +234,8 @@ class ModelFinder:
         """Return a name that no other model of this program has."""
         name = str(model_facts(model)["name"])
         taken = {facts["name"] for facts in self._facts}
-        tries = (f"{name} ({n})" if n > 1 else name for n in count(1))
-        return next(each for each in tries if each not in taken)
+        candidates = (f"{name} ({n})" if n > 1 else name for n in count(1))
+        return next(candidate for candidate in candidates if candidate not in taken)
 
     def _write_model_facts(self, facts: dict[str, Any]) -> None:
         self._facts.append(facts)
@@ -241,45 +243,45 @@ class ModelFinder:
             self.writer.update_run(model=self._facts[0], models=self._facts)
 
     def _end_collected_sessions(self) -> None:
-        """End the sessions of models that are gone."""
+        """End the sessions of models that were garbage-collected."""
         while self._collected:
-            gone = self._found.pop(self._collected.popleft(), None)
-            if gone is not None and gone.session is not None:
-                self._end_session(gone.session, "finished", None)
+            found = self._found.pop(self._collected.popleft(), None)
+            if found is not None and found.session is not None:
+                self._end_session(found.session, "finished", None)
 
     def _end_session(self, session: FoundSession, state: str, error: BaseException | None) -> None:
         try:
             session.close(state, error)
             session.__exit__(None, None, None)
         except Exception as failure:
-            self.event("unseen", f"A model's recording ended badly: {failure!r}")
+            self.event("unseen", f"A model's recording could not be ended properly: {failure!r}")
 
     def layers_of(self, model: nn.Module) -> tuple[int, ...] | None:
-        """Return those of the layers asked for that this model has, None for all of them."""
-        asked = parse_layers(self.job.layers, _NO_LAYER_LIMIT)
+        """Return the requested layers that this model has, None for all layers."""
+        wanted = parse_layers(self.job.layers, _NO_LAYER_LIMIT)
         known = set(attention_layers(model).values())
-        return None if asked is None else tuple(layer for layer in asked if layer in known)
+        return None if wanted is None else tuple(layer for layer in wanted if layer in known)
 
     def declared_prompt(self, tokenizer: MatchedTokenizer) -> DeclaredPrompt:
-        """Return what was declared, in these words."""
-        said = self.job.declaration
-        return DeclaredPrompt(tokenizer, self._segments, said.mask, said.separators)
+        """Return the declared prompt of the job, with this tokenizer."""
+        declaration = self.job.declaration
+        return DeclaredPrompt(tokenizer, self._segments, declaration.mask, declaration.separators)
 
     def is_root(self, model: nn.Module) -> bool:
-        """Say whether this thread's outermost call of a model is this one's."""
+        """Whether this model is the outermost one that the current thread calls."""
         return getattr(self._local, "root", 0) == id(model)
 
-    # -- where we are ----------------------------------------------------------------------------
+    # -- steps and events ------------------------------------------------------------------------
 
     def on_step_begin(self, step: StepContext) -> None:
-        """Remember when a step began."""
+        """Keep the start time of a step."""
         self._step_starts.append((step.started_at, step.generation, step.step))
 
     def step_at(self, at: float) -> tuple[int | None, int | None]:
-        """Return generation and step of the last step that had begun at a time."""
-        places = list(self._step_starts)
-        index = bisect_right(places, at, key=lambda place: place[0])
-        return places[index - 1][1:] if index else (None, None)
+        """Return (generation, step) of the last step that began before a time, else Nones."""
+        starts = list(self._step_starts)
+        index = bisect_right(starts, at, key=lambda start: start[0])
+        return starts[index - 1][1:] if index else (None, None)
 
     def event(self, kind: str, text: str, **data: Any) -> None:
         """Record an event, in order with the steps."""
@@ -288,24 +290,24 @@ class ModelFinder:
     # -- the end ---------------------------------------------------------------------------------
 
     def on_program_failed(self, error: BaseException) -> None:
-        """The program ends with this exception: mark the step that it left."""
+        """Record the exception that ends the program, at the step that it interrupted."""
         strip_own_frames(error)
         if any(session.has_recorded(error) for session in self._sessions):
             return
         with self._lock:
             state = end_state(error)
-            chain = {id(one) for one in exception_chain(error)}
-            places = {session: session.failed_step(chain) for session in self._sessions}
-            last = max(places, key=places.__getitem__, default=None)
+            chain = {id(link) for link in exception_chain(error)}
+            steps = {session: session.failed_step(chain) for session in self._sessions}
+            last = max(steps, key=steps.__getitem__, default=None)
             is_exit = isinstance(error, SystemExit)
-            if last is not None and (places[last][0] or (places[last][1] and not is_exit)):
+            if last is not None and (steps[last][0] or (steps[last][1] and not is_exit)):
                 last.finish(state, error)
             elif not is_exit:
                 text = "".join(traceback.format_exception(error))
                 self.event("error", f"{type(error).__name__}: {error}", traceback=text)
 
     def close(self) -> dict[str, float | int] | None:
-        """End every session, take everything out, write what waits; returns the cost."""
+        """End every session, remove all wrappers and hooks, write queued steps; return the cost."""
         self._is_over = True
         with self._lock:
             self._end_collected_sessions()
@@ -324,7 +326,7 @@ class ModelFinder:
         return cost
 
     def discard(self) -> None:
-        """Take everything out, and write nothing: this is a forked child."""
+        """Remove all wrappers and hooks without writing anything, in a forked child."""
         self._is_over = True
         for session in reversed(self._sessions):
             session.remove_hooks()
@@ -338,7 +340,7 @@ class ModelFinder:
 
     @property
     def n_models(self) -> int:
-        """Models that were found."""
+        """The number of models that were found."""
         return len(self._facts)
 
     @property
@@ -347,31 +349,8 @@ class ModelFinder:
         return self._standalone is not None and self._standalone.n_calls > 0
 
 
-def _frame_compiler_setter() -> Callable[[Any], Any]:
-    """Return what sets the compiler of frames in this thread, and gives the one that was set.
-
-    `torch.compiler.disable` uses it, too, but loads all of dynamo.
-    """
-    with suppress(ImportError, AttributeError):
-        frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
-        setter: Callable[[Any], Any] = frames.set_eval_frame
-        return setter
-    return lambda compiler: compiler
-
-
-def _skip_compilation(function: Any) -> None:
-    """Let torch.compile pass over a function's own frame, and compile what it calls.
-
-    `torch.compiler.disable(recursive=False)` does the same, but loads all of dynamo.
-    """
-    with suppress(ImportError, AttributeError):
-        frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
-        skip, as_usual = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, as_usual))
-
-
 class FoundSession(WatchSession):
-    """The session of a model that was found. Nothing of it is said on the program's stderr."""
+    """The session of a model that was found. It prints nothing on the program's stderr."""
 
     def __init__(
         self,
@@ -394,14 +373,18 @@ class FoundSession(WatchSession):
     def _on_forward_start(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._finder.is_root(module):  # within another model's forward it is a part of that one
+        if self._finder.is_root(module):  # else the model is a part of another model
             super()._on_forward_start(module, args, kwargs)
 
     def _start_generation(self, place: StepPlace, rows: InputRows) -> None:
         self._tokenizer.use(self._finder.tokenizers.match(self._model))
-        if not self._tokenizer.has_text and any(one.text for one in self._declared_prompt.segments):
-            text = "No tokenizer was found in the program, so texts that were declared cannot be "
-            self._event("segments", text + "looked for; spans of positions can.")
+        has_texts = any(spec.text for spec in self._declared_prompt.segments)
+        if has_texts and not self._tokenizer.has_text:
+            text = (
+                "No tokenizer was found in the program, so declared texts cannot be searched in "
+                "the prompt. Declare spans of positions instead."
+            )
+            self._event("segments", text)
         super()._start_generation(place, rows)
 
     def _begin_step(self, step: StepContext) -> None:
@@ -410,27 +393,29 @@ class FoundSession(WatchSession):
         self._finder.on_step_begin(step)
 
     def _print_once(self, sentence: str) -> None:
-        """Say nothing: it is in the trace, and stderr is the program's."""
+        """Print nothing: the trace has the sentence, and stderr belongs to the program."""
 
     def _report_hooks_removed(self) -> None:
-        """Say nothing at the end: before each forward they are looked for."""
+        """Report nothing at the end, because the hooks are checked before each forward."""
 
     def has_recorded(self, error: BaseException) -> bool:
-        """Say whether this exception is in the trace already."""
+        """Whether this exception is in the trace already."""
         return error is self._recorded_error
 
     def on_forward_failed(self, error: BaseException) -> None:
-        """A forward is left by this exception, which somebody may catch."""
-        self._exit_exception_id = id(error)  # holding it would hold all that its frames hold
+        """Keep the id of an exception that a forward raised; the program may still catch it."""
+        # Only its id: the exception would keep the objects of its frames alive.
+        self._exit_exception_id = id(error)
 
     def failed_step(self, errors: set[int]) -> tuple[bool, float]:
-        """Say whether one of these exceptions, by id, left an open step, and when that step began.
+        """Return whether one of these exceptions, by id, left an open step, and its start time.
 
-        Without one it is the step that waits for its token; 0.0 when there is none in this thread.
+        Without an open step it is the start time of the step that waits for its token. The time is
+        0.0 if there is no such step in this thread.
         """
         if self._thread != threading.get_ident():
             return False, 0.0
         if self._step is not None:
-            is_left = self._exit_exception_id in errors
-            return is_left, self._step.started if is_left else 0.0
+            was_left = self._exit_exception_id in errors
+            return was_left, self._step.started if was_left else 0.0
         return False, self._pending.step.started if self._pending is not None else 0.0

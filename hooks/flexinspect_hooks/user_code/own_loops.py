@@ -1,4 +1,4 @@
-"""A wrapper around one model's `generate`, in the model itself."""
+"""Helpers for a model that code of the user runs: its `generate`, logits, and installed hooks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from flexinspect_hooks.capture.hook import Remove
+from flexinspect_hooks.interpreter.torch_private import is_hook_installed
 
 GenerateCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Makes a call of the model's own `generate` (bound) with these arguments."""
 
 
 def wrap_generate(model: nn.Module, call: GenerateCall) -> Remove | None:
-    """Let `call` make the calls of `generate`; return what ends that, None where there is none."""
+    """Replace `model.generate` by a wrapper that calls `call`.
+
+    Returns a function that restores it, or None if the model has no `generate`.
+    """
     original = getattr(model, "generate", None)
     if not callable(original):
         return None
@@ -34,7 +38,7 @@ def wrap_generate(model: nn.Module, call: GenerateCall) -> Remove | None:
         if own is not None:
             vars(model)["generate"] = own
 
-    # A method, so that a copy of the model calls itself and not this one.
+    # A bound method, so that a copy of the model calls its own `generate` and not this model's.
     vars(model)["generate"] = MethodType(generate, model)
     return remove
 
@@ -43,44 +47,43 @@ _UNFOLLOWED_ARGUMENTS = ("assistant_model", "prompt_lookup_num_tokens", "penalty
 
 
 def is_followed(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Say whether a call of generate feeds row 0 what row 0 chose, one token at a time."""
+    """Whether a call of `generate` appends to row 0 the token that row 0 chose, one at a time.
+
+    Beam search, assisted generation, prompt look-up and contrastive search do not.
+    """
     configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
 
-    def asked(name: str) -> Any:
+    def option(name: str) -> Any:
         values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in values if value is not None), None)
 
-    return (asked("num_beams") or 1) == 1 and not any(asked(name) for name in _UNFOLLOWED_ARGUMENTS)
+    is_single = (option("num_beams") or 1) == 1
+    return is_single and not any(option(name) for name in _UNFOLLOWED_ARGUMENTS)
 
 
 def has_encoder(model: nn.Module) -> bool:
-    """Say whether the prompt goes to an encoder, and the decoder begins with a token of its own."""
+    """Whether the prompt goes to an encoder, and the decoder begins with a token of its own."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def newest_logits_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
-    """Return the newest row of logits (V,) of batch 0, None when there are none."""
+    """Return the newest row of logits (V,) of batch 0, None if the output has none."""
     logits = getattr(output, "logits", None)
     if logits is None:
         size = getattr(getattr(model, "config", None), "vocab_size", None)
         parts = output if isinstance(output, tuple) else (output,)
-        whole = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
-        logits = next((part for part in whole if part.shape[2] == size), None)
+        tensors = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
+        logits = next((tensor for tensor in tensors if tensor.shape[2] == size), None)
     if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.shape[1]:
         return None
     row = logits[0, -1].detach()
     return row.clone() if copy else row
 
 
-HOOKS_REMOVED = "The program took hooks of the capture out of the model"
+HOOKS_REMOVED = "The program removed hooks of flexinspect from the model"
 
 
 def are_installed(removes: Iterable[Any]) -> bool:
-    """Say whether each hook is in place that one of these would take out of a module."""
-    handles = (getattr(remove, "__self__", None) for remove in removes)
-    return all(_is_installed(one) for one in handles if isinstance(one, RemovableHandle))
-
-
-def _is_installed(handle: RemovableHandle) -> bool:
-    hooks = handle.hooks_dict_ref()
-    return hooks is not None and handle.id in hooks
+    """Whether every module hook is still installed whose `RemovableHandle.remove` is given."""
+    owners = (getattr(remove, "__self__", None) for remove in removes)
+    return all(is_hook_installed(owner) for owner in owners if isinstance(owner, RemovableHandle))

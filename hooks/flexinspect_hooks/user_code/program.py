@@ -1,8 +1,6 @@
-"""Running a user's program as Python itself would: its arguments, its `__main__`, its traceback.
+"""Runs a user's program as Python itself would, and counts the child processes it starts.
 
-Torch-free, like all that is loaded before the program is.
-
-Commands that it runs with `subprocess` are not counted; few of them run models.
+This module is imported before the program, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def run_program(program: str, args: tuple[str, ...], *, is_module: bool) -> None
     if is_module:
         sys.argv[:] = ["-m", *args]
         _put_first(str(Path.cwd()))
-        # What `python -m` calls itself: its frames, its words for what cannot be found, `__spec__`.
+        # The function behind `python -m`: the same frames, error messages and `__spec__`.
         runpy._run_module_as_main(program)  # type: ignore[attr-defined]
         return
     sys.argv[:] = [program, *args]
@@ -52,21 +50,21 @@ def _put_first(folder: str) -> None:
 
 
 def strip_own_frames(error: BaseException) -> None:
-    """Take our own frames out of an exception's traceback, and out of those it stands on."""
-    for one in exception_chain(error):
-        one.__traceback__ = _without_own_frames(one.__traceback__)
+    """Remove flexinspect's frames from the tracebacks of an exception and its causes."""
+    for link in exception_chain(error):
+        link.__traceback__ = _without_own_frames(link.__traceback__)
 
 
 def exception_chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and all that it stands on: causes, and those it was raised in."""
-    found: dict[int, BaseException] = {}
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in found:
-            found[id(one)] = one
-            waiting += [one.__cause__, one.__context__]
-    return list(found.values())
+    """Return an exception with all exceptions of its `__cause__` and `__context__` chains."""
+    chain: dict[int, BaseException] = {}
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in chain:
+            chain[id(link)] = link
+            pending += [link.__cause__, link.__context__]
+    return list(chain.values())
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -83,21 +81,21 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def hide_own_frames_at_exit(error: BaseException) -> None:
-    """Let Python print this exception, whose end this process is, as if we were not there."""
+    """Let Python print the exception that ends the program without flexinspect's frames."""
     hook: Callable[..., Any] = sys.excepthook
 
-    def show(kind: type[BaseException], one: BaseException, trace: TracebackType | None) -> None:
+    def show(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = hook
-        if one is error:
-            strip_own_frames(one)
-            trace = one.__traceback__
-        hook(kind, one, trace)
+        if raised is error:
+            strip_own_frames(raised)
+            trace = raised.__traceback__
+        hook(kind, raised, trace)
 
     sys.excepthook = show
 
 
 def program_exit_code(error: BaseException | None) -> int:
-    """Return the exit code that a program's last exception gives it."""
+    """Return the exit code of a program that ends with this exception."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):
@@ -107,14 +105,17 @@ def program_exit_code(error: BaseException | None) -> int:
 
 
 def end_state(error: BaseException | None) -> str:
-    """Return how a trace ends that this exception leaves."""
+    """Return the end state of a trace: "finished", "interrupted" or "failed"."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "finished"
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
 class ChildProcessCounter:
-    """`n` children so far. `forked` is called in each forked child, before anything else there."""
+    """Counts child processes in `n`; `on_fork` is called first in each forked child.
+
+    Commands run with `subprocess` are not counted; few of them run models.
+    """
 
     def __init__(self, on_fork: Callable[[], None]) -> None:
         self.n = 0
@@ -122,7 +123,7 @@ class ChildProcessCounter:
         self._local = threading.local()
         self._on_fork = on_fork
         if hasattr(os, "register_at_fork"):
-            # It cannot be taken back, so it does nothing once the count is over.
+            # These functions cannot be unregistered, so they do nothing after `end`.
             os.register_at_fork(
                 after_in_parent=self._after_fork_in_parent, after_in_child=self._after_fork_in_child
             )
@@ -137,7 +138,7 @@ class ChildProcessCounter:
             self._on_fork()
 
     def watch_multiprocessing(self) -> None:
-        """Count what `multiprocessing` starts, in whatever way; call it when that is loaded."""
+        """Count processes of `multiprocessing`, for any start method; its module must be loaded."""
         cls: Any = sys.modules["multiprocessing.process"].BaseProcess
         original = self._original = cls.start
 
@@ -153,7 +154,7 @@ class ChildProcessCounter:
         cls.start = start
 
     def end(self) -> None:
-        """Stop counting and put everything back."""
+        """Stop counting and restore `multiprocessing`."""
         self._is_over = True
         loaded: Any = sys.modules.get("multiprocessing.process")
         if loaded is not None and hasattr(self, "_original"):

@@ -1,9 +1,8 @@
-"""Which generation and which step a forward is, from the ids and the cache length it was fed.
+"""Assigns forwards to generations and steps, from their token ids and cache lengths.
 
-Nothing else is known of the user's loop, so every rule here is about what was fed: a forward on an
-empty cache begins a generation unless it repeats the whole sequence with one token more, and a
-forward whose cache is as long as the sequence so far goes on with it, unless that very cache is
-known to be another generation's.
+Nothing else is known about the user's loop. A forward on an empty cache begins a generation, unless
+it repeats the whole sequence with one more token. A forward whose cache is as long as the sequence
+so far continues the generation, unless that cache is known to belong to another generation.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -25,27 +25,27 @@ OTHER_CACHE = "other-cache"
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """What one forward was fed: `n_rows` rows, after `cached` keys that are in the cache already.
+    """The input of one forward: `n_rows` rows, after `cached` keys that are in the cache already.
 
-    `ids` gives the row's token ids, None when there were none (embeddings). It is asked for
-    forwards on an empty cache alone: for others it may have to wait for the device.
+    `ids` returns the row's token ids, None for embeddings. It is called only for forwards on an
+    empty cache: for others it may have to wait for the device.
     """
 
     n_rows: int
     cached: int
     ids: Callable[[], Sequence[int] | None]
     owner: int | None = None
-    """The generation that filled the cache, None when that is not known."""
+    """The generation that filled the cache, None if not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlace:
-    """Where a forward belongs.
+    """The generation and step of a forward.
 
-    It brings `n_new` tokens at the positions from `pos` on, the last rows that were fed. With
-    `chosen` there is one, and it is what the step before chose; otherwise they were given. `note`
-    is SEVERAL_ROWS or UNKNOWN_CACHE when there is something that cannot be told apart, and
-    OTHER_CACHE for one that goes on with a generation, `owner`, after another has begun.
+    Its last `n_new` input rows are new tokens, at the positions from `pos` on. With `is_chosen`
+    there is one new token, and the step before chose it; otherwise they are input. `note` is
+    SEVERAL_ROWS or UNKNOWN_CACHE for an ambiguous input, and OTHER_CACHE for a forward that
+    continues generation `owner` after another one has begun.
     """
 
     generation: int
@@ -60,7 +60,10 @@ class StepPlace:
 
 @dataclass(frozen=True, slots=True)
 class _TrackerState:
-    """`length` keys will be in the cache; `whole` is the row while every forward fed all of it."""
+    """The open generation. `length` keys will be in the cache after the last forward.
+
+    `whole` is the sequence, while every forward gets all of it.
+    """
 
     generation: int = -1
     step: int = -1
@@ -88,14 +91,14 @@ class StepTracker:
 
     @property
     def length(self) -> int:
-        """Tokens of the open generation that were fed so far."""
+        """The number of tokens of the open generation that forwards received so far."""
         return self._state.length
 
     def begin_generate(self, n_prompt: int, *, followed: bool = True) -> None:
-        """Say that a call of `generate` begins: what it feeds is one generation.
+        """Begin a call of `generate`: its forwards are one generation.
 
-        Rows below `n_prompt` are its prompt, however many forwards feed them. Without `followed`
-        (beams, assistants) its forwards are counted and no token is taken for chosen.
+        Rows below `n_prompt` are its prompt, even if several forwards process them. Without
+        `followed` (beams, assistants) its forwards are counted, and no token counts as chosen.
         """
         self.end()
         self._call = _GenerateCall(n_prompt, followed)
@@ -106,54 +109,61 @@ class StepTracker:
         self._state = self._before = replace(self._state, is_open=False)
 
     def undo(self) -> None:
-        """Forget the last forward, which never returned; it may be tried again."""
+        """Undo the last `locate`, because the forward did not return; it may be tried again."""
         self._state = self._before
 
     def locate(self, forward: ForwardInput) -> StepPlace:
-        """Return where a forward belongs; the next one is placed after it."""
+        """Return the place of a forward; the next forward is placed after it."""
         state = self._state
         whole = None if forward.cached else _row_ids(forward)
         place = self._next_step(forward, whole) if state.is_open else None
         if place is None:
             place = self._first_step(forward)
-        goes_whole = place.begins_generation or state.whole is not None
+        is_whole = place.begins_generation or state.whole is not None
         self._before = state
         self._state = _TrackerState(
-            place.generation,
-            place.step,
-            forward.cached + forward.n_rows,
-            whole if goes_whole else None,
-            True,
+            generation=place.generation,
+            step=place.step,
+            length=forward.cached + forward.n_rows,
+            whole=whole if is_whole else None,
+            is_open=True,
         )
         return place
 
     def _first_step(self, forward: ForwardInput) -> StepPlace:
         owner = forward.owner if forward.cached and self._has_other_owner(forward) else None
         note = "" if not forward.cached else UNKNOWN_CACHE if owner is None else OTHER_CACHE
-        number = next(self._numbers)
-        return StepPlace(number, 0, True, forward.cached, forward.n_rows, note=note, owner=owner)
+        return StepPlace(
+            generation=next(self._numbers),
+            step=0,
+            begins_generation=True,
+            pos=forward.cached,
+            n_new=forward.n_rows,
+            note=note,
+            owner=owner,
+        )
 
     def _has_other_owner(self, forward: ForwardInput) -> bool:
-        """Say whether the cache was filled by a generation before the last one."""
+        """Whether the cache was filled by a generation other than the last one."""
         return forward.owner is not None and forward.owner != self._state.generation
 
     def _next_step(self, forward: ForwardInput, whole: tuple[int, ...] | None) -> StepPlace | None:
         """Return the place in the open generation, None for a forward that does not continue it."""
         state, call = self._state, self._call
-        here = (state.generation, state.step + 1, False)
+        step = partial(StepPlace, state.generation, state.step + 1, False)
         if call is not None and not call.followed:
-            return StepPlace(*here, forward.cached + forward.n_rows, 0)
+            return step(pos=forward.cached + forward.n_rows, n_new=0)
         if not forward.cached:
             known = state.whole
             if whole is None or known is None or whole[:-1] != known:
                 return None
-            return StepPlace(*here, len(known), 1, is_chosen=True)
+            return step(pos=len(known), n_new=1, is_chosen=True)
         if forward.cached != state.length or self._has_other_owner(forward):
             return None
         is_prompt = call is not None and forward.cached < call.n_prompt
         if forward.n_rows == 1 and not is_prompt:
-            return StepPlace(*here, forward.cached, 1, is_chosen=True)
-        return StepPlace(*here, forward.cached, forward.n_rows, note=SEVERAL_ROWS)
+            return step(pos=forward.cached, n_new=1, is_chosen=True)
+        return step(pos=forward.cached, n_new=forward.n_rows, note=SEVERAL_ROWS)
 
 
 def _row_ids(forward: ForwardInput) -> tuple[int, ...] | None:
@@ -162,56 +172,56 @@ def _row_ids(forward: ForwardInput) -> tuple[int, ...] | None:
 
 
 MAX_CACHES = 256
-"""Caches that are remembered; the one met longest ago is forgotten first."""
+"""The number of caches that are remembered; the least recently used one is dropped first."""
 
 
 class CacheOwners:
-    """Remembers, by identity, the last generation that fed each cache. Keeps none alive."""
+    """Remembers, by identity, the last generation that used each cache. Keeps no cache alive."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def owner_of(self, cache: Any) -> int | None:
-        """Return the generation that fed this very cache last, None for one not met before."""
-        found = self._known.get(id(cache))
-        return found[1] if found is not None and found[0]() is cache else None
+        """Return the generation that used this cache last, None for an unknown cache."""
+        entry = self._known.get(id(cache))
+        return entry[1] if entry is not None and entry[0]() is cache else None
 
     def set_owner(self, cache: Any, generation: int) -> None:
-        """Say that a forward of this generation fed a cache; what is no object of its own is not
-        remembered."""
+        """Set the generation that used a cache last. Tuples have no identity and are ignored."""
         if cache is None or isinstance(cache, tuple):
             return
         self._known.pop(id(cache), None)
-        with suppress(TypeError):  # a class with slots may allow no such reference
+        with suppress(TypeError):  # a class with slots may not support weak references
             self._known[id(cache)] = (weakref.ref(cache), generation)
         if len(self._known) > MAX_CACHES:
             del self._known[next(iter(self._known))]
 
 
 _EVENT_TEXTS = {
-    SEVERAL_ROWS: "{n} rows were fed onto {cached} cached keys: a prompt in chunks, a further "
-    "turn, or proposals of an assistant. They are recorded as given; which of them the model "
-    "chose is not followed.",
-    UNKNOWN_CACHE: "The cache holds {cached} keys, which is not where the generation before stood: "
-    "a new generation begins, and what its first {cached} tokens are is not known.",
-    OTHER_CACHE: "The cache is that of generation {owner}, and another one came between: what goes "
-    "on here is recorded as a new generation, which begins after {cached} keys.",
+    SEVERAL_ROWS: "The forward received {n} rows after {cached} cached keys: a prompt in chunks, a "
+    "further turn, or proposals of an assistant. They are recorded as input; whether the model "
+    "chose some of them is not known.",
+    UNKNOWN_CACHE: "The cache holds {cached} keys, which is not the length of the generation "
+    "before: a new generation begins, and its first {cached} tokens are not known.",
+    OTHER_CACHE: "The cache belongs to generation {owner}, and another generation ran meanwhile: "
+    "the continuation is recorded as a new generation, which begins after {cached} keys.",
 }
 
 
 def input_events(step: StepContext, place: StepPlace, rows: InputRows) -> list[StepEvent]:
-    """Return what is to be said of where a forward belongs, and of what it was fed."""
-    found: list[StepEvent] = []
+    """Return the events about the place and the input of a forward."""
+    events: list[StepEvent] = []
     if place.note:
         text = _EVENT_TEXTS[place.note].format(
             n=step.q_len, cached=step.kv_before, owner=place.owner
         )
-        found.append((place.note, text))
+        events.append((place.note, text))
     if not place.begins_generation:
-        return found
+        return events
     if rows.batch > 1:
-        text = f"{rows.batch} sequences are fed at once; what is recorded is row 0 of the batch."
-        found.append(("batch", text))
+        text = f"The batch has {rows.batch} sequences; only row 0 of the batch is recorded."
+        events.append(("batch", text))
     if rows.ids is None:
-        found.append(("no-ids", "No token ids were fed, so there are no tokens to show."))
-    return found
+        text = "The forward received no token ids, so there are no tokens to show."
+        events.append(("no-ids", text))
+    return events

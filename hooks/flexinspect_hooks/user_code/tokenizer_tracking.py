@@ -1,4 +1,7 @@
-"""The tokenizers that a program makes. Torch-free: a program may tokenize and never load torch."""
+"""Tracks the tokenizers that a program creates, without importing torch.
+
+A program may use tokenizers and never import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from typing import Any
 
 
 class TokenizerTracker:
-    """Every transformers tokenizer made while watched; keeps none alive."""
+    """Tracks every transformers tokenizer that is created; keeps none alive."""
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[Any]] = []
         self._base: Any = None
 
     def watch(self) -> None:
-        """Note what is made from now on; call it when their base class is loaded."""
+        """Track new tokenizers from now on; the module of their base class must be loaded."""
         base: Any = sys.modules["transformers.tokenization_utils_base"]
         self._base = base.PreTrainedTokenizerBase
         original = self._original = self._base.__init__
@@ -29,10 +32,11 @@ class TokenizerTracker:
         self._base.__init__ = init
 
     def end(self) -> None:
-        """Note nothing more, and put everything back."""
+        """Stop tracking and restore the base class."""
         if self._base is not None:
             self._base.__init__, self._base = self._original, None
 
     def live_tokenizers(self) -> list[Any]:
-        """Return those that are still alive."""
-        return [one for one in (ref() for ref in reversed(self._refs)) if one is not None]
+        """Return the tokenizers that are still alive, the newest first."""
+        tokenizers = (ref() for ref in reversed(self._refs))
+        return [tokenizer for tokenizer in tokenizers if tokenizer is not None]

@@ -1,4 +1,4 @@
-"""`flexinspect.watch`: the user's own code, unchanged, recorded into a trace."""
+"""`flexinspect.watch`: records a model that code of the user runs, without changes to that code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.running import CaptureControl
-from flexinspect_hooks.sessions.capture_session import SessionLevels, check_level
+from flexinspect_hooks.sessions.capture_session import check_level
+from flexinspect_hooks.sessions.session_levels import SessionLevels
 from flexinspect_hooks.user_code.declared_prompt import SegmentArgument, parse_segments
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
@@ -51,7 +52,7 @@ from flexinspect_hooks.user_code.watch_trace import (
 )
 
 _watched: set[int] = set()
-"""Models that are being watched, by id."""
+"""`id` of each model that is being watched."""
 
 
 def watch(
@@ -67,23 +68,24 @@ def watch(
     on_break: OnBreakOption = None,
     control: bool = False,
 ) -> Watch:
-    """Record what `model` does while the `with` block runs, whatever code calls it.
+    """Record every forward of `model` while the `with` block runs, whatever code calls it.
 
     `out` is the trace, which must not exist (default: watch-DATE-TIME.flextrace in the current
-    folder). `segments` are spans (start, stop, label) of the ids fed, or texts, or (text, label),
-    to be found in them. `mask` is the mask that is meant, a preset's name or a `MaskSpec`, to
-    compare with what ran. `layers` are those whose activations level extreme stores (default: all).
+    folder). `segments` are spans (start, stop, label) of the prompt's positions, or texts, or
+    (text, label), which are searched in the prompt. `mask` is the declared mask, a preset's name or
+    a `MaskSpec`, to compare with the executed mask. `layers` are those whose activations are stored
+    at level extreme (default: all).
 
-    With `control` the `flexinspect ctl` command and others can pause the model meanwhile, and
-    change the level.
+    With `control` the `flexinspect ctl` command and other clients can pause the model, and change
+    the level.
 
     `breakpoints` are conditions as in docs/breakpoints.md. At a hit `on_break` is called with a
     `BreakpointHit`, in the model's thread; "pdb" opens Python's debugger in the user's frame. By
-    default the model pauses with `control`, else pdb opens on a terminal, and elsewhere the hit is
-    printed on stderr.
+    default the model pauses with `control`; without it, pdb opens if there is a terminal, else the
+    hit is printed on stderr.
 
-    Raises `UsageError` for what cannot be: an unknown level, preset or layer, a file in the way, a
-    breakpoint that cannot be read.
+    Raises `UsageError` for an unknown level, preset or layer, an `out` that exists, an invalid
+    segment, and a breakpoint that cannot be parsed.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
@@ -92,20 +94,24 @@ def watch(
         algebra.check_preset(mask)
     elif mask is not None and not isinstance(mask, MaskSpec):
         raise UsageError(
-            "mask must be the name of a preset or a flexinspect.masks.algebra.MaskRule."
+            "mask must be the name of a preset or a flexinspect.masks.algebra.MaskSpec."
         )
-    path = free_path(out, "watch")
-    wishes = DeclaredPrompt(_tokenizer_adapter(tokenizer), parse_segments(segments), mask)
-    stops = None if control and on_break is None else hit_callback(on_break)
-    chosen = _check_layers(layers, model)
-    watched = Watch(model, path, wishes, level=level, layers=chosen, control=control, on_hit=stops)
+    watched = Watch(
+        model,
+        free_path(out, "watch"),
+        DeclaredPrompt(_tokenizer_adapter(tokenizer), parse_segments(segments), mask),
+        level=level,
+        layers=_check_layers(layers, model),
+        control=control,
+        on_hit=None if control and on_break is None else hit_callback(on_break),
+    )
     for text in breakpoints:
         watched.breakpoints.add(text, source="watch")
     return watched
 
 
 class Watch(WatchedTrace):
-    """The handle of a watched model: a context manager, and what is known of its trace."""
+    """The handle of a watched model: a context manager, and a summary of its trace."""
 
     def __init__(
         self,
@@ -122,7 +128,7 @@ class Watch(WatchedTrace):
         self._is_controlled = control
         self._running: CaptureControl | None = None
         self.breakpoints = BreakpointStore()
-        """Those that are set; more may be added at any time."""
+        """The breakpoints that are set; more may be added at any time."""
         self._on_hit = on_hit
         self._model, self._declared_prompt = model, declared_prompt
         self._level, self._layers = level, layers
@@ -178,14 +184,14 @@ class Watch(WatchedTrace):
             session.pass_breakpoints()
 
     def _set_breakpoints(self, session: WatchSession) -> None:
-        """Judge breakpoints, and pause, or call who is to be called."""
-        stopper: StopAction
+        """Evaluate breakpoints; at a hit call `on_hit`, or pause if there is none."""
+        action: StopAction
         if self._on_hit is not None:
-            stopper = CallbackAction(self._on_hit)
+            action = CallbackAction(self._on_hit)
         else:
             assert self._running is not None
-            stopper = PauseAction(self._running.barrier, print_notice, session.recorder.put)
-        session.break_on(BreakpointEvaluator(self.breakpoints, stopper, session.recorder.put))
+            action = PauseAction(self._running.barrier, print_notice, session.recorder.put)
+        session.break_on(BreakpointEvaluator(self.breakpoints, action, session.recorder.put))
         if self._running is not None:
             self._running.targets.breakpoints = self.breakpoints
 
@@ -198,7 +204,7 @@ class Watch(WatchedTrace):
 
     @property
     def level(self) -> str:
-        """How much is recorded, from the next forward on."""
+        """The level of recording, from the next forward on."""
         return self._level
 
     @level.setter
@@ -207,22 +213,22 @@ class Watch(WatchedTrace):
         if self._session is not None:
             self._session.level = level
 
-    # -- what is known ---------------------------------------------------------------------------
+    # -- summary ---------------------------------------------------------------------------------
 
     @property
     def _recorder(self) -> Recorder | None:
         return None if self._session is None else self._session.recorder
 
     def __str__(self) -> str:
-        seen = self._summary()
-        return self._empty_text() if seen is None else seen.text()
+        summary = self._summary()
+        return self._empty_text() if summary is None else summary.text()
 
     def _repr_html_(self) -> str:
-        seen = self._summary()
-        return escape(self._empty_text()) if seen is None else seen.html()
+        summary = self._summary()
+        return escape(self._empty_text()) if summary is None else summary.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the summary in IPython, too; `repr` opens no file, because debuggers call it."""
+        """Show the summary in IPython. `repr` does not, because debuggers call it."""
         printer.text("..." if cycle else str(self))
 
     def _summary(self) -> TraceSummary | None:
@@ -236,12 +242,12 @@ class Watch(WatchedTrace):
 
 
 def _start_control(session: WatchSession, writer: TraceWriter) -> CaptureControl:
-    """Take commands for a session from now on."""
-    stored = ",".join(map(str, session.context.layers))
-    levels = SessionLevels(session.level, stored)
+    """Accept control commands for a session from now on."""
+    stored_layers = ",".join(map(str, session.context.layers))
+    levels = SessionLevels(session.level, stored_layers)
     title = type(session.context.model).__name__
-    about = CaptureInfo("watch", title, str(writer.recording_path))
-    running = CaptureControl(about, levels, is_served=True, serving=None, report=print_message)
+    info = CaptureInfo("watch", title, str(writer.recording_path))
+    running = CaptureControl(info, levels, is_served=True, serving=None, report=print_message)
     levels.attach(session)
     session.barrier = running.barrier
     running.attach_recorder(session.recorder)
@@ -258,7 +264,7 @@ def _tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:
         raise UsageError(
             f"The tokenizer ({type(tokenizer).__name__}) cannot be used: "
             f"{type(error).__name__}: {error}",
-            hint="Give a transformers tokenizer, or none: then ids stand in place of words.",
+            hint="Pass a transformers tokenizer, or None to show token ids in place of text.",
         ) from error
 
 
@@ -276,6 +282,6 @@ def _check_layers(layers: Sequence[int] | None, model: nn.Module) -> tuple[int, 
 def _watch_manifest(model: nn.Module, level: str) -> dict[str, Any]:
     import transformers
 
-    found = build_manifest(model, level, watch=True, graphs_counted=True)
-    found["versions"]["transformers"] = transformers.__version__
-    return found
+    manifest = build_manifest(model, level, watch=True, graphs_counted=True)
+    manifest["versions"]["transformers"] = transformers.__version__
+    return manifest

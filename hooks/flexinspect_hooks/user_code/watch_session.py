@@ -1,9 +1,11 @@
-"""Whose turn it is where several threads run one model: a session follows one at a time.
+"""The session of a model that code of the user runs: it finds generations, steps and tokens itself.
 
-A thread has its turn while a forward of it is under way, and through a call of `generate`.
+A step is reduced when its forward returns, and then waits for the next forward, whose input shows
+the token that the step chose. If there is no such forward, the record says that the token is not
+known.
 
-A step is reduced when its forward returns, and then waits for the next forward, which is fed what
-the step chose. Where nobody feeds it, nobody saw it, and the record says so.
+If several threads run one model, a session records one thread at a time: while a forward of that
+thread runs, and during a call of `generate`.
 """
 
 from __future__ import annotations
@@ -54,13 +56,13 @@ from flexinspect_hooks.user_code.step_tracking import (
 )
 
 THREAD_OVERLAP = (
-    "A forward of another thread came while one of this generation was under way: one thread is "
-    "followed at a time, and the other's forwards were not recorded."
+    "A forward of another thread began while one of this generation was running. One thread is "
+    "recorded at a time; the other thread's forwards were not recorded."
 )
 
 
 class ThreadOwnership:
-    """Knows which thread is followed. Hold `lock` between asking and beginning."""
+    """Which thread a session records. Hold `lock` from the check until the forward is open."""
 
     def __init__(self, context: CaptureContext) -> None:
         self.lock = RLock()
@@ -68,24 +70,23 @@ class ThreadOwnership:
         self._generate_thread = 0
 
     def is_other_thread_active(self) -> bool:
-        """Say whether a thread that is still there has the turn, and it is not this one."""
-        me = get_ident()
-        others = [
-            one for one in (self._generate_thread, self._context.thread) if one not in (0, me)
-        ]
-        return bool(others) and any(one in sys._current_frames() for one in others)
+        """Whether the session records another thread, which is still alive."""
+        own = get_ident()
+        owners = (self._generate_thread, self._context.thread)
+        others = [thread for thread in owners if thread not in (0, own)]
+        return bool(others) and any(thread in sys._current_frames() for thread in others)
 
     def acquire(self) -> None:
-        """This thread calls `generate`."""
+        """Record the current thread, which calls `generate`."""
         self._generate_thread = get_ident()
 
     def release(self) -> None:
-        """The call is over."""
+        """End the ownership of the thread that called `generate`."""
         self._generate_thread = 0
 
 
 class WatchSession(CaptureSession):
-    """While entered, records every root forward of `model`, whoever calls it."""
+    """While entered, records every root forward of `model`, from any loop."""
 
     def __init__(
         self,
@@ -112,11 +113,10 @@ class WatchSession(CaptureSession):
             shared_recording.generation_numbers if shared_recording else None
         )
         self.model_name = shared_recording.name if shared_recording else ""
-        self._owners, self._thread_ownership, self._last_overlap = (
-            CacheOwners(),
-            ThreadOwnership(self.context),
-            -2,
-        )
+        self._owners = CacheOwners()
+        self._thread_ownership = ThreadOwnership(self.context)
+        self._last_overlap = -2
+        """The generation whose overlap was reported last; -1 stands for no generation."""
         self._builder: GenerationBuilder | None = None
         self._input_tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
         self._pending: PendingStep | None = None
@@ -128,7 +128,7 @@ class WatchSession(CaptureSession):
         self._prompt: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchSession:
-        """Copies of the model carry its hooks along, and they must not carry this."""
+        """Return self: a copy of the model copies its hooks, but must not copy the session."""
         return self
 
     # -- a forward -------------------------------------------------------------------------------
@@ -137,17 +137,17 @@ class WatchSession(CaptureSession):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if torch.compiler.is_compiling() or module is not self._model:
-            return  # of a graph as a whole nothing is seen; and a copy is another model
+            return  # a compiled model is not recorded; a copy of the model is another model
         with self._thread_ownership.lock:
-            is_passed = self._thread_ownership.is_other_thread_active()
-            set_unrecorded(is_unrecorded=is_passed)
-            if is_passed:
+            is_unrecorded = self._thread_ownership.is_other_thread_active()
+            set_unrecorded(is_unrecorded=is_unrecorded)
+            if is_unrecorded:
                 self._report_overlap()
             else:
                 self._open_step(args, kwargs)
 
     def _report_overlap(self) -> None:
-        """Say, once for each generation, that a forward was passed over."""
+        """Record once per generation that forwards of another thread are not recorded."""
         number = self._builder.number if self._builder is not None else -1
         if number != self._last_overlap:
             self._last_overlap, step = number, self._step
@@ -166,24 +166,23 @@ class WatchSession(CaptureSession):
             self._remove_switched_off()
             step = self._locate_step(args, self._names(args, kwargs), started)
         except Exception as error:
-            # Whatever was passed, the user's forward goes on; this step is not recorded.
+            # For any arguments the user's forward continues; this step is not recorded.
             self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
             self._abandon()
             return
         try:
             self._begin_step(step)
-        except BaseException:  # of a breakpoint: the forward never came, and may be run again
+        except BaseException:  # of a breakpoint: the forward does not run, and may be tried again
             self._tracker.undo()
             raise
         step.capture_s += time.perf_counter() - started - self._paused_s
-        self.total_s += (
-            step.started - started - self._paused_s
-        )  # what found its place is part of it
+        # The time before the step's start, in which its place was found, counts as well.
+        self.total_s += step.started - started - self._paused_s
 
     def _locate_step(
         self, args: tuple[Any, ...], arguments: dict[str, Any], started: float
     ) -> StepContext:
-        """Find out where a forward belongs, and let go of the step before."""
+        """Find the generation and step of a forward, finish the step before, and open this one."""
         self._n_forwards += 1
         n_rows = query_length(args, arguments)
         cache = arguments.get("past_key_values")
@@ -201,16 +200,16 @@ class WatchSession(CaptureSession):
         self._clock.set_next_step(place.generation, place.step)
         step = self._clock.open(args, arguments, self.level)
         step.arguments = arguments
-        step.is_scored = False  # what a loop does with the logits before it chooses is not seen
+        step.is_scored = False  # how a loop processes the logits before it chooses is not known
         self._add_step_events(step, place, rows)
-        is_given = not (place.begins_generation or place.is_chosen) and place.n_new > 0
-        story = self._builder
-        assert story is not None
-        self._input_tokens = (lambda: story.input_tokens(rows, place)) if is_given else tuple
+        is_input = not (place.begins_generation or place.is_chosen) and place.n_new > 0
+        builder = self._builder
+        assert builder is not None
+        self._input_tokens = (lambda: builder.input_tokens(rows, place)) if is_input else tuple
         return step
 
     def _wait_at_barrier(self) -> None:
-        """Wait at the gate; a forward that is stopped there never came."""
+        """Wait at the step barrier; a forward that is stopped there did not run."""
         try:
             self._paused_s = pass_barrier(self.barrier, self.place)
         except KeyboardInterrupt:
@@ -218,21 +217,23 @@ class WatchSession(CaptureSession):
             raise
 
     def _add_step_events(self, step: StepContext, place: StepPlace, rows: InputRows) -> None:
-        say = step.events.append
         step.events += input_events(step, place, rows)
         if not place.begins_generation:
             return
         if place.pos and self._prompt is not None and self._prompt.shape[1] >= place.pos:
             cached = self._prompt[0, : place.pos].tolist()
-            text = f"The first {place.pos} tokens of the prompt are said to be cached already."
+            text = f"By its length the cache holds the first {place.pos} tokens of the prompt."
             self._event(CACHED_PROMPT_EVENT, text, step, {"prompt": cached})
         if self._generate_depth and not self._is_followed:
-            text = "Beams and assisted generation are not followed: steps are recorded, and no "
-            say(("not-followed", text + "token is said to be chosen by one of them."))
+            text = (
+                "Beam search and assisted generation are not followed: their steps are recorded "
+                "without the tokens that they chose."
+            )
+            step.events.append(("not-followed", text))
         assert self._builder is not None
-        for trouble in self._builder.problems:
-            say(("segments", trouble))
-            self._print_once(trouble)
+        for problem in self._builder.problems:
+            step.events.append(("segments", problem))
+            self._print_once(problem)
 
     def _on_forward_end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or module is not self._model or not self.context.is_open:
@@ -243,7 +244,7 @@ class WatchSession(CaptureSession):
             return
         self.waited_s += off_cpu_s() - step.off_cpu_before
         try:
-            # A call of generate copies the row before it changes it; another loop may not.
+            # `generate` copies the row before it modifies it; another loop may not.
             row = step.logits = newest_logits_row(
                 output, self._model, copy=not self._generate_depth
             )
@@ -263,24 +264,25 @@ class WatchSession(CaptureSession):
         self._pending = PendingStep(step, buffer, kept, on_device, self._input_tokens, ended)
 
     def _finish_step(self, rows: InputRows | None, pos: int, now: float | None = None) -> None:
-        """Hand the waiting step to the writer thread; `rows` end with the token that it chose."""
-        waiting, self._pending = self._pending, None
-        story = self._builder
-        if waiting is None or story is None:
+        """Queue the pending step for the writer thread; `rows` end with the token that it chose.
+
+        `rows` is None if the token is not known. `pos` is the token's position.
+        """
+        pending, self._pending = self._pending, None
+        builder = self._builder
+        if pending is None or builder is None:
             return
         started = time.perf_counter()
-        step, buffer, given = waiting.step, waiting.buffer, waiting.input_tokens
-        ended = waiting.ended if now is None else now
+        step, buffer, input_tokens = pending.step, pending.buffer, pending.input_tokens
+        ended = pending.ended if now is None else now
         step.wall_ms = (ended - step.started) * 1e3
-        if rows is not None and rows.ids is not None and waiting.row is not None:
-            reduce_chosen(waiting.row, rows.ids[-1:], buffer)
-        kept = self._start_copy(step, buffer, waiting.kept)
+        if rows is not None and rows.ids is not None and pending.row is not None:
+            reduce_chosen(pending.row, rows.ids[-1:], buffer)
+        kept = self._start_copy(step, buffer, pending.kept)
 
         def tokens() -> tuple[TokenRecord, ...]:
-            return (
-                *given(),
-                *(story.chosen_tokens(rows, pos, step.step) if rows is not None else ()),
-            )
+            chosen = builder.chosen_tokens(rows, pos, step.step) if rows is not None else ()
+            return (*input_tokens(), *chosen)
 
         step.capture_s += time.perf_counter() - started
         self.recorder.put(FinishedStep(step, buffer, tuple(kept), tokens))
@@ -291,36 +293,36 @@ class WatchSession(CaptureSession):
     # -- a generation ----------------------------------------------------------------------------
 
     def _start_generation(self, place: StepPlace, rows: InputRows) -> None:
-        story = self._builder = GenerationBuilder.begin(self._declared_prompt, place, rows)
-        story.record = replace(story.record, model=self.model_name)
-        self.begin_generation(story.record)
+        builder = self._builder = GenerationBuilder.begin(self._declared_prompt, place, rows)
+        builder.record = replace(builder.record, model=self.model_name)
+        self.begin_generation(builder.record)
 
     def _finish_generation(self, state: str = "finished", reason: str = "") -> None:
-        """End the open generation with what is known of it."""
-        waiting, story = self._pending, self._builder
-        if story is None:
+        """End the open generation; the token of its last step is not known."""
+        pending, builder = self._pending, self._builder
+        if builder is None:
             return
         if self._is_broken and state == "finished":
             state, reason = "failed", "A forward did not return."
-        if waiting is not None and not reason:
-            reason = "what the last step chose was not fed, so it is not known"
+        if pending is not None and not reason:
+            reason = "no forward received the token that the last step chose, so it is not known"
         self._finish_step(None, 0)
-        self._builder, self._is_broken, at = None, False, time.time()
-        self.recorder.put(lambda: story.end(state, reason, at))
+        self._builder, self._is_broken, ended_at = None, False, time.time()
+        self.recorder.put(lambda: builder.end(state, reason, ended_at))
 
     def _record_lost_forward(self, step: StepContext) -> None:
-        """Say that a forward never returned; it may be tried again."""
-        fed = f"rows fed: {step.q_len}, keys cached: {step.kv_before}"
+        """Record that a forward did not return; it may be tried again."""
+        lengths = f"input rows: {step.q_len}, cached keys: {step.kv_before}"
         error, self.context.exit_reason = self.context.exit_reason, ""
-        why = f": {error}" if error else "."
-        text = f"The forward of step {step.step} did not return ({fed}){why}"
+        reason = f": {error}" if error else "."
+        text = f"The forward of step {step.step} did not return ({lengths}){reason}"
         self._event("forward-failed", text, step, {"error": error} if error else None)
         self._abandon()
         self._tracker.undo()
         self._is_broken = True
 
     def finish(self, state: str, error: BaseException | None) -> None:
-        """End what is open; an exception that goes through is told, at the step it left."""
+        """End the open step and generation; an exception is recorded at the step it left."""
         reason = describe_error(error) if error is not None else ""
         if error is not None and state != "finished":
             self._record_error(error)
@@ -331,7 +333,7 @@ class WatchSession(CaptureSession):
         self._tracker.end()
 
     def close(self, state: str, error: BaseException | None) -> None:
-        """Finish, and say so when nothing was seen at all, or no more from some forward on."""
+        """Finish, and report if no forward was recorded, or if the program removed hooks."""
         self.finish(state, error)
         if not self.has_hooks_installed:
             self._report_hooks_removed()
@@ -345,36 +347,37 @@ class WatchSession(CaptureSession):
 
     @property
     def is_in_generate(self) -> bool:
-        """Whether a call of `generate` is under way."""
+        """Whether a call of `generate` is running."""
         return self._generate_depth > 0
 
     @property
     def has_hooks_installed(self) -> bool:
-        """Whether all that was put into the model's modules is still there."""
+        """Whether all hooks of the session are still installed in the model's modules."""
         return are_installed(remove for _, remove in self._removes)
 
     def _report_hooks_removed(self) -> None:
-        text = f"{HOOKS_REMOVED}: what ran after that was not recorded, or not whole."
+        text = f"{HOOKS_REMOVED}: later forwards were not recorded, or only in part."
         self._event(UNSEEN_LAYERS, text)
         self._print_once(text)
 
     def _record_error(self, error: BaseException) -> None:
         if error is self._recorded_error:
             return
-        self._recorded_error, step = error, self._step
+        self._recorded_error, builder, pending = error, self._builder, self._pending
         strip_own_frames(error)
-        story, waiting = self._builder, self._pending
-        generation = story.number if story is not None else None
-        last = step or (waiting.step if waiting is not None else None)
-        where = last.step if last is not None else None
-        text, data = (
-            describe_error(error),
-            {"traceback": "".join(traceback.format_exception(error))},
+        last = self._step or (pending.step if pending is not None else None)
+        event = EventRecord(
+            kind="error",
+            text=describe_error(error),
+            at=time.time(),
+            generation=builder.number if builder is not None else None,
+            step=last.step if last is not None else None,
+            data={"traceback": "".join(traceback.format_exception(error))},
         )
-        self.recorder.put(EventRecord("error", text, time.time(), generation, where, data))
+        self.recorder.put(event)
 
     def _print_once(self, sentence: str) -> None:
-        """Say something on stderr, once."""
+        """Print a sentence on stderr, once."""
         if sentence not in self._printed:
             self._printed.add(sentence)
             print(f"flexinspect: {sentence}", file=sys.stderr)
@@ -382,9 +385,9 @@ class WatchSession(CaptureSession):
     # -- a call of generate ----------------------------------------------------------------------
 
     def watch_generate(self) -> None:
-        """Put a wrapper around the model's `generate`, which shows where it begins and its result.
+        """Wrap the model's `generate`, to know its prompt and its result.
 
-        It is removed with the hooks.
+        The wrapper is removed with the hooks.
         """
         remove = wrap_generate(self._model, self.call_generate)
         if remove is not None:
@@ -393,15 +396,15 @@ class WatchSession(CaptureSession):
     def call_generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the model's `generate` (bound), telling where it begins and its result."""
-        if kwargs.get("custom_generate") is not None:  # a loop of their own
+        """Call the model's `generate` (bound), and record it as one generation."""
+        if kwargs.get("custom_generate") is not None:  # another decoding loop
             return generate(*args, **kwargs)
         with self._thread_ownership.lock:
-            is_anothers = self._thread_ownership.is_other_thread_active()
-            if not is_anothers:
+            is_recorded = not self._thread_ownership.is_other_thread_active()
+            if is_recorded:
                 self._thread_ownership.acquire()
                 self._begin_generate(args, kwargs)
-        if is_anothers:
+        if not is_recorded:
             return generate(*args, **kwargs)
         try:
             result = generate(*args, **kwargs)
@@ -417,9 +420,8 @@ class WatchSession(CaptureSession):
             return
         self._finish_generation()
         self._is_followed = is_followed(self._model, kwargs)
-        prompt = next(
-            (v for v in (*args[:1], *map(kwargs.get, _PROMPT_ARGUMENTS)) if v is not None), None
-        )
+        candidates = (*args[:1], *map(kwargs.get, _PROMPT_ARGUMENTS))
+        prompt = next((value for value in candidates if value is not None), None)
         n_prompt = 0
         if isinstance(prompt, Tensor) and prompt.dim() > 1 and not has_encoder(self._model):
             n_prompt = int(prompt.shape[1])
@@ -439,20 +441,23 @@ class WatchSession(CaptureSession):
         try:
             self._record_last_token(result)
         except Exception as failure:
-            what = f"{type(failure).__name__}: {failure}"
-            self._event("step-unread", f"What generate returned was not read: {what}")
+            message = f"{type(failure).__name__}: {failure}"
+            self._event("step-unread", f"The result of generate could not be read: {message}")
         self._finish_generation()
         self._tracker.end()
         self.pass_breakpoints()
 
     def _record_last_token(self, result: Any) -> None:
-        """Settle the last step with the token at the end of what `generate` returned."""
+        """Finish the last step with the last token that `generate` returned."""
         sequences, pos = getattr(result, "sequences", result), self._tracker.length
         if not self._is_followed or not isinstance(sequences, Tensor) or sequences.dim() != 2:
             return
         if self._builder is not None and sequences.shape[1] > pos + 1 > 1:
-            text = f"generate returned {sequences.shape[1]} tokens, and the forwards seen end at "
-            self._event(UNSEEN_LAYERS, f"{text}{pos}: the others ran inside a compiled graph.")
+            text = (
+                f"generate returned {sequences.shape[1]} tokens, but the recorded forwards end at "
+                f"{pos}: the others ran inside a compiled graph."
+            )
+            self._event(UNSEEN_LAYERS, text)
         if sequences.shape[1] == pos + 1:
             last = {"input_ids": sequences[:1, pos:]}
             self._finish_step(InputRows(last, 1, with_mask=False, stream=self._stream), pos)
@@ -463,7 +468,7 @@ _PROMPT_ARGUMENTS = ("inputs", "input_ids")
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step whose forward is over and whose token is not known yet."""
+    """A step whose forward has returned and whose token is not known yet."""
 
     step: StepContext
     buffer: StepBuffer
@@ -475,7 +480,7 @@ class PendingStep:
 
 @dataclass(frozen=True, slots=True)
 class SharedRecording:
-    """What models that are recorded into one trace share, and the `name` of one of them."""
+    """What the sessions of one trace share, and the `name` of this session's model."""
 
     recorder: Recorder
     generation_numbers: Iterator[int]

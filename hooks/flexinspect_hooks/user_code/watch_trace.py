@@ -1,4 +1,4 @@
-"""What watching a model and watching a training have in common: the trace, from name to end."""
+"""The trace of a `with` block of `watch` or `watch_training`: path, writer, manifest, end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flexinspect_hooks.loading.model_facts import model_facts
 
 
 class WatchedTrace(ABC):
-    """The handle of a trace that is recorded while a `with` block runs; `path` is where it lies."""
+    """The handle of a trace at `path` that is recorded while a `with` block runs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -34,10 +34,10 @@ class WatchedTrace(ABC):
     @property
     @abstractmethod
     def _recorder(self) -> Recorder | None:
-        """What records while the block runs; None before and after."""
+        """The recorder while the block runs; None before and after."""
 
     def reader(self) -> TraceReader:
-        """Open the trace for reading; close it when done. Raises `TraceError` before the block."""
+        """Open the trace; the caller closes it. Raises `TraceError` before the block."""
         recorder, writer = self._recorder, self._writer
         if recorder is None or writer is None:
             return open_trace(self.path)
@@ -45,7 +45,7 @@ class WatchedTrace(ABC):
         return open_trace(writer.recording_path)
 
     def findings(self) -> list[Finding]:
-        """Return what the rules have found so far, all but in the newest step of an open block."""
+        """Return the findings so far; in an open block without those of the newest step."""
         if self._writer is None:
             return []
         with self.reader() as reader:
@@ -53,7 +53,7 @@ class WatchedTrace(ABC):
 
 
 def free_path(out: str | Path | None, prefix: str) -> Path:
-    """Return where a trace is to be written: `out`, or PREFIX-DATE-TIME.flextrace, numbered.
+    """Return the path of a new trace: `out`, or PREFIX-DATE-TIME.flextrace, numbered if it exists.
 
     Raises `UsageError` for an `out` that exists.
     """
@@ -71,7 +71,7 @@ def free_path(out: str | Path | None, prefix: str) -> Path:
 
 
 def new_writer(path: Path, manifest: dict[str, Any]) -> TraceWriter:
-    """Begin a trace. Raises `UsageError` where it cannot be written."""
+    """Create a trace. Raises `UsageError` if it cannot be written."""
     try:
         return TraceWriter.create(path, manifest)
     except TraceWriteError as error:
@@ -79,7 +79,7 @@ def new_writer(path: Path, manifest: dict[str, Any]) -> TraceWriter:
 
 
 def build_manifest(model: nn.Module, level: str, **facts: Any) -> dict[str, Any]:
-    """Return what would be needed to run a program again, and what else is told."""
+    """Return the manifest: what is needed to run the program again, and `facts`."""
     return {
         "flexinspect": __version__,
         "argv": list(sys.argv),
@@ -101,15 +101,15 @@ def build_manifest(model: nn.Module, level: str, **facts: Any) -> dict[str, Any]
 
 
 def print_message(text: str) -> None:
-    """Tell the user something, aside of what the program prints."""
+    """Print a message of flexinspect on stderr."""
     print(f"flexinspect: {text}", file=sys.stderr)
 
 
 def run_all_safely(*calls: Callable[[], object]) -> None:
-    """Do one after the other: what fails must not take the place of the user's own exception."""
+    """Run all calls, and print their errors: these must not replace an exception of the user."""
     for call in calls:
         try:
             call()
         except Exception as error:
-            what = error.sentence() if isinstance(error, FlexInspectError) else f"{error!r}"
-            print_message(f"the trace could not be ended properly: {what}")
+            message = error.sentence() if isinstance(error, FlexInspectError) else f"{error!r}"
+            print_message(f"the trace could not be ended properly: {message}")

@@ -1,4 +1,4 @@
-"""Capture sees what ran, changes nothing, and leaves nothing behind."""
+"""Capture records what ran, does not change outputs, and removes everything it installed."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_outputs_are_bit_equal_with_and_without_capture(
     assert all(torch.equal(a, b) for a, b in zip(plain, captured, strict=True))
 
 
-def test_nothing_is_left_behind(llama: Any, prompt: Prompt) -> None:
+def test_a_session_leaves_no_hooks_or_threads(llama: Any, prompt: Prompt) -> None:
     before = set(threading.enumerate())
     capture(llama, prompt)
     assert all(
@@ -137,7 +137,9 @@ def test_nothing_is_left_behind(llama: Any, prompt: Prompt) -> None:
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("flexinspect")]
 
 
-def test_nothing_is_left_behind_after_an_exception(llama: Any, prompt: Prompt) -> None:
+def test_a_session_leaves_no_hooks_or_threads_after_an_exception(
+    llama: Any, prompt: Prompt
+) -> None:
     session = CaptureSession(llama, MemorySink())
     with pytest.raises(KeyError), session:
         begin(session, prompt)
@@ -150,13 +152,13 @@ def test_nothing_is_left_behind_after_an_exception(llama: Any, prompt: Prompt) -
 def test_the_model_is_freed_after_a_session(prompt: Prompt) -> None:
     model = make_model("llama")
     capture(model, prompt)
-    gone = weakref.ref(model)
+    model_ref = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None
+    assert model_ref() is None
 
 
-def test_steps_say_phase_lengths_token_and_path(llama: Any, prompt: Prompt) -> None:
+def test_steps_have_phase_lengths_token_and_path(llama: Any, prompt: Prompt) -> None:
     sink, _ = capture(llama, prompt)
     n = len(prompt.ids)
     assert [s.step for s in sink.steps] == list(range(NEW))
@@ -174,7 +176,9 @@ def test_steps_say_phase_lengths_token_and_path(llama: Any, prompt: Prompt) -> N
         assert step.capture_ms > 0
 
 
-def test_the_executed_mask_is_the_rule_and_is_stored_once(llama: Any, prompt: Prompt) -> None:
+def test_the_executed_mask_equals_the_mask_mod_and_is_stored_once(
+    llama: Any, prompt: Prompt
+) -> None:
     rule = algebra.preset("segment-isolation", prompt.segments)
     sink, _ = capture(llama, prompt, rule=rule)
     first = sink.steps[0].masks
@@ -189,7 +193,7 @@ def test_the_executed_mask_is_the_rule_and_is_stored_once(llama: Any, prompt: Pr
     assert (row.q_offset, bool(row.cells.all())) == (len(prompt.ids) + 2, True)
 
 
-def test_the_gate_closes_when_the_mask_shown_is_not_the_one_that_ran(
+def test_the_lse_check_fails_if_the_recorded_mask_is_not_the_executed_one(
     llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, _ = capture(llama, prompt)
@@ -210,7 +214,9 @@ def test_the_gate_closes_when_the_mask_shown_is_not_the_one_that_ran(
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_other_backends_are_seen_and_gated_by_their_output(prompt: Prompt, backend: str) -> None:
+def test_other_backends_are_recorded_and_checked_by_their_output(
+    prompt: Prompt, backend: str
+) -> None:
     model = make_model("llama")
     model.set_attn_implementation(backend)
     sink, _ = capture(model, prompt, patch=False)
@@ -226,7 +232,7 @@ def test_other_backends_are_seen_and_gated_by_their_output(prompt: Prompt, backe
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
 @pytest.mark.timeout(600)
-def test_compiled_runs_are_gated_by_their_output_under_the_compiled_formula(
+def test_compiled_runs_are_checked_by_their_output_under_the_compiled_formula(
     llama: Any, prompt: Prompt
 ) -> None:
     sink, _ = capture(llama, prompt, compiled=True)
@@ -243,7 +249,7 @@ def array_of(step: StepRecord, stream: str, layer: int | None = None) -> np.ndar
 
 @pytest.fixture(params=["cores taken", "a core free"])
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of what waits for the writer thread, which happens where it has a core of its own."""
+    """Sizes of deferred tensors, which need a free core for the writer thread."""
     sizes: list[int] = []
     n_cores = torch.get_num_threads() + (request.param == "a core free")
     monkeypatch.setattr(segment_attention, "available_cores", lambda: n_cores)
@@ -262,7 +268,7 @@ def is_held(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.parametrize("backend", ["", "sdpa"])
-def test_rows_that_wait_for_the_writer_thread_come_out_the_same(
+def test_rows_reduced_in_the_writer_thread_are_the_same(
     prompt: Prompt, held: list[int], backend: str, request: pytest.FixtureRequest
 ) -> None:
     model = make_model("llama")
@@ -276,7 +282,7 @@ def test_rows_that_wait_for_the_writer_thread_come_out_the_same(
 
 
 @pytest.mark.parametrize(("family", "lost"), [("llama", [0, 1, 2]), ("gemma2", [0, 2])])
-def test_keys_that_are_written_to_meanwhile_give_no_row_and_the_step_says_so(
+def test_keys_modified_meanwhile_give_no_row_and_an_event(
     prompt: Prompt,
     held: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -284,7 +290,7 @@ def test_keys_that_are_written_to_meanwhile_give_no_row_and_the_step_says_so(
     family: str,
     lost: list[int],
 ) -> None:
-    """As by a cache that is reset; in a model of two masks only the calls under one are lost."""
+    """As with a cache that is reset; in a model with two masks only calls with one are lost."""
     model, waiting = make_model(family), segment_attention._defer_tensors
 
     def spoiled(refs: Any) -> Any:
@@ -307,7 +313,7 @@ def test_keys_that_are_written_to_meanwhile_give_no_row_and_the_step_says_so(
     assert sink.events == []
 
 
-def test_no_more_keys_wait_than_there_is_room_for(
+def test_deferred_keys_are_limited(
     prompt: Prompt, held: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment_attention, "MAX_DEFERRED_BYTES", 0)
@@ -316,7 +322,7 @@ def test_no_more_keys_wait_than_there_is_room_for(
     assert all(call.gate is not None for step in sink.steps for call in step.calls)
 
 
-def test_keys_of_another_model_may_come_to_wait_while_the_room_is_measured() -> None:
+def test_keys_of_another_model_may_be_deferred_while_the_limit_is_checked() -> None:
     class Measured(segment_attention._DeferredTensors):
         @property
         def n_bytes(self) -> int:
@@ -336,7 +342,7 @@ def test_keys_of_another_model_may_come_to_wait_while_the_room_is_measured() -> 
     assert len(late) == 1
 
 
-def test_attention_mass_equals_the_reference_row_summed_by_segment(
+def test_segment_attention_equals_the_reference_row_summed_by_segment(
     llama: Any, prompt: Prompt, held: list[int]
 ) -> None:
     rule = algebra.preset("shared-prefix", prompt.segments)
@@ -362,7 +368,7 @@ def test_attention_mass_equals_the_reference_row_summed_by_segment(
             )
 
 
-def test_logits_are_reduced_rightly(llama: Any, prompt: Prompt) -> None:
+def test_logits_are_reduced_correctly(llama: Any, prompt: Prompt) -> None:
     sink, logits = capture(llama, prompt)
     for step, row in zip(sink.steps, logits, strict=True):
         record = step.logits
@@ -377,7 +383,7 @@ def test_logits_are_reduced_rightly(llama: Any, prompt: Prompt) -> None:
         assert sum(record.histogram) == row.numel()
 
 
-def test_sampled_steps_keep_scores_apart_from_logits(llama: Any, prompt: Prompt) -> None:
+def test_sampled_steps_record_scores_and_logits_separately(llama: Any, prompt: Prompt) -> None:
     hot = SamplingOptions(True, temperature=2.0, top_k=4)
     sink, logits = capture(llama, prompt, sampling=hot)
     for step, row in zip(sink.steps, logits, strict=True):
@@ -419,7 +425,7 @@ def test_memory_counts_the_cache_from_its_shapes(llama: Any, prompt: Prompt) -> 
         assert step.memory.rss > 1 << 20
 
 
-def test_basic_records_less_and_still_names_a_sick_layer(prompt: Prompt) -> None:
+def test_basic_records_less_and_still_names_a_layer_with_nan(prompt: Prompt) -> None:
     model = make_model("llama")
     sink, _ = capture(model, prompt, level="basic")
     step = sink.steps[1]
@@ -429,12 +435,12 @@ def test_basic_records_less_and_still_names_a_sick_layer(prompt: Prompt) -> None
     assert step.calls[0].gate is None
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 3] = torch.inf
-    sick, _ = capture(model, prompt, level="basic")
-    stats = sick.steps[0].layer_stats
+    nan_sink, _ = capture(model, prompt, level="basic")
+    stats = nan_sink.steps[0].layer_stats
     assert [s.layer for s in stats][:1] == [1]
     assert stats[0].n_nan + stats[0].n_inf > 0
-    assert sick.steps[0].logits is not None
-    assert sick.steps[0].logits.n_nan > 0
+    assert nan_sink.steps[0].logits is not None
+    assert nan_sink.steps[0].logits.n_nan > 0
 
 
 def test_extreme_stores_only_the_chosen_layers(llama: Any, prompt: Prompt) -> None:
@@ -498,10 +504,10 @@ def test_a_failing_hook_is_recorded_and_switched_off(
     sink, logits = capture(llama, prompt, hooks=[faulty, *others])
     assert len(logits) == len(sink.steps) == NEW
     assert all(step.logits is not None and len(step.calls) == 3 for step in sink.steps)
-    said = [e.text for e in sink.events if e.kind == "hook-off"]
-    assert said == [said[0]]
-    assert "'faulty' failed" in said[0]
-    assert f"in {where}" in said[0]
+    texts = [e.text for e in sink.events if e.kind == "hook-off"]
+    assert texts == [texts[0]]
+    assert "'faulty' failed" in texts[0]
+    assert f"in {where}" in texts[0]
     assert faulty.n_calls <= 12
 
 
@@ -510,9 +516,9 @@ class Deferring(Faulty):
 
     def reduce(self, step: Any, buffer: Any) -> None:
         def fail(xp: Any, *inputs: Any) -> Any:
-            raise ZeroDivisionError("in later")
+            raise ZeroDivisionError("deferred work failed")
 
-        buffer.later(fail, step.logits)
+        buffer.defer(fail, step.logits)
 
 
 def test_deferred_work_that_fails_switches_its_hook_off_and_no_other(
@@ -522,7 +528,7 @@ def test_deferred_work_that_fails_switches_its_hook_off_and_no_other(
     sink, _ = capture(llama, prompt, hooks=[Deferring("nowhere"), *others])
     assert len(sink.steps) == NEW
     assert all(step.logits is not None and len(step.calls) == 3 for step in sink.steps)
-    assert ["in later" in e.text for e in sink.events] == [True]
+    assert ["deferred work failed" in e.text for e in sink.events] == [True]
 
 
 def test_a_full_disk_stops_the_recording_and_not_the_model(llama: Any, prompt: Prompt) -> None:
@@ -542,7 +548,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_model(llama: Any, prompt: P
     assert session.recorder.failure is not None
 
 
-def test_a_forward_that_cannot_be_read_goes_on_unrecorded(llama: Any, prompt: Prompt) -> None:
+def test_a_forward_that_cannot_be_read_continues_unrecorded(llama: Any, prompt: Prompt) -> None:
     class OddCache:
         def get_seq_length(self) -> int:
             raise RuntimeError("no length")
@@ -563,7 +569,7 @@ def test_an_unknown_level_is_refused(llama: Any) -> None:
         CaptureSession(llama, MemorySink(), level="all")
 
 
-def test_the_session_states_its_own_cost(llama: Any, prompt: Prompt) -> None:
+def test_the_session_reports_its_cost(llama: Any, prompt: Prompt) -> None:
     sink = MemorySink()
     session = CaptureSession(llama, sink)
     with session:
@@ -576,7 +582,7 @@ def test_the_session_states_its_own_cost(llama: Any, prompt: Prompt) -> None:
 
 
 @pytest.mark.parametrize(("threads", "yields"), [(1, True), (10_000, False)])
-def test_the_writer_lets_go_of_the_interpreter_at_once_only_where_it_has_a_core(
+def test_the_writer_uses_a_short_switch_interval_only_with_a_free_core(
     llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int, yields: bool
 ) -> None:
     intervals: list[float] = []
@@ -598,13 +604,13 @@ def test_the_writer_lets_go_of_the_interpreter_at_once_only_where_it_has_a_core(
 
 
 @pytest.mark.parametrize(("threads", "counts"), [(1, "waited_s"), (10_000, "writer_s")])
-def test_the_cost_counts_what_the_writer_takes_of_the_model(
+def test_the_cost_includes_the_time_that_the_writer_takes_from_the_model(
     llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int, counts: str
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr("flexinspect_hooks.sessions.capture_session.available_cores", lambda: 2)
     session = CaptureSession(llama, MemorySink())
-    # Standing still in a forward is no work of this thread, as when another has the interpreter.
+    # A sleep in a forward uses no CPU time of this thread, as when another thread holds the GIL.
     with session, llama.model.register_forward_hook(lambda *_: time.sleep(0.002)):
         begin(session, prompt)
         generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))

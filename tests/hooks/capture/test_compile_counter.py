@@ -13,7 +13,7 @@ def brief(events: list[Any]) -> list[tuple[str, str]]:
     return [(kind, text) for kind, text, *_ in events]
 
 
-def test_building_in_a_later_step_is_recompiling() -> None:
+def test_a_graph_built_in_a_later_step_is_a_recompilation() -> None:
     torch._dynamo.reset()
     double = torch.compile(lambda x: x * 2 if x.dim() == 1 else x * 3, backend="eager")
     count = GraphCount()
@@ -32,7 +32,7 @@ def test_building_in_a_later_step_is_recompiling() -> None:
     torch._dynamo.reset()
 
 
-def test_a_function_that_is_other_code_is_named_as_the_guard() -> None:
+def test_a_function_with_other_code_is_named_as_the_guard() -> None:
     torch._dynamo.reset()
     call = torch.compile(lambda x, mask_mod: mask_mod(x), backend="eager")
     count = GraphCount()
@@ -44,19 +44,19 @@ def test_a_function_that_is_other_code_is_named_as_the_guard() -> None:
     torch._dynamo.reset()
 
 
-def test_reaching_the_recompile_limit_is_told_with_the_function_it_was_reached_in() -> None:
+def test_reaching_the_recompile_limit_is_an_event_with_the_function() -> None:
     torch._dynamo.reset()
     call = torch.compile(lambda x, mask_mod: mask_mod(x), backend="eager")
     count = GraphCount()
-    told = []
+    limit_events = []
     with torch._dynamo.config.patch(recompile_limit=2):
         for made in (lambda x: x + 1, lambda x: x + 2, lambda x: x + 3, lambda x: x + 4):
             call(torch.ones(3), made)
-            told += [
+            limit_events += [
                 (kind, facts)
                 for kind, _, facts in count.on_step("decode")
                 if kind == RECOMPILE_LIMIT
             ]
-    (only,) = told
+    (only,) = limit_events
     assert only[1]["of"] == ["<lambda>"]
     torch._dynamo.reset()

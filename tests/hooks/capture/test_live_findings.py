@@ -126,7 +126,7 @@ def test_a_healthy_run_of_the_demo_has_no_findings(out: Path, level: str) -> Non
 
 
 @pytest.mark.parametrize("mask", sorted(algebra.PRESETS))
-def test_no_preset_makes_a_finding_on_the_demo(out: Path, mask: str) -> None:
+def test_no_preset_causes_a_finding_on_the_demo(out: Path, mask: str) -> None:
     assert run_demo(out, mask=mask) == []
 
 
@@ -134,7 +134,7 @@ def test_no_preset_makes_a_finding_on_the_demo(out: Path, mask: str) -> None:
     ("family", "backend"),
     [("llama", "sdpa"), ("llama", "eager"), ("mistral", "sdpa"), ("gemma2", "eager")],
 )
-def test_other_backends_and_sliding_windows_make_no_finding(
+def test_other_backends_and_sliding_windows_cause_no_finding(
     prompt: Prompt, out: Path, family: str, backend: str
 ) -> None:
     declared = {"preset": "causal", "starts": [0], "head": [0], "low": [0]}
@@ -157,7 +157,7 @@ def test_isolated_separators_are_a_note_in_each_generation(out: Path) -> None:
     assert "other row" in found[0].sentence
 
 
-# -- sick numbers ----------------------------------------------------------------------------------
+# -- NaN and Inf -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["basic", "advanced", "extreme"])
@@ -176,7 +176,7 @@ def test_nan_in_a_layers_weights_names_that_layer_once(
 
 @pytest.fixture
 def inf_at_step_3(llama: Any) -> Iterator[Any]:
-    """A model whose layer 1 puts one Inf into its output in step 3 and in no other."""
+    """A model whose layer 1 has one Inf in its output in step 3 only."""
     calls = []
 
     def spoil(module: Any, args: Any, output: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def inf_at_step_3(llama: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("level", ["basic", "advanced"])
-def test_an_inf_of_one_step_is_found_there_and_not_where_the_cache_carries_it(
+def test_an_inf_is_reported_in_its_step_and_not_in_later_ones_that_read_the_cache(
     inf_at_step_3: Any, prompt: Prompt, out: Path, level: str
 ) -> None:
     record_run(inf_at_step_3, prompt, out, level=level)
@@ -211,7 +211,9 @@ def test_an_inf_of_one_step_is_found_there_and_not_where_the_cache_carries_it(
     assert stats == {2}  # the cache keeps it alive one layer further down
 
 
-def test_nan_in_the_head_is_told_of_the_logits(llama: Any, prompt: Prompt, out: Path) -> None:
+def test_nan_in_the_lm_head_is_reported_for_the_logits(
+    llama: Any, prompt: Prompt, out: Path
+) -> None:
     llama.lm_head.weight.data[17] = torch.nan
     record_run(llama, prompt, out)
     (finding,) = findings_of(out)
@@ -220,7 +222,7 @@ def test_nan_in_the_head_is_told_of_the_logits(llama: Any, prompt: Prompt, out: 
     assert "every layer's output is finite" in finding.sentence
 
 
-def test_a_model_that_closes_tokens_by_design_makes_no_finding(
+def test_a_model_that_masks_tokens_by_design_causes_no_finding(
     llama: Any, prompt: Prompt, out: Path
 ) -> None:
     def close(module: Any, args: Any, output: Tensor) -> Tensor:
@@ -241,7 +243,7 @@ def test_a_model_that_closes_tokens_by_design_makes_no_finding(
 # -- empty rows ------------------------------------------------------------------------------------
 
 
-def test_an_own_mask_that_closes_rows_is_a_warning_with_their_words(
+def test_a_user_mask_with_empty_rows_is_a_warning_with_their_tokens(
     llama: Any, prompt: Prompt, out: Path
 ) -> None:
     second = next(s for s in prompt.segments if s.label == "paraphrase 2")
@@ -265,7 +267,7 @@ def test_an_own_mask_that_closes_rows_is_a_warning_with_their_words(
     assert finding.evidence["layers"] == [0, 1, 2]
 
 
-def test_the_attention_of_an_empty_row_is_zero_as_the_finding_says(
+def test_the_attention_of_an_empty_row_is_zero_as_the_finding_states(
     llama: Any, prompt: Prompt
 ) -> None:
     def hole(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -284,10 +286,10 @@ def test_the_attention_of_an_empty_row_is_zero_as_the_finding_says(
     assert (rows[0] == 0).nonzero().flatten().tolist() == [9]
 
 
-# -- the door --------------------------------------------------------------------------------------
+# -- rules as plug-ins -----------------------------------------------------------------------------
 
 
-def test_the_built_in_rules_are_registered_like_anybodys() -> None:
+def test_the_built_in_rules_are_registered_as_plug_ins() -> None:
     rules, failed = built_in_rules()
     assert {"numbers", "rows"} <= {rule.name for rule in rules}
     assert failed == {}
@@ -295,7 +297,7 @@ def test_the_built_in_rules_are_registered_like_anybodys() -> None:
     assert not {id(rule) for rule in rules} & {id(rule) for rule in again}
 
 
-def test_a_rule_that_cannot_be_loaded_or_made_is_said_in_the_trace(
+def test_a_rule_that_cannot_be_loaded_or_created_is_an_event_in_the_trace(
     llama: Any, prompt: Prompt, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = plugins.load_all
@@ -310,8 +312,8 @@ def test_a_rule_that_cannot_be_loaded_or_made_is_said_in_the_trace(
         return loaded, failed
 
     monkeypatch.setattr(plugins, "load_all", load_all)
-    said = record_run(llama, prompt, out)
-    assert said == [
+    rule_events = record_run(llama, prompt, out)
+    assert rule_events == [
         "absent: It is not there.",
         "unmade: It could not be made: ZeroDivisionError: not made",
     ]
@@ -326,30 +328,32 @@ class Raising:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def begin(self, generation: GenerationRecord) -> None:
+    def on_generation_start(self, context: object) -> None:
         self.steps.clear()
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         self.steps.append(step.step)
         if step.step == 2:
             raise ZeroDivisionError("at two")
         return ()
 
 
-def test_a_rule_that_raises_is_switched_off_and_the_run_goes_on(
+def test_a_rule_that_raises_is_switched_off_and_the_run_continues(
     llama: Any, prompt: Prompt, out: Path
 ) -> None:
     raising, others = Raising(), built_in_rules()[0]
     llama.model.layers[2].mlp.down_proj.weight.data[3, 3] = torch.nan
-    said = record_run(llama, prompt, out, rules=[raising, *others])
-    assert said == ["The rule 'raising' failed at step 2 and is off: ZeroDivisionError: at two"]
+    rule_events = record_run(llama, prompt, out, rules=[raising, *others])
+    assert rule_events == [
+        "The rule 'raising' failed at step 2 and is off: ZeroDivisionError: at two"
+    ]
     assert raising.steps == [0, 1, 2]
     with open_trace(out) as reader:
         assert reader.n_steps(0) == NEW
         assert [f.layer for f in reader.findings()] == [2]
 
 
-def test_a_finding_is_readable_while_the_run_goes_on(
+def test_a_finding_is_readable_during_the_run(
     inf_at_step_3: Any, prompt: Prompt, out: Path
 ) -> None:
     seen: dict[int, list[Finding]] = {}

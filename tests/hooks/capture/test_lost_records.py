@@ -1,4 +1,4 @@
-"""A recording that lacks something of our own doing says so, and is not taken for a whole one."""
+"""A recording with missing records is reported as incomplete."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ sys.exit(main())
 
 
 class Seen:
-    """A judge that notes which steps it was shown."""
+    """A judge that records which steps it evaluated."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -51,7 +51,7 @@ class Seen:
 
 
 @pytest.mark.parametrize("spoiled", ["an array of objects", "a step written before"])
-def test_a_step_that_cannot_be_stored_takes_no_other_along(
+def test_a_step_that_cannot_be_stored_does_not_affect_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
 ) -> None:
     steps = [sample_step(number) for number in range(4)]
@@ -69,7 +69,7 @@ def test_a_step_that_cannot_be_stored_takes_no_other_along(
         assert [row.step for row in reader.steps(0)] == [0, 1, 3]
 
 
-def test_of_several_records_that_cannot_be_stored_the_first_is_named_and_all_are_counted(
+def test_the_error_names_the_first_lost_record_and_counts_all(
     tmp_path: Path,
 ) -> None:
     objects = (ArrayRecord("odd", np.array([object()])),)
@@ -84,12 +84,12 @@ def test_of_several_records_that_cannot_be_stored_the_first_is_named_and_all_are
         failure = recording_error(recorder, writer)
         assert failure is not None
         assert failure.message.startswith(
-            "The trace is not whole: 2 records could not be stored, and of the first it is said: "
+            "The trace is incomplete: 2 records could not be stored. The first error: "
             "An array of object cannot be recorded"
         )
 
 
-def test_a_watch_says_which_records_were_lost(
+def test_a_watch_reports_lost_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(self: TraceWriter, records: object) -> None:
@@ -99,18 +99,18 @@ def test_a_watch_says_which_records_were_lost(
     model = make_model("llama")
     with flexinspect.watch(model, out=tmp_path / "t.flextrace"):
         model(torch.tensor([ids(4, 1)]))
-    assert "The trace is not whole: planted" in capsys.readouterr().err
+    assert "The trace is incomplete: planted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         ("ValueError('planted')", "internal error: ValueError: planted"),
-        ("TraceWriteError('planted')", "The trace is not whole: planted"),
+        ("TraceWriteError('planted')", "The trace is incomplete: planted"),
     ],
 )
 def test_a_run_whose_records_are_lost_fails_with_the_reason(
-    tmp_path: Path, error: str, said: str
+    tmp_path: Path, error: str, expected: str
 ) -> None:
     path = tmp_path / "run.flextrace"
     job = Job(out=str(path), model="demo", max_samples=1, max_new_tokens=6, control=False)
@@ -125,10 +125,10 @@ def test_a_run_whose_records_are_lost_fails_with_the_reason(
     with closing(process.stdin), closing(process.stdout):
         process.stdin.write(job.to_json() + "\n")
         process.stdin.flush()
-        told = [facts for line in process.stdout if (facts := protocol.parse_message(line))]
+        messages = [facts for line in process.stdout if (facts := protocol.parse_message(line))]
         assert process.wait(30) == 1
-    (message,) = [str(one["message"]) for one in told if one["kind"] == protocol.ERROR]
-    assert said in message
+    (message,) = [str(one["message"]) for one in messages if one["kind"] == protocol.ERROR]
+    assert expected in message
     with open_trace(path) as reader:
         assert reader.state == "failed"
         assert reader.run()["reason"] == message

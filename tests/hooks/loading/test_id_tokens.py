@@ -20,7 +20,7 @@ def test_other_text_is_its_bytes() -> None:
     assert IdTokenizer.from_config(LLAMA).encode("aé 1") == [100, 198, 172, 35, 52]
 
 
-def test_bos_comes_only_when_asked() -> None:
+def test_bos_is_added_only_on_request() -> None:
     tokenizer = IdTokenizer.from_config(LLAMA)
     assert tokenizer.encode("7", add_special_tokens=True) == [128_000, 7]
     assert IdTokenizer(300).encode("7", add_special_tokens=True) == [7]

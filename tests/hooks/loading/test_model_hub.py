@@ -1,4 +1,4 @@
-"""What a user reads when a model cannot be fetched, and that a fetched one needs no network."""
+"""Errors of downloads from the hub; a downloaded model needs no network."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def closed_port() -> int:
     ("status", "headers"),
     [(401, {}), (401, {"X-Error-Code": "GatedRepo"}), (403, {"X-Error-Code": "GatedRepo"})],
 )
-def test_a_gated_model_says_where_to_accept_the_licence(
+def test_the_error_of_a_gated_model_names_the_licence_page(
     hub: HubMaker, run_python: Runner, status: int, headers: dict[str, str]
 ) -> None:
     with hub(status, headers) as server:
@@ -75,7 +75,7 @@ def test_a_misspelled_hub_id_is_reported_as_not_found(
     assert "--weights random" not in done.stdout  # it would need the configuration, too
 
 
-def test_a_repository_without_a_configuration_is_no_transformers_model(
+def test_a_repository_without_a_configuration_is_not_a_transformers_model(
     hub: HubMaker, run_python: Runner
 ) -> None:
     with hub(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}) as server:
@@ -93,7 +93,7 @@ def test_a_refusal_of_an_open_model_names_what_the_hub_answered(
     assert "it answered 403" in done.stdout
 
 
-def test_without_a_network_the_sentence_names_the_ways_out(run_python: Runner) -> None:
+def test_without_a_network_the_error_names_the_alternatives(run_python: Runner) -> None:
     endpoint = f"http://127.0.0.1:{closed_port()}"
     done = run_python(FETCH, "llama3.2_3b_it", HF_ENDPOINT=endpoint)
     assert done.returncode == 2, done.stderr

@@ -1,4 +1,4 @@
-"""Loading: the weights are those of the files, the shape is real, every failure is a sentence."""
+"""Loading: weights are those of the files, shapes are real, every error has one sentence."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def copy(tiny_llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_llama, tmp_path / "copy"))
 
 
-def test_a_folder_gives_the_model_it_holds(tiny_llama: Path) -> None:
+def test_a_folder_loads_its_model(tiny_llama: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     loaded = load_cpu(resolve(str(tiny_llama)))
@@ -75,7 +75,7 @@ def test_a_folder_gives_the_model_it_holds(tiny_llama: Path) -> None:
         loaded.device = "cuda"  # type: ignore[misc]
 
 
-def test_nothing_is_written_to_the_terminal_and_phases_come_in_order(
+def test_nothing_is_printed_and_phases_are_reported_in_order(
     tiny_llama: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     phases: list[tuple[str, Mapping[str, Any]]] = []
@@ -91,7 +91,7 @@ def test_nothing_is_written_to_the_terminal_and_phases_come_in_order(
     assert phases[-1][0] == "ready"
 
 
-def test_the_libraries_are_as_talkative_afterwards_as_before(tiny_llama: Path) -> None:
+def test_the_verbosity_of_libraries_is_restored(tiny_llama: Path) -> None:
     from transformers.utils import logging
 
     before = (logging.get_verbosity(), logging.is_progress_bar_enabled())
@@ -171,7 +171,7 @@ def test_the_block_of_random_numbers_has_a_prime_length() -> None:
 
 
 @pytest.mark.slow
-def test_a_billion_real_parameters_are_there_in_seconds() -> None:
+def test_a_billion_random_parameters_are_created_in_seconds() -> None:
     seconds: dict[str, float] = {}
     loaded = load_cpu(
         resolve("llama3.2_1b"),
@@ -184,7 +184,7 @@ def test_a_billion_real_parameters_are_there_in_seconds() -> None:
     assert loaded.model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
-def test_random_weights_without_a_tokenizer_let_ids_stand_for_text(tmp_path: Path) -> None:
+def test_random_weights_without_a_tokenizer_use_ids(tmp_path: Path) -> None:
     notes: list[Any] = []
     loaded = load_cpu(
         folder_of(tmp_path, {"model_type": "llama", **TINY}),
@@ -193,7 +193,7 @@ def test_random_weights_without_a_tokenizer_let_ids_stand_for_text(tmp_path: Pat
     )
     assert loaded.tokenizer is None
     assert isinstance(loaded.tokenizer_or_ids(), IdTokenizer)
-    assert "ids stand in for text" in notes[0]["text"]
+    assert "token ids are shown in place of text" in notes[0]["text"]
 
 
 def test_random_weights_use_the_tokenizer_of_the_folder(tiny_llama: Path) -> None:
@@ -212,7 +212,7 @@ def test_too_little_memory_is_refused_with_the_figures_before_anything_is_read(
     assert "flexinspect models" in str(error.hint)
 
 
-def test_memory_that_runs_out_while_loading_is_a_sentence(
+def test_out_of_memory_while_loading_is_an_error_with_the_next_step(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_args: Any) -> None:
@@ -257,7 +257,7 @@ def test_weights_of_another_shape_are_refused(copy: Path) -> None:
     assert_refused(resolve(str(copy)))
 
 
-def test_a_missing_tokenizer_is_a_sentence(copy: Path) -> None:
+def test_a_missing_tokenizer_is_an_error_with_the_next_step(copy: Path) -> None:
     for file in copy.glob("tokenizer*"):
         file.unlink()
     error = assert_refused(resolve(str(copy)))
@@ -265,7 +265,7 @@ def test_a_missing_tokenizer_is_a_sentence(copy: Path) -> None:
     assert "--weights random" in str(error.hint)
 
 
-def test_a_cached_model_without_its_tokenizer_is_completed(
+def test_the_missing_tokenizer_of_a_cached_model_is_downloaded(
     copy: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for file in copy.glob("tokenizer*"):
@@ -275,7 +275,7 @@ def test_a_cached_model_without_its_tokenizer_is_completed(
     assert load_cpu(cached).tokenizer is not None
 
 
-def test_a_damaged_tokenizer_is_a_sentence(copy: Path) -> None:
+def test_a_damaged_tokenizer_is_an_error_with_the_next_step(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{")
     assert "tokenizer in" in assert_refused(resolve(str(copy))).message
 
@@ -290,12 +290,12 @@ def test_a_configuration_without_a_type(tmp_path: Path) -> None:
     assert "model_type" in assert_refused(folder_of(tmp_path, {"hidden_size": 3})).message
 
 
-def test_remote_code_is_never_run_unless_asked(tmp_path: Path) -> None:
+def test_remote_code_does_not_run_by_default(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("raise SystemExit('ran')\n")
     auto = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     source = folder_of(tmp_path, {"model_type": "own", "auto_map": auto})
     error = assert_refused(source, weights="random")
-    assert "runs no remote code unless asked" in error.message
+    assert "does not run remote code by default" in error.message
     assert "--trust-remote-code" in str(error.hint)
 
 
@@ -335,12 +335,12 @@ def test_a_model_that_does_not_generate_is_refused(
     assert named in error.message
 
 
-def test_a_broken_configuration_is_a_sentence(tmp_path: Path) -> None:
+def test_a_broken_configuration_is_an_error_with_the_next_step(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     assert "cannot be read" in assert_refused(resolve(str(tmp_path))).message
 
 
-def test_an_impossible_configuration_is_a_sentence(tmp_path: Path) -> None:
+def test_an_impossible_configuration_is_an_error_with_the_next_step(tmp_path: Path) -> None:
     source = folder_of(tmp_path, {"model_type": "llama", **TINY, "hidden_size": "wide"})
     assert "cannot be loaded" in assert_refused(source, weights="random").message
 
@@ -359,7 +359,7 @@ def test_an_unknown_device_is_refused(device: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_an_absent_gpu_is_refused_and_auto_goes_on_without(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_refused_and_auto_uses_the_cpu(tmp_path: Path) -> None:
     source = folder_of(tmp_path, {"model_type": "llama", **TINY})
     error = assert_refused(source, weights="random", device="cuda")
     assert "cuda is not available" in error.message
@@ -367,7 +367,7 @@ def test_an_absent_gpu_is_refused_and_auto_goes_on_without(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is an MPS device")
-def test_absent_mps_is_refused() -> None:
+def test_missing_mps_is_refused() -> None:
     error = assert_refused(resolve("llama3.2_1b"), weights="random", device="mps")
     assert "mps is not available" in error.message
 
@@ -379,9 +379,9 @@ def test_an_unknown_dtype_is_refused(dtype: str) -> None:
     assert "auto" in str(error.hint)
 
 
-def test_float16_on_a_cpu_is_refused_with_the_way_out() -> None:
+def test_float16_on_a_cpu_is_refused_with_a_hint() -> None:
     error = assert_refused(resolve("llama3.2_1b"), weights="random", device="cpu", dtype="fp16")
-    assert "float16 is not for the CPU" in error.message
+    assert "float16 is not usable on the CPU" in error.message
     assert "bfloat16" in str(error.hint)
 
 
@@ -409,7 +409,7 @@ def test_bfloat16_on_a_device_without_it_is_refused(monkeypatch: pytest.MonkeyPa
         placement.choose_dtype("bf16", "cuda", {})
 
 
-def test_the_dtype_of_an_own_alias_is_used_unless_a_flag_says_otherwise(tmp_path: Path) -> None:
+def test_the_dtype_of_an_alias_is_used_unless_a_flag_overrides_it(tmp_path: Path) -> None:
     source = folder_of(tmp_path, {"model_type": "llama", **TINY})
     source = replace(source, dtype="bfloat16")
     assert load_cpu(source, weights="random").dtype == "bfloat16"

@@ -1,4 +1,4 @@
-"""What tokens add to a text: joined they are the text, whatever the tokenizer does with bytes."""
+"""The texts that tokens add, joined, are the decoded text for every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexinspect_hooks.loading.tokenizers import IdTokenizer, TextStream, Vocabu
 
 
 class SpacedWords:
-    """A tokenizer whose words bring a space only after another word, as SentencePiece's do."""
+    """A tokenizer that adds a space before a word only after another word, as SentencePiece."""
 
     all_special_ids = (0,)
     bos_token_id = None
@@ -29,35 +29,35 @@ class SpacedWords:
 
 @pytest.mark.parametrize("text", ["Which city is it?", "日本 😀 naïve\n\tx", "", "a  b"])
 def test_texts_of_a_byte_level_tokenizer_join_to_the_text(text: str) -> None:
-    words = Vocabulary(AutoTokenizer.from_pretrained(DEMO))
-    stream = TextStream(words)
-    assert words.joins
-    assert "".join(map(stream.add, words.encode(text))) == text
-    assert words.default_bos() == (words.tokenizer.bos_token_id,)
+    vocabulary = Vocabulary(AutoTokenizer.from_pretrained(DEMO))
+    stream = TextStream(vocabulary)
+    assert vocabulary.joins
+    assert "".join(map(stream.add, vocabulary.encode(text))) == text
+    assert vocabulary.default_bos() == (vocabulary.tokenizer.bos_token_id,)
 
 
 def test_texts_that_depend_on_their_neighbours_are_decoded_with_them() -> None:
-    words = Vocabulary(SpacedWords())
-    assert not words.joins
-    ids = words.encode("one two three")
-    assert "".join(map(TextStream(words).add, ids)) == words.decode(ids) == "ooo ttt ttt"
+    vocabulary = Vocabulary(SpacedWords())
+    assert not vocabulary.joins
+    ids = vocabulary.encode("one two three")
+    assert "".join(map(TextStream(vocabulary).add, ids)) == vocabulary.decode(ids) == "ooo ttt ttt"
 
 
-def test_a_special_token_is_itself_and_starts_anew() -> None:
-    words = Vocabulary(SpacedWords())
-    stream = TextStream(words)
+def test_a_special_token_resets_the_stream() -> None:
+    vocabulary = Vocabulary(SpacedWords())
+    stream = TextStream(vocabulary)
     assert [stream.add(i) for i in (98, 0, 99)] == ["aaa", "<s>", "bbb"]
 
 
-def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> None:
-    words = Vocabulary(AutoTokenizer.from_pretrained(DEMO))
-    broken = words.encode("日")[0]
-    stream = TextStream(words)
+def test_bytes_that_are_not_a_character_are_returned_in_the_end() -> None:
+    vocabulary = Vocabulary(AutoTokenizer.from_pretrained(DEMO))
+    broken = vocabulary.encode("日")[0]
+    stream = TextStream(vocabulary)
     assert "".join(stream.add(broken) for _ in range(20))
 
 
-def test_ids_stand_in_for_text() -> None:
-    words = Vocabulary(IdTokenizer(vocab_size=500))
-    assert "".join(map(TextStream(words).add, (7, 8))) == "⟨7⟩⟨8⟩"
-    assert words.default_bos() == ()
-    assert words.decode_generated((7,), one_line=True) == "⟨7⟩"
+def test_ids_are_shown_in_place_of_text() -> None:
+    vocabulary = Vocabulary(IdTokenizer(vocab_size=500))
+    assert "".join(map(TextStream(vocabulary).add, (7, 8))) == "⟨7⟩⟨8⟩"
+    assert vocabulary.default_bos() == ()
+    assert vocabulary.decode_generated((7,), one_line=True) == "⟨7⟩"

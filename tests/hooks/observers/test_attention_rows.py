@@ -127,7 +127,7 @@ def test_every_row_of_the_prefill_equals_the_oracles(tmp_path: Path, wide_prompt
         assert data.newest_lse_check.value < 1e-4
 
 
-def test_without_a_kernels_lse_the_output_gates_the_row(
+def test_without_an_lse_of_the_kernel_the_output_is_checked(
     tmp_path: Path, wide_prompt: Prompt
 ) -> None:
     source = record(tmp_path / "a.flextrace", make_model("llama"), wide_prompt, patch=False)
@@ -141,7 +141,7 @@ def test_without_a_kernels_lse_the_output_gates_the_row(
     assert data.lse_check.value < 1e-4
 
 
-def test_keys_of_a_sliding_cache_are_those_that_the_layer_still_had(
+def test_keys_of_a_sliding_cache_are_those_in_the_layers_window(
     tmp_path: Path, wide_prompt: Prompt
 ) -> None:
     source = record(tmp_path / "a.flextrace", make_model("mistral"), wide_prompt, patch=False)
@@ -171,7 +171,7 @@ def test_rows_of_a_capped_model_equal_the_oracles(
             mask = source.reader.mask(call.mask or "")
             assert mask is not None
             assert mask.cells is not None
-            # Sliding layers may have dropped their oldest keys, which the oracle still holds.
+            # Sliding layers may have dropped their oldest keys, which the oracle still has.
             cells = np.zeros((1, q_idx + 1), np.bool_)
             cells[:, q_idx + 1 - call.kv_len :] = mask.cells[0, -1]
             expected = oracle(source, step, layer, q_idx, cells)
@@ -184,7 +184,7 @@ def test_rows_of_a_capped_model_equal_the_oracles(
                 assert data.lse_check.value < 1e-4
 
 
-def test_without_its_cap_a_row_is_not_what_ran_and_is_not_drawn(
+def test_without_its_soft_cap_a_row_fails_the_check_and_is_not_drawn(
     tmp_path: Path, wide_prompt: Prompt
 ) -> None:
     model = make_model("gemma2", attn_logit_softcapping=0.5)
@@ -197,7 +197,7 @@ def test_without_its_cap_a_row_is_not_what_ran_and_is_not_drawn(
     assert data.tokens is None
 
 
-def test_half_precision_passes_the_gate(tmp_path: Path, wide_prompt: Prompt) -> None:
+def test_half_precision_passes_the_lse_check(tmp_path: Path, wide_prompt: Prompt) -> None:
     model = make_model("llama").to(torch.bfloat16)
     source = record(tmp_path / "a.flextrace", model, wide_prompt)
     for step in range(NEW):

@@ -1,4 +1,4 @@
-"""What a forward returns as attention weights is held against what weights are."""
+"""The attention weights that a forward returns are checked."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import flexinspect
 from flexinspect.records.step import EventRecord
 
 
-def told(model: Any, out: Path) -> list[EventRecord]:
-    """Return what is said of the weights that a forward of two sequences returns."""
-    fed = torch.tensor([ids(6, 1), ids(6, 2)])
+def weight_events(model: Any, out: Path) -> list[EventRecord]:
+    """Return the events about the weights that a forward of two sequences returns."""
+    input_ids = torch.tensor([ids(6, 1), ids(6, 2)])
     with flexinspect.watch(model, out=out) as trace:
-        model(fed, output_attentions=True, use_cache=False)
+        model(input_ids, output_attentions=True, use_cache=False)
     with trace.reader() as reader:
         return [row.event for row in reader.events() if row.event.kind == "no-weights"]
 
@@ -37,16 +37,16 @@ def returning(change: Any) -> Any:
     return model
 
 
-def test_weights_that_are_weights_are_passed_over(tmp_path: Path) -> None:
-    assert told(returning(lambda output, weights: weights), tmp_path / "a.flextrace") == []
+def test_correct_weights_cause_no_event(tmp_path: Path) -> None:
+    assert weight_events(returning(lambda output, weights: weights), tmp_path / "a.flextrace") == []
 
 
-def test_layers_that_return_none_are_passed_over(tmp_path: Path) -> None:
-    assert told(returning(lambda output, weights: None), tmp_path / "a.flextrace") == []
+def test_layers_that_return_none_cause_no_event(tmp_path: Path) -> None:
+    assert weight_events(returning(lambda output, weights: None), tmp_path / "a.flextrace") == []
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "problem"),
     [
         (
             lambda output, weights: output,
@@ -73,7 +73,9 @@ def test_layers_that_return_none_are_passed_over(tmp_path: Path) -> None:
     ],
     ids=["output", "keys", "sum", "nan"],
 )
-def test_what_is_no_weights_is_told_with_its_layer(change: Any, words: str, tmp_path: Path) -> None:
-    (event,) = told(returning(change), tmp_path / "a.flextrace")
-    assert event.text == f"Layer 1 returned {words}"
+def test_a_tensor_that_cannot_be_weights_is_an_event_with_its_layer(
+    change: Any, problem: str, tmp_path: Path
+) -> None:
+    (event,) = weight_events(returning(change), tmp_path / "a.flextrace")
+    assert event.text == f"Layer 1 returned {problem}"
     assert (event.generation, event.step, event.data["layer"]) == (0, 0, 1)

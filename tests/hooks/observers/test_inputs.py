@@ -1,4 +1,4 @@
-"""The trace holds what each step was fed: position ids, every row of a batch, lengths per layer."""
+"""The trace has the inputs of each step: position ids, all rows of a batch, lengths per layer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flexinspect_hooks.user_code.watch import Watch
 Out = Callable[..., Watch]
 
 
-def fed(n: int, seed: int = 3) -> Tensor:
+def input_ids(n: int, seed: int = 3) -> Tensor:
     return torch.tensor([ids(n, seed)])
 
 
@@ -62,10 +62,10 @@ def watch(tmp_path: Path) -> Out:
 def test_positions_and_lengths_of_a_generation(
     family: str, cache: dict[str, Any], family_model: Callable[[str], Any], watch: Out
 ) -> None:
-    """Mistral's cache slides: it counts all keys that came, not those it still holds."""
+    """Mistral's cache slides: it counts all keys so far, not those it still has."""
     model = family_model(family)
     with watch(model) as trace:
-        tokens(model, fed(12), 3, **cache)
+        tokens(model, input_ids(12), 3, **cache)
     assert inputs_of(trace) == [
         [
             InputsRecord(1, ((0, 12),), (0, 0, 0), (12, 12, 12)),
@@ -75,7 +75,7 @@ def test_positions_and_lengths_of_a_generation(
     ]
 
 
-def test_of_a_batch_every_row_is_kept(llama: Any, watch: Out) -> None:
+def test_every_row_of_a_batch_is_recorded(llama: Any, watch: Out) -> None:
     prompt = torch.tensor([[0, 0, 11, 12, 13], [21, 22, 23, 24, 25]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     with watch(llama) as trace:
@@ -100,14 +100,14 @@ def test_of_a_batch_every_row_is_kept(llama: Any, watch: Out) -> None:
 def test_positions_that_start_again_are_runs(llama: Any, watch: Out) -> None:
     positions = [0, 1, 2, 0, 1, 2, 7]
     with watch(llama) as trace:
-        llama(fed(7), position_ids=torch.tensor([positions]), use_cache=False)
+        llama(input_ids(7), position_ids=torch.tensor([positions]), use_cache=False)
     ((inputs,),) = inputs_of(trace)
     assert inputs == InputsRecord(1, ((0, 3), (0, 3), (7, 1)))
     assert inputs.position_ids == positions
 
 
 def lose_the_cache(model: Any, layer: int) -> None:
-    """Patch a layer's attention as people do who know the cache by its old name."""
+    """Patch a layer's attention with the former name of the cache argument."""
     inner = model.model.layers[layer].self_attn
     original = inner.forward
 
@@ -118,11 +118,11 @@ def lose_the_cache(model: Any, layer: int) -> None:
     inner.forward = forward
 
 
-def test_a_layer_that_lost_its_cache_is_seen_at_every_step(watch: Out) -> None:
+def test_the_length_of_a_layer_that_lost_its_cache_is_recorded_in_every_step(watch: Out) -> None:
     model = make_model("llama")
     lose_the_cache(model, 0)
     with watch(model) as trace:
-        tokens(model, fed(5), 3)
+        tokens(model, input_ids(5), 3)
     ((_, *later),) = inputs_of(trace)
     assert later == [
         InputsRecord(1, ((5, 1),), (0, 5, 5), (0, 6, 6)),
@@ -135,7 +135,7 @@ def test_positions_are_those_that_the_model_made_of_a_lost_cache(watch: Out) -> 
     lose_the_cache(model, 0)
     cache = DynamicCache(config=model.config)
     with watch(model) as trace:
-        for part in (fed(5), fed(1)):
+        for part in (input_ids(5), input_ids(1)):
             model(part, past_key_values=cache)
     first, second = inputs_of(trace)[0]
     assert (first, second) == (
@@ -146,7 +146,7 @@ def test_positions_are_those_that_the_model_made_of_a_lost_cache(watch: Out) -> 
 
 def test_a_cache_that_the_forward_made_itself_is_counted(llama: Any, watch: Out) -> None:
     with watch(llama) as trace:
-        llama(fed(4))
+        llama(input_ids(4))
         llama(inputs_embeds=torch.ones(2, 3, 48), use_cache=False)
     assert inputs_of(trace) == [
         [InputsRecord(1, ((0, 4),), (), (4, 4, 4))],
@@ -154,8 +154,8 @@ def test_a_cache_that_the_forward_made_itself_is_counted(llama: Any, watch: Out)
     ]
 
 
-def test_ids_that_a_loop_writes_over_are_kept_as_fed(llama: Any, watch: Out) -> None:
-    batch = torch.cat([fed(4, 1), fed(4, 2)])
+def test_ids_that_a_loop_overwrites_are_recorded_as_passed(llama: Any, watch: Out) -> None:
+    batch = torch.cat([input_ids(4, 1), input_ids(4, 2)])
     kept = batch.clone()
     with watch(llama) as trace:
         llama(batch, use_cache=False)
@@ -168,7 +168,7 @@ def test_ids_that_a_loop_writes_over_are_kept_as_fed(llama: Any, watch: Out) -> 
 def test_no_cache_is_kept_alive(does_fail: bool, watch: Out) -> None:
     model = make_model("llama")
     cache = DynamicCache(config=model.config)
-    gone = weakref.ref(cache)
+    reference = weakref.ref(cache)
 
     def stop(*args: Any) -> None:
         if does_fail:
@@ -177,17 +177,17 @@ def test_no_cache_is_kept_alive(does_fail: bool, watch: Out) -> None:
     handle = model.model.layers[2].register_forward_hook(stop)
     with watch(model):
         try:
-            model(fed(4), past_key_values=cache)
+            model(input_ids(4), past_key_values=cache)
         except RuntimeError as error:
             error.__traceback__ = None
         del cache
         gc.collect()
-        assert gone() is None
+        assert reference() is None
     handle.remove()
 
 
 @pytest.mark.parametrize("n_rows", [1, 6])
-def test_the_first_row_that_is_sick_is_named(n_rows: int, watch: Out) -> None:
+def test_the_first_row_with_nan_is_named(n_rows: int, watch: Out) -> None:
     model, row = make_model("llama"), n_rows // 2
 
     def spoil(module: Any, args: Any, output: Tensor) -> Tensor:
@@ -197,10 +197,10 @@ def test_the_first_row_that_is_sick_is_named(n_rows: int, watch: Out) -> None:
 
     model.model.layers[1].register_forward_hook(spoil)
     with watch(model) as trace:
-        model(fed(n_rows), use_cache=False)
+        model(input_ids(n_rows), use_cache=False)
     with trace.reader() as reader:
         stats = [(s.layer, s.n_nan, s.bad_row) for s in reader.layer_stats(0, 0)]
-    # A NaN among the values crosses every mask: 0 times NaN is NaN.
+    # A NaN in the values passes every mask: 0 times NaN is NaN.
     assert stats == [(0, 0, None), (1, n_rows - row, row), (2, n_rows * 48, 0)]
 
 
@@ -221,17 +221,17 @@ class Steps:
 
 def test_no_model_is_kept_alive() -> None:
     model = make_model("llama")
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     with CaptureSession(model, Steps(), hooks=[InputsHook()]):
         gc.disable()
         try:
             del model
-            assert gone() is None
+            assert reference() is None
         finally:
             gc.enable()
 
 
-def test_a_generation_of_ours_is_recorded_too(llama: Any, prompt: Prompt) -> None:
+def test_inputs_of_the_built_in_generation_are_recorded_too(llama: Any, prompt: Prompt) -> None:
     rule, n = algebra.preset("segment-isolation", prompt.segments), len(prompt.ids)
     source = SpecMaskSource(rule, length=128, device=torch.device("cpu"), compiled=False)
     sink = Steps()

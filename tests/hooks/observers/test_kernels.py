@@ -1,4 +1,4 @@
-"""Kernels that own code calls itself: seen however they were imported, told rightly, put back."""
+"""Kernels that code of the user calls are observed however they were imported, and restored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 class Listener:
-    """An observer that writes down what it is told."""
+    """An observer that keeps its calls, outputs and errors."""
 
     def __init__(self, wants: Callable[[KernelCall], bool] = lambda call: True) -> None:
         self.calls: list[KernelCall] = []
@@ -56,7 +56,7 @@ class Listener:
 
 
 @pytest.fixture
-def heard() -> Iterator[Listener]:
+def observer() -> Iterator[Listener]:
     listener = Listener()
     remove = observe_kernels(listener)
     yield listener
@@ -74,29 +74,29 @@ def block_mask(q_len: int, kv_len: int | None = None, mask_mod: Any = causal) ->
 Q = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_kernel_that_nobody_wants_is_not_described(heard: Listener) -> None:
-    heard.unwanted = {"flex_attention"}
+def test_a_kernel_that_no_observer_accepts_is_not_described(observer: Listener) -> None:
+    observer.unwanted = {"flex_attention"}
     flex_attention(Q, Q, Q)
     functional.scaled_dot_product_attention(Q, Q, Q)
-    assert [call.name for call in heard.calls] == ["scaled_dot_product_attention"]
+    assert [call.name for call in observer.calls] == ["scaled_dot_product_attention"]
 
 
-def test_a_kernel_is_seen_under_every_name_that_holds_it(heard: Listener) -> None:
+def test_a_kernel_is_observed_under_every_name_that_refers_to_it(observer: Listener) -> None:
     held = {"in a closure": partial(flex_attention, Q, Q)}
     held["in a closure"](Q)
     flex_module.flex_attention(Q, Q, Q)
     functional.scaled_dot_product_attention(Q, Q, Q)
     sdpa(Q, Q, Q, is_causal=True)
-    names = [call.name for call in heard.calls]
+    names = [call.name for call in observer.calls]
     assert names == ["flex_attention"] * 2 + ["scaled_dot_product_attention"] * 2
-    assert heard.calls[3].arguments["is_causal"] is True
-    assert len(heard.outputs) == 4
+    assert observer.calls[3].arguments["is_causal"] is True
+    assert len(observer.outputs) == 4
 
 
-def test_arguments_are_told_by_name_and_results_are_the_callers(heard: Listener) -> None:
+def test_arguments_are_passed_by_name_and_results_are_unchanged(observer: Listener) -> None:
     mask = block_mask(8)
     out, aux = flex_attention(Q, Q, Q, None, mask, 0.5, return_aux=AuxRequest(lse=True))
-    built, call = heard.calls
+    built, call = observer.calls
     assert (built.name, built.arguments["Q_LEN"], built.arguments["KV_LEN"]) == (
         "create_block_mask",
         8,
@@ -104,11 +104,11 @@ def test_arguments_are_told_by_name_and_results_are_the_callers(heard: Listener)
     )
     assert call.arguments["block_mask"] is mask
     assert call.arguments["scale"] == 0.5
-    assert heard.outputs[1][0] is out
+    assert observer.outputs[1][0] is out
     assert aux.lse.shape == (1, 2, 8)
 
 
-def test_a_compiled_kernel_is_seen_at_each_call_and_never_compiled_again() -> None:
+def test_a_compiled_kernel_is_observed_at_each_call_and_not_recompiled() -> None:
     count = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, backend=count, fullgraph=True)
     before = compiled(Q, Q, Q, block_mask=block_mask(8))
@@ -122,7 +122,7 @@ def test_a_compiled_kernel_is_seen_at_each_call_and_never_compiled_again() -> No
     assert count.frame_count == 1
 
 
-def test_a_graph_around_the_kernel_compiles_and_runs_with_nothing_of_ours() -> None:
+def test_a_graph_around_the_kernel_contains_no_observer() -> None:
     mask = block_mask(8)
 
     def whole(q: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def test_a_graph_around_the_kernel_compiles_and_runs_with_nothing_of_ours() -> N
     assert torch.equal(torch.compile(whole, backend="eager", fullgraph=True)(Q), expected)
 
 
-def test_everything_is_put_back_when_the_last_observer_goes() -> None:
+def test_everything_is_restored_when_the_last_observer_is_removed() -> None:
     codes = [f.__code__ for f in (flex_attention, create_block_mask)]
     names = set(vars(flex_module))
     first, second = observe_kernels(Listener()), observe_kernels(Listener())
@@ -154,17 +154,17 @@ def test_everything_is_put_back_when_the_last_observer_goes() -> None:
     assert globals()["sdpa"] is built_in
 
 
-def test_the_newest_observer_that_wants_a_call_has_it_alone(heard: Listener) -> None:
+def test_only_the_newest_observer_that_accepts_a_call_receives_it(observer: Listener) -> None:
     listener = Listener(wants=lambda call: call.name == "flex_attention")
     remove = observe_kernels(listener)
     flex_attention(Q, Q, Q)
     sdpa(Q, Q, Q)
     remove()
     assert [call.name for call in listener.calls] == ["flex_attention"]
-    assert [call.name for call in heard.calls] == ["scaled_dot_product_attention"]
+    assert [call.name for call in observer.calls] == ["scaled_dot_product_attention"]
 
 
-def test_an_observer_that_fails_is_no_trouble_to_the_caller() -> None:
+def test_an_observer_that_fails_does_not_affect_the_caller() -> None:
     class Broken(Listener):
         def after(self, note: KernelCall, output: Any) -> None:
             raise RuntimeError("broken")
@@ -175,10 +175,10 @@ def test_an_observer_that_fails_is_no_trouble_to_the_caller() -> None:
     assert torch.equal(out, sdpa(Q, Q, Q))
 
 
-def test_an_exception_of_a_kernel_arrives_as_it_is(heard: Listener) -> None:
+def test_an_exception_of_a_kernel_is_unchanged(observer: Listener) -> None:
     with pytest.raises((ValueError, RuntimeError)) as caught:
         flex_attention(Q, Q, Q, block_mask=block_mask(8, 9))
-    assert heard.errors == [caught.value]
+    assert observer.errors == [caught.value]
 
 
 # -- in a model ---------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def llama(attention: str = "sdpa") -> Any:
     return model
 
 
-def fed(n: int = 9) -> Tensor:
+def model_input(n: int = 9) -> Tensor:
     return torch.tensor([ids(n, 3)])
 
 
@@ -230,14 +230,14 @@ def own_flex(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, 
     return out.transpose(1, 2).contiguous(), None
 
 
-def test_a_mask_made_inside_a_registered_function_is_the_one_recorded(
+def test_a_mask_created_inside_a_registered_function_is_recorded(
     tmp_path: Path, interface: Any
 ) -> None:
     interface("own_flex", own_flex)
     model = llama("own_flex")
-    expected = model(fed()).logits
+    expected = model(model_input()).logits
     got: list[Tensor] = []
-    reader = recorded(model, tmp_path / "a", lambda: got.append(model(fed()).logits))
+    reader = recorded(model, tmp_path / "a", lambda: got.append(model(model_input()).logits))
     assert torch.equal(got[0], expected)
     found = calls(reader)
     assert [(c.layer, c.path, c.backend) for c in found] == [
@@ -257,7 +257,9 @@ def test_a_mask_made_inside_a_registered_function_is_the_one_recorded(
     assert builds[0].rule.endswith("own_segments")
 
 
-def test_a_layer_that_falls_back_says_after_which_exception(tmp_path: Path, interface: Any) -> None:
+def test_a_layer_that_falls_back_records_the_suppressed_exception(
+    tmp_path: Path, interface: Any
+) -> None:
     def falling(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         try:
             if module.layer_idx == 1:
@@ -271,7 +273,7 @@ def test_a_layer_that_falls_back_says_after_which_exception(tmp_path: Path, inte
 
     interface("falling", falling)
     model = llama("falling")
-    reader = recorded(model, tmp_path / "a", lambda: model(fed()))
+    reader = recorded(model, tmp_path / "a", lambda: model(model_input()))
     one = calls(reader)[1]
     assert (one.layer, one.path, one.swallowed) == (1, "sdpa", "RuntimeError: device mismatch")
     assert [c.swallowed for c in calls(reader) if c.layer != 1] == [None] * (len(calls(reader)) - 1)
@@ -280,7 +282,7 @@ def test_a_layer_that_falls_back_says_after_which_exception(tmp_path: Path, inte
     assert mask.kind == "none, causal"
 
 
-def test_a_kernel_that_raises_is_told_with_its_lengths_even_if_the_step_is_lost(
+def test_a_kernel_that_raises_is_an_event_with_lengths_even_if_the_step_is_lost(
     tmp_path: Path, interface: Any
 ) -> None:
     def wrong(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
@@ -292,7 +294,7 @@ def test_a_kernel_that_raises_is_told_with_its_lengths_even_if_the_step_is_lost(
 
     def play() -> None:
         with pytest.raises((ValueError, RuntimeError)):
-            model(fed())
+            model(model_input())
 
     reader = recorded(model, tmp_path / "a", play)
     (event,) = [row.event for row in reader.events() if row.event.kind == "kernel-failed"]
@@ -301,7 +303,7 @@ def test_a_kernel_that_raises_is_told_with_its_lengths_even_if_the_step_is_lost(
     assert event.text.startswith("Layer 0: flex_attention raised ")
 
 
-def test_a_fallback_after_a_kernel_that_raised_is_known_outside_of_the_handler(
+def test_a_fallback_after_a_kernel_that_raised_is_recorded_outside_of_the_handler(
     tmp_path: Path, interface: Any
 ) -> None:
     def patient(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
@@ -315,13 +317,13 @@ def test_a_fallback_after_a_kernel_that_raised_is_known_outside_of_the_handler(
 
     interface("patient", patient)
     model = llama("patient")
-    reader = recorded(model, tmp_path / "a", lambda: model(fed()))
+    reader = recorded(model, tmp_path / "a", lambda: model(model_input()))
     assert all(
         (c.swallowed or "").startswith(("ValueError", "RuntimeError")) for c in calls(reader)
     )
 
 
-def test_a_replaced_forward_that_calls_the_kernel_itself_is_seen_in_its_layer(
+def test_a_replaced_forward_that_calls_the_kernel_itself_is_recorded_in_its_layer(
     tmp_path: Path,
 ) -> None:
     model = llama()
@@ -337,7 +339,7 @@ def test_a_replaced_forward_that_calls_the_kernel_itself_is_seen_in_its_layer(
         return attention.o_proj(out.transpose(1, 2).reshape(batch, n, -1)), None
 
     attention.forward = forward
-    reader = recorded(model, tmp_path / "a", lambda: model(fed(), use_cache=False))
+    reader = recorded(model, tmp_path / "a", lambda: model(model_input(), use_cache=False))
     found = calls(reader)
     assert [c.layer for c in found] == list(range(model.config.num_hidden_layers))
     assert (found[1].path, found[1].backend) == ("flex uncompiled", "direct")
@@ -346,7 +348,7 @@ def test_a_replaced_forward_that_calls_the_kernel_itself_is_seen_in_its_layer(
     assert found[1].gate < 1e-4
 
 
-def test_a_model_that_is_no_transformer_of_theirs_has_its_calls_numbered(tmp_path: Path) -> None:
+def test_calls_of_a_model_without_known_layers_are_numbered(tmp_path: Path) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -371,7 +373,7 @@ def test_a_model_that_is_no_transformer_of_theirs_has_its_calls_numbered(tmp_pat
 
     model = Model()
     with torch.no_grad():
-        reader = recorded(model, tmp_path / "a", lambda: model(fed()))
+        reader = recorded(model, tmp_path / "a", lambda: model(model_input()))
     found = calls(reader)
     assert [(c.layer, c.path, c.q_heads, c.kv_len) for c in found] == [
         (layer, "sdpa", 2, 9) for layer in range(3)
@@ -379,7 +381,7 @@ def test_a_model_that_is_no_transformer_of_theirs_has_its_calls_numbered(tmp_pat
     assert all(c.gate is not None and c.gate < 1e-4 for c in found)
 
 
-def test_a_score_rule_of_its_own_leaves_the_gate_open(tmp_path: Path, interface: Any) -> None:
+def test_a_call_with_a_score_mod_is_not_checked(tmp_path: Path, interface: Any) -> None:
     def biased(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score + (i - j)
@@ -389,11 +391,11 @@ def test_a_score_rule_of_its_own_leaves_the_gate_open(tmp_path: Path, interface:
 
     interface("biased", biased)
     model = llama("biased")
-    reader = recorded(model, tmp_path / "a", lambda: model(fed(), use_cache=False))
+    reader = recorded(model, tmp_path / "a", lambda: model(model_input(), use_cache=False))
     assert {(c.gate, c.gate_kind) for c in calls(reader)} == {(None, None)}
 
 
-def test_transformers_flex_run_uncompiled_by_the_user_is_called_so(
+def test_transformers_flex_run_uncompiled_is_recorded_as_uncompiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers.integrations.flex_attention as integration
@@ -412,14 +414,12 @@ def test_transformers_flex_run_uncompiled_by_the_user_is_called_so(
 
     monkeypatch.setattr(masking, "create_block_mask", uncompiled)
     with torch.no_grad():
-        reader = recorded(model, tmp_path / "a", lambda: model(fed()))
+        reader = recorded(model, tmp_path / "a", lambda: model(model_input()))
     assert {c.path for c in calls(reader)} == {"flex uncompiled"}
     assert [b.layer for b in reader.builds(0, 0)] == [None]
 
 
-def test_sdpa_told_to_be_causal_for_one_row_shows_its_single_key(
-    tmp_path: Path, interface: Any
-) -> None:
+def test_sdpa_with_is_causal_for_one_row_attends_to_one_key(tmp_path: Path, interface: Any) -> None:
     def upper_left(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -428,7 +428,7 @@ def test_sdpa_told_to_be_causal_for_one_row_shows_its_single_key(
     interface("upper_left", upper_left)
     model = llama("upper_left")
     options = {"do_sample": False, "max_new_tokens": 3}
-    reader = recorded(model, tmp_path / "a", lambda: model.generate(fed(), **options))
+    reader = recorded(model, tmp_path / "a", lambda: model.generate(model_input(), **options))
     decode = calls(reader, 1)[0]
     mask = reader.mask(str(decode.mask))
     assert mask is not None
@@ -439,10 +439,11 @@ def test_sdpa_told_to_be_causal_for_one_row_shows_its_single_key(
     assert decode.gate < 1e-4
 
 
-def test_importing_the_package_touches_no_kernel() -> None:
+def test_importing_the_package_changes_no_kernel() -> None:
     code = (
         "import flexinspect, torch.nn.attention.flex_attention as f\n"
         "c = f.flex_attention.__code__\n"
-        "import flexinspect_hooks.observers.attention.kernel_interception; assert f.flex_attention.__code__ is c"
+        "import flexinspect_hooks.observers.attention.kernel_interception\n"
+        "assert f.flex_attention.__code__ is c"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

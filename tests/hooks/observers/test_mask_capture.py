@@ -1,4 +1,4 @@
-"""What is recorded of a mask is what ran in every query head, on every path."""
+"""The recorded mask is the executed mask of every query head, on every path."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ NEEDS_A_COMPILER = pytest.mark.skipif(
 
 
 def third_forgets(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Causal, but head 3 never sees the first five keys."""
+    """Causal, but head 3 does not attend to the first five keys."""
     return (kv_idx <= q_idx) & ((h != 3) | (kv_idx > 4) | (q_idx <= 4))
 
 
@@ -66,7 +66,7 @@ def unlike_blocks(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor
 
 
 def by_heads(rule: MaskMod, n_q: int, n_kv: int, q_offset: int = 0) -> np.ndarray[Any, Any]:
-    """The rule over all heads, densely and without vmap, bool (heads, n_q, n_kv)."""
+    """Evaluate a mask_mod for all heads without vmap, bool (heads, n_q, n_kv)."""
     shape = (HEADS, n_q, n_kv)
     h, q, kv = (torch.from_numpy(i) for i in np.indices(shape))
     return rule(torch.tensor(0), h, q + q_offset, kv).expand(shape).numpy()
@@ -153,11 +153,11 @@ def long_prompt() -> Prompt:
     return compose_prompt(make_pieces(paraphrases=paraphrases), max_new_tokens=8)
 
 
-# -- rules that tell heads apart -------------------------------------------------------------------
+# -- mask_mods that depend on the head -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [third_forgets, unlike_blocks])
-def test_an_uncompiled_rule_is_recorded_for_every_head_and_its_gate_holds(
+def test_an_uncompiled_mask_mod_is_recorded_for_every_head_and_passes_the_check(
     llama: Any, long_prompt: Prompt, rule: MaskMod
 ) -> None:
     sink, _ = capture(llama, long_prompt, own(rule))
@@ -190,7 +190,7 @@ def test_attention_by_segment_of_each_head_equals_the_dense_oracle(
                 np.testing.assert_allclose(mass[:, index], expected, atol=1e-5)
 
 
-def test_a_rule_by_head_runs_as_dense_attention_under_it(llama: Any, prompt: Prompt) -> None:
+def test_a_mask_mod_by_head_equals_dense_attention_with_it(llama: Any, prompt: Prompt) -> None:
     _, logits = capture(llama, prompt, own(third_forgets))
     n = len(prompt.ids)
     closed = torch.from_numpy(~by_heads(third_forgets, n, n))
@@ -200,7 +200,7 @@ def test_a_rule_by_head_runs_as_dense_attention_under_it(llama: Any, prompt: Pro
     torch.testing.assert_close(logits[0].view(-1), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_outputs_under_a_rule_by_head_are_bit_equal_with_and_without_capture(
+def test_outputs_with_a_mask_mod_by_head_are_bit_equal_with_and_without_capture(
     llama: Any, prompt: Prompt
 ) -> None:
     plain: list[Tensor] = []
@@ -233,14 +233,14 @@ def test_heads_that_are_all_equal_are_stored_once(llama: Any, prompt: Prompt, ru
     assert worst_gate(sink) < 1e-4
 
 
-def test_a_rule_that_ignores_the_head_costs_one_head() -> None:
+def test_a_mask_mod_that_ignores_the_head_is_evaluated_for_one_head() -> None:
     indices = [torch.arange(n) for n in (32, 7, 9)]
     groups = list(mask_mods.head_groups(lambda b, h, q, kv: kv <= q, torch.tensor(0), *indices))
     assert [len(group) for group in groups] == [1]
 
 
 @pytest.mark.parametrize("at_once", [1, 63, 64 * 2, 1 << 20])
-def test_a_rule_by_head_is_the_same_however_it_is_cut(
+def test_a_mask_mod_by_head_is_the_same_for_any_chunk_size(
     monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr(mask_mods, "MAX_EVALUATED_CELLS", at_once)
@@ -251,7 +251,7 @@ def test_a_rule_by_head_is_the_same_however_it_is_cut(
         assert (torch.cat(groups).numpy() == expected).all()
 
 
-def test_our_own_presets_are_not_evaluated_by_head(
+def test_presets_are_not_evaluated_by_head(
     llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mask_capture, "head_groups", None)
@@ -261,7 +261,7 @@ def test_our_own_presets_are_not_evaluated_by_head(
     assert worst_gate(sink) < 1e-4
 
 
-def test_heads_that_are_too_many_to_store_are_not_said_to_be_equal(
+def test_heads_with_too_many_cells_are_not_assumed_equal(
     llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = len(prompt.ids)
@@ -275,7 +275,7 @@ def test_heads_that_are_too_many_to_store_are_not_said_to_be_equal(
     assert same.cells_of(same.steps[0].calls[0]).shape == (1, n, n)
 
 
-def test_a_sliding_window_over_a_rule_by_head_keeps_both(prompt: Prompt) -> None:
+def test_a_sliding_window_over_a_mask_mod_by_head_applies_both(prompt: Prompt) -> None:
     sink, _ = capture(make_model("mistral"), prompt, own(third_forgets))
     assert worst_gate(sink) < 1e-4
     cells = sink.cells_of(sink.steps[0].calls[0])
@@ -303,11 +303,11 @@ def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> No
     assert [mask.cells.shape for mask in found if mask.cells is not None] == [(4, 9, 9), (2, 9, 9)]
 
 
-# -- block masks of rules that tell heads apart ----------------------------------------------------
+# -- block masks of mask_mods that depend on the head ----------------------------------------------
 
 
 @pytest.mark.parametrize(("n_q", "offset"), [(300, 0), (256, 0), (1, 299), (5, 250)])
-def test_a_rule_by_head_gets_the_tables_of_create_block_mask(n_q: int, offset: int) -> None:
+def test_a_mask_mod_by_head_gets_the_tables_of_create_block_mask(n_q: int, offset: int) -> None:
     n_kv = offset + n_q
     window = ForwardWindow(n_q, n_kv, offset, heads=HEADS)
     made = own(unlike_blocks).block_mask(window, None)
@@ -323,7 +323,7 @@ def test_a_rule_by_head_gets_the_tables_of_create_block_mask(n_q: int, offset: i
             assert mine[at][: counts[at]].tolist() == other[at][: counts[at]].tolist()
 
 
-def test_a_rule_that_ignores_the_head_keeps_tables_of_one_head() -> None:
+def test_a_mask_mod_that_ignores_the_head_keeps_tables_of_one_head() -> None:
     causal = own(lambda b, h, q, kv: kv <= q)
     assert causal.block_mask(ForwardWindow(300, 300, 0, heads=HEADS), None).shape == (
         1,
@@ -341,7 +341,7 @@ def test_the_mask_of_a_patched_model_is_for_its_query_heads(llama: Any, prompt: 
     assert mask.partial.shape == (HEADS, 1, 1)
 
 
-def test_a_rule_by_head_needs_a_model_that_says_its_heads() -> None:
+def test_a_mask_mod_by_head_needs_a_model_with_a_known_number_of_heads() -> None:
     with pytest.raises(MaskError, match="depends on the head"):
         own(third_forgets).block_mask(ForwardWindow(9, 9, 0, heads=0), None)
     assert (
@@ -350,7 +350,7 @@ def test_a_rule_by_head_needs_a_model_that_says_its_heads() -> None:
     )
 
 
-def test_a_compiled_call_with_tables_for_other_heads_fails_in_a_sentence(
+def test_a_compiled_call_with_tables_for_other_heads_raises_a_clear_error(
     llama: Any, prompt: Prompt
 ) -> None:
     class Wrong:
@@ -376,7 +376,7 @@ def test_a_compiled_call_with_tables_for_other_heads_fails_in_a_sentence(
 
 @pytest.fixture
 def _own_graphs() -> Iterator[None]:
-    """Keep the graphs of these rules from the limit on graphs that all tests share."""
+    """Reset dynamo: these graphs must not count against the recompile limit of other tests."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -385,7 +385,7 @@ def _own_graphs() -> Iterator[None]:
 @NEEDS_A_COMPILER
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("_own_graphs")
-def test_a_compiled_rule_by_head_does_what_it_says(llama: Any, long_prompt: Prompt) -> None:
+def test_a_compiled_mask_mod_by_head_is_executed_by_head(llama: Any, long_prompt: Prompt) -> None:
     sink, logits = capture(llama, long_prompt, own(unlike_blocks), compiled=True)
     for step in sink.steps:
         expected = by_heads(unlike_blocks, step.q_len, step.kv_after, step.kv_before)
@@ -399,7 +399,7 @@ def test_a_compiled_rule_by_head_does_what_it_says(llama: Any, long_prompt: Prom
 
 
 class SharedTables:
-    """A rule by head whose tables were made for head 0 alone (H=None)."""
+    """A mask_mod by head with block tables of head 0 only (H=None)."""
 
     name = "shared"
 
@@ -409,7 +409,7 @@ class SharedTables:
 
 
 def as_tables_say(step: StepRecord) -> np.ndarray[Any, Any]:
-    """What runs of `SharedTables` when it is compiled."""
+    """The cells of `SharedTables` that a compiled call executes."""
     rule = by_heads(unlike_blocks, step.q_len, step.kv_after, step.kv_before)
     chunks = (rule[0, a:b] for a, b in algebra.row_chunks(step.q_len))
     tables, size = algebra.stack_block_rows(chunks), (algebra.BLOCK_SIZE, algebra.BLOCK_SIZE)
@@ -419,7 +419,7 @@ def as_tables_say(step: StepRecord) -> np.ndarray[Any, Any]:
 @NEEDS_A_COMPILER
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("_own_graphs")
-def test_a_compiled_rule_by_head_with_tables_of_one_is_recorded_as_it_ran(
+def test_a_compiled_mask_mod_by_head_with_tables_of_one_head_is_recorded_as_executed(
     llama: Any, long_prompt: Prompt
 ) -> None:
     sink, _ = capture(llama, long_prompt, SharedTables(), compiled=True)
@@ -428,8 +428,8 @@ def test_a_compiled_rule_by_head_with_tables_of_one_is_recorded_as_it_ran(
             assert (sink.cells_of(call) == as_tables_say(step)).all()
             assert sink.mask_of(call).heads == 1
     first = sink.steps[0]
-    asked = by_heads(unlike_blocks, first.q_len, first.kv_after)
-    assert not (sink.cells_of(first.calls[0]) == asked).all()
+    mask_mod_cells = by_heads(unlike_blocks, first.q_len, first.kv_after)
+    assert not (sink.cells_of(first.calls[0]) == mask_mod_cells).all()
     assert worst_gate(sink) < 1e-4
 
 
@@ -498,7 +498,7 @@ def test_a_bool_mask_closes_cells_in_sdpa(llama: Any, prompt: Prompt, heads: int
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_a_float_mask_with_a_bias_is_gated_with_it(
+def test_a_float_mask_with_a_bias_passes_the_check_with_it(
     llama: Any, prompt: Prompt, backend: str
 ) -> None:
     n = len(prompt.ids)
@@ -515,36 +515,36 @@ def test_a_float_mask_with_a_bias_is_gated_with_it(
 
 
 def padded(prompt: Prompt, closed: slice) -> Tensor:
-    """A 2D mask that takes some tokens for padding."""
+    """A 2D mask with some tokens as padding."""
     mask = torch.ones(1, len(prompt.ids), dtype=torch.long)
     mask[:, closed] = 0
     return mask
 
 
 @pytest.mark.parametrize("closed", [slice(0, 3), slice(-3, None)], ids=["left", "right"])
-def test_rows_of_padding_are_recorded_as_eager_attention_weighs_them(
+def test_padding_rows_are_recorded_with_the_weights_of_eager_attention(
     llama: Any, prompt: Prompt, closed: slice
 ) -> None:
     mask = padded(prompt, closed)
     sink, _ = forward(llama, prompt, mask, "eager")
     with torch.no_grad():
-        fed = torch.tensor([prompt.ids])
-        weights = llama(fed, attention_mask=mask, output_attentions=True).attentions
+        input_ids = torch.tensor([prompt.ids])
+        weights = llama(input_ids, attention_mask=mask, output_attentions=True).attentions
     rows = mask[0].numpy() == 0
     first_row_sees = 0 if closed.start == 0 else 1
     for call, own in zip(sink.steps[0].calls, weights, strict=True):
         assert (sink.cells_of(call) == (own[0] > 0).numpy()).all()
-        told = sink.mask_of(call).averaged
-        assert (told is not None) == (first_row_sees == 0)
-        if told is not None:
-            assert (told[0] == rows).all()
+        averaged_rows = sink.mask_of(call).averaged
+        assert (averaged_rows is not None) == (first_row_sees == 0)
+        if averaged_rows is not None:
+            assert (averaged_rows[0] == rows).all()
             assert np.allclose(own[0].numpy()[:, rows], 1 / len(prompt.ids))
         assert call.gate is not None
         assert call.gate < 1e-4
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_a_newest_row_at_the_lowest_float_is_weighed_evenly(
+def test_a_newest_row_at_the_lowest_float_has_equal_weights(
     llama: Any, prompt: Prompt, backend: str
 ) -> None:
     n = len(prompt.ids)
@@ -555,9 +555,9 @@ def test_a_newest_row_at_the_lowest_float_is_weighed_evenly(
     shares[-1] = n - prompt.segments[-1].start
     for call in sink.steps[0].calls:
         assert sink.cells_of(call)[0, -1].all()
-        told = sink.mask_of(call).averaged
-        assert told is not None
-        assert told[0].nonzero()[0].tolist() == [n - 1]
+        averaged_rows = sink.mask_of(call).averaged
+        assert averaged_rows is not None
+        assert averaged_rows[0].nonzero()[0].tolist() == [n - 1]
         assert call.gate is not None
         assert call.gate < 1e-4
     mass = array_of(sink.steps[0], "attention.mass")
@@ -603,11 +603,11 @@ def test_transformers_flex_adds_the_first_head_of_a_dense_mask(prompt: Prompt) -
         assert seen.bias.shape == (1, n)
 
 
-# -- the cap ---------------------------------------------------------------------------------------
+# -- the soft cap ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patch", [True, False])
-def test_a_call_says_its_cap(prompt: Prompt, patch: bool) -> None:
+def test_a_call_records_its_soft_cap(prompt: Prompt, patch: bool) -> None:
     sink = MemorySink()
     model = make_model("gemma2", attn_logit_softcapping=7.0)
     session = CaptureSession(model, sink, level="basic")
@@ -641,6 +641,8 @@ def test_weights_of_one_call_are_made_under_its_cap() -> None:
         torch.testing.assert_close(weights, expected[:, 0].float())
 
 
-def test_a_call_without_a_cap_says_none(family_model: Callable[[str], Any], prompt: Prompt) -> None:
+def test_a_call_without_a_soft_cap_records_none(
+    family_model: Callable[[str], Any], prompt: Prompt
+) -> None:
     sink, _ = capture(family_model("llama"), prompt, own(third_forgets), level="basic")
     assert {call.softcap for step in sink.steps for call in step.calls} == {None}

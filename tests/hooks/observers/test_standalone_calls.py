@@ -1,4 +1,4 @@
-"""FlexAttention on tensors, with no model around it: every call stands alone."""
+"""Standalone calls of FlexAttention on tensors, without a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 class Bench:
-    """A trace with a session for loose calls."""
+    """A trace with a session for standalone calls."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ def mask(mask_mod: Any, q_len: int, kv_len: int) -> Any:
 
 
 def causal_from(offset: int) -> Any:
-    """Return a rule that captures its offset: with it in a default, torch 2.11 runs the first."""
+    """Return a mask_mod that captures its offset; torch 2.11 would reuse a default argument."""
 
     def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return j <= i + offset
@@ -117,7 +117,7 @@ def test_a_compiled_call_is_recorded_by_its_tables_and_an_uncompiled_one_by_its_
     assert open_cells == [256 * 256, 2 * 128 * 128]
 
 
-def test_a_call_that_fails_is_told_with_its_lengths(bench: Bench) -> None:
+def test_a_call_that_fails_is_an_event_with_its_lengths(bench: Bench) -> None:
     with pytest.raises((ValueError, RuntimeError)):
         flex_attention(*qkv(1, 33), block_mask=mask(lambda b, h, i, j: j <= 31, 1, 32))
     reader = bench.close()
@@ -160,7 +160,7 @@ def test_masks_that_no_call_came_after_are_recorded_at_the_end(bench: Bench) -> 
     assert reader.calls(1, 0) == []
 
 
-def test_a_mask_that_cannot_be_built_says_its_grid(bench: Bench) -> None:
+def test_a_mask_that_cannot_be_built_is_an_event_with_its_grid(bench: Bench) -> None:
     def broken(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         raise MemoryError("no more")
 
@@ -221,7 +221,7 @@ def test_a_call_after_a_models_forward_failed_is_loose(bench: Bench, tmp_path: P
     assert [row.sample_id for row in bench.close().generations()] == [f"{STANDALONE_CALLS}, 1"]
 
 
-def test_past_the_limit_nothing_is_recorded_and_that_is_said(
+def test_calls_past_the_limit_are_not_recorded_with_an_event(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standalone_calls, "MAX_STANDALONE_CALLS", 2)

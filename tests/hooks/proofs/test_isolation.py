@@ -346,7 +346,7 @@ def test_nan_in_both_runs_is_not_a_leak() -> None:
         ({"segments": None}, "Nothing declares which segments are isolated."),
         ({"segments": [(1, 7, "a")]}, "Nothing declares which segments are isolated."),
         ({"segments": [(1, 7, "a"), (9, 40, "b")]}, "declared up to position 40"),
-        ({"segments": ["What is it?", (9, 12, "b")]}, "is not in the prompt fed"),
+        ({"segments": ["What is it?", (9, 12, "b")]}, "is not in the prompt"),
         ({"mask": "isolation"}, "The mask 'isolation' is unknown"),
         ({"mask": 3}, "mask must be the name of a preset"),
         ({"seed": 0, "masks": 1}, "takes no option masks="),

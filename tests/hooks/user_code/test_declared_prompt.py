@@ -29,10 +29,10 @@ def prompt(start: int = 0, n_pads: int = 0, has_bos: bool = True) -> PromptInput
 
 
 def laid(
-    wishes: Sequence[SegmentArgument] | None, fed: PromptInput | None = None
+    declared: Sequence[SegmentArgument] | None, prompt_input: PromptInput | None = None
 ) -> list[tuple[int, int, str]]:
-    segments, troubles = build_segments(parse_segments(wishes), fed or prompt(), encode)
-    assert troubles == []
+    segments, problems = build_segments(parse_segments(declared), prompt_input or prompt(), encode)
+    assert problems == []
     return spans(segments)
 
 
@@ -88,25 +88,25 @@ def test_a_label_may_name_its_kind() -> None:
     assert [str(one.kind) for one in segments[:2]] == ["shared", "paraphrase"]
 
 
-def test_what_is_not_found_is_said_and_left_out() -> None:
-    segments, troubles = build_segments(parse_segments(["nowhere", "By whom"]), prompt(), encode)
-    assert troubles == ["The text of segment 'nowhere' is not in the prompt fed."]
+def test_a_text_that_is_not_found_is_reported_and_left_out() -> None:
+    segments, problems = build_segments(parse_segments(["nowhere", "By whom"]), prompt(), encode)
+    assert problems == ["The text of segment 'nowhere' is not in the prompt."]
     assert "nowhere" not in [one.label for one in segments]
 
 
-def test_a_span_past_the_end_is_cut_and_said() -> None:
-    segments, troubles = build_segments(
+def test_a_span_past_the_end_is_cut_and_reported() -> None:
+    segments, problems = build_segments(
         parse_segments([(8, 12, "late"), (20, 30, "never")]), prompt(), encode
     )
     assert (8, 10, "late") in spans(segments)
-    assert len(troubles) == 2
-    assert "up to position 12" in troubles[0]
-    assert "ends at 10" in troubles[0]
+    assert len(problems) == 2
+    assert "up to position 12" in problems[0]
+    assert "ends at 10" in problems[0]
 
 
-def test_a_text_that_lies_inside_a_span_is_left_out_and_said() -> None:
-    _, troubles = build_segments(parse_segments([(1, 8, "all"), ("By", "part")]), prompt(), encode)
-    assert troubles == ["Segment 'part' overlaps the one before it and is left out."]
+def test_a_text_inside_a_span_is_left_out_and_reported() -> None:
+    _, problems = build_segments(parse_segments([(1, 8, "all"), ("By", "part")]), prompt(), encode)
+    assert problems == ["Segment 'part' overlaps the one before it and is left out."]
 
 
 def test_keys_cached_before_are_a_segment() -> None:
@@ -115,10 +115,12 @@ def test_keys_cached_before_are_a_segment() -> None:
     assert (6, 7, "Who") in laid(["Who"], prompt(start=5))
 
 
-@pytest.mark.parametrize("wish", [(3, 3, "x"), (-1, 2, "x"), (1, 2), "", ("", "x"), 7, (1, 2, 3)])
-def test_what_is_no_segment_is_refused(wish: object) -> None:
-    with pytest.raises(UsageError, match="is no segment"):
-        parse_segments([wish])  # type: ignore[list-item]
+@pytest.mark.parametrize(
+    "segment", [(3, 3, "x"), (-1, 2, "x"), (1, 2), "", ("", "x"), 7, (1, 2, 3)]
+)
+def test_an_invalid_segment_is_refused(segment: object) -> None:
+    with pytest.raises(UsageError, match="is not a segment"):
+        parse_segments([segment])  # type: ignore[list-item]
 
 
 def test_spans_that_overlap_are_refused() -> None:

@@ -33,7 +33,7 @@ def greedy(model, fed=None, n=4, **options):
 
 @dataclass(frozen=True)
 class Ran:
-    """A program that ran under capture, beside the same without."""
+    """Results of a program with capture (`mine`) and without it (`plain`)."""
 
     mine: subprocess.CompletedProcess[str]
     plain: subprocess.CompletedProcess[str]
@@ -55,10 +55,10 @@ def ran(folder: Path, script: str, *flags: str) -> Ran:
     return Ran(done(mine), done(plain), folder / "t.flextrace")
 
 
-def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
+def begun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     pipe = subprocess.PIPE
-    return subprocess.Popen(words, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(arguments, cwd=folder, stdout=pipe, stderr=pipe, text=True)
 
 
 def done(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
@@ -144,7 +144,7 @@ def test_our_frames_are_in_no_traceback_of_theirs(several: Ran) -> None:
     assert '"files": []' in several.mine.stdout
 
 
-def test_models_are_told_apart(several: Ran) -> None:
+def test_models_are_distinguished(several: Ran) -> None:
     with several.trace() as reader:
         run = reader.run()
         names = ["LlamaForCausalLM", "Qwen2ForCausalLM", "LlamaModel", "LlamaForCausalLM (2)"]
@@ -159,17 +159,17 @@ def test_models_are_told_apart(several: Ran) -> None:
 
 
 def test_every_token_and_step_is_recorded(several: Ran) -> None:
-    said = [json.loads(line) for line in several.plain.stdout.splitlines()]
+    results = [json.loads(line) for line in several.plain.stdout.splitlines()]
     with several.trace() as reader:
         for number in range(3):
             tokens = [token.token_id for token in reader.tokens(number)]
-            assert tokens == said[number]["tokens"]
+            assert tokens == results[number]["tokens"]
             assert [step.phase for step in reader.steps(number)] == ["prefill"] + ["decode"] * 3
-        assert [token.token_id for token in reader.tokens(3)] == said[3]["sampled"]
-        assert [token.token_id for token in reader.tokens(4)] == said[4]["own"][:-1]
+        assert [token.token_id for token in reader.tokens(3)] == results[3]["sampled"]
+        assert [token.token_id for token in reader.tokens(4)] == results[4]["own"][:-1]
         assert reader.n_steps(4) == 3
         last = reader.generations()[-1]  # of a thread that outlived the main one
-        assert [t.token_id for t in reader.tokens(last.generation)] == said[-1]["last"]
+        assert [t.token_id for t in reader.tokens(last.generation)] == results[-1]["last"]
         assert {row.state for row in reader.generations()} <= {"finished", "failed"}
         assert (reader.state, reader.run()["exit_code"]) == ("failed", 9)
         counted = sum(reader.n_steps(row.generation) for row in reader.generations())
@@ -181,7 +181,7 @@ def test_a_part_of_a_model_is_a_model_only_where_it_is_called_itself(several: Ra
         assert [row.model for row in reader.generations()].count("LlamaModel") == 1
 
 
-def test_hooks_that_the_program_took_out_are_put_back_and_that_is_said(several: Ran) -> None:
+def test_hooks_that_the_program_removed_are_installed_again_with_an_event(several: Ran) -> None:
     (line,) = [line for line in several.plain.stdout.splitlines() if '"cleared"' in line]
     with several.trace() as reader:
         (row,) = reader.generations()[-2:-1]
@@ -191,32 +191,32 @@ def test_hooks_that_the_program_took_out_are_put_back_and_that_is_said(several: 
         assert len(reader.calls(row.generation, 1)) == 3
         assert len(reader.layer_stats(row.generation, 1)) > 0
     (event,) = several.events("hooks-again")
-    assert "took hooks of the capture out of the model" in event.text
+    assert "removed hooks of flexinspect from the model" in event.text
 
 
-def test_a_model_that_is_gone_lets_its_session_go(several: Ran) -> None:
+def test_the_session_of_a_deleted_model_ends(several: Ran) -> None:
     assert '"gone": true' in several.plain.stdout
     assert '"gone": true' in several.mine.stdout
     assert not several.events("hook-off")
 
 
-def test_an_exception_that_was_caught_is_not_what_the_program_ended_by(several: Ran) -> None:
+def test_an_exception_that_was_caught_does_not_end_the_trace(several: Ran) -> None:
     assert not several.events("error")
 
 
-def test_a_model_compiled_as_a_whole_is_said_not_to_be_seen(several: Ran) -> None:
+def test_a_model_compiled_as_a_whole_is_reported_as_not_recorded(several: Ran) -> None:
     (text,) = [e.text for e in several.events("unseen") if "child" not in e.text]
     assert text.startswith("No forward of this model was seen")
     assert "compiled graph" in text
 
 
-def test_nothing_of_ours_is_left_in_a_forked_child(several: Ran) -> None:
+def test_no_hooks_are_left_in_a_forked_child(several: Ran) -> None:
     assert '"left": [0, false]' in several.mine.stdout
     texts = [event.text for event in several.events("unseen")]
     assert "1 child process was started; what runs there is not recorded." in texts
 
 
-def test_output_is_put_beside_the_step_it_came_with(several: Ran) -> None:
+def test_output_is_assigned_to_its_step(several: Ran) -> None:
     with several.trace() as reader:
         rows = [row.output for row in reader.output() if '"tokens"' in row.output.text]
     assert [(row.generation, row.step) for row in rows] == [(0, 3), (1, 3), (2, 3)]
@@ -229,17 +229,17 @@ tell(found=greedy(model)[0].tolist())
 """
 
 
-def test_modules_may_come_in_any_order(tmp_path: Path) -> None:
+def test_modules_may_be_imported_in_any_order(tmp_path: Path) -> None:
     script = "from transformers import PreTrainedTokenizerFast\n" + HEAD + REVERSED
     (tmp_path / "script.py").write_text(script, "utf-8")
-    words = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
-    mine = done(begun(tmp_path, *words, "script.py"))
+    arguments = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
+    mine = done(begun(tmp_path, *arguments, "script.py"))
     assert mine.returncode == 0, mine.stderr
     with open_trace(tmp_path / "t.flextrace") as reader:
         assert [reader.n_steps(row.generation) for row in reader.generations()] == [4]
 
 
-def test_flex_attention_that_comes_with_our_own_modules_is_seen(tmp_path: Path) -> None:
+def test_flex_attention_imported_by_flexinspect_modules_is_observed(tmp_path: Path) -> None:
     script = """
     import sys, torch, flexinspect
     assert "torch.nn.attention.flex_attention" not in sys.modules
@@ -249,15 +249,15 @@ def test_flex_attention_that_comes_with_our_own_modules_is_seen(tmp_path: Path) 
     flex_attention(q, q, q)
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script), "utf-8")
-    words = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
-    mine = done(begun(tmp_path, *words, "script.py"))
+    arguments = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
+    mine = done(begun(tmp_path, *arguments, "script.py"))
     assert mine.returncode == 0, mine.stderr
     assert "is not seen" not in mine.stderr
     with open_trace(tmp_path / "t.flextrace") as reader:
         assert reader.n_steps(0) == 1
 
 
-def test_a_program_that_only_tokenizes_loads_no_torch(tmp_path: Path) -> None:
+def test_a_program_that_only_tokenizes_does_not_import_torch(tmp_path: Path) -> None:
     script = f"""
     import sys
     from transformers import PreTrainedTokenizerFast
@@ -265,9 +265,9 @@ def test_a_program_that_only_tokenizes_loads_no_torch(tmp_path: Path) -> None:
     print(words("one two").input_ids, "torch" in sys.modules)
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script), "utf-8")
-    words = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
+    arguments = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
     plain = done(begun(tmp_path, sys.executable, "script.py"))
-    assert done(begun(tmp_path, *words, "script.py")).stdout == plain.stdout
+    assert done(begun(tmp_path, *arguments, "script.py")).stdout == plain.stdout
 
 
 FAILS = """
@@ -306,7 +306,7 @@ def fails(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return ran(folder, FAILS.format(demo=str(DEMO)), *flags)
 
 
-def test_an_exception_arrives_unchanged_and_marks_its_step(fails: Ran) -> None:
+def test_an_exception_is_unchanged_and_marks_its_step(fails: Ran) -> None:
     assert fails.mine.returncode == fails.plain.returncode == 1
     last = "RuntimeError: the user's own\n"
     assert last in fails.mine.stderr
@@ -324,7 +324,7 @@ def test_an_exception_arrives_unchanged_and_marks_its_step(fails: Ran) -> None:
     assert "flexinspect_hooks" not in error.data["traceback"]
 
 
-def test_a_declaration_is_found_in_the_words_of_the_programs_tokenizer(fails: Ran) -> None:
+def test_a_declared_text_is_found_with_the_programs_tokenizer(fails: Ran) -> None:
     with fails.trace() as reader:
         generation = reader.generation(0)
         assert generation.mask == "segment-isolation"

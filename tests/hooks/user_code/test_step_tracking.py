@@ -1,4 +1,4 @@
-"""Which generation and step a forward is, told from what it was fed."""
+"""Forwards are assigned to generations and steps from their inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def never() -> Sequence[int]:
     raise AssertionError("the ids of a forward on a filled cache must not be waited for")
 
 
-def fed(ids: Sequence[int] | None, cached: int = 0, n_rows: int | None = None) -> ForwardInput:
+def forward_input(
+    ids: Sequence[int] | None, cached: int = 0, n_rows: int | None = None
+) -> ForwardInput:
     rows = n_rows if n_rows is not None else len(ids or ())
     return ForwardInput(rows, cached, never if cached else lambda: ids)
 
@@ -37,7 +39,7 @@ def where(found: Sequence[StepPlace]) -> list[tuple[int, int]]:
 
 
 def test_a_prompt_and_its_decode_forwards_are_one_generation() -> None:
-    found = places(fed([5, 6, 7]), fed([8], 3), fed([9], 4))
+    found = places(forward_input([5, 6, 7]), forward_input([8], 3), forward_input([9], 4))
     assert where(found) == [(0, 0), (0, 1), (0, 2)]
     assert [(p.begins_generation, p.pos, p.n_new, p.is_chosen) for p in found] == [
         (True, 0, 3, False),
@@ -46,8 +48,8 @@ def test_a_prompt_and_its_decode_forwards_are_one_generation() -> None:
     ]
 
 
-def test_the_whole_sequence_again_with_one_token_more_goes_on() -> None:
-    found = places(fed([5, 6]), fed([5, 6, 7]), fed([5, 6, 7, 8]))
+def test_the_whole_sequence_with_one_more_token_continues_the_generation() -> None:
+    found = places(forward_input([5, 6]), forward_input([5, 6, 7]), forward_input([5, 6, 7, 8]))
     assert where(found) == [(0, 0), (0, 1), (0, 2)]
     assert [(p.pos, p.n_new, p.is_chosen) for p in found[1:]] == [(2, 1, True), (3, 1, True)]
 
@@ -58,26 +60,31 @@ def test_the_whole_sequence_again_with_one_token_more_goes_on() -> None:
     ids=["the same", "another prefix", "two tokens more", "shorter", "another"],
 )
 def test_any_other_whole_sequence_begins_a_generation(second: list[int]) -> None:
-    found = places(fed([5, 6]), fed(second))
+    found = places(forward_input([5, 6]), forward_input(second))
     assert where(found) == [(0, 0), (1, 0)]
     assert found[1].n_new == len(second)
 
 
 def test_a_prompt_that_extends_a_cached_generation_begins_another() -> None:
-    found = places(fed([5, 6]), fed([7], 2), fed([5, 6, 7, 8]), fed([5, 6, 7, 8, 9]))
+    found = places(
+        forward_input([5, 6]),
+        forward_input([7], 2),
+        forward_input([5, 6, 7, 8]),
+        forward_input([5, 6, 7, 8, 9]),
+    )
     assert where(found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    extended = places(fed([5, 6]), fed([7], 2), fed([5, 6, 7]))
+    extended = places(forward_input([5, 6]), forward_input([7], 2), forward_input([5, 6, 7]))
     assert where(extended)[2] == (1, 0)
 
 
-def test_a_first_token_without_a_cache_and_then_with_one_goes_on() -> None:
-    found = places(fed([5, 6]), fed([5, 6, 7]), fed([8], 3))
+def test_a_first_token_without_a_cache_and_then_with_one_is_one_generation() -> None:
+    found = places(forward_input([5, 6]), forward_input([5, 6, 7]), forward_input([8], 3))
     assert where(found) == [(0, 0), (0, 1), (0, 2)]
     assert found[2].is_chosen
 
 
-def test_several_rows_on_a_cache_are_recorded_and_not_taken_for_chosen() -> None:
-    found = places(fed([5, 6]), fed([7, 8, 9], 2), fed([4], 5))
+def test_several_rows_on_a_cache_are_recorded_as_input() -> None:
+    found = places(forward_input([5, 6]), forward_input([7, 8, 9], 2), forward_input([4], 5))
     assert where(found) == [(0, 0), (0, 1), (0, 2)]
     assert (found[1].pos, found[1].n_new, found[1].is_chosen, found[1].note) == (
         *(2, 3, False),
@@ -86,17 +93,22 @@ def test_several_rows_on_a_cache_are_recorded_and_not_taken_for_chosen() -> None
     assert found[2].is_chosen
 
 
-def test_a_cache_of_another_length_begins_a_generation_that_says_so() -> None:
-    found = places(fed([5, 6]), fed([7], 9), fed([7], 10), fed([3, 4], 1))
+def test_a_cache_of_another_length_begins_a_generation_with_a_note() -> None:
+    found = places(
+        forward_input([5, 6]),
+        forward_input([7], 9),
+        forward_input([7], 10),
+        forward_input([3, 4], 1),
+    )
     assert where(found) == [(0, 0), (1, 0), (1, 1), (2, 0)]
     assert [place.note for place in found] == ["", UNKNOWN_CACHE, "", UNKNOWN_CACHE]
     assert (found[1].pos, found[3].pos) == (9, 1)
 
 
-def test_two_caches_of_one_length_are_not_taken_for_each_other() -> None:
-    """Two prompts of one length in lockstep: what one chose is not what the other is fed."""
+def test_two_caches_of_one_length_are_distinguished() -> None:
+    """Two interleaved prompts of one length do not take tokens of each other."""
     following = StepTracker()
-    found = [following.locate(one) for one in (fed([5, 6]), fed([7, 8]))]
+    found = [following.locate(one) for one in (forward_input([5, 6]), forward_input([7, 8]))]
     found.append(following.locate(ForwardInput(1, 2, never, owner=0)))
     assert where(found) == [(0, 0), (1, 0), (2, 0)]
     assert (found[2].is_chosen, found[2].note, found[2].owner) == (False, OTHER_CACHE, 0)
@@ -124,57 +136,71 @@ def test_a_cache_is_known_as_long_as_it_lives_and_keeps_nothing_alive() -> None:
 
 
 def test_embeddings_have_no_ids_and_still_count() -> None:
-    found = places(fed(None, n_rows=4), fed([7], 4), fed(None, n_rows=4))
+    found = places(
+        forward_input(None, n_rows=4), forward_input([7], 4), forward_input(None, n_rows=4)
+    )
     assert where(found) == [(0, 0), (0, 1), (1, 0)]
 
 
 def test_a_call_of_generate_is_one_generation_even_after_a_sequence_it_extends() -> None:
     following = StepTracker()
-    first = following.locate(fed([5, 6]))
+    first = following.locate(forward_input([5, 6]))
     following.begin_generate(3)
-    second = following.locate(fed([5, 6, 7]))
+    second = following.locate(forward_input([5, 6, 7]))
     following.end()
-    third = following.locate(fed([5, 6, 7, 8]))
+    third = following.locate(forward_input([5, 6, 7, 8]))
     assert where([first, second, third]) == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_a_prompt_fed_in_chunks_by_generate_chooses_nothing_before_its_end() -> None:
+def test_a_prompt_in_chunks_of_generate_chooses_nothing_before_its_end() -> None:
     following = StepTracker()
     following.begin_generate(5)
-    found = [following.locate(one) for one in (fed([1, 2]), fed([3, 4], 2), fed([5], 4))]
-    found.append(following.locate(fed([6], 5)))
+    found = [
+        following.locate(one)
+        for one in (forward_input([1, 2]), forward_input([3, 4], 2), forward_input([5], 4))
+    ]
+    found.append(following.locate(forward_input([6], 5)))
     assert where(found) == [(0, step) for step in range(4)]
     assert [place.is_chosen for place in found] == [False, False, False, True]
     assert [place.note for place in found] == ["", SEVERAL_ROWS, SEVERAL_ROWS, ""]
 
 
-def test_a_call_that_is_not_followed_counts_its_forwards_and_attributes_nothing() -> None:
+def test_a_call_that_is_not_followed_has_steps_without_tokens() -> None:
     following = StepTracker()
     following.begin_generate(2, followed=False)
-    found = [following.locate(one) for one in (fed([1, 2]), fed([3, 4], 2), fed([3], 1))]
+    found = [
+        following.locate(one)
+        for one in (forward_input([1, 2]), forward_input([3, 4], 2), forward_input([3], 1))
+    ]
     assert where(found) == [(0, 0), (0, 1), (0, 2)]
     assert [(place.n_new, place.is_chosen) for place in found[1:]] == [(0, False)] * 2
 
 
 def test_a_forward_that_failed_may_be_tried_again() -> None:
     following = StepTracker()
-    following.locate(fed([1, 2]))
-    failed = following.locate(fed([3], 2))
+    following.locate(forward_input([1, 2]))
+    failed = following.locate(forward_input([3], 2))
     following.undo()
-    again = following.locate(fed([3], 2))
+    again = following.locate(forward_input([3], 2))
     assert failed == again
     assert again.is_chosen
 
 
 def test_a_prompt_that_failed_keeps_its_number() -> None:
     following = StepTracker()
-    following.locate(fed([1, 2]))
+    following.locate(forward_input([1, 2]))
     following.undo()
-    assert following.locate(fed([1, 2])).generation == 1
+    assert following.locate(forward_input([1, 2])).generation == 1
 
 
 def test_no_forward_of_any_kind_is_lost_or_counted_twice() -> None:
     following = StepTracker()
-    forwards: list[Any] = [fed([1, 2]), fed([3], 2), fed([9, 9, 9]), fed([4], 3), fed([4], 4)]
+    forwards: list[Any] = [
+        forward_input([1, 2]),
+        forward_input([3], 2),
+        forward_input([9, 9, 9]),
+        forward_input([4], 3),
+        forward_input([4], 4),
+    ]
     found = [following.locate(one) for one in forwards]
     assert len(set(where(found))) == len(forwards)

@@ -1,4 +1,4 @@
-"""`flexinspect.watch`: the user's own loops are recorded rightly, unchanged, and left alone."""
+"""`flexinspect.watch` records loops of the user correctly and does not change them."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ def prompt_of(n: int = 9, seed: int = 3) -> Tensor:
     return torch.tensor([ids(n, seed)])
 
 
-def greedy(model: Any, fed: Tensor, **options: Any) -> Tensor:
-    options = {"attention_mask": torch.ones_like(fed), "max_new_tokens": NEW, **options}
-    found: Tensor = model.generate(fed, **{"do_sample": False, **options})
+def greedy(model: Any, inputs: Tensor, **options: Any) -> Tensor:
+    options = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": NEW, **options}
+    found: Tensor = model.generate(inputs, **{"do_sample": False, **options})
     return found
 
 
-def with_cache(model: Any, fed: Tensor, n: int = NEW) -> list[int]:
+def with_cache(model: Any, inputs: Tensor, n: int = NEW) -> list[int]:
     cache, chosen = DynamicCache(config=model.config), []
     for _ in range(n):
-        fed = model(fed, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-        chosen.append(int(fed))
+        inputs = model(inputs, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        chosen.append(int(inputs))
     return chosen
 
 
-def without_cache(model: Any, fed: Tensor, n: int = NEW) -> list[int]:
+def without_cache(model: Any, inputs: Tensor, n: int = NEW) -> list[int]:
     chosen = []
     for _ in range(n):
-        token = model(fed, use_cache=False).logits[:, -1:].argmax(-1)
-        fed = torch.cat((fed, token), 1)
+        token = model(inputs, use_cache=False).logits[:, -1:].argmax(-1)
+        inputs = torch.cat((inputs, token), 1)
         chosen.append(int(token))
     return chosen
 
 
 def state_of(model: nn.Module) -> list[Any]:
-    """Return everything that watching may touch, by identity."""
+    """Return everything that watching may change, by identity."""
     found: list[Any] = [dict(ALL_ATTENTION_FUNCTIONS.__dict__), sorted(vars(model))]
     for module in model.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs"):
@@ -94,12 +94,12 @@ def events(reader: TraceReader, kind: str) -> list[str]:
 def test_generate_gives_the_same_tokens_and_the_trace_holds_them(
     family: str, options: dict[str, Any], family_model: Callable[[str], Any], out: Path
 ) -> None:
-    model, fed = family_model(family), prompt_of(14)
+    model, inputs = family_model(family), prompt_of(14)
     torch.manual_seed(7)
-    plain = greedy(model, fed, output_logits=True, return_dict_in_generate=True, **options)
+    plain = greedy(model, inputs, output_logits=True, return_dict_in_generate=True, **options)
     torch.manual_seed(7)
     with flexinspect.watch(model, out=out) as trace:
-        mine = greedy(model, fed, output_logits=True, return_dict_in_generate=True, **options)
+        mine = greedy(model, inputs, output_logits=True, return_dict_in_generate=True, **options)
     assert torch.equal(plain.sequences, mine.sequences)
     assert all(map(torch.equal, plain.logits, mine.logits))
     with trace.reader() as reader:
@@ -137,11 +137,11 @@ def test_a_hand_written_loop_is_one_generation(llama: Any, out: Path, loop: Any)
         assert segments == [(0, 9, "prompt"), (9, 8 + NEW, "generated")]
 
 
-def test_a_loop_that_writes_into_the_ids_it_fed_is_recorded_as_fed(llama: Any, out: Path) -> None:
-    fed = prompt_of()
+def test_ids_that_a_loop_overwrites_are_recorded_as_passed(llama: Any, out: Path) -> None:
+    inputs = prompt_of()
     with flexinspect.watch(llama, out=out) as trace:
-        llama(fed)
-        fed.fill_(5)
+        llama(inputs)
+        inputs.fill_(5)
     with trace.reader() as reader:
         assert token_ids(reader) == prompt_of()[0].tolist()
 
@@ -166,18 +166,18 @@ def test_forwards_that_score_are_generations_of_one_step(llama: Any, out: Path) 
 
 def padded() -> tuple[Tensor, Tensor]:
     short, long = ids(5, 1), ids(9, 2)
-    fed = torch.tensor([[0] * 4 + list(short), list(long)])
-    return fed, torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+    inputs = torch.tensor([[0] * 4 + list(short), list(long)])
+    return inputs, torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_of_a_left_padded_batch_row_0_is_recorded_rightly(
+def test_row_0_of_a_left_padded_batch_is_recorded_correctly(
     family: str, family_model: Callable[[str], Any], out: Path
 ) -> None:
-    model, (fed, mask) = family_model(family), padded()
-    plain = greedy(model, fed, attention_mask=mask)
+    model, (inputs, mask) = family_model(family), padded()
+    plain = greedy(model, inputs, attention_mask=mask)
     with flexinspect.watch(model, out=out, level="extreme") as trace:
-        mine = greedy(model, fed, attention_mask=mask)
+        mine = greedy(model, inputs, attention_mask=mask)
     assert torch.equal(plain, mine)
     with trace.reader() as reader:
         assert token_ids(reader) == mine[0].tolist()
@@ -191,9 +191,9 @@ def test_of_a_left_padded_batch_row_0_is_recorded_rightly(
 
 
 def test_attention_of_a_batch_is_that_of_row_0(llama: Any, out: Path) -> None:
-    fed, mask = padded()
+    inputs, mask = padded()
     with flexinspect.watch(llama, out=out, level="extreme") as trace:
-        greedy(llama, fed, attention_mask=mask)
+        greedy(llama, inputs, attention_mask=mask)
     with trace.reader() as reader:
         step = reader.steps(0)[-1]
         keys = [reader.array(0, s.step, "k", 1) for s in reader.steps(0)]
@@ -213,7 +213,7 @@ def test_attention_of_a_batch_is_that_of_row_0(llama: Any, out: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", "named"])
-def test_every_backend_that_transformers_dispatches_is_seen(
+def test_every_backend_that_transformers_dispatches_is_recorded(
     out: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers.integrations.flex_attention as theirs
@@ -239,7 +239,7 @@ def test_every_backend_that_transformers_dispatches_is_seen(
         assert [call.backend for call in reader.calls(0, 0)] == [backend] * 3
 
 
-def test_an_attention_function_that_cannot_be_hashed_is_seen(out: Path) -> None:
+def test_an_attention_function_that_cannot_be_hashed_is_recorded(out: Path) -> None:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -261,7 +261,7 @@ def test_an_attention_function_that_cannot_be_hashed_is_seen(out: Path) -> None:
         assert [call.backend for call in reader.calls(0, 0)] == ["unhashable"] * 3
 
 
-def test_the_last_forward_is_said_to_have_failed_when_its_exception_was_caught(out: Path) -> None:
+def test_a_failed_last_forward_is_recorded_if_its_exception_was_caught(out: Path) -> None:
     model = make_model("llama")
     cache = DynamicCache(config=model.config)
     with flexinspect.watch(model, out=out) as trace:
@@ -270,37 +270,37 @@ def test_the_last_forward_is_said_to_have_failed_when_its_exception_was_caught(o
         with pytest.raises(ZeroDivisionError):
             model(prompt_of(1), past_key_values=cache)
     with trace.reader() as reader:
-        (said,) = events(reader, "forward-failed")
-        lost, _, error = said.partition("): ")
-        assert lost == "The forward of step 1 did not return (rows fed: 1, keys cached: 9"
+        (event_text,) = events(reader, "forward-failed")
+        lost, _, error = event_text.partition("): ")
+        assert lost == "The forward of step 1 did not return (input rows: 1, cached keys: 9"
         assert error == "ZeroDivisionError: division by zero"
         assert (reader.n_steps(0), reader.generation(0).state) == (1, "failed")
 
 
-def test_a_replaced_forward_is_counted_as_unseen(out: Path) -> None:
+def test_a_replaced_forward_counts_as_unseen(out: Path) -> None:
     model = make_model("llama")
     inner = model.model.layers[1].self_attn
     inner.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     with flexinspect.watch(model, out=out) as trace:
         with_cache(model, prompt_of(), 3)
     with trace.reader() as reader:
-        (said,) = events(reader, "unseen")
-        assert "2 of 3 layers" in said
+        (event_text,) = events(reader, "unseen")
+        assert "2 of 3 layers" in event_text
         assert [call.layer for call in reader.calls(0, 0)] == [0, 2]
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_compiled_model_is_left_as_it_is_and_said_not_to_be_seen(
+def test_a_compiled_model_is_unchanged_and_reported_as_not_recorded(
     out: Path, fullgraph: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fed = prompt_of()
+    inputs = prompt_of()
 
     def graphs() -> tuple[int, Tensor]:
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounter()
         compiled = torch.compile(make_model("llama"), backend=counter, fullgraph=fullgraph)
         with flexinspect.watch(compiled._orig_mod, out=out) if watched else nullcontext():
-            logits: Tensor = compiled(fed, use_cache=False).logits
+            logits: Tensor = compiled(inputs, use_cache=False).logits
         return counter.frame_count, logits
 
     watched = False
@@ -327,7 +327,7 @@ def test_a_compiled_forward_is_one_step_without_attention(out: Path) -> None:
         assert "0 of 3 layers" in events(reader, "unseen")[0]
 
 
-def test_beams_are_said_not_to_be_followed(llama: Any, out: Path) -> None:
+def test_beam_search_is_reported_as_not_followed(llama: Any, out: Path) -> None:
     plain = greedy(llama, prompt_of(), num_beams=3)
     with flexinspect.watch(llama, out=out) as trace:
         assert torch.equal(greedy(llama, prompt_of(), num_beams=3), plain)
@@ -338,7 +338,7 @@ def test_beams_are_said_not_to_be_followed(llama: Any, out: Path) -> None:
         assert reader.n_steps(0) == NEW
 
 
-def test_a_prompt_in_chunks_is_recorded_as_given(llama: Any, out: Path) -> None:
+def test_a_prompt_in_chunks_is_recorded_as_input(llama: Any, out: Path) -> None:
     cache = DynamicCache(config=llama.config)
     with flexinspect.watch(llama, out=out) as trace:
         for part in prompt_of(9).split(4, dim=1):
@@ -362,7 +362,7 @@ def test_a_static_cache_keeps_segments_in_place(llama: Any, out: Path) -> None:
         assert (mass[..., 0] > 0.05).any()
 
 
-# -- trouble in the user's code -------------------------------------------------------------------
+# -- errors in code of the user -------------------------------------------------------------------
 
 
 class Own(Exception):
@@ -381,7 +381,7 @@ def fail_in(model: Any, layer: int, at_call: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("loop", [with_cache, without_cache, greedy])
-def test_an_exception_arrives_unchanged_and_its_step_is_marked(out: Path, loop: Any) -> None:
+def test_an_exception_is_unchanged_and_its_step_is_marked(out: Path, loop: Any) -> None:
     model = make_model("llama")
     remove = fail_in(model, 1, 4)
     before = state_of(model)
@@ -399,16 +399,16 @@ def test_an_exception_arrives_unchanged_and_its_step_is_marked(out: Path, loop: 
         assert "in hook" in row.event.data["traceback"]
 
 
-def test_a_forward_that_is_tried_again_goes_on(out: Path) -> None:
+def test_a_forward_that_is_tried_again_continues_the_generation(out: Path) -> None:
     model = make_model("llama")
     expected = with_cache(model, prompt_of())
     fail_in(model, 0, 3)  # before anything is cached
-    cache, fed, chosen = DynamicCache(config=model.config), prompt_of(), []
+    cache, inputs, chosen = DynamicCache(config=model.config), prompt_of(), []
     with flexinspect.watch(model, out=out) as trace:
         while len(chosen) < NEW:
             try:
-                fed = model(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
-                chosen.append(int(fed))
+                inputs = model(inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
+                chosen.append(int(inputs))
             except Own:
                 continue
     assert chosen == expected
@@ -439,11 +439,11 @@ def test_an_exception_between_forwards_fails_the_trace(llama: Any, out: Path) ->
 
 def test_gradients_are_the_same_and_the_model_is_not_kept_from_training(out: Path) -> None:
     model = make_model("llama").requires_grad_(True)
-    fed = prompt_of()
+    inputs = prompt_of()
 
     def gradient() -> Tensor:
         model.zero_grad()
-        model(fed, labels=fed).loss.backward()
+        model(inputs, labels=inputs).loss.backward()
         found: Tensor = model.model.layers[0].mlp.down_proj.weight.grad.clone()
         return found
 
@@ -457,7 +457,7 @@ def test_gradients_are_the_same_and_the_model_is_not_kept_from_training(out: Pat
 # -- the handle -----------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_behind(llama: Any, out: Path) -> None:
+def test_a_session_leaves_no_hooks_or_threads(llama: Any, out: Path) -> None:
     before = state_of(llama)
     with flexinspect.watch(llama, out=out):
         assert state_of(llama) != before
@@ -508,32 +508,32 @@ def test_a_copy_made_while_watching_is_another_model(llama: Any, out: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"level": "all"}, "basic, advanced, extreme"),
         ({"mask": "segment-isolatoin"}, "unknown"),
         ({"mask": 3}, "name of a preset"),
-        ({"segments": [(4, 2, "x")]}, "is no segment"),
+        ({"segments": [(4, 2, "x")]}, "is not a segment"),
         ({"layers": [0, 9]}, "no attention layer 9"),
         ({"tokenizer": "gpt2"}, "cannot be used"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_runs(
-    llama: Any, out: Path, options: dict[str, Any], says: str
+def test_invalid_arguments_are_refused_before_anything_runs(
+    llama: Any, out: Path, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(FlexInspectError, match=says):
+    with pytest.raises(FlexInspectError, match=message):
         flexinspect.watch(llama, **{"out": out, **options})
     assert not out.exists()
 
 
-def test_a_file_in_the_way_is_not_overwritten(llama: Any, out: Path) -> None:
+def test_an_existing_file_is_not_overwritten(llama: Any, out: Path) -> None:
     out.write_text("mine")
     with pytest.raises(UsageError, match="exists already"):
         flexinspect.watch(llama, out=out)
     assert out.read_text() == "mine"
 
 
-def test_a_folder_that_is_not_there_is_said(llama: Any, out: Path) -> None:
+def test_a_missing_folder_is_refused(llama: Any, out: Path) -> None:
     with pytest.raises(UsageError), flexinspect.watch(llama, out=out / "no" / "such"):
         pass
     with flexinspect.watch(llama, out=out):
@@ -561,7 +561,7 @@ def test_a_module_without_attention_layers_works_with_fewer_facts(out: Path) -> 
         assert reader.calls(0, 0) == []
 
 
-def test_the_handle_tells_what_is_known_and_how_to_open_it(out: Path) -> None:
+def test_the_handle_prints_a_summary_and_how_to_open_the_trace(out: Path) -> None:
     model = make_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 3] = torch.inf
@@ -585,7 +585,7 @@ def test_the_handle_tells_what_is_known_and_how_to_open_it(out: Path) -> None:
     assert ">error</span>" in trace._repr_html_()
 
 
-def test_a_handle_that_was_not_entered_says_so(llama: Any, tmp_path: Path) -> None:
+def test_a_handle_that_was_not_entered_has_no_summary(llama: Any, tmp_path: Path) -> None:
     trace = flexinspect.watch(llama, out=tmp_path / "a&b.flextrace")
     assert str(trace) == f"Nothing is recorded yet; the trace will be {tmp_path}/a&b.flextrace."
     assert trace._repr_html_().endswith("/a&amp;b.flextrace.")
@@ -614,15 +614,15 @@ def demo() -> Any:
     return AutoModelForCausalLM.from_pretrained(DEMO).eval().requires_grad_(False)
 
 
-def test_words_segments_and_the_declared_preset_are_shown(
+def test_tokens_segments_and_the_declared_preset_are_shown(
     demo: Any, tokenizer: Any, out: Path
 ) -> None:
     questions = ["Who wrote Hamlet?", "Who is the author of Hamlet?"]
-    fed = tokenizer("\n".join([*questions, "Answer:"]), return_tensors="pt")
+    inputs = tokenizer("\n".join([*questions, "Answer:"]), return_tensors="pt")
     with flexinspect.watch(
         demo, tokenizer, out=out, segments=questions, mask="segment-isolation"
     ) as trace:
-        answer = demo.generate(**fed, max_new_tokens=4, do_sample=False)
+        answer = demo.generate(**inputs, max_new_tokens=4, do_sample=False)
     with trace.reader() as reader:
         segments = reader.segments(0)
         texts = {
@@ -654,31 +654,31 @@ def show(path: Path, panel: str) -> str:
     return done.stdout
 
 
-def test_a_text_that_is_not_there_is_said_and_breaks_nothing(
+def test_a_text_that_is_not_in_the_prompt_is_reported(
     llama: Any, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with flexinspect.watch(llama, out=out, segments=["7 7 7", (2, 4, "span")]) as trace:
         greedy(llama, prompt_of())
         greedy(llama, prompt_of(8, 5))
-    assert capsys.readouterr().err.count("'7 7 7' is not in the prompt fed") == 1
+    assert capsys.readouterr().err.count("'7 7 7' is not in the prompt") == 1
     with trace.reader() as reader:
         assert len(events(reader, "segments")) == 2
         assert "span" in [s.label for s in reader.segments(1)]
 
 
-def test_ids_stand_for_words_without_a_tokenizer(llama: Any, out: Path) -> None:
-    fed = prompt_of()
-    wanted = " ".join(map(str, fed[0, 3:6].tolist()))
+def test_ids_are_shown_without_a_tokenizer(llama: Any, out: Path) -> None:
+    inputs = prompt_of()
+    wanted = " ".join(map(str, inputs[0, 3:6].tolist()))
     with flexinspect.watch(llama, out=out, segments=[(wanted, "middle")]) as trace:
-        greedy(llama, fed)
+        greedy(llama, inputs)
     with trace.reader() as reader:
         assert (3, 6, "middle") in [(s.start, s.stop, s.label) for s in reader.segments(0)]
         first = reader.tokens(0)[0]
-        assert (first.token, first.text) == (f"{int(fed[0, 0])}", f"{int(fed[0, 0])} ")
+        assert (first.token, first.text) == (f"{int(inputs[0, 0])}", f"{int(inputs[0, 0])} ")
         assert [row.answer for row in reader.generations()] == ["230 13 84 198 189 299"]
 
 
-def test_an_id_is_not_looked_for_in_the_digits_of_others(llama: Any, out: Path) -> None:
+def test_an_id_is_not_found_in_the_digits_of_others(llama: Any, out: Path) -> None:
     digit = next(d for d in map(str, range(3, 10)) if int(d) not in prompt_of()[0].tolist())
     with flexinspect.watch(llama, out=out, segments=[digit]) as trace:
         llama(prompt_of())
@@ -687,7 +687,7 @@ def test_an_id_is_not_looked_for_in_the_digits_of_others(llama: Any, out: Path) 
         assert [s.label for s in reader.segments(0)] == ["prompt", "generated"]
 
 
-def test_a_rule_may_be_declared_instead_of_a_preset(llama: Any, out: Path) -> None:
+def test_a_mask_spec_may_be_declared_instead_of_a_preset(llama: Any, out: Path) -> None:
     rule = algebra.MaskSpec("mine", (0, 4), (0, 0), (0, 4))
     with flexinspect.watch(llama, out=out, mask=rule) as trace:
         llama(prompt_of())
@@ -697,10 +697,12 @@ def test_a_rule_may_be_declared_instead_of_a_preset(llama: Any, out: Path) -> No
     assert "mine" in show(out, "mask")
 
 
-def test_what_was_not_seen_is_not_shown_as_chosen(llama: Any, out: Path) -> None:
+def test_an_unknown_token_is_not_shown_as_chosen(llama: Any, out: Path) -> None:
     with flexinspect.watch(llama, out=out):
         llama(prompt_of())
     shown = show(out, "logits")
     assert "The token chosen at step 0 is unknown: the model never received it." in shown
-    assert "It is unknown whether logits processors changed these logits before the choice." in shown
+    assert (
+        "It is unknown whether logits processors changed these logits before the choice." in shown
+    )
     assert "*" not in shown

@@ -33,23 +33,26 @@ def tokens_of(reader: TraceReader, generation: int) -> list[int]:
     return [token.token_id for token in reader.tokens(generation)]
 
 
-def test_two_prompts_of_one_length_in_lockstep_are_not_mixed_up(out: Path) -> None:
+def test_two_interleaved_prompts_of_one_length_are_distinguished(out: Path) -> None:
     model = make_model("llama")
-    fed = [prompt_of(6, 1), prompt_of(6, 2)]
-    caches = [DynamicCache(config=model.config) for _ in fed]
+    inputs = [prompt_of(6, 1), prompt_of(6, 2)]
+    caches = [DynamicCache(config=model.config) for _ in inputs]
     with flexinspect.watch(model, out=out) as trace:
         for _ in range(2):
             for n, cache in enumerate(caches):
-                fed[n] = model(fed[n], past_key_values=cache).logits[:, -1:].argmax(-1)
+                inputs[n] = model(inputs[n], past_key_values=cache).logits[:, -1:].argmax(-1)
     with trace.reader() as reader:
         assert [tokens_of(reader, n) for n in (0, 1)] == [list(ids(6, 1)), list(ids(6, 2))]
         assert all(token.step is None for n in range(4) for token in reader.tokens(n))
-        said = texts(reader, "other-cache")
-        assert ["of generation 0" in said[0], "of generation 1" in said[1]] == [True, True]
+        event_text = texts(reader, "other-cache")
+        assert ["to generation 0" in event_text[0], "to generation 1" in event_text[1]] == [
+            True,
+            True,
+        ]
 
 
 def overlapping(model: Any, forwards: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Run these forwards in threads of their own, each inside of layer 1 at the same time."""
+    """Run these forwards in their own threads, so that all are inside layer 1 at the same time."""
     meet = threading.Barrier(len(forwards))
     found: dict[str, Tensor] = {}
 
@@ -69,28 +72,26 @@ def overlapping(model: Any, forwards: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def test_of_forwards_at_the_same_time_one_is_recorded_whole_and_that_is_said(out: Path) -> None:
+def test_of_simultaneous_forwards_one_is_recorded_with_an_event(out: Path) -> None:
     model = make_model("llama")
-    fed = {"a": prompt_of(5), "b": prompt_of(8)}
-    alone = {name: model(row).logits for name, row in fed.items()}
+    inputs = {"a": prompt_of(5), "b": prompt_of(8)}
+    alone = {name: model(row).logits for name, row in inputs.items()}
     with flexinspect.watch(model, out=out) as trace:
-        found = overlapping(model, fed)
+        found = overlapping(model, inputs)
         model(prompt_of(4))
-    assert all(torch.equal(found[name], alone[name]) for name in fed)
+    assert all(torch.equal(found[name], alone[name]) for name in inputs)
     with trace.reader() as reader:
         assert [row.generation for row in reader.generations()] == [0, 1]
         (step,) = reader.steps(0)
         assert [call.q_len for call in reader.calls(0, 0)] == [step.q_len] * 3
         assert len(tokens_of(reader, 0)) == step.q_len
-        (said,) = texts(reader, "unseen")
-        assert "one thread is followed at a time" in said
+        (event_text,) = texts(reader, "unseen")
+        assert "One thread is recorded at a time" in event_text
         assert "observer.incomplete" in {finding.id for finding in reader.findings()}
         assert tokens_of(reader, 1) == list(ids(4, 3))
 
 
-def test_hooks_that_were_taken_out_are_missed_aloud(
-    out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_removed_hooks_are_reported(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model("llama")
     with flexinspect.watch(model, out=out) as trace:
         model(prompt_of(4))
@@ -100,12 +101,12 @@ def test_hooks_that_were_taken_out_are_missed_aloud(
         model(prompt_of(5))
     with trace.reader() as reader:
         assert len(reader.generations()) == 1
-        (said,) = texts(reader, "unseen")
-    assert said in capsys.readouterr().err
-    assert "took hooks of the capture out of the model" in said
+        (event_text,) = texts(reader, "unseen")
+    assert event_text in capsys.readouterr().err
+    assert "removed hooks of flexinspect from the model" in event_text
 
 
-def test_of_a_model_with_an_encoder_the_tokens_are_the_decoders(out: Path) -> None:
+def test_tokens_of_an_encoder_decoder_model_are_the_decoders(out: Path) -> None:
     torch.manual_seed(0)
     config = T5Config(
         vocab_size=VOCAB,
@@ -127,7 +128,7 @@ def test_of_a_model_with_an_encoder_the_tokens_are_the_decoders(out: Path) -> No
         assert not texts(reader, "unseen")
 
 
-def test_a_loop_given_to_generate_is_followed_as_ones_own(out: Path) -> None:
+def test_a_custom_loop_of_generate_is_recorded_as_user_code(out: Path) -> None:
     model = make_model("llama")
 
     def loop(model: Any, input_ids: Tensor, **_: Any) -> Tensor:

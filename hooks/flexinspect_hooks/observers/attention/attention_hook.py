@@ -1,9 +1,9 @@
-"""The attention call of every layer: path, lengths, mask received and executed, mass of the row.
+"""Records the attention calls of every layer: path, lengths, masks, attention per segment.
 
-One spot sees every backend: models ask `ALL_ATTENTION_FUNCTIONS.get_interface(name, default)` for
-the function to call, at every call. While installed, that look-up returns a function that makes
-the same call and keeps references to what went in and out. In code that is not ours the kernels are
-watched as well (`kernels`), since it may call them where nobody is asked.
+Models call `ALL_ATTENTION_FUNCTIONS.get_interface(name, default)` for the function to use, at every
+call and for every backend. While the hook is installed, that look-up returns a function that makes
+the same call and keeps references to its arguments and its output. In code of the user the kernels
+are intercepted as well (`kernel_interception`), because such code may call them directly.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ KEYS_CHANGED = "keys-changed"
 
 _BACKEND_PATHS = {"sdpa": "sdpa", "eager": "eager"}
 _KNOWN_BACKENDS = (*_BACKEND_PATHS, "flex_attention", BACKEND)
-"""Backends that do with the mask what is known; of others, the kernels that they call are kept."""
+"""Backends whose use of the mask is known; for others, the kernels that they call are recorded."""
 
 
 class _AttentionStep(NamedTuple):
-    """What goes to the writer thread about a step's calls: no tensors."""
+    """What the writer thread gets about a step's calls: no tensors."""
 
     calls: tuple[CallShape, ...] = ()
     masks: tuple[CapturedMask, ...] = ()
@@ -76,32 +76,32 @@ class _AttentionStep(NamedTuple):
 
 
 class AttentionHook:
-    """Sees each attention call of the watched model, whatever the backend."""
+    """Records each attention call of the watched model, for any backend."""
 
     name = "attention"
     is_standalone = False
-    """Whether its calls are outside of any model, so that nothing says how many keys are filled."""
+    """Whether the calls are standalone, so that the number of filled keys is not known."""
     _wrapped_functions: dict[tuple[str, int], Callable[..., Any]]
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
-        """Shadow the look-up of attention functions on transformers' shared registry."""
+        """Replace the look-up of attention functions on transformers' shared registry."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
         self.prepare(context)
         before = REGISTRY.__dict__.get("get_interface")
         original = REGISTRY.get_interface
-        watched = self._wrapped_functions
+        wrapped = self._wrapped_functions
 
         def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Any:
             function = original(attn_implementation, default)
-            if torch.compiler.is_compiling():  # a graph must not hold anything of ours
+            if torch.compiler.is_compiling():  # a compiled graph must not contain the wrapper
                 return function
-            # By identity, since a user's function need not be hashable; its watch keeps it alive.
+            # By identity: a user's function may not be hashable, and its wrapper keeps it alive.
             key = (attn_implementation, id(function))
-            if key not in watched:
-                watch = self._wrap_function if self._kernels is None else self._wrap_user_function
-                watched[key] = watch(attn_implementation, function)
-            return watched[key]
+            if key not in wrapped:
+                wrap = self._wrap_function if self._kernels is None else self._wrap_user_function
+                wrapped[key] = wrap(attn_implementation, function)
+            return wrapped[key]
 
         def remove() -> None:
             if before is None:
@@ -113,7 +113,7 @@ class AttentionHook:
         return [remove, *(self._kernels.install() if self._kernels is not None else ())]
 
     def prepare(self, context: CaptureContext) -> None:
-        """Begin without installing anything."""
+        """Set up the state without installing anything."""
         self._context = context
         self._refs: list[AttentionCall] = []
         self._n_layers_seen = 0
@@ -126,14 +126,14 @@ class AttentionHook:
     def add_kernel_calls(
         self, calls: Iterable[KernelReturn], layer: int, module: nn.Module
     ) -> None:
-        """Keep kernels that were called without asking for an attention function."""
+        """Keep kernel calls that were made without looking up an attention function."""
         self._refs += _calls_of_kernels(calls, layer, "direct", module)
 
     def _wrap_function(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
         context, layer_of, keep = self._context, self._context.layer_of, self._refs.append
         name = BACKEND if backend.startswith(BACKEND) else backend
         path = _backend_path(backend)
-        note = LAST_CALL
+        last_call = LAST_CALL
 
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -141,15 +141,26 @@ class AttentionHook:
             layer = layer_of.get(id(module)) if context.is_open else None
             if layer is None:
                 return function(module, query, key, value, *args, **kwargs)
-            note.path, note.lse, note.softcap = "", None, None
+            last_call.path, last_call.lse, last_call.softcap = "", None, None
             out = function(module, query, key, value, *args, **kwargs)
-            # fmt: off
-            ref = AttentionCall(layer, name, path, module, query, key, value, args, kwargs, out[0],
-                          note.path, note.lse, note.softcap or kwargs.get("softcap"),
-                          function=function)
-            # fmt: on
+            ref = AttentionCall(
+                layer=layer,
+                backend=name,
+                default_path=path,
+                module=module,
+                query=query,
+                key=key,
+                value=value,
+                args=args,
+                kwargs=kwargs,
+                output=out[0],
+                reported_path=last_call.path,
+                lse=last_call.lse,
+                softcap=last_call.softcap or kwargs.get("softcap"),
+                function=function,
+            )
             keep(ref)
-            note.lse = None
+            last_call.lse = None
             if context.on_call is not None:
                 context.on_call(ref)
             return out
@@ -157,7 +168,7 @@ class AttentionHook:
         return attention
 
     def _wrap_user_function(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """As `_watch`, for own code: what its kernels were told goes before what its name says."""
+        """Wrap a function of user code: the arguments of its kernels count more than its name."""
         context, layer_of, kernels = self._context, self._context.layer_of, self._kernels
         assert kernels is not None
         name = BACKEND if backend.startswith(BACKEND) else backend
@@ -169,13 +180,18 @@ class AttentionHook:
             layer = layer_of.get(id(module)) if context.is_open else None
             if layer is None:
                 return function(module, query, key, value, *args, **kwargs)
-            whole = (layer, name, path, module, query, key, value, args, kwargs)
+            call = _FunctionCall(layer, name, path, module, query, key, value, args, kwargs)
             if is_plain and "is_causal" not in kwargs:
-                told = kernels.suppressed_exception(layer)
-                out = _call_without_kernels(kernels, function, whole)
-                cap = kwargs.get("softcap")
+                suppressed = kernels.suppressed_exception(layer)
+                out = _call_without_kernels(kernels, function, call)
                 ref = AttentionCall(
-                    *whole, out[0], "", None, cap, suppressed_exception=told, function=function
+                    *call,
+                    output=out[0],
+                    reported_path="",
+                    lse=None,
+                    softcap=kwargs.get("softcap"),
+                    suppressed_exception=suppressed,
+                    function=function,
                 )
                 self._refs.append(ref)
                 if context.on_call is not None:
@@ -186,14 +202,14 @@ class AttentionHook:
             try:
                 out = function(module, query, key, value, *args, **kwargs)
             except Exception as error:
-                if name == "eager":  # it calls no kernel that would tell
-                    _report_raised(kernels, whole, error)
+                if name == "eager":  # it calls no kernel whose observer would report it
+                    _report_raised(kernels, call, error)
                 raise
-            with suppress(Exception):  # the layer is not seen then, and the step says so
-                found = _calls_of_function(whole, out[0], kernels.take_since(mark), function)
-                self._refs += found
+            with suppress(Exception):  # then the layer counts as unseen, and the step reports it
+                refs = _calls_of_function(call, out[0], kernels.take_since(mark), function)
+                self._refs += refs
                 if context.on_call is not None:
-                    for ref in found:
+                    for ref in refs:
                         context.on_call(ref)
             return out
 
@@ -202,7 +218,7 @@ class AttentionHook:
     def begin(self, context: CaptureContext) -> None:
         """Take the generation's segments; masks already stored stay known.
 
-        Each patch brings a function of its own, so those of ended generations are let go.
+        Each generation patches in its own attention function, so earlier wrappers are dropped.
         """
         self._wrapped_functions.clear()
         self._n_layers_seen = len(set(context.layer_of.values()))
@@ -210,7 +226,7 @@ class AttentionHook:
         self._batch_rows.begin()
 
     def open(self, step: StepContext) -> None:
-        """Forget what an aborted step may have left."""
+        """Drop references that an aborted step may have left."""
         self._refs.clear()
         if self._kernels is not None:
             self._kernels.open(step)
@@ -242,7 +258,7 @@ class AttentionHook:
         )
 
     def take_calls(self, step: StepContext) -> tuple[list[AttentionCall], tuple[BuildRecord, ...]]:
-        """Return the calls of a step and the masks built for it, and keep them no longer."""
+        """Return the calls of a step and the masks built for it, and drop them."""
         builds: tuple[BuildRecord, ...] = ()
         if self._kernels is not None:
             builds = self._take_direct_calls(self._kernels, step)
@@ -253,17 +269,17 @@ class AttentionHook:
     def _take_direct_calls(
         self, kernels: KernelCalls, step: StepContext
     ) -> tuple[BuildRecord, ...]:
-        """Take kernels that were called directly, and return the masks that were built.
+        """Take kernel calls that were made directly, and return the masks that were built.
 
         In a model without known layers, the calls of a step are numbered as its layers.
         """
-        every, builds = kernels.take_since(0), kernels.take_builds()
-        calls = [call for call in every if call.module is None]
-        if len(calls) < len(every):
-            for call in every:
+        all_calls, builds = kernels.take_since(0), kernels.take_builds()
+        calls = [call for call in all_calls if call.module is None]
+        if len(calls) < len(all_calls):
+            for call in all_calls:
                 if call.module is not None and call.layer is not None:
                     self.add_kernel_calls([call], call.layer, call.module)
-            self._refs.sort(key=lambda ref: ref.layer)  # among those of layers that ask
+            self._refs.sort(key=lambda ref: ref.layer)  # between calls of the other layers
         if calls and self._context.layer_of:
             n = f"{len(calls)} kernel call{'s' if len(calls) > 1 else ''}"
             step.events.append(
@@ -275,7 +291,7 @@ class AttentionHook:
         return builds
 
     def _report_unseen_layers(self, n_seen: int, step: StepContext) -> None:
-        """Say when fewer layers were seen than there are, each time that the number changes."""
+        """Add an event if fewer layers were seen than there are, when that number changes."""
         if n_seen == self._n_layers_seen:
             return
         self._n_layers_seen, n_layers = n_seen, len(set(self._context.layer_of.values()))
@@ -283,7 +299,7 @@ class AttentionHook:
             step.events.append((UNSEEN_LAYERS, _unseen_text(n_seen, n_layers)))
 
     def _store_qkv(self, refs: list[AttentionCall], buffer: StepBuffer) -> None:
-        """Store q, k, v of this step's rows: earlier keys are in earlier steps."""
+        """Store q, k, v of this step's rows; earlier keys are stored with earlier steps."""
         for ref in refs:
             if ref.layer not in self._context.layers:
                 continue
@@ -295,15 +311,15 @@ class AttentionHook:
     def record(
         self, step: StepContext, kept: _AttentionStep | None, values: Values, draft: StepDraft
     ) -> None:
-        """Write calls, new masks, attention mass and stored activations."""
+        """Write calls, new masks, segment attention and stored activations."""
         if kept is None:
             return
         draft.builds += kept.builds
         fingerprints = [self._mask_store.record(mask, values, draft) for mask in kept.masks]
-        told = {
-            "reports_equal": not self.is_standalone
-        }  # no rule asks it of calls outside of a model
-        record_batch_rows(values, kept.masks, fingerprints, step, draft, **told)
+        # No rule needs equal batch rows of standalone calls.
+        record_batch_rows(
+            values, kept.masks, fingerprints, step, draft, reports_equal=not self.is_standalone
+        )
         record_repeats(values, kept.calls, step, draft)
         record_scales(values, kept.calls, step, draft)
         rows = merge_group_results(values, len(kept.calls)) if kept.check_kinds else {}
@@ -325,21 +341,26 @@ class AttentionHook:
 def _report_lost_rows(
     values: Values, calls: Sequence[CallShape], step: StepContext, draft: StepDraft
 ) -> set[int]:
-    """Return the calls whose newest row is lost, and say why there is none (writer thread)."""
+    """Return the calls whose newest row is lost, and record an event for them (writer thread)."""
     lost = lost_calls(values, len(calls))
     if lost:
         layers = sorted({calls[index].layer for index in lost})
         text = (
-            f"Keys or values of layers {layers} were written to before their newest row was "
-            "recomputed: its attention mass, LSE and gate are missing."
+            f"Keys or values of layers {layers} were modified before their newest row was "
+            "recomputed: its segment attention, LSE and LSE check are missing."
         )
-        place = (step.started_at, step.generation, step.step, {"layers": layers})
-        draft.events.append(EventRecord(KEYS_CHANGED, text, *place))
+        data = {"layers": layers}
+        draft.events.append(
+            EventRecord(KEYS_CHANGED, text, step.started_at, step.generation, step.step, data)
+        )
     return lost
 
 
 def _mask_function_events(backends: Iterable[str]) -> list[tuple[str, str]]:
-    """Return an event for each own attention that has a mask function, which made no mask."""
+    """Return an event for each of the user's attention functions with a registered mask function.
+
+    `backends` are the names of attention functions that received no mask.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as REGISTERED
 
     names = [
@@ -349,78 +370,99 @@ def _mask_function_events(backends: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _is_transformers_function(backend: str, function: Callable[..., Any]) -> bool:
-    """Say whether a function is transformers' own, which does with SDPA what is known.
+    """Whether a function is transformers' own eager or SDPA attention.
 
-    It is seen as a whole then, as describing each kernel costs more than all else in the layer.
+    What these do is known, so the call is recorded as a whole: describing its kernel would cost
+    more than everything else in the layer.
     """
-    home = getattr(function, "__module__", None) or ""
-    return backend in _BACKEND_PATHS and home.startswith("transformers.")
+    module = getattr(function, "__module__", None) or ""
+    return backend in _BACKEND_PATHS and module.startswith("transformers.")
+
+
+class _FunctionCall(NamedTuple):
+    """A call of an attention function, with the first fields of `AttentionCall`."""
+
+    layer: int
+    backend: str
+    default_path: str
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def _call_without_kernels(
-    kernels: KernelCalls, function: Callable[..., Any], whole: tuple[Any, ...]
+    kernels: KernelCalls, function: Callable[..., Any], call: _FunctionCall
 ) -> Any:
-    """Make a call without describing its kernel, unless that raises."""
-    _, _, _, module, query, key, value, args, kwargs = whole
+    """Make a call without describing its kernel, unless it raises."""
     try:
         with ignore_kernels():
-            return function(module, query, key, value, *args, **kwargs)
+            return function(
+                call.module, call.query, call.key, call.value, *call.args, **call.kwargs
+            )
     except Exception as error:
-        _report_raised(kernels, whole, error)
+        _report_raised(kernels, call, error)
         raise
 
 
-def _report_raised(kernels: KernelCalls, whole: tuple[Any, ...], error: BaseException) -> None:
-    """Tell of a call that raised, as if it were a kernel's."""
-    layer, _, path, _, query, key, value, args, kwargs = whole
-    mask = args[0] if args else kwargs.get("attention_mask")
-    given = {"query": query, "key": key, "value": value, "attn_mask": mask}
-    with suppress(Exception):  # the user's own is on its way
-        kernels.report_raised(
-            KernelCall(SDPA if path == "sdpa" else path, given, False), layer, error
-        )
+def _report_raised(kernels: KernelCalls, call: _FunctionCall, error: BaseException) -> None:
+    """Report a call of an attention function that raised as that of a kernel."""
+    path = call.default_path
+    arguments = {
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
+        "attn_mask": call.args[0] if call.args else call.kwargs.get("attention_mask"),
+    }
+    with suppress(Exception):  # must not replace the exception of the call
+        kernel_call = KernelCall(SDPA if path == "sdpa" else path, arguments, False)
+        kernels.report_raised(kernel_call, call.layer, error)
 
 
 def _calls_of_function(
-    whole: tuple[Any, ...], output: Tensor, inner: list[KernelReturn], function: Callable[..., Any]
+    call: _FunctionCall, output: Tensor, inner: list[KernelReturn], function: Callable[..., Any]
 ) -> list[AttentionCall]:
-    """Return the call of an attention function; of one that is not known, the kernels it called."""
-    layer, name, path, module, query, key, value, args, kwargs = whole
-    if name not in _KNOWN_BACKENDS and (found := _calls_of_kernels(inner, layer, name, module)):
-        scale = kwargs.get("scaling", getattr(module, "scaling", None))
-        asked = LayerInputs(query, key, scale if isinstance(scale, float) else None)
-        return [ref._replace(layer_inputs=asked) for ref in found]
+    """Return the call of an attention function, or of an unknown one the kernels that it called."""
+    if call.backend not in _KNOWN_BACKENDS:
+        refs = _calls_of_kernels(inner, call.layer, call.backend, call.module)
+        if refs:
+            scale = call.kwargs.get("scaling", getattr(call.module, "scaling", None))
+            inputs = LayerInputs(call.query, call.key, scale if isinstance(scale, float) else None)
+            return [ref._replace(layer_inputs=inputs) for ref in refs]
     last = inner[-1] if inner else None
-    causal = bool(last.call.arguments.get("is_causal")) if last and path == "sdpa" else None
-    lse, cap = LAST_CALL.lse, LAST_CALL.softcap or kwargs.get("softcap")
-    told = LAST_CALL.path or (kernel_path(last) if last is not None else "")
+    is_sdpa = last is not None and call.default_path == "sdpa"
+    ref = AttentionCall(
+        *call,
+        output=output,
+        reported_path=LAST_CALL.path or (kernel_path(last) if last is not None else ""),
+        lse=LAST_CALL.lse,
+        softcap=LAST_CALL.softcap or call.kwargs.get("softcap"),
+        causal=bool(last.call.arguments.get("is_causal")) if last and is_sdpa else None,
+        suppressed_exception=last.suppressed_exception if last is not None else None,
+        function=function,
+    )
     LAST_CALL.lse = None
-    return [
-        AttentionCall(
-            *(layer, name, path, module, query, key, value, args, kwargs, output, told, lse, cap),
-            causal=causal,
-            suppressed_exception=last.suppressed_exception if last is not None else None,
-            function=function,
-        )
-    ]
+    return [ref]
 
 
 def _calls_of_kernels(
     calls: Iterable[KernelReturn], layer: int, backend: str, module: nn.Module
 ) -> list[AttentionCall]:
-    found = (call_of_kernel(call, layer, backend, module) for call in calls)
-    return [ref for ref in found if ref is not None]
+    refs = (call_of_kernel(call, layer, backend, module) for call in calls)
+    return [ref for ref in refs if ref is not None]
 
 
 def _unseen_text(n_seen: int, n_layers: int) -> str:
     return (
-        f"Attention was seen in {n_seen} of {n_layers} layers: the others called no kernel that is "
-        "watched (own arithmetic, another library's kernel, or a compiled model)."
+        f"Attention was seen in {n_seen} of {n_layers} layers. The others did not call a kernel "
+        "that flexinspect observes (own arithmetic, another library's kernel, a compiled model)."
     )
 
 
 def _backend_path(backend: str) -> str:
-    """Name the path of a backend that is not ours, from the name it was dispatched under."""
+    """Return the path of a backend that does not report it, from its registered name."""
     if backend == "flex_attention":
         return "flex compiled"
     return _BACKEND_PATHS.get(backend, "other")

@@ -1,7 +1,8 @@
-"""What a mask does in batch rows beyond the first, whose cells alone are recorded: a sample.
+"""Compares a sample of a mask between batch rows; cells are recorded for batch row 0 only.
 
-A rule that ignores the batch costs one evaluation of the sample, once for each rule and kind of
-step. A mask made for one batch row whose rule reads `b` is right uncompiled and wrong compiled.
+A mask_mod that ignores the batch costs one evaluation of the sample, once per mask_mod and kind of
+step. A block mask with one batch row whose mask_mod reads `b` is correct uncompiled and wrong
+compiled.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ BATCH_ROWS = "batch-rows"
 SAMPLE_ROWS = 32
 """Rows of a mask that are evaluated for every batch row."""
 MAX_SAMPLE_CELLS = 1 << 22
-"""Cells, over batch rows, that are evaluated at once; larger masks are left alone."""
+"""Most cells, over all batch rows, that are evaluated; larger samples are skipped."""
 
 _PREFIX, _N_COLUMNS = "batchrows/", 6
 
 
 class BatchRowChecker:
-    """Looks at each mask of a batch once, and tells where its batch rows differ, if they do."""
+    """Compares the batch rows of each mask once per generation."""
 
     def __init__(self) -> None:
         self._checked: set[tuple[Any, ...]] = set()
 
     def begin(self) -> None:
-        """A generation begins: its rules may have captured other things."""
+        """Start a generation: its mask_mods may have captured other values."""
         self._checked.clear()
 
     def put(
@@ -52,7 +53,7 @@ class BatchRowChecker:
         masks: Sequence[CapturedMask],
         buffer: StepBuffer,
     ) -> None:
-        """Put, for each mask that is new and for several batch rows, how these differ."""
+        """Put a summary of the batch rows of each new mask; calls with one batch row have none."""
         if refs[0].query.shape[0] < 2:
             return
         first = {number: ref for ref, number in zip(reversed(refs), reversed(numbers), strict=True)}
@@ -60,14 +61,14 @@ class BatchRowChecker:
             ref = first.get(mask.number)
             if ref is None or not self._is_new(ref, mask):
                 continue
-            with suppress(Exception):  # a rule may not take what the call itself never gave it
-                found = _compare_batch_rows(ref, mask)
-                if found is not None:
-                    buffer.put(f"{_PREFIX}{mask.number}", found)
+            with suppress(Exception):  # a mask_mod may fail for indices its kernel never passed
+                summary = _compare_batch_rows(ref, mask)
+                if summary is not None:
+                    buffer.put(f"{_PREFIX}{mask.number}", summary)
 
     def _is_new(self, ref: AttentionCall, mask: CapturedMask) -> bool:
-        rule = None if mask.mask_mod is None else mask_mod_name(mask.mask_mod)
-        key = (ref.layer, mask.kind, rule, mask.q_len == 1, ref.query.shape[0])
+        name = None if mask.mask_mod is None else mask_mod_name(mask.mask_mod)
+        key = (ref.layer, mask.kind, name, mask.q_len == 1, ref.query.shape[0])
         if key in self._checked:
             return False
         self._checked.add(key)
@@ -75,20 +76,20 @@ class BatchRowChecker:
 
 
 def _compare_batch_rows(ref: AttentionCall, mask: CapturedMask) -> Tensor | None:
-    """Return the summary of a mask's batch rows, zeros where one mask is given to all of them.
+    """Return the summary of a mask's batch rows, zeros if one mask applies to all of them.
 
-    None where they cannot be looked at.
+    None if they cannot be compared.
     """
     received, batch, rows = ref.mask, ref.query.shape[0], _sample_row_numbers(mask.q_len)
-    alike = torch.zeros((batch, _N_COLUMNS), dtype=torch.int64, device=ref.query.device)
+    equal = torch.zeros((batch, _N_COLUMNS), dtype=torch.int64, device=ref.query.device)
     is_dense = isinstance(received, Tensor)
     if received is None or (is_dense and (received.dim() < 4 or received.shape[0] == 1)):
-        return alike
+        return equal
     if batch * len(rows) * mask.kv_len > MAX_SAMPLE_CELLS:
         return None
     if isinstance(received, BlockMask):
         cells = _evaluate_mask_mod(received, batch, rows, mask.kv_len)
-        return alike if cells.stride(0) == 0 else _summarize_rows(cells, mask)
+        return equal if cells.stride(0) == 0 else _summarize_rows(cells, mask)
     if not is_dense or received.shape[0] != batch or received.shape[2] != mask.q_len:
         return None
     part = received[:, 0, rows.to(received.device), : mask.kv_len]
@@ -97,12 +98,15 @@ def _compare_batch_rows(ref: AttentionCall, mask: CapturedMask) -> Tensor | None
 
 
 def _sample_row_numbers(n_rows: int) -> Tensor:
-    """Return the first rows, the last, and some between."""
+    """Return up to `SAMPLE_ROWS` evenly spaced rows, the first and the last among them."""
     return torch.linspace(0, n_rows - 1, min(n_rows, SAMPLE_ROWS)).round().long()
 
 
 def _evaluate_mask_mod(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Tensor:
-    """Evaluate a rule as flex does. vmap gives batch rows that it ignores a stride of 0."""
+    """Evaluate a mask_mod as flex does, bool (batch, rows, keys), for head 0.
+
+    vmap expands a dimension that the mask_mod ignores with a stride of 0.
+    """
     device = block_mask.kv_num_blocks.device
     over_kv = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
     over_q = torch.vmap(over_kv, in_dims=(None, None, 0, None))
@@ -115,21 +119,26 @@ def _evaluate_mask_mod(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: 
 
 
 def _summarize_rows(cells: Tensor, mask: CapturedMask) -> Tensor:
-    """Return int64 (batch, 6) for each batch row.
+    """Return int64 (batch, 6), for each batch row of `cells` (batch, sample rows, keys).
 
-    Cells that differ from batch row 0, the first of them (row, key), open cells, cells that lie in
-    the future of their row, and the first key that the newest row sees (how many there are if it
-    sees none).
+    The columns: cells that differ from batch row 0, the first of them (row, key), open cells, open
+    cells in the future of their row, and the first key that the newest row attends to (the number
+    of keys if it attends to none).
     """
     rows = _sample_row_numbers(mask.q_len).to(cells.device)
     keys = torch.arange(cells.shape[2], device=cells.device)
     differs = (cells != cells[:1]).flatten(1)
-    at = differs.int().argmax(1)
-    later = keys + mask.kv_offset > (rows + mask.q_offset)[:, None]
-    counts = [(cells & later).flatten(1).sum(1), cells.flatten(1).sum(1)]
-    place = (rows[at // cells.shape[2]], keys[at % cells.shape[2]])
-    newest = torch.where(cells[:, -1], keys, len(keys)).amin(1)
-    return torch.stack([differs.sum(1), *place, *reversed(counts), newest], 1)
+    first = differs.int().argmax(1)
+    is_future = keys + mask.kv_offset > (rows + mask.q_offset)[:, None]
+    columns = [
+        differs.sum(1),
+        rows[first // cells.shape[2]],
+        keys[first % cells.shape[2]],
+        cells.flatten(1).sum(1),
+        (cells & is_future).flatten(1).sum(1),
+        torch.where(cells[:, -1], keys, len(keys)).amin(1),
+    ]
+    return torch.stack(columns, 1)
 
 
 def record_batch_rows(
@@ -141,24 +150,28 @@ def record_batch_rows(
     *,
     reports_equal: bool,
 ) -> None:
-    """Tell of the masks whose batch rows differ (writer thread); `names` are fingerprints.
+    """Record an event for each mask whose batch rows differ (writer thread).
 
-    `reports_equal` says that those are told of as well that were looked at and do not differ.
+    With `reports_equal` also for each mask that was compared and does not differ.
     """
-    for mask, name in zip(masks, fingerprints, strict=True):
-        found = values.get(f"{_PREFIX}{mask.number}")
-        if found is None or not (reports_equal or found[:, 0].any()):
+    for mask, fingerprint in zip(masks, fingerprints, strict=True):
+        rows = values.get(f"{_PREFIX}{mask.number}")
+        if rows is None or not (reports_equal or rows[:, 0].any()):
             continue
-        data: dict[str, Any] = {"mask": name, "made_for": int(mask.batch), "batch": len(found)}
-        differ = np.flatnonzero(found[:, 0]).tolist()
-        text = f"A mask is the same in all {len(found)} batch rows."
+        data: dict[str, Any] = {
+            "mask": fingerprint,
+            "made_for": int(mask.batch),
+            "batch": len(rows),
+        }
+        differ = np.flatnonzero(rows[:, 0]).tolist()
+        text = f"A mask is the same in all {len(rows)} batch rows."
         if differ:
-            text = f"A mask differs between {len(differ) + 1} of {len(found)} batch rows."
+            text = f"A mask differs between {len(differ) + 1} of {len(rows)} batch rows."
             data |= {
-                "first": [differ[0], *(int(n) for n in found[differ[0], 1:3])],
-                "open": found[:, 3].tolist(),
-                "future": found[:, 4].tolist(),
-                "newest_from": found[:, 5].tolist(),
+                "first": [differ[0], *(int(n) for n in rows[differ[0], 1:3])],
+                "open": rows[:, 3].tolist(),
+                "future": rows[:, 4].tolist(),
+                "newest_from": rows[:, 5].tolist(),
             }
         data["differ"] = differ
         draft.events.append(

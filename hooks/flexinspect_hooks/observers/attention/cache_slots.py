@@ -1,7 +1,7 @@
-"""Key slots that the newest row sees and that hold nothing of its text: counted and weighed.
+"""Finds key slots that the newest row attends to and that hold no token of its sequence.
 
-Looked for where keys are allocated ahead (more of them than the sequence has tokens) and in calls
-outside of models; an ordinary step pays one comparison per distinct mask.
+Such slots exist where keys are allocated ahead (more keys than the sequence has tokens), and in
+standalone calls. An ordinary step costs one comparison per distinct mask.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def put_slots(
     filled: int | None,
     buffer: StepBuffer,
 ) -> None:
-    """Put five numbers for each call that sees slots from `filled` on (None: any may be empty).
+    """Put five numbers for each call whose newest row attends to slots from `filled` on.
 
-    Open keys of the newest row; all-zero ones among those slots and their weight; others among
-    them and their weight. Weights are means over heads, of batch 0.
+    With `filled` None any slot may be empty. The numbers: open keys of the newest row; all-zero
+    keys among those slots, and their weight; other keys among them, and their weight. Weights are
+    means over heads, of batch 0.
     """
     suspects = {mask.number for mask in masks if _is_open(mask, filled)}
     if not suspects:
@@ -48,11 +49,12 @@ def put_slots(
             continue  # as many keys as rows: no cache
         buffer.put(f"{_SLOTS_PREFIX}{index}", _count_slots(ref, masks[number], filled))
         if ref.key.device.type != "cpu":
-            suspects.discard(number)  # one layer of each mask: whether it is open is not known here
+            # On an accelerator `_is_open` did not read the mask, so check one layer of each mask.
+            suspects.discard(number)
 
 
 def _is_open(mask: CapturedMask, filled: int | None) -> bool:
-    """Say whether the newest row may see such slots; on an accelerator nothing waits to know."""
+    """Whether the newest row may attend to such slots; on an accelerator the mask is not read."""
     if mask.cells is None:
         return False
     if filled is None:
@@ -63,31 +65,37 @@ def _is_open(mask: CapturedMask, filled: int | None) -> bool:
 
 
 def _count_slots(ref: AttentionCall, mask: CapturedMask, filled: int | None) -> Tensor:
-    """Return the five numbers; no element is looked at here, as on an accelerator that waits."""
+    """Return the five numbers; no element is read here, which would wait for an accelerator."""
     assert mask.cells is not None
     weights = newest_weights(ref, mask).mean(0)
-    sees = mask.cells[:, -1].any(0)
+    is_open = mask.cells[:, -1].any(0)
     is_zero = (ref.key[0] == 0).all(-1).all(0)
-    suspect = sees & (torch.arange(len(sees), device=sees.device) >= (filled or 0))
+    suspect = is_open & (torch.arange(len(is_open), device=is_open.device) >= (filled or 0))
     empty, stale = suspect & is_zero, suspect & ~is_zero
     if filled is None:
-        # Keys that are zero throughout were meant to be, and a row of zeros is padding itself.
+        # If all keys are zero, that is on purpose; and a query of zeros is a padding row itself.
         empty = empty & ~is_zero.all() & ref.query[0, :, -1].any()
         stale = torch.zeros_like(empty)
-    parts = (sees.sum(), empty.sum(), weights @ empty.float())
-    return torch.stack([part.float() for part in (*parts, stale.sum(), weights @ stale.float())])
+    numbers = (
+        is_open.sum(),
+        empty.sum(),
+        weights @ empty.float(),
+        stale.sum(),
+        weights @ stale.float(),
+    )
+    return torch.stack([number.float() for number in numbers])
 
 
 def record_slots(values: Values, n_calls: int, draft: StepDraft) -> None:
-    """Write the stream, where any call has such slots (writer thread)."""
-    found = {
-        int(k.removeprefix(_SLOTS_PREFIX)): v
-        for k, v in values.items()
-        if k.startswith(_SLOTS_PREFIX)
+    """Write the stream if any call has such slots (writer thread)."""
+    rows = {
+        int(name.removeprefix(_SLOTS_PREFIX)): row
+        for name, row in values.items()
+        if name.startswith(_SLOTS_PREFIX)
     }
-    if not any(row[1] or row[3] for row in found.values()):
+    if not any(row[1] or row[3] for row in rows.values()):
         return
     array = np.zeros((n_calls, 5), np.float32)
-    for index, row in found.items():
+    for index, row in rows.items():
         array[index] = row
     draft.arrays.append(ArrayRecord(SLOTS_STREAM, array))

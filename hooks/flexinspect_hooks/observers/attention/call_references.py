@@ -1,4 +1,4 @@
-"""References to an attention call while its step is open, and what stays of it afterwards."""
+"""References to an attention call while its step is open, and its shape for the writer thread."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flexinspect_hooks.observers.attention.kernel_calls import KernelReturn
 from flexinspect_hooks.observers.attention.kernel_interception import FLEX, KernelCall, repeat_call
 
 _sliding_windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""What each module states, as asking a configuration takes longer than all else about a call."""
+"""Sliding windows by module, cached: reading a configuration takes longer than the other facts."""
 
 SAME_MASK: Any = object()
-"""In place of the mask that a layer was handed: the call's own."""
+"""Value of `mask_passed_to_layer` if it is the call's own mask."""
 
 
 class LayerInputs(NamedTuple):
-    """What a layer gave an attention function of the user's: before the function did anything."""
+    """The arguments that a layer passed to an attention function of the user."""
 
     query: Tensor
     key: Tensor
@@ -32,10 +32,10 @@ class LayerInputs(NamedTuple):
 class AttentionCall(NamedTuple):
     """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D).
 
-    A tuple, because one is made per layer inside the forward. `causal` is what the kernel was told
-    (None: what the module is). `unknown_scores` says that a score_mod or dropout changes scores or
-    weights in a way that is not repeated here. `handed` is the mask that the layer was given.
-    `function` or `kernel` is what was called, to call it again.
+    A tuple, because one is created per layer inside the forward. `causal` is the kernel's argument
+    (None: the module's attribute decides). With `unknown_scores` a score_mod or dropout changes
+    scores or weights, so that they cannot be recomputed. `mask_passed_to_layer` is the mask that
+    the layer received. `function` or `kernel` is what was called, for `repeat`.
     """
 
     layer: int
@@ -60,25 +60,25 @@ class AttentionCall(NamedTuple):
     layer_inputs: LayerInputs | None = None
 
     def repeat(self, value: Tensor) -> Tensor:
-        """Make the same call with other values (B, kv heads, keys, D); returns (B, rows, heads, D).
+        """Repeat the call with other values (B, kv heads, keys, D); returns (B, rows, heads, D).
 
-        Raises whatever the call raises.
+        Exceptions of the call propagate.
         """
         if self.kernel is not None:
             output, _ = _split_output(repeat_call(self.kernel, value))
             return cast(Tensor, output).transpose(1, 2)
         assert self.function is not None
-        given = (self.module, self.query, self.key, value, *self.args)
-        return cast(Tensor, self.function(*given, **self.kwargs)[0])
+        output = self.function(self.module, self.query, self.key, value, *self.args, **self.kwargs)
+        return cast(Tensor, output[0])
 
     @property
     def path(self) -> str:
-        """The path taken: what our backend told, else what the backend's name means."""
+        """The path that ran: as reported by the backend, else derived from the backend's name."""
         return self.reported_path or self.default_path
 
     @property
     def mask(self) -> Any:
-        """The mask that the layer received."""
+        """The mask of the call."""
         return self.args[0] if self.args else self.kwargs.get("attention_mask")
 
     @property
@@ -89,31 +89,30 @@ class AttentionCall(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether the call is causal when it gets no mask."""
+        """Whether the call is causal if it has no mask."""
         return bool(getattr(self.module, "is_causal", True)) if self.causal is None else self.causal
 
     @property
     def window(self) -> int | None:
-        """How many keys the layer's sliding window holds, None without one.
+        """The number of keys in the layer's sliding window, None without one.
 
-        As transformers passes it on; a kernel that own code calls is not told, but the layer is.
+        From the argument that transformers passes; a kernel call in code of the user has none, so
+        there the module's attribute counts.
         """
-        found = self.kwargs.get("sliding_window", SAME_MASK)
-        if found is SAME_MASK:
-            found = _cached_window(self.module)
-        return found if type(found) is int and found > 0 else None
+        window = self.kwargs.get("sliding_window", SAME_MASK)
+        if window is SAME_MASK:
+            window = _cached_window(self.module)
+        return window if type(window) is int and window > 0 else None
 
     @property
     def passed_mask_text(self) -> str | None:
-        """The mask that the layer was given, in words; None when it is the one of the call.
+        """Describes the mask that the layer received; None if it is the mask of the call.
 
-        A dense mask of which transformers' flex reads a corner is not what its kernel gets.
+        If transformers' flex reads only a part of a dense mask, that mask is not the kernel's.
         """
-        if (
-            self.mask_passed_to_layer is not SAME_MASK
-            and self.mask_passed_to_layer is not self.mask
-        ):
-            return describe_mask(self.mask_passed_to_layer)
+        passed = self.mask_passed_to_layer
+        if passed is not SAME_MASK and passed is not self.mask:
+            return describe_mask(passed)
         if not (self.reported_path or self.default_path).startswith("flex"):
             return None
         mask = self.mask
@@ -141,9 +140,9 @@ class CallShape(NamedTuple):
     def record(
         self, mask: str | None, lse_error: float | None, check_kind: str | None
     ) -> CallRecord:
-        """Return the call's record."""
+        """Return the call's record, with its mask's fingerprint and the result of its check."""
         batch, q_heads, q_len, head_dim = self.q
-        dtype = _DTYPES[self.dtype]
+        # By position: a record is created per layer and step.
         return CallRecord(
             self.layer,
             self.path,
@@ -155,7 +154,7 @@ class CallShape(NamedTuple):
             q_len,
             self.k[2],
             head_dim,
-            dtype,
+            _DTYPES[self.dtype],
             self.scale,
             lse_error,
             check_kind,
@@ -168,7 +167,7 @@ class CallShape(NamedTuple):
 
 
 class _DTypeNames(dict[torch.dtype, str]):
-    """torch.float32 to "float32", each made once."""
+    """Maps torch.float32 to "float32", and caches the names."""
 
     def __missing__(self, dtype: torch.dtype) -> str:
         self[dtype] = str(dtype).removeprefix("torch.")
@@ -179,30 +178,36 @@ _DTYPES = _DTypeNames()
 
 
 def call_shape(ref: AttentionCall) -> CallShape:
-    """Return what stays of a call once its tensors are gone."""
-    query = ref.query
-    path = ref.reported_path or ref.default_path
-    scale = ref.kwargs.get("scaling")
-    cap = float(ref.softcap) if ref.softcap else None
-    shapes = (query.shape, ref.key.shape)
+    """Return a call without its tensors."""
     causal = getattr(ref.module, "is_causal", None)
-    about = (ref.passed_mask_text, ref.suppressed_exception)
-    said = (causal if type(causal) is bool else None, ref.window)
-    return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap, *about, *said)
+    return CallShape(
+        layer=ref.layer,
+        path=ref.path,
+        backend=ref.backend,
+        q=ref.query.shape,
+        k=ref.key.shape,
+        dtype=ref.query.dtype,
+        scale=ref.scale,
+        softcap=float(ref.softcap) if ref.softcap else None,
+        mask_passed_to_layer=ref.passed_mask_text,
+        suppressed_exception=ref.suppressed_exception,
+        causal=causal if type(causal) is bool else None,
+        window=ref.window,
+    )
 
 
 def _cached_window(module: nn.Module) -> Any:
     try:
         return _sliding_windows[module]
     except KeyError:
-        found = _sliding_windows[module] = _window_of(module)
-        return found
-    except TypeError:  # of calls in no known layer there is but a proxy of the model
+        window = _sliding_windows[module] = _window_of(module)
+        return window
+    except TypeError:  # a call in no known layer has a weak proxy of the model as its module
         return None
 
 
 def _window_of(module: nn.Module) -> Any:
-    """Return the sliding window that an attention module states, or its model for all layers."""
+    """Return an attention module's sliding window, or its configuration's if for all layers."""
     own = module.__dict__
     if "sliding_window" in own:
         return own["sliding_window"]
@@ -211,7 +216,7 @@ def _window_of(module: nn.Module) -> Any:
 
 
 def describe_mask(mask: Any) -> str:
-    """Return what kind of mask it is and its size: "none", "block (1, 1, 8, 8)", "bool (8, 8)"."""
+    """Return the kind and size of a mask: "none", "block (1, 1, 8, 8)", "bool (8, 8)"."""
     if mask is None:
         return "none"
     if isinstance(mask, BlockMask):
@@ -222,7 +227,7 @@ def describe_mask(mask: Any) -> str:
 
 
 def kernel_path(returned: KernelReturn) -> str:
-    """Return the path of a kernel's call."""
+    """Return the path of a kernel call: "flex compiled", "flex uncompiled" or "sdpa"."""
     if returned.call.name == FLEX:
         return "flex compiled" if returned.call.compiled else "flex uncompiled"
     return "sdpa"
@@ -231,27 +236,31 @@ def kernel_path(returned: KernelReturn) -> str:
 def call_of_kernel(
     returned: KernelReturn, layer: int, backend: str, module: nn.Module
 ) -> AttentionCall | None:
-    """Return a kernel's own call as that of a layer; None when its tensors are not (B, H, L, D)."""
-    given, is_flex = returned.call.arguments, returned.call.name == FLEX
-    query, key, value = (given.get(name) for name in ("query", "key", "value"))
+    """Return a kernel call as the call of a layer; None if its tensors are not (B, H, L, D)."""
+    arguments, is_flex = returned.call.arguments, returned.call.name == FLEX
+    query, key, value = (arguments.get(name) for name in ("query", "key", "value"))
     out, lse = _split_output(returned.output)
     if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (query, key, value, out)):
         return None
     assert isinstance(query, Tensor)
     assert isinstance(key, Tensor)
     assert isinstance(value, Tensor)
-    mask = given.get("block_mask" if is_flex else "attn_mask")
-    changed = given.get("score_mod") if is_flex else given.get("dropout_p")
     return AttentionCall(
-        *(layer, backend, kernel_path(returned), module, query, key, value),
-        args=(mask,),
-        kwargs={"scaling": given.get("scale")},
+        layer=layer,
+        backend=backend,
+        default_path=kernel_path(returned),
+        module=module,
+        query=query,
+        key=key,
+        value=value,
+        args=(arguments.get("block_mask" if is_flex else "attn_mask"),),
+        kwargs={"scaling": arguments.get("scale")},
         output=out.transpose(1, 2),
         reported_path="",
         lse=lse,
         softcap=None,
-        causal=False if is_flex else bool(given.get("is_causal")),
-        unknown_scores=bool(changed),
+        causal=False if is_flex else bool(arguments.get("is_causal")),
+        unknown_scores=bool(arguments.get("score_mod" if is_flex else "dropout_p")),
         mask_passed_to_layer=SAME_MASK if returned.layer is None else returned.mask_passed_to_layer,
         suppressed_exception=returned.suppressed_exception,
         kernel=returned.call,
@@ -259,7 +268,7 @@ def call_of_kernel(
 
 
 def _split_output(output: Any) -> tuple[Any, Tensor | None]:
-    """Return a kernel's output and its row LSE, if the caller asked for that."""
+    """Return a kernel's output and its row LSE, None if the caller did not request it."""
     if not isinstance(output, tuple):
         return output, None
     extra = output[1] if len(output) > 1 else None

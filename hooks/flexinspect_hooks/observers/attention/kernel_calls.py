@@ -1,4 +1,4 @@
-"""Kernel calls of one model: in which layer, after what failure, and the masks built for them."""
+"""Observes the kernel calls of one model: their layer, suppressed exceptions, and built masks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.python_mods import on_compiled_call
+from flexinspect_hooks.interpreter.torch_private import module_call_code
 from flexinspect_hooks.interpreter.user_functions import mask_mod_name
 from flexinspect_hooks.observers.attention.kernel_interception import (
     BUILD,
@@ -33,11 +34,11 @@ from flexinspect_hooks.observers.memory_hook import peak_bytes
 
 
 class KernelReturn(NamedTuple):
-    """A kernel call that returned, in the layer `layer` (None: in none that is known).
+    """A kernel call that returned, in layer `layer` (None: in no known layer).
 
-    `module` is the layer's attention module and `handed` the mask that it was given. `swallowed`
-    names the exception in whose handler the call was made, or which a kernel raised before in the
-    same layer.
+    `module` is the layer's attention module and `mask_passed_to_layer` the mask that it received.
+    `suppressed_exception` names the exception in whose handler the call was made, or which a kernel
+    raised earlier in the same layer.
     """
 
     layer: int | None
@@ -49,7 +50,7 @@ class KernelReturn(NamedTuple):
 
 
 class CurrentLayer(NamedTuple):
-    """An attention module whose forward is running, and the mask that it was given."""
+    """An attention module whose forward is running, and the mask that it received."""
 
     layer: int
     module: nn.Module
@@ -57,7 +58,10 @@ class CurrentLayer(NamedTuple):
 
 
 class PendingCall(NamedTuple):
-    """A call under way: where, what it makes up for, when it began, the peak memory before it."""
+    """A call that has not returned yet. `peak` is the peak memory in bytes before a mask is built.
+
+    `started` is a time of `time.perf_counter`.
+    """
 
     call: KernelCall
     current_layer: CurrentLayer | None
@@ -67,14 +71,14 @@ class PendingCall(NamedTuple):
 
 
 _active: list[KernelCalls] = []
-"""Everyone who observes the kernels now."""
+"""All instances that observe the kernels now."""
 
 _thread = threading.local()
 
 
 @contextmanager
 def ignore_kernels() -> Iterator[None]:
-    """While entered, nobody describes the kernels that this thread calls: their caller is seen."""
+    """While entered, kernel calls of this thread are not recorded, because their caller is."""
     _thread.is_quiet = True
     try:
         yield
@@ -87,25 +91,25 @@ def _kernels_ignored() -> bool:
 
 
 def is_forward_running() -> bool:
-    """Say whether a watched model's forward is running in this thread, recorded or passed over."""
-    is_passed = getattr(_thread, "is_passed", False)
-    return is_passed or any(each.context.is_open for each in _active)
+    """Whether this thread runs a forward of a watched model, recorded or not."""
+    is_unrecorded = getattr(_thread, "is_unrecorded", False)
+    return is_unrecorded or any(calls.context.is_open for calls in _active)
 
 
 def set_unrecorded(*, is_unrecorded: bool) -> None:
-    """Say whether this thread runs a forward of a watched model that is not recorded."""
-    _thread.is_passed = is_unrecorded
+    """Set whether this thread runs a forward of a watched model that is not recorded."""
+    _thread.is_unrecorded = is_unrecorded
 
 
 _unassigned_builds: deque[BuildRecord] = deque(maxlen=1000)
-"""Masks that were built in no step: the next step that is recorded, of whatever model, has them."""
+"""Masks that were built outside of a step; the next recorded step of any model takes them."""
 
 
 @dataclass(slots=True, eq=False)
 class KernelCalls:
-    """Observes the kernels while the model's forward is open, and what is built in no forward.
+    """Observes the kernels while the model's forward runs, and masks built outside of a forward.
 
-    `done` is what a step has seen so far; whoever reduces the step clears it.
+    `done` are the calls of the step so far, until the hook that reduces the step takes them.
     """
 
     context: CaptureContext
@@ -118,9 +122,9 @@ class KernelCalls:
     _root: int = 0
 
     def install(self) -> Iterable[Remove]:
-        """Watch the kernels, and whether the model's forward returns.
+        """Observe the kernels, and whether the model's forward returns.
 
-        In which layer a kernel is called is read from the stack, so that layers need no hooks.
+        The layer of a kernel call is read from the stack, so that layers need no hooks.
         """
         self._root = id(self.context.model)
         removes = [self.observe()]
@@ -129,23 +133,23 @@ class KernelCalls:
             if torch.compiler.is_compiling():
                 return
             set_unrecorded(is_unrecorded=False)
-            # It raised; other hooks may still look at a forward that did not.
+            # The forward raised. Of a forward that returned, other hooks still need `is_open`.
             if output is None and self.context.is_open:
                 error = sys.exception()
                 self.context.exit_reason = describe_error(error) if error is not None else ""
                 self.context.is_open = False
 
-        # Copies of a model carry its hooks along: functions, as a method would be copied with us.
+        # A function: a copy of the model copies its hooks, and with a method this object too.
         removes.append(self.context.model.register_forward_hook(close, always_call=True).remove)
         return removes
 
     def observe(self) -> Remove:
-        """Watch the kernels alone; returns what ends that."""
-        end = observe_kernels(self)
+        """Observe the kernels only; returns a function that stops it."""
+        stop_observing = observe_kernels(self)
         _active.append(self)
 
         def remove() -> None:
-            end()
+            stop_observing()
             if self in _active:
                 _active.remove(self)
             if not _active:
@@ -154,7 +158,7 @@ class KernelCalls:
         return remove
 
     def open(self, step: StepContext) -> None:
-        """A step begins."""
+        """Drop the state of the step before."""
         self._step = step
         self.done.clear()
         self._builds.clear()
@@ -162,135 +166,155 @@ class KernelCalls:
         self._outer_exception = sys.exception()
 
     def take_since(self, mark: int) -> list[KernelReturn]:
-        """Return the calls after the first `mark`, and keep them no longer."""
-        found = self.done[mark:]
+        """Return the calls after the first `mark`, and drop them."""
+        calls = self.done[mark:]
         del self.done[mark:]
-        return found
+        return calls
 
     def unassigned_builds(self) -> tuple[BuildRecord, ...]:
-        """Return the masks that were built in no step, since the last one."""
+        """Return the masks that were built outside of a step, since the last recorded step."""
         return tuple(_unassigned_builds)
 
     def take_builds(self) -> tuple[BuildRecord, ...]:
-        """Return the masks that were built for the step, before it and in it; once."""
-        found = (*self.unassigned_builds(), *self._builds)
+        """Return the masks that were built for the step, before it and in it, and drop them."""
+        builds = (*self.unassigned_builds(), *self._builds)
         _unassigned_builds.clear()
         self._builds.clear()
-        return found
+        return builds
 
     # -- the observer ----------------------------------------------------------------------------
 
     def accepts(self, name: str) -> bool:
-        """Want the calls of an open step, and masks that are built in no step of anybody."""
+        """Accept the calls of the open step, and masks that are built outside of any forward."""
         if self.context.is_open:
             return not _kernels_ignored()
         return name == BUILD and not is_forward_running()
 
     def before(self, call: KernelCall) -> PendingCall | None:
-        """Return what has to be known of a call before it is made."""
+        """Return what must be read before the call is made."""
         peak = peak_bytes(self.context.device) if call.name == BUILD else 0
-        place = _current_layer(self.context.layer_of, self._root) if self.context.is_open else None
-        layer = None if place is None else place.layer
+        current = (
+            _current_layer(self.context.layer_of, self._root) if self.context.is_open else None
+        )
+        layer = None if current is None else current.layer
         if call.compiled and call.name == FLEX:
-            given = call.arguments
-            rules = (given.get("score_mod"), given.get("block_mask"))
+            arguments = call.arguments
             last_kernel_call.begin_kernel_call(
-                self._call_place(layer), given["query"], given["key"], *rules
+                self._call_place(layer),
+                query=arguments["query"],
+                key=arguments["key"],
+                score_mod=arguments.get("score_mod"),
+                block_mask=arguments.get("block_mask"),
             )
             on_compiled_call()
-        return PendingCall(call, place, self.suppressed_exception(layer), time.perf_counter(), peak)
+        return PendingCall(
+            call=call,
+            current_layer=current,
+            suppressed_exception=self.suppressed_exception(layer),
+            started=time.perf_counter(),
+            peak=peak,
+        )
 
     def after(self, pending: PendingCall, output: Any) -> None:
-        """Keep what it was."""
+        """Keep a call that returned, or the record of a mask that was built."""
         if pending.call.compiled:
             last_kernel_call.end_kernel_call()
         if pending.call.name == BUILD:
-            (self._builds if self.context.is_open else _unassigned_builds).append(
-                self._build_record(pending)
-            )
+            builds = self._builds if self.context.is_open else _unassigned_builds
+            builds.append(self._build_record(pending))
             return
-        layer, module, handed = pending.current_layer or (None, None, None)
+        layer, module, passed_mask = pending.current_layer or (None, None, None)
         call = pending.call
         if call.compiled and call.name == FLEX and ran_uncompiled():
             call = call._replace(compiled=False)
-        done = KernelReturn(layer, call, output, handed, pending.suppressed_exception, module)
-        self.done.append(done)
+        returned = KernelReturn(
+            layer=layer,
+            call=call,
+            output=output,
+            mask_passed_to_layer=passed_mask,
+            suppressed_exception=pending.suppressed_exception,
+            module=module,
+        )
+        self.done.append(returned)
         if self.context.on_kernel is not None:
-            self.context.on_kernel(done)
+            self.context.on_kernel(returned)
 
     def failed(self, pending: PendingCall, error: BaseException) -> None:
-        """Say that a kernel raised."""
-        self.report_raised(
-            pending.call,
-            None if pending.current_layer is None else pending.current_layer.layer,
-            error,
-        )
+        """Report a kernel call that raised."""
+        current = pending.current_layer
+        self.report_raised(pending.call, None if current is None else current.layer, error)
 
     def report_raised(self, call: KernelCall, layer: int | None, error: BaseException) -> None:
-        """Say so at once, once for each layer and message: the step may never be recorded."""
+        """Record an event at once, because the step may never be recorded.
+
+        Each message is recorded once per layer.
+        """
         if call.compiled:
             last_kernel_call.end_kernel_call()
-        words = describe_error(error)
+        message = describe_error(error)
         if layer is not None:
-            self._errors[layer] = words
-        key = (layer, call.name, words)
+            self._errors[layer] = message
+        key = (layer, call.name, message)
         if key not in self._reported:
             self._reported.add(key)
             where = "" if layer is None else f"Layer {layer}: "
             facts = _call_facts(call)
             lengths = ", ".join(f"{name} {value}" for name, value in facts.items())
-            text = f"{where}{call.name} raised {words} ({lengths})"
-            data = {"layer": layer, "kernel": call.name, "error": words, **facts}
+            text = f"{where}{call.name} raised {message} ({lengths})"
+            data = {"layer": layer, "kernel": call.name, "error": message, **facts}
             self.context.record_event("kernel-failed", text, data)
 
     def _call_place(self, layer: int | None) -> CallPlace:
-        """Return generation, step and layer of a call that is made now."""
+        """Return (generation, step, layer) of a call that is made now; layer -1 if not known."""
         step = self._step if self.context.is_open else None
         if step is None:
             return NO_PLACE
         return step.generation, step.step, -1 if layer is None else layer
 
     def suppressed_exception(self, layer: int | None) -> str | None:
-        """Return what a call that is made now makes up for, None for nothing."""
+        """Return the exception after which a call is made now, None if there is none.
+
+        It is being handled in this thread, or a kernel raised it earlier in the same layer.
+        """
         error = sys.exception()
         if error is not None and error is not self._outer_exception:
             return describe_error(error)
         return self._errors.get(layer) if layer is not None else None
 
     def _build_record(self, pending: PendingCall) -> BuildRecord:
-        given = pending.call.arguments
-        grown = max(peak_bytes(self.context.device) - pending.peak, 0)
+        arguments = pending.call.arguments
+        peak_growth = max(peak_bytes(self.context.device) - pending.peak, 0)
         return BuildRecord(
             layer=pending.current_layer.layer if pending.current_layer is not None else None,
-            batch=given.get("B"),
-            heads=given.get("H"),
-            q_len=int(given["Q_LEN"]),
-            kv_len=int(given["KV_LEN"]),
-            rule=mask_mod_name(given["mask_mod"]),
+            batch=arguments.get("B"),
+            heads=arguments.get("H"),
+            q_len=int(arguments["Q_LEN"]),
+            kv_len=int(arguments["KV_LEN"]),
+            rule=mask_mod_name(arguments["mask_mod"]),
             wall_ms=(time.perf_counter() - pending.started) * 1e3,
-            peak_growth=grown,
+            peak_growth=peak_growth,
         )
 
 
-_CALL_IMPL = nn.Module._call_impl.__code__
-"""What runs a module's forward, whoever replaced that on the instance."""
+_MODULE_CALL = module_call_code()
 
 
 def _current_layer(layer_of: Mapping[int, int], root: int) -> CurrentLayer | None:
-    """Return the innermost attention layer whose forward is running, as the stack tells.
+    """Return the innermost attention layer whose forward is running, read from the stack.
 
-    No further than to the model itself, whose id is `root`.
+    The search ends at the model itself, whose id is `root`.
     """
     frame = sys._getframe(1)
-    while (up := frame.f_back) is not None:
-        frame = up
-        if frame.f_code is not _CALL_IMPL:
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code is not _MODULE_CALL:
             continue
-        told = frame.f_locals
-        module = told["self"]
+        variables = frame.f_locals
+        module = variables["self"]
         layer = layer_of.get(id(module))
         if layer is not None:
-            return CurrentLayer(layer, module, _mask_argument(told["args"], told["kwargs"]))
+            mask = _mask_argument(variables["args"], variables["kwargs"])
+            return CurrentLayer(layer, module, mask)
         if id(module) == root:
             return None
     return None
@@ -303,7 +327,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _mask_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the mask that an attention module was called with: by name, else the likely one."""
+    """Return an attention module's mask: `attention_mask`, else the first argument like a mask."""
     if "attention_mask" in kwargs:
         return kwargs["attention_mask"]
     masks = [value for value in args[1:] if isinstance(value, BlockMask) or _is_dense_mask(value)]
@@ -318,19 +342,21 @@ _SIZE_ARGUMENTS = (("batch", "B"), ("heads", "H"))
 
 
 def _call_facts(call: KernelCall) -> dict[str, Any]:
-    """Return the lengths that tell why a call may have failed."""
-    given = call.arguments
+    """Return the sizes of a call's tensors, which may explain why it failed."""
+    arguments = call.arguments
     if call.name == BUILD:
-        sizes = {name: given[key] for name, key in _SIZE_ARGUMENTS if given.get(key) is not None}
-        return {"q_len": given.get("Q_LEN"), "kv_len": given.get("KV_LEN"), **sizes}
+        sizes = {
+            name: arguments[key] for name, key in _SIZE_ARGUMENTS if arguments.get(key) is not None
+        }
+        return {"q_len": arguments.get("Q_LEN"), "kv_len": arguments.get("KV_LEN"), **sizes}
+    query = arguments.get("query")
     facts: dict[str, Any] = {
-        "q_len": _row_count(given.get("query")),
-        "kv_len": _row_count(given.get("key")),
+        "q_len": _row_count(query),
+        "kv_len": _row_count(arguments.get("key")),
     }
-    query = given.get("query")
     if isinstance(query, Tensor) and query.dim() == 4:
         facts |= {"batch": int(query.shape[0]), "heads": int(query.shape[1])}
-    mask = given.get("block_mask" if call.name == FLEX else "attn_mask")
+    mask = arguments.get("block_mask" if call.name == FLEX else "attn_mask")
     if isinstance(mask, BlockMask):
         batch, heads, q_len, kv_len = mask.shape
         facts |= {"mask_batch": batch, "mask_heads": heads, "mask_q": q_len, "mask_kv": kv_len}

@@ -1,12 +1,13 @@
-"""The attention kernels themselves, watched in the whole process, however they were imported.
+"""Intercepts the attention kernels in the whole process, however they were imported.
 
-`flex_attention` and `create_block_mask` are Python functions: while somebody observes, their code
-is exchanged for a detour, so that every name, closure and compiled wrapper that holds the function
-takes it. `scaled_dot_product_attention` is built in, so every module that holds it gets a wrapper
-under its name. Afterwards everything is as it was.
+`flex_attention` and `create_block_mask` are Python functions: while there are observers, their code
+is replaced by a detour, so that every name, closure and compiled wrapper that refers to the
+function takes it. `scaled_dot_product_attention` is a built-in, so every module that refers to it
+gets a wrapper under that name. Without observers everything is restored.
 
-A call made inside a compiled graph runs no Python and is not seen. `torch.compile(flex_attention)`
-is: dynamo passes over the detour and compiles, or finds compiled, the function's own code.
+A call inside a compiled graph runs no Python and is not observed. A call of
+`torch.compile(flex_attention)` is: dynamo skips the detour and compiles the function's own code, or
+finds it compiled.
 """
 
 from __future__ import annotations
@@ -24,19 +25,18 @@ import torch
 import torch.nn.attention.flex_attention as flex_module
 import torch.nn.functional as functional
 from torch import Tensor
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.eval_frame import skip_code
 
 from flexinspect_hooks.capture.hook import Remove
 from flexinspect_hooks.debugger.python_mods import with_python_mods
+from flexinspect_hooks.interpreter.torch_private import eval_frame_callback_getter, skip_code
 
 FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
 
 
 class KernelCall(NamedTuple):
-    """A call of a kernel: which, its arguments by name, whether compiled code is to run it.
+    """A call of a kernel: its name, its arguments by name, whether a compiled wrapper called it.
 
-    Past dynamo's recompile limit a compiled wrapper runs plain Python, as `ran_uncompiled` tells.
+    Past dynamo's recompile limit a compiled wrapper runs plain Python; see `ran_uncompiled`.
     """
 
     name: str
@@ -45,41 +45,43 @@ class KernelCall(NamedTuple):
 
 
 def repeat_call(call: KernelCall, value: Tensor) -> Any:
-    """Make a call of an attention kernel again, with other values."""
-    given = {**call.arguments, "value": value}
+    """Repeat a call of an attention kernel with another `value`, (B, kv heads, keys, D)."""
+    arguments = {**call.arguments, "value": value}
     if call.name == SDPA:
-        return functional.scaled_dot_product_attention(**given)
+        return functional.scaled_dot_product_attention(**arguments)
     kernel = flex_module.flex_attention
-    return torch.compile(kernel)(**given) if call.compiled else kernel(**given)
+    return torch.compile(kernel)(**arguments) if call.compiled else kernel(**arguments)
 
 
 class KernelObserver(Protocol):
-    """Who is told of kernel calls. What an observer raises is lost; the call goes on."""
+    """Receives kernel calls. Exceptions of an observer are ignored; the call continues."""
 
     def accepts(self, name: str) -> bool:
-        """Say whether to describe a call of this kernel; asked first, as describing it costs."""
+        """Whether the observer may want a call of this kernel. Called before the call is described,
+        because describing it costs time.
+        """
         ...
 
     def before(self, call: KernelCall) -> Any:
-        """A call begins; None when it is none of the observer's, else what names it later."""
+        """Called before the kernel. Returns an object for `after` or `failed`, None to decline."""
         ...
 
     def after(self, note: Any, output: Any) -> None:
-        """It returned."""
+        """Called when the kernel returned; `note` is what `before` returned."""
         ...
 
     def failed(self, note: Any, error: BaseException) -> None:
-        """It raised, and the exception goes on to the caller."""
+        """Called when the kernel raised; the exception then propagates to the caller."""
         ...
 
 
 _observers: list[KernelObserver] = []
-"""The newest is asked first, and the first that wants a call has it alone."""
+"""The newest comes first, and only the first that takes a call receives it."""
 _restores: list[Remove] = []
 
 
 def observe_kernels(observer: KernelObserver) -> Remove:
-    """Tell `observer` of every call from now on; returns what ends that."""
+    """Pass every kernel call to `observer` from now on; returns a function that stops it."""
     if not _observers:
         _install()
     _observers.append(observer)
@@ -107,13 +109,13 @@ def _uninstall() -> None:
 
 
 _UNCOMPILED_ONLY = "setup_compilation_env"
-"""What `flex_attention` calls where it runs as Python, and nowhere else."""
+"""A function that `flex_attention` calls only when it runs as plain Python."""
 
 _local = threading.local()
 
 
 def ran_uncompiled() -> bool:
-    """Say whether the last call of FlexAttention in this thread ran as plain Python."""
+    """Whether the last call of FlexAttention in this thread ran as plain Python."""
     return getattr(_local, "ran_plain", False)
 
 
@@ -133,25 +135,28 @@ def _track_uncompiled(function: Callable[..., Any]) -> Remove:
 def _observed_call(
     name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any, kw: Any
 ) -> Any:
-    """Make the call and tell who wants to know; nothing of ours is left for dynamo to compile."""
-    compiled = callable(get_eval_frame_callback())
+    """Make the call and pass it to an observer; dynamo compiles nothing but the kernel's own code.
+
+    `own` is the kernel and `names` are those of its parameters.
+    """
+    compiled = callable(_eval_frame_callback())
     if name == FLEX and not compiled:
         own = with_python_mods(own, args[3] if len(args) > 3 else kw.get("score_mod"))
-    tell = _apply_uncompiled if compiled else _apply
-    if not tell(_has_observer, name):
+    apply = _apply_uncompiled if compiled else _apply
+    if not apply(_has_observer, name):
         return own(*args, **kw)
     call = KernelCall(name, {**dict(zip(names, args, strict=False)), **kw}, compiled)
-    told = tell(_begin, call)
-    if told is None:
+    accepted = apply(_begin, call)
+    if accepted is None:
         return own(*args, **kw)
-    observer, note = told
+    observer, note = accepted
     _local.ran_plain = False
     try:
         output = own(*args, **kw)
     except BaseException as error:
-        tell(_end, observer.failed, note, error)
+        apply(_end, observer.failed, note, error)
         raise
-    tell(_end, observer.after, note, output)
+    apply(_end, observer.after, note, output)
     return output
 
 
@@ -172,17 +177,19 @@ def _begin(call: KernelCall) -> tuple[KernelObserver, Any] | None:
     return None
 
 
-def _end(callback: Callable[[Any, Any], None], note: Any, what: Any) -> None:
+def _end(callback: Callable[[Any, Any], None], note: Any, result: Any) -> None:
     with suppress(Exception):
-        callback(note, what)
+        callback(note, result)
 
 
 def _apply(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-_apply_uncompiled: Callable[..., Any] = torch._dynamo.disable(_apply)  # type: ignore[no-untyped-call]
-"""Calls a function of ours where dynamo would compile it otherwise."""
+_apply_uncompiled: Callable[..., Any] = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
+"""Calls a function that dynamo would compile otherwise."""
+
+_eval_frame_callback = eval_frame_callback_getter()
 
 skip_code(_observed_call.__code__)
 
@@ -191,23 +198,23 @@ skip_code(_observed_call.__code__)
 
 
 def _detour(function: FunctionType) -> Remove:
-    """Exchange a function's code for one that calls `_seen`; the signature stays the same.
+    """Replace a function's code by one that calls `_observed_call`, with the same signature.
 
-    Dynamo remembers how arguments are bound per function, not per code, so a detour that took
-    (*args, **kwargs) would break what it compiles afterwards.
+    Dynamo caches how arguments are bound per function, not per code, so a detour that took
+    (*args, **kwargs) would break later compilations.
     """
     code, hidden = function.__code__, f"_flexinspect_{function.__name__}"
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     own.__kwdefaults__ = function.__kwdefaults__
     name, names = function.__name__, tuple(inspect.signature(function).parameters)
 
-    def see(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def observe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return own(*args, **kwargs)
         return _observed_call(name, own, names, args, kwargs)
 
-    skip_code(see.__code__)
-    function.__globals__[hidden] = see
+    skip_code(observe.__code__)
+    function.__globals__[hidden] = observe
     function.__code__ = _detour_code(function, hidden)
 
     def restore() -> None:
@@ -218,21 +225,21 @@ def _detour(function: FunctionType) -> Remove:
 
 
 def _detour_code(function: FunctionType, hidden: str) -> CodeType:
-    """Return code with the function's own parameters, which hands their values to `hidden`."""
+    """Return code with the function's own parameters that passes their values to `hidden`."""
     signature = inspect.signature(function)
-    found = signature.parameters.values()
+    parameters = signature.parameters.values()
     bare = [
         p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
-        for p in found
+        for p in parameters
     ]
     head = signature.replace(parameters=bare, return_annotation=signature.empty)
-    args = "".join(f"{p.name}, " for p in found if p.kind is not p.KEYWORD_ONLY)
-    kwargs = ", ".join(f"{p.name!r}: {p.name}" for p in found if p.kind is p.KEYWORD_ONLY)
-    made: dict[str, Any] = {}
-    exec(f"def {function.__name__}{head}:\n    return {hidden}(({args}), {{{kwargs}}})", made)
+    args = "".join(f"{p.name}, " for p in parameters if p.kind is not p.KEYWORD_ONLY)
+    kwargs = ", ".join(f"{p.name!r}: {p.name}" for p in parameters if p.kind is p.KEYWORD_ONLY)
+    namespace: dict[str, Any] = {}
+    exec(f"def {function.__name__}{head}:\n    return {hidden}(({args}), {{{kwargs}}})", namespace)
     own = function.__code__
-    # The file decides what dynamo does with a function, and this one stands in for another's.
-    code: CodeType = made[function.__name__].__code__.replace(
+    # Dynamo decides by the file name how to treat a function, so the detour keeps the original's.
+    code: CodeType = namespace[function.__name__].__code__.replace(
         co_filename=own.co_filename, co_firstlineno=own.co_firstlineno
     )
     skip_code(code)
@@ -245,7 +252,7 @@ _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def _rebind(function: Callable[..., Any]) -> Remove:
-    """Put a wrapper wherever a module holds the function under a name."""
+    """Replace the function by a wrapper in every module that refers to it."""
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -254,21 +261,20 @@ def _rebind(function: Callable[..., Any]) -> Remove:
 
     skip_code(scaled_dot_product_attention.__code__)
     functools.update_wrapper(scaled_dot_product_attention, function)
-    places = list(_references(function))
-    for module, name in places:
+    for module, name in list(_references(function)):
         setattr(module, name, scaled_dot_product_attention)
 
     def restore() -> None:
-        # Modules imported meanwhile may have taken the wrapper.
+        # Searched again, because modules imported meanwhile may refer to the wrapper.
         for module, name in _references(scaled_dot_product_attention):
             setattr(module, name, function)
 
     return restore
 
 
-def _references(thing: object) -> Iterator[tuple[ModuleType, str]]:
-    """Yield where the modules of the process hold an object: the module and the name."""
+def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
+    """Yield (module, name) for each global variable of a module that refers to an object."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module.__name__ != "torch._C._nn":
-            held = [name for name, value in list(vars(module).items()) if value is thing]
-            yield from ((module, name) for name in held)
+            names = [name for name, value in list(vars(module).items()) if value is target]
+            yield from ((module, name) for name in names)

@@ -1,8 +1,8 @@
-"""The masks that layers received in a step: identity, block tables, executed cells, fingerprint.
+"""Captures the masks that layers received: identity, block tables, executed cells, fingerprint.
 
-A mask is looked at once per step however many layers share it, and stored once per fingerprint.
-What is evaluated is the object that the layer got, never the description that was meant, for every
-query head, and for batch 0: what it does for other batches is not recorded.
+A mask is evaluated once per step even if many layers share it, and stored once per fingerprint. The
+object that the layer received is evaluated, never the declared mask, for every query head and for
+batch 0; other batch rows are not recorded.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _TABLE_NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_in
 
 @dataclass(slots=True)
 class CapturedMask:
-    """One distinct mask of a step. `rule` is the mask_mod itself.
+    """One distinct mask of a step. `batch` and `heads` are the mask's own sizes.
 
-    `heads` is what the mask was made for. `cells` is what the path that ran executed for each query
-    head, bool (1 or q heads, q_len, kv_len), 1 where all share it; None at level basic and for
-    masks that are too large. `averaged`, bool (1 or heads, q_len), says of a float mask which rows
-    are at its lowest float throughout. `bias` (1 or heads, kv_len) is what a dense mask adds to the
-    scores of the newest row, 0 where closed. `ruled` is what the rule of a compiled call opens of
-    each block, as `MaskRecord` has it. All are dropped before the writer thread gets the mask.
+    `cells` is the executed mask of each query head, bool (1 or q heads, q_len, kv_len), 1 if all
+    heads share it; None at level basic and for masks that are too large. `averaged`, bool (1 or
+    heads, q_len), marks rows of a float mask that are at its lowest float throughout. `bias` (1 or
+    heads, kv_len) is what a dense mask adds to the scores of the newest row, 0 where closed.
+    `ruled` is how much of each block the mask_mod of a compiled call opens, as in `MaskRecord`.
+    These four tensors are dropped before the writer thread gets the mask.
     """
 
     number: int
@@ -70,12 +70,12 @@ class CapturedMask:
     ruled: Tensor | None = None
 
     def drop_tensors(self) -> None:
-        """Let go of what is on its way to the writer thread."""
+        """Drop the tensors; the writer thread gets them through the buffer."""
         self.cells = self.averaged = self.bias = self.ruled = None
 
 
 class MaskStore:
-    """Knows which masks the trace already holds."""
+    """Captures the masks of steps, and remembers which ones the trace already holds."""
 
     def __init__(self, device: torch.device) -> None:
         self._indices = _IndexTensors(device)
@@ -87,36 +87,36 @@ class MaskStore:
         self, refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer
     ) -> tuple[list[CapturedMask], list[int]]:
         """Return the step's distinct masks and, per call, the number of its mask."""
-        found: dict[tuple[Any, ...], CapturedMask] = {}
+        masks: dict[tuple[Any, ...], CapturedMask] = {}
         by_head: set[tuple[Any, ...]] = set()
         numbers = []
         key: tuple[Any, ...]
         lengths: tuple[int, ...]
         for ref in refs:
             mask = ref.mask
-            # A block mask must fit its call exactly, so its identity says the lengths as well.
+            # A block mask must fit its call exactly, so its identity implies the lengths.
             lengths = () if isinstance(mask, BlockMask) else (ref.query.shape[2], ref.key.shape[2])
-            if mask is None:  # what ran instead is the call's own
+            if mask is None:  # the executed mask depends on the call
                 lengths = (*lengths, ref.is_causal)
             shared = key = (id(mask), ref.path, lengths)
             if by_head and shared in by_head:
                 key = (*shared, ref.query.shape[1])
-            if key not in found:
-                seen = self._capture_mask(ref, len(found), step, buffer)
-                if seen.cells is not None and len(seen.cells) > 1:
+            if key not in masks:
+                captured = self._capture_mask(ref, len(masks), step, buffer)
+                if captured.cells is not None and len(captured.cells) > 1:
                     # Layers with another number of heads do not share it.
                     by_head.add(shared)
                     key = (*shared, ref.query.shape[1])
-                found[key] = seen
-            numbers.append(found[key].number)
-        return list(found.values()), numbers
+                masks[key] = captured
+            numbers.append(masks[key].number)
+        return list(masks.values()), numbers
 
     def _capture_mask(
         self, ref: AttentionCall, number: int, step: StepContext, buffer: StepBuffer
     ) -> CapturedMask:
         mask = _describe_mask(ref, number, step)
-        # A decode row at level basic is known by its rule and lengths; its tables are small change
-        # in meaning and half the cost of the step's record.
+        # At level basic a decode row is identified by its mask_mod and lengths; its tables add
+        # little information and half the cost of the step's record.
         if isinstance(ref.mask, BlockMask) and (step.level != "basic" or mask.q_len > 1):
             for name in _TABLE_NAMES:
                 table = getattr(ref.mask, name)
@@ -128,8 +128,8 @@ class MaskStore:
         if mask.cells is not None:
             buffer.put(f"mask.{number}.cells", mask.cells)
         for name in ("averaged", "ruled"):
-            if (about := getattr(mask, name)) is not None:
-                buffer.put(f"mask.{number}.{name}", about)
+            if (tensor := getattr(mask, name)) is not None:
+                buffer.put(f"mask.{number}.{name}", tensor)
         return mask
 
     def record(self, mask: CapturedMask, values: Values, draft: StepDraft) -> str:
@@ -147,7 +147,7 @@ class MaskStore:
         return fingerprint
 
     def _block_grids(self, raw: Sequence[npt.NDArray[Any] | None]) -> BlockGrids:
-        """Return the block lists as grids; the same as last time while they are the same."""
+        """Return the block lists as grids, computed only if they changed since the last call."""
         key = tuple(None if table is None else (table.shape, table.tobytes()) for table in raw)
         if key != self._last_key:
             self._last_key = key
@@ -159,7 +159,7 @@ class MaskStore:
 
 
 def capture_call_mask(ref: AttentionCall, step: StepContext) -> CapturedMask:
-    """Return the mask of one call with its cells, as they are recorded and drawn."""
+    """Return the mask of one call with its cells, as they are recorded."""
     mask = _describe_mask(ref, 0, step)
     if mask.q_len * mask.kv_len <= MAX_CELLS:
         mask.cells = _executed(ref, mask, _IndexTensors(ref.query.device))
@@ -167,7 +167,10 @@ def capture_call_mask(ref: AttentionCall, step: StepContext) -> CapturedMask:
 
 
 def open_cells(block_mask: BlockMask, heads: int, *, compiled: bool) -> Tensor | None:
-    """Return what a block mask opens, bool (1 or heads, rows, keys); see `_executed` for None."""
+    """Return the open cells of a block mask, bool (1 or heads, rows, keys).
+
+    None as in `_executed`.
+    """
     q_len, kv_len = (int(n) for n in block_mask.seq_lengths)
     indices = _IndexTensors(block_mask.kv_num_blocks.device)
     cells = _mask_mod_cells(block_mask, heads, q_len, kv_len, indices)
@@ -179,7 +182,7 @@ def open_cells(block_mask: BlockMask, heads: int, *, compiled: bool) -> Tensor |
 def dense_bias(ref: AttentionCall, mask: CapturedMask) -> Tensor | None:
     """Return what a dense mask adds to the scores of its open cells, (1 or heads, rows, keys).
 
-    None where nothing is added. `mask` comes with its cells.
+    None if nothing is added. `mask` must have its cells.
     """
     if mask.bias is None or mask.cells is None:
         return None
@@ -212,10 +215,11 @@ def _describe_mask(ref: AttentionCall, number: int, step: StepContext) -> Captur
 
 
 def _implied_causal(ref: AttentionCall) -> bool:
-    """SDPA without a mask is causal over a prompt; every other call without a mask is open.
+    """Whether a call without a mask is causal.
 
-    Told so itself, SDPA is causal from the upper left for any number of rows, so that a single row
-    sees one key.
+    In transformers SDPA without a mask is causal over a prompt; every other call is open. If
+    `is_causal` is passed to SDPA itself, it is causal from the upper left for any number of rows,
+    so that a single row attends to one key.
     """
     if ref.causal is not None:
         return ref.causal
@@ -223,7 +227,7 @@ def _implied_causal(ref: AttentionCall) -> bool:
 
 
 def _expand_dense_mask(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
-    """Return a view (batch, heads, rows, keys) of a dense mask that may leave out any of them."""
+    """Return a view (batch, heads, rows, keys) of a dense mask that may broadcast over any."""
     while mask.dim() < 4:
         mask = mask[None]
     rows = q_len if mask.shape[2] == 1 else mask.shape[2]
@@ -232,9 +236,9 @@ def _expand_dense_mask(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
 
 
 def _executed(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) -> Tensor | None:
-    """Return what a call's mask opens on its path, bool (1 or heads, q_len, kv_len), batch 0.
+    """Return the mask that a call's path executes, bool (1 or heads, q_len, kv_len), batch 0.
 
-    None when heads differ and are too many to store, or when what ran is not known.
+    None if heads differ and have too many cells to store, or if the executed mask is not known.
     """
     received = ref.mask
     if isinstance(received, BlockMask):
@@ -251,15 +255,15 @@ def _executed(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) ->
 
 
 def _all_open(mask: CapturedMask, indices: _IndexTensors) -> Tensor:
-    """Return cells that are all one and the same in memory, as making them is dear."""
+    """Return an all-open mask as a view of one element, because allocating it is expensive."""
     return indices.true.expand(1, mask.q_len, mask.kv_len)
 
 
 def _dense_cells(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) -> Tensor | None:
-    """Return what a dense mask opens, and note in `mask` what it adds to the newest row's scores.
+    """Return the open cells of a dense mask, and set `mask.bias` of the newest row.
 
-    Eager attention and transformers' flex add every mask, so one of bools closes nothing there: it
-    adds 1 to the scores of its open cells. Transformers' flex reads it at head 0 for all heads.
+    Eager attention and transformers' flex add every mask, so a bool mask closes nothing there: it
+    adds 1 to the scores of its open cells. Transformers' flex reads head 0 for all heads.
     """
     tensor = _expand_dense_mask(ref.mask, mask.q_len, mask.kv_len)[0, :, :, : mask.kv_len]
     flex = ref.path.startswith("flex")
@@ -278,21 +282,22 @@ def _dense_cells(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors)
 
 
 def _float_cells(tensor: Tensor, mask: CapturedMask) -> Tensor:
-    """Return the cells that a mask leaves open which is added to the scores; note averaged rows.
+    """Return the open cells of a mask that is added to the scores, and set `mask.averaged`.
 
-    transformers closes a cell with the lowest float. Where a whole row is closed like that, adding
-    it leaves nothing of the scores, and softmax gives each key the same weight: all are open. Of
-    float16 scores something is left, and the keys are open all the same. A row of -Inf is closed.
+    transformers closes a cell with the lowest float. If a whole row is closed in this way, adding
+    it removes the scores by rounding, and softmax gives each key the same weight: all are open. In
+    float16 the scores are not removed completely, but the keys are open as well. A row of -Inf is
+    closed.
     """
     top = tensor.amax(-1, keepdim=True)
-    closed = torch.finfo(tensor.dtype).min / 2  # halved, which leaves room for sums
+    closed = torch.finfo(tensor.dtype).min / 2  # half of the lowest float, as masks may be summed
     lowest = (top <= closed) & (top > -torch.inf)
     mask.averaged = lowest[..., 0]
     return (tensor > closed) | (lowest & (tensor == top))
 
 
 class _IndexTensors:
-    """Index tensors that are made once and sliced, as every operation counts once per step."""
+    """Index tensors that are created once and sliced, because each operation costs time."""
 
     def __init__(self, device: torch.device) -> None:
         self.zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -309,10 +314,10 @@ class _IndexTensors:
 def _mask_mod_cells(
     block_mask: BlockMask, heads: int, q_len: int, kv_len: int, indices: _IndexTensors
 ) -> Tensor | None:
-    """Return the rule's cells, bool (1 or heads, q_len, kv_len), 1 where it ignores the head.
+    """Return the mask_mod's cells, bool (1 or heads, q_len, kv_len), 1 if it ignores the head.
 
-    None when heads may differ and are too many to store: that they are equal after all would have
-    to be seen in every cell.
+    None if heads may differ and have too many cells to store; every cell would have to be compared
+    to know that they are equal.
     """
     mask_mod, zero = block_mask.mask_mod, indices.zero
     q_idx, kv_idx = indices.upto(q_len), indices.upto(kv_len)
@@ -331,10 +336,10 @@ def _mask_mod_cells(
 
 
 def _compiled_cells(cells: Tensor, block_mask: BlockMask, heads: int) -> Tensor | None:
-    """Apply the compiled kernel's formula, (partial and rule) or full, on the device.
+    """Apply the compiled kernel's formula, (partial blocks and mask_mod) or full blocks.
 
-    The tables are for one head or for every head; which of them a head reads otherwise differs
-    between kernels, so that nothing is said then, nor when there are too many cells.
+    The block tables are for one head or for every head. For another number of heads kernels differ
+    in the table that a head reads, so the result is None; so it is for too many cells.
     """
     q_len, kv_len = cells.shape[1:]
     tables = block_mask.kv_num_blocks.shape[1]
@@ -350,9 +355,9 @@ def _compiled_cells(cells: Tensor, block_mask: BlockMask, heads: int) -> Tensor 
 
 
 def _mask_mod_blocks(cells: Tensor, block_mask: BlockMask) -> Tensor:
-    """Return what a rule's cells open of each block, uint8: 0 nothing, 1 some, 2 all.
+    """Return how many cells of each block a mask_mod opens, uint8: 0 none, 1 some, 2 all.
 
-    A block that sticks out of the mask is never full, as in `create_block_mask`.
+    A block that extends beyond the mask is never full, as in `create_block_mask`.
     """
     heads, q_len, kv_len = cells.shape
     size_q, size_kv = (int(size) for size in block_mask.BLOCK_SIZE)
@@ -380,7 +385,7 @@ def _expand_blocks(
 
 @dataclass(frozen=True, slots=True)
 class BlockGrids:
-    """Block tables of batch 0, bool (heads, row blocks, key blocks); None where there are none."""
+    """Block tables of batch 0, bool (heads, row blocks, key blocks); None if the mask has none."""
 
     partial: npt.NDArray[np.bool_] | None = None
     full: npt.NDArray[np.bool_] | None = None
@@ -388,7 +393,7 @@ class BlockGrids:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedMask:
-    """What was executed, as `MaskRecord` has it."""
+    """The executed mask, as stored in `MaskRecord`."""
 
     cells: npt.NDArray[Any] | None
     averaged: npt.NDArray[Any] | None
@@ -396,22 +401,22 @@ class ExecutedMask:
 
 
 def merge_equal_heads(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
-    """Return cells with one head where all heads are equal."""
+    """Return cells with one head if all heads are equal, else all cells."""
     if cells is None or len(cells) == 1:
         return cells
     return cells[:1] if all(np.array_equal(cells[0], other) for other in cells[1:]) else cells
 
 
 def averaged_rows(averaged: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
-    """Return which rows are averaged, None when none is."""
+    """Return which rows are averaged, None if there are none."""
     return None if averaged is None or not averaged.any() else merge_equal_heads(averaged)
 
 
 def mask_fingerprint(mask: CapturedMask, tables: BlockGrids, executed: ExecutedMask) -> str:
-    """Hash what tells masks apart: kind, lengths, rule with its values, tables and cells.
+    """Return a hash of a mask: kind, lengths, mask_mod with captured values, tables and cells.
 
-    The cells count whenever they were evaluated: two rules of one name may have captured different
-    things, and what was executed is what a fingerprint stands for.
+    Evaluated cells are always included: two mask_mods of one name may have captured different
+    values, and a fingerprint stands for the executed mask.
     """
     key = (mask.kind, mask.batch, mask.heads, mask.q_len, mask.kv_len, mask.block, mask.compiled)
     name = "" if mask.mask_mod is None else mask_mod_name(mask.mask_mod)

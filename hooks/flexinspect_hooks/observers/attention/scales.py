@@ -1,14 +1,15 @@
-"""Keys that own code repeated for its query heads: as the model groups them, or in another order.
+"""Checks of an attention function of the user: the order of repeated keys, the scale of scores.
 
-Query heads of a group are neighbours, so head 0's keys must be those of head 1 again. Repeated as a
-whole (`repeat` for `repeat_interleave`) every group reads the keys of others, and nothing fails.
+Keys may be repeated for grouped query heads before the call. Query heads of a group are neighbours,
+so head 1 must read the same keys as head 0. If the keys are repeated as a whole (`repeat` in place
+of `repeat_interleave`), groups read the keys of other groups, and nothing fails.
 
-The kernel's scale alone does not tell, as queries or keys may have been multiplied before: their
-newest row of head 0 is compared with the one that the layer gave. A `score_mod` may scale, too.
-
-It is called on a few scores, in Python: a rule that multiplies by a constant, with or without a
-bias of the place, gives lines of one slope. Whatever else it does (a cap, a factor of the place or
-of the head, a mask) makes slopes that differ, and then nothing is known of it.
+The kernel's scale alone does not give the scale of the scores, because queries or keys may have
+been multiplied before: their newest row of head 0 is compared with what the layer passed. A
+`score_mod` may scale, too. It is called in Python on a few scores: a `score_mod` that multiplies by
+a constant, with or without a bias that depends on the position, gives lines of one slope. Anything
+else (a soft cap, a factor that depends on position or head, a mask) gives different slopes, and
+then the scale is not known.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _REPEATS_PREFIX = "repeats/"
 
 
 def put_repeats(refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer) -> None:
-    """Put for each call of a prompt whether its keys are repeated head by head, and otherwise."""
+    """Put for each prefill call with repeated keys in which order they are repeated."""
     if step.phase != "prefill":
         return
     for index, ref in enumerate(refs):
@@ -44,9 +45,9 @@ def put_repeats(refs: Sequence[AttentionCall], step: StepContext, buffer: StepBu
 
 
 def _groups(ref: AttentionCall) -> int:
-    """Return by how much the keys were repeated before the call, 1 when they were not.
+    """Return how often the keys were repeated before the call, 1 if they were not.
 
-    With a single head of keys there is one order alone.
+    With a single head of keys there is only one order, so that also gives 1.
     """
     groups = getattr(ref.module, "num_key_value_groups", 1)
     heads = ref.key.shape[1]
@@ -56,7 +57,7 @@ def _groups(ref: AttentionCall) -> int:
 
 
 def _compare_orders(newest: Tensor, groups: int) -> Tensor:
-    """Return whether the newest key (heads, D) repeats as neighbours, and as a whole."""
+    """Return whether the newest key (heads, D) repeats head by head, and whether as a whole."""
     n_heads, width = newest.shape
     neighbours = newest.reshape(n_heads // groups, groups, width)
     whole = newest.reshape(groups, n_heads // groups, width)
@@ -66,142 +67,142 @@ def _compare_orders(newest: Tensor, groups: int) -> Tensor:
 def record_repeats(
     values: Values, calls: Sequence[CallShape], step: StepContext, draft: StepDraft
 ) -> None:
-    """Tell of the layers whose keys are repeated as a whole (writer thread)."""
-    found = {
-        int(k.removeprefix(_REPEATS_PREFIX)): v
-        for k, v in values.items()
-        if k.startswith(_REPEATS_PREFIX)
-    }
-    tiled = sorted({calls[i].layer for i, (near, whole) in found.items() if whole and not near})
+    """Record an event for the layers whose keys are repeated as a whole (writer thread)."""
+    tiled = [
+        calls[int(name.removeprefix(_REPEATS_PREFIX))]
+        for name, orders in values.items()
+        if name.startswith(_REPEATS_PREFIX) and orders[1] and not orders[0]
+    ]
     if not tiled:
         return
-    heads = next(calls[i].q[1] for i, (near, whole) in found.items() if whole and not near)
-    text = f"The keys of layers {tiled} were repeated as a whole, not head by head."
-    data = {"layers": tiled, "q_heads": int(heads)}
-    place = (step.started_at, step.generation, step.step, data)
-    draft.events.append(EventRecord(KEYS_TILED, text, *place))
+    layers = sorted({call.layer for call in tiled})
+    text = f"The keys of layers {layers} were repeated as a whole, not head by head."
+    data = {"layers": layers, "q_heads": int(tiled[0].q[1])}
+    draft.events.append(
+        EventRecord(KEYS_TILED, text, step.started_at, step.generation, step.step, data)
+    )
 
 
 RESCALED = "scores-rescaled"
 _SCALES_PREFIX = "scales"
 _SCALE_TOLERANCE = 0.02
-"""By how much a vector may be off a multiple of another, or a scale off the one asked for."""
+"""Largest relative deviation of a vector from a multiple of another, or of a scale from another."""
 
 
 class _ScaledCall(NamedTuple):
-    """A call, the kernel's scale over the one asked for, and what its `score_mod` multiplies by."""
+    """A call, its kernel's scale divided by the layer's, and the slopes of its `score_mod`."""
 
     number: int
     ratio: float
     ref: AttentionCall
-    slope: Tensor
+    slopes: Tensor
 
 
 def put_scales(refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer) -> None:
-    """Put for each call of a prompt that can be compared: its number, and by what it was scaled."""
+    """Put the scales of each call of the prompt that can be compared; see `_factors`."""
     if step.phase != "prefill" or step.step:
         return
-    known = [(number, _ratio(ref), ref) for number, ref in enumerate(refs)]
-    pairs = [(number, ratio, ref) for number, ratio, ref in known if ratio is not None]
-    found: dict[tuple[int, torch.dtype], list[_ScaledCall]] = {}
-    for (number, ratio, ref), slope in zip(
-        pairs, score_mod_slopes([ref for *_, ref in pairs]), strict=True
-    ):
-        if slope is not None:
-            kind = ref.query.shape[-1], ref.query.dtype
-            found.setdefault(kind, []).append(_ScaledCall(number, ratio, ref, slope))
-    for members in found.values():
+    ratios = [(number, _ratio(ref), ref) for number, ref in enumerate(refs)]
+    comparable = [(number, ratio, ref) for number, ratio, ref in ratios if ratio is not None]
+    all_slopes = score_mod_slopes([ref for *_, ref in comparable])
+    groups: dict[tuple[int, torch.dtype], list[_ScaledCall]] = {}
+    for (number, ratio, ref), slopes in zip(comparable, all_slopes, strict=True):
+        if slopes is not None:
+            key = ref.query.shape[-1], ref.query.dtype
+            groups.setdefault(key, []).append(_ScaledCall(number, ratio, ref, slopes))
+    for members in groups.values():
         buffer.put(f"{_SCALES_PREFIX}/{members[0].number}", _factors(members))
 
 
 def _ratio(ref: AttentionCall) -> float | None:
-    """Return the kernel's scale over the one asked for; None where that cannot be compared."""
-    asked = ref.layer_inputs
-    if asked is None or ref.query.shape != asked.query.shape:
+    """Return the kernel's scale divided by the layer's, None if they cannot be compared."""
+    inputs = ref.layer_inputs
+    if inputs is None or ref.query.shape != inputs.query.shape:
         return None
     if ref.unknown_scores and not has_score_mod(ref):
         return None
-    if ref.key.shape[2:] != asked.key.shape[2:] or not asked.scale:
+    if ref.key.shape[2:] != inputs.key.shape[2:] or not inputs.scale:
         return None
-    used = ref.scale
-    return float(ref.query.shape[-1] ** -0.5 if used is None else used) / asked.scale
+    kernel_scale = ref.scale if ref.scale is not None else ref.query.shape[-1] ** -0.5
+    return float(kernel_scale) / inputs.scale
 
 
 def _factors(members: Sequence[_ScaledCall]) -> Tensor:
-    """Return float32 (calls, 4): number, scale over the one asked for, of that what a `score_mod`
-    multiplied, and how far all that is off."""
-    pairs = [
-        (ref.query, ref.layer_inputs.query)
-        for _, _, ref, _ in members
-        if ref.layer_inputs is not None
-    ]
-    query, query_off = _multiple(pairs)
-    pairs = [
-        (ref.key, ref.layer_inputs.key) for _, _, ref, _ in members if ref.layer_inputs is not None
-    ]
-    key, key_off = _multiple(pairs)
-    known = query.new_tensor([[number, ratio] for number, ratio, _, _ in members])
-    rule = torch.stack([slope.mean() for _, _, _, slope in members])
-    # A rule that drops the score says nothing of its scale: 0 / 0 is no small number.
-    bent = torch.stack([(slope / slope.mean() - 1).abs().amax() for _, _, _, slope in members])
-    off = torch.stack([query_off, key_off, bent]).amax(0)
-    return torch.stack([known[:, 0], known[:, 1] * query * key * rule, rule, off], 1)
+    """Return float32 (calls, 4): the call's number, the factor of its scores, the part of that
+    factor that the `score_mod` multiplied by, and the largest relative deviation.
+
+    The factor is the scale of the executed scores divided by the scale that the layer asked for.
+    """
+    inputs = [(m.ref, m.ref.layer_inputs) for m in members if m.ref.layer_inputs is not None]
+    query, query_error = _multiple([(ref.query, given.query) for ref, given in inputs])
+    key, key_error = _multiple([(ref.key, given.key) for ref, given in inputs])
+    numbers = query.new_tensor([m.number for m in members])
+    ratios = query.new_tensor([m.ratio for m in members])
+    mod = torch.stack([m.slopes.mean() for m in members])
+    # A score_mod that drops the score gives 0 / 0 = NaN, which is not below the tolerance.
+    mod_error = torch.stack([(m.slopes / m.slopes.mean() - 1).abs().amax() for m in members])
+    error = torch.stack([query_error, key_error, mod_error]).amax(0)
+    return torch.stack([numbers, ratios * query * key * mod, mod, error], 1)
 
 
 def _multiple(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return by what newest rows were multiplied, and how far they are off that, each (calls)."""
-    now = torch.stack([new[0, 0, -1] for new, _ in pairs]).float()
-    before = torch.stack([old[0, 0, -1] for _, old in pairs]).float()
-    factor = (now * before).sum(1) / (before * before).sum(1)
-    off = (now - factor[:, None] * before).abs().amax(1) / now.abs().amax(1)
-    return factor, off
+    """Return the factors of newest rows (calls), and their relative deviation from it (calls).
+
+    `pairs` are (passed to the kernel, received from the layer), each (B, heads, rows, D).
+    """
+    passed = torch.stack([new[0, 0, -1] for new, _ in pairs]).float()
+    received = torch.stack([old[0, 0, -1] for _, old in pairs]).float()
+    factor = (passed * received).sum(1) / (received * received).sum(1)
+    error = (passed - factor[:, None] * received).abs().amax(1) / passed.abs().amax(1)
+    return factor, error
 
 
 def record_scales(
     values: Values, calls: Sequence[CallShape], step: StepContext, draft: StepDraft
 ) -> None:
-    """Tell of the layers whose scores are not scaled as they asked for (writer thread)."""
-    odd: dict[int, tuple[float, float]] = {}
+    """Record an event for the layers whose scores have another scale (writer thread)."""
+    rescaled: dict[int, tuple[float, float]] = {}
     for name, rows in values.items():
         if name.startswith(f"{_SCALES_PREFIX}/"):
-            for number, factor, rule, off in rows.tolist():
-                if off < _SCALE_TOLERANCE and abs(factor - 1) > _SCALE_TOLERANCE:
-                    odd[int(number)] = factor, rule
-    if not odd:
+            for number, factor, mod, error in rows.tolist():
+                if error < _SCALE_TOLERANCE and abs(factor - 1) > _SCALE_TOLERANCE:
+                    rescaled[int(number)] = factor, mod
+    if not rescaled:
         return
-    first = min(odd)
-    factor, rule = odd[first]
-    layers = sorted({calls[number].layer for number in odd})
+    first = min(rescaled)
+    factor, mod = rescaled[first]
+    layers = sorted({calls[number].layer for number in rescaled})
     text = f"The scores of layers {layers} are scaled by {factor:.4g} times what they asked for."
     data = {"layers": layers, "factor": factor, "scale": calls[first].scale}
-    if abs(rule - 1) > _SCALE_TOLERANCE:
-        data["score_mod"] = rule
-    place = (step.started_at, step.generation, step.step, data)
-    draft.events.append(EventRecord(RESCALED, text, *place))
+    if abs(mod - 1) > _SCALE_TOLERANCE:
+        data["score_mod"] = mod
+    draft.events.append(
+        EventRecord(RESCALED, text, step.started_at, step.generation, step.step, data)
+    )
 
 
 _SCORES = (-40.0, 2.0, 300.0)
-"""Large enough for a cap to bend them."""
+"""Large enough for a soft cap to show."""
 
 
 def has_score_mod(ref: AttentionCall) -> bool:
-    """Say whether the call is one of FlexAttention with a `score_mod`."""
+    """Whether the call is one of FlexAttention with a `score_mod`."""
     return _score_mod_of(ref) is not None
 
 
 def score_mod_slopes(refs: Sequence[AttentionCall]) -> list[Tensor | None]:
-    """Return for each call float32 (slopes): by what its `score_mod` multiplies some scores.
+    """Return for each call float32 (slopes): the factors of its `score_mod` at sample scores.
 
-    None where that is not known: the rule raised, or a debugger would stop in it.
+    None for a call whose `score_mod` raised, or in whose `score_mod` a debugger would stop.
     """
     known: dict[int, Tensor | None] = {}
-    found: list[Tensor | None] = []
+    slopes: list[Tensor | None] = []
     for ref in refs:
-        rule = _score_mod_of(ref)
-        if rule is not None and id(rule) not in known:
-            known[id(rule)] = None if are_mods_debugged() else _evaluate_slopes(rule, ref)
-        found.append(ref.query.new_ones(1).float() if rule is None else known[id(rule)])
-    return found
+        mod = _score_mod_of(ref)
+        if mod is not None and id(mod) not in known:
+            known[id(mod)] = None if are_mods_debugged() else _evaluate_slopes(mod, ref)
+        slopes.append(ref.query.new_ones(1).float() if mod is None else known[id(mod)])
+    return slopes
 
 
 def _score_mod_of(ref: AttentionCall) -> Callable[..., Any] | None:
@@ -210,17 +211,17 @@ def _score_mod_of(ref: AttentionCall) -> Callable[..., Any] | None:
 
 def _evaluate_slopes(score_mod: Callable[..., Any], ref: AttentionCall) -> Tensor | None:
     scores = torch.tensor(_SCORES, device=ref.query.device)
-    places = torch.tensor(_sample_cells(ref), device=ref.query.device)
+    cells = torch.tensor(_sample_cells(ref), device=ref.query.device)
     try:
         with torch.no_grad():
-            made = torch.stack([score_mod(score, *at) for at in places for score in scores])
-    except Exception:  # the user's own rule; what it is called with here is no call of its kernel
+            changed = torch.stack([score_mod(score, *cell) for cell in cells for score in scores])
+    except Exception:  # user code, which may not support this call outside of its kernel
         return None
-    return (made.float().view(len(places), len(scores)).diff() / scores.diff()).flatten()
+    return (changed.float().view(len(cells), len(scores)).diff() / scores.diff()).flatten()
 
 
 def _sample_cells(ref: AttentionCall) -> tuple[tuple[int, int, int, int], ...]:
-    """Return (batch, head, q_idx, kv_idx) of cells that a causal rule leaves open."""
+    """Return (batch, head, q_idx, kv_idx) of cells that a causal mask leaves open."""
     batch, heads, q_len, _ = ref.query.shape
     last_q, last_kv = q_len - 1, ref.key.shape[2] - 1
     return (

@@ -1,8 +1,8 @@
-"""Where the newest row looked: attention mass by segment, layer and head, with its gate.
+"""Computes the newest row's attention per segment, layer and head, with its LSE check.
 
-The weights of one row are recomputed from the q and k that the kernel got, under the mask that was
-executed, and normalised with the kernel's own row LSE. Their sum is 1 exactly when the mask drawn
-is the mask that ran; where a kernel gives no LSE, the row's output is recomputed instead.
+The weights of the row are recomputed from the q and k that the kernel received, under the executed
+mask, and normalised with the kernel's own row LSE. Their sum is 1 only if the recorded mask is the
+mask that ran. If a kernel returns no LSE, the row's output is recomputed and compared instead.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from flexinspect.records.prompt import Segment
 from flexinspect.records.step import Array
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.interpreter.threads import available_cores
+from flexinspect_hooks.interpreter.torch_private import tensor_version
 from flexinspect_hooks.observers.attention.mask_capture import CapturedMask
 
 if TYPE_CHECKING:
@@ -37,15 +38,18 @@ class SegmentAttentionReducer:
         self.begin(())
 
     def begin(self, segments: Sequence[Segment]) -> None:
-        """Take a generation's segments; the last one is open, as generation may go on."""
+        """Take a generation's segments; the last one has no end, because tokens are added."""
         borders = [segment.start for segment in segments] or [0]
         self._borders = torch.tensor([*borders, 1 << 40], device=self._device)
         self._segments = segment_membership(0, self._borders)
-        # Where torch uses every core, work of the writer thread is the model's loss all the same.
+        # If torch uses every core, work in the writer thread slows the model down just as much.
         self._has_core = torch.get_num_threads() < available_cores()
 
     def _segment_membership(self, n_keys: int, first: int) -> Tensor:
-        """Return float32 (keys, segments): 1 where a key lies in a segment. Key 0 is at `first`."""
+        """Return float32 (keys, segments), 1 where a key lies in a segment.
+
+        `first` is the position of key 0.
+        """
         if first:
             return segment_membership(n_keys, self._borders - first)
         if n_keys > len(self._segments):
@@ -62,7 +66,8 @@ class SegmentAttentionReducer:
     ) -> tuple[str, ...]:
         """Put mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
 
-        Returns how each call was gated: "lse", "output", or "" when its row cannot be recomputed.
+        `gate` is the error of the LSE check. Returns the kind of check of each call: "lse",
+        "output", or "" if its row cannot be recomputed.
         """
         kinds = [
             _lse_check_kind(ref, masks[number]) for ref, number in zip(refs, numbers, strict=True)
@@ -111,12 +116,12 @@ def _lse_check_kind(ref: AttentionCall, mask: CapturedMask) -> str:
     if ref.kwargs.get("dropout") or any(
         ref.kwargs.get(name) is not None for name in _UNSUPPORTED_ARGUMENTS
     ):
-        return ""  # weights that are drawn by lot, or made with more, are not repeated here
+        return ""  # random weights, or weights with further inputs, are not recomputed
     return "output" if ref.lse is None else "lse"
 
 
 def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
-    """Return mass, lse, entropy and gate of all calls in their order, from the groups' results."""
+    """Return mass, lse, entropy and gate of all calls in call order, from the groups' results."""
     out: dict[str, Array] = {}
     for key, part in values.items():
         if not key.startswith(_ATTENTION_PREFIX):
@@ -131,7 +136,7 @@ def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
 
 
 def lost_calls(values: Values, n_calls: int) -> set[int]:
-    """Return the calls whose rows were not made, as their keys were written to before."""
+    """Return the calls whose rows were not recomputed because their keys were modified before."""
     lost: set[int] = set()
     for key in values:
         if key.startswith(_LOST_PREFIX):
@@ -148,7 +153,7 @@ _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlan:
-    """What `_reduced` needs to know beside the tensors; `held` are those that must not change."""
+    """What `_reduce_scores` needs besides tensors; `deferred` are those that must not change."""
 
     suffix: str
     softcap: float | None
@@ -167,7 +172,10 @@ def _reduce_group(
     *,
     may_wait: bool,
 ) -> None:
-    """Reduce the newest rows of layers that share a mask and a shape; the keys are not kept."""
+    """Reduce the newest rows of layers that share a mask and a shape.
+
+    With `may_wait` the keys and values may be read later, in the writer thread.
+    """
     first = refs[0]
     queries = _queries(refs)
     closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
@@ -200,14 +208,14 @@ MAX_DEFERRED_SCORE_BYTES = 1 << 20
 """Scores of a step that may wait for the writer thread, where their keys may not."""
 
 MAX_DEFERRED_PRODUCT = 1 << 18
-"""Multiplications of a product that may wait: OpenBLAS takes more threads for a larger one, and
-they would be in the model's way (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD in its sources)."""
+"""Multiplications of a product that may wait. OpenBLAS uses more threads for a larger product, and
+they would slow the model down (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD in its sources)."""
 
 
 class _DeferredTensors:
-    """Keys and values that wait to be read; they count as long as somebody holds this.
+    """Keys and values that wait to be read; they count while this object is alive.
 
-    Models may decode in several threads.
+    The lock is needed because models may decode in several threads.
     """
 
     _all: ClassVar[WeakSet[_DeferredTensors]] = WeakSet()
@@ -220,27 +228,29 @@ class _DeferredTensors:
 
     @classmethod
     def has_room(cls, n_bytes: int) -> bool:
-        """Say whether so much more may wait."""
+        """Whether `n_bytes` more may wait."""
         with cls._lock:
-            return n_bytes + sum(held.n_bytes for held in cls._all) <= MAX_DEFERRED_BYTES
+            return n_bytes + sum(entry.n_bytes for entry in cls._all) <= MAX_DEFERRED_BYTES
 
     def were_modified(self) -> bool:
-        """Say whether one of them is not what it was."""
-        return any(tensor._version for tensor in self.tensors)
+        """Whether one of the tensors was modified in place."""
+        return any(tensor_version(tensor) for tensor in self.tensors)
 
 
 def _defer_tensors(refs: Sequence[AttentionCall]) -> _DeferredTensors | None:
-    """Return keys and values if they may be read later: small, in memory that nobody writes to.
+    """Return keys and values if they may be read later: small tensors that are not modified.
 
-    A cache that grows by copies leaves the tensors of a step alone; one that is filled in place has
-    written to them, which their version tells. Under inference mode a tensor has none.
+    A cache that grows by copies does not modify the tensors of a step. A cache that is filled in
+    place does, and their version counter shows it. Tensors of inference mode have no version.
     """
     first = refs[0]
     group = first.query.shape[1] // first.key.shape[1]
     if first.key[0, 0].numel() * group > MAX_DEFERRED_PRODUCT or first.key.device.type != "cpu":
         return None
     tensors = tuple(tensor for ref in refs for tensor in (ref.key, ref.value))
-    if any(t.is_inference() or t._version or t.dtype is not torch.float32 for t in tensors):
+    if any(
+        t.is_inference() or tensor_version(t) != 0 or t.dtype is not torch.float32 for t in tensors
+    ):
         return None
     n_bytes = sum(tensor.nbytes for tensor in tensors)
     return _DeferredTensors(tensors, n_bytes) if _DeferredTensors.has_room(n_bytes) else None
@@ -251,10 +261,9 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _queries(refs: Sequence[AttentionCall]) -> Tensor:
-    """Return the newest rows' queries, float32 (layers, kv heads, group, D), scale applied.
+    """Return the newest rows' queries of batch 0, float32 (layers, kv heads, group, D), scaled.
 
-    Those of batch 0, as everything that is recorded of an attention call. The calls share head
-    counts and lengths.
+    The calls share head counts and lengths.
     """
     first = refs[0]
     kv_heads, head_dim = first.key.shape[1], first.key.shape[3]
@@ -276,9 +285,9 @@ def _outputs(refs: Sequence[AttentionCall]) -> Tensor:
 def _recompute_outputs(
     plan: _GroupPlan, scores: Tensor, closed: Tensor, bias: Tensor | None, values: Sequence[Tensor]
 ) -> Tensor:
-    """Return the rows' outputs as the scores make them, (layers, q heads, D), NaN without a key.
+    """Return the rows' outputs from their scores, (layers, q heads, D), NaN for a row without keys.
 
-    Here, and not with all else that follows from the scores, as values may not wait.
+    Computed at once and not in the writer thread, because the values may be modified meanwhile.
     """
     scores = capped(torch, scores, plan.softcap)
     if bias is not None:
@@ -288,13 +297,12 @@ def _recompute_outputs(
 
 
 def _reduce_deferred(plan: _GroupPlan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]:
-    """Make scores and return what `_of_scores` does, or that the rows are lost.
+    """Compute scores and reduce them with `_reduce_scores`, or report that the rows are lost.
 
-    `queries` (layers, kv heads, group, D); `inputs` are those of `_of_scores`, with one key
-    (kv heads, keys, D) per layer after the LSE or the outputs. Keys are read where they are, one
-    batched product per layer, as copying them would cost more than the products.
-
-    They are when what had to stay as it was has been written to meanwhile.
+    They are lost if a tensor of `plan.deferred` was modified meanwhile. `queries` is (layers, kv
+    heads, group, D); `inputs` are those of `_reduce_scores`, with one key (kv heads, keys, D) per
+    layer after the LSE or the outputs. Keys are read in place, one batched product per layer,
+    because copying them would cost more than the products.
     """
     before, after = 4 if plan.has_bias else 3, len(queries)
     keys, rest = inputs[before : before + after], (*inputs[:before], *inputs[before + after :])
@@ -309,47 +317,49 @@ def _reduce_scores(
 ) -> dict[str, Any]:
     """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
 
-    `scores` (layers, q heads, keys), `closed` broadcastable to one layer of them, `inside` as
-    `SegmentAttentionReducer` makes it; `rest` is the bias if the plan has one, then lse (layers, q heads), or
-    outputs (layers, q heads, D) and what they are to be compared with: those that were made of the
-    scores, or one value (kv heads, keys, D) per layer to make them of. `xp` is torch or numpy.
+    `scores` is (layers, q heads, keys), `closed` broadcastable to one layer of it, `inside` the
+    segment membership (keys, segments). `rest` is the bias if the plan has one, then either the
+    kernel's lse (layers, q heads), or its outputs (layers, q heads, D) followed by what to compare
+    them with: recomputed outputs, or one value (kv heads, keys, D) per layer to recompute them.
+    `xp` is torch or numpy.
     """
     parts = list(rest)
     bias = parts.pop(0) if plan.has_bias else None
-    told, *others = parts
+    from_kernel, *others = parts
     scores = capped(xp, scores, plan.softcap)
     if bias is not None:
         scores = shift_lowest_rows(xp, scores + bias, closed)
     seen = mask_scores(xp, scores, closed, -math.inf)
-    lse, weights = softmax_weights(xp, seen, told if plan.has_lse else None)
-    sees = lse > -math.inf
-    shift = xp.where(sees, lse, xp.zeros_like(lse))
+    lse, weights = softmax_weights(xp, seen, from_kernel if plan.has_lse else None)
+    has_keys = lse > -math.inf
+    shift = xp.where(has_keys, lse, xp.zeros_like(lse))
     total = xp.sum(weights, axis=-1)
     spread = xp.sum(weights * mask_scores(xp, scores, closed, 0.0), axis=-1)
-    # With w = exp(s - lse) the entropy in nats is lse * sum w - sum(w * s). The mass is one
-    # product: running sums between borders take five times as long.
+    # With w = exp(s - lse) the entropy in nats is lse * sum w - sum(w * s). Segment attention is
+    # one product: running sums between borders take five times as long.
     out = {"mass": xp.matmul(weights, inside), "lse": lse, "entropy": shift * total - spread}
     if plan.has_lse:
-        out["gate"] = xp.amax(xp.abs(total - xp.where(sees, 1.0, 0.0)), axis=-1)
+        out["gate"] = xp.amax(xp.abs(total - xp.where(has_keys, 1.0, 0.0)), axis=-1)
     else:
-        made = (
+        recomputed = (
             others[0]
             if plan.deferred is None
             else layer_products(xp, grouped(weights, others), others)
         )
-        out["gate"] = output_error(xp, xp.where(sees[..., None], made, 0.0), told)
+        recomputed = xp.where(has_keys[..., None], recomputed, 0.0)
+        out["gate"] = output_error(xp, recomputed, from_kernel)
     return {f"{_ATTENTION_PREFIX}{name}{plan.suffix}": value for name, value in out.items()}
 
 
 def attention_scores(xp: Any, queries: Any, keys: Sequence[Any]) -> Any:
-    """Return queries (layers, kv heads, group, D) @ keys, as (layers, q heads, keys).
+    """Return queries (layers, kv heads, group, D) @ keys.mT as (layers, q heads, keys).
 
-    In torch the keys come first: that takes two thirds of the time.
+    In torch keys @ queries.mT is computed, which takes two thirds of the time.
     """
     if xp is np:
         return layer_products(xp, queries, [xp.swapaxes(key, -1, -2) for key in keys])
-    turned = [torch.bmm(key, row) for key, row in zip(keys, queries.mT.unbind(0), strict=True)]
-    return torch.stack(turned).mT.reshape(len(turned), -1, turned[0].shape[1])
+    transposed = [torch.bmm(key, row) for key, row in zip(keys, queries.mT.unbind(0), strict=True)]
+    return torch.stack(transposed).mT.reshape(len(transposed), -1, transposed[0].shape[1])
 
 
 def grouped(weights: Any, values: Sequence[Any]) -> Any:
@@ -359,28 +369,28 @@ def grouped(weights: Any, values: Sequence[Any]) -> Any:
 
 def layer_products(xp: Any, left: Any, right: Sequence[Any]) -> Any:
     """Return left @ right layer by layer, (layers, kv heads, group, n) as (layers, q heads, n)."""
-    multiply = np.matmul if xp is np else torch.bmm  # torch's own matmul takes a third longer
-    found = xp.stack([multiply(one, other) for one, other in zip(left, right, strict=True)])
-    return found.reshape(len(found), -1, found.shape[-1])
+    multiply = np.matmul if xp is np else torch.bmm  # torch.matmul takes a third longer
+    products = xp.stack([multiply(a, b) for a, b in zip(left, right, strict=True)])
+    return products.reshape(len(products), -1, products.shape[-1])
 
 
 def capped(xp: Any, scores: Any, cap: float | None) -> Any:
-    """Return scores under a soft cap: cap * tanh(scores / cap)."""
+    """Return scores with a soft cap: cap * tanh(scores / cap)."""
     return cap * xp.tanh(scores / cap) if cap else scores
 
 
 def mask_scores(xp: Any, scores: Any, closed: Any, value: float) -> Any:
     """Return scores with `value` in closed cells."""
-    # Most decode rows close nothing; on an accelerator nobody waits to know.
+    # Most decode rows close nothing; on an accelerator reading that would wait for the device.
     if (xp is np or closed.device.type == "cpu") and not closed.any():
         return scores
     return xp.where(closed, xp.full_like(scores, value), scores)
 
 
 def shift_lowest_rows(xp: Any, scores: Any, closed: Any) -> Any:
-    """Return scores with rows that lie at the lowest float moved to 0, where exp tells them apart.
+    """Return scores with rows at the lowest float shifted to 0, where `exp` does not underflow.
 
-    Softmax gives the same for them; a row without any open key stays as it is.
+    Softmax is invariant to the shift; a row without any open key is not changed.
     """
     top = xp.amax(mask_scores(xp, scores, closed, -math.inf), axis=-1)[..., None]
     is_low = (top < LOWEST / 2) & (top > -math.inf)
@@ -391,9 +401,9 @@ LOWEST = float(np.finfo(np.float32).min)
 
 
 def softmax_weights(xp: Any, seen: Any, lse: Any) -> tuple[Any, Any]:
-    """Return the LSE, computed unless given, and exp(score - LSE).
+    """Return the LSE, computed if `lse` is None, and the weights exp(score - LSE).
 
-    A row that sees nothing has LSE -inf and no weights.
+    A row without open keys has LSE -inf and weights of 0.
     """
     base = xp.amax(seen, axis=-1) if lse is None else lse
     base = xp.where(base > -math.inf, base, xp.zeros_like(base))
@@ -407,12 +417,12 @@ def softmax_weights(xp: Any, seen: Any, lse: Any) -> tuple[Any, Any]:
 
 def segment_membership(n_keys: int, borders: Tensor) -> Tensor:
     """Return float32 (keys, segments), 1 where a key lies in a segment; segments end at borders."""
-    places = torch.arange(n_keys, device=borders.device)[:, None]
-    return ((places >= borders[:-1]) & (places < borders[1:])).float()
+    positions = torch.arange(n_keys, device=borders.device)[:, None]
+    return ((positions >= borders[:-1]) & (positions < borders[1:])).float()
 
 
 def output_error(xp: Any, recomputed: Any, output: Any) -> Any:
-    """Return the gate (layers): the largest error of a row's output, relative to its largest."""
+    """Return the largest error of a row's output, relative to its largest value (layers)."""
     shape = (len(recomputed), -1)
     largest = xp.amax(xp.abs(output).reshape(shape), -1)
     error = xp.amax(xp.abs(recomputed - output.reshape(recomputed.shape)).reshape(shape), -1)

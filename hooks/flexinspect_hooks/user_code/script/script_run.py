@@ -1,7 +1,7 @@
-"""A user's program under capture: its trace, what it prints, its models, its end.
+"""Runs a user's program under capture: its trace, printed output, models and end.
 
-Nothing here loads torch, transformers or numpy: the program does, late or never, and then
-`on_torch` and the `ModelFinder` begin.
+This module does not import torch or transformers. When the program imports them, `on_torch` is
+called and the `ModelFinder` is created.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from flexinspect.records.step import EventRecord, OutputRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.breakpoints.actions import RunBreakpoints, StoppedAtBreakpointError
 from flexinspect_hooks.capture import last_kernel_call
-from flexinspect_hooks.capture.recorder import recording_error
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.running import CaptureControl
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.interpreter.post_import_hooks import PostImportHooks
 from flexinspect_hooks.interpreter.threads import keep_running_when_stopped
-from flexinspect_hooks.sessions.capture_session import SessionLevels
+from flexinspect_hooks.sessions.session_levels import SessionLevels
 from flexinspect_hooks.user_code.program import (
     ChildProcessCounter,
     end_state,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from flexinspect_hooks.user_code.model_discovery import ModelFinder
 
 DRAIN_S = 5.0
-"""How long the end waits for the last of what was printed."""
+"""How long the end waits for the last printed output, in seconds."""
 
 _WATCH_STANDALONE, _MODELS, _GENERATE = "watch_standalone_calls", "watch_models", "watch_generate"
 _RUNNING = "running the program"
@@ -58,10 +57,10 @@ _PHASES = {"torch": "importing torch", "transformers.modeling_utils": "importing
 
 
 def on_torch(run: ProgramCapture) -> None:
-    """Called once, when the program has imported torch and before its own code goes on.
+    """Apply settings of torch, once, right after the program has imported torch.
 
-    The place for whatever has to be installed before anybody calls torch. What is raised here is
-    recorded as an event.
+    Everything that must be installed before the program calls torch belongs here. Exceptions are
+    recorded as events.
     """
     import torch
 
@@ -73,7 +72,7 @@ def on_torch(run: ProgramCapture) -> None:
 
 
 class ProgramCapture:
-    """One program from its first line to its closed trace."""
+    """Captures one program from its first line to its closed trace."""
 
     def __init__(
         self, job: ScriptJob, control: LauncherConnection, debugging: DebuggerSession
@@ -103,7 +102,7 @@ class ProgramCapture:
         )
 
     def _make_control(self) -> tuple[SessionLevels, CaptureControl]:
-        """Return what commands reach. What is wrong with an address leaves no trace behind."""
+        """Create the control of this capture; if its address is invalid, discard the trace."""
         job, trace = self.job, str(self.writer.recording_path)
         levels = SessionLevels(job.level, job.layers)
         serving = ServeOptions(*job.serving) if job.serving is not None else None
@@ -121,9 +120,9 @@ class ProgramCapture:
             raise
 
     def run(self) -> None:
-        """Run the program; raises what it raises. The trace is closed at the interpreter's exit.
+        """Run the program; its exceptions propagate. The trace is closed at the interpreter's exit.
 
-        Not earlier: threads of the program and its own functions at exit may still use models.
+        Not earlier, because threads and exit functions of the program may still use models.
         """
         self._children = ChildProcessCounter(self._on_fork)
         self._import_hooks = PostImportHooks(
@@ -158,7 +157,7 @@ class ProgramCapture:
         self._exit_if_stopped()
 
     def _exit_if_stopped(self) -> None:
-        """Let the process have an exit code of its own where a breakpoint should have ended it."""
+        """Exit with the exit code of a breakpoint, if one was hit that ends the run."""
         if self._finder is not None:
             self._finder.recorder.drain()
         stopped = self._stopped = self._breaks.stop_error()
@@ -170,20 +169,20 @@ class ProgramCapture:
     def _report_pause(self, text: str) -> None:
         self._control.send(protocol.STOPPED, text=text)
 
-    def _call_finder(self, what: str) -> None:
-        """Let the finder do something, by the name of its method; torch is loaded.
+    def _call_finder(self, method: str) -> None:
+        """Call a method of the finder by name; torch must be loaded.
 
-        Loading the finder brings modules that are waited for, too: what is wanted meanwhile, in
-        this thread or another, is done when it is there.
+        Importing the finder imports watched modules too: calls that are requested meanwhile, in
+        this thread or another, are made when the finder exists.
         """
         with self._finder_lock:
-            self._pending_calls.append(what)
+            self._pending_calls.append(method)
             if self._is_calling_finder:
                 return
             self._is_calling_finder = True
         try:
-            while (wanted := self._next()) is not None:
-                getattr(self._get_finder(), wanted)()
+            while (pending := self._next()) is not None:
+                getattr(self._get_finder(), pending)()
         finally:
             self._is_calling_finder = False
 
@@ -205,7 +204,7 @@ class ProgramCapture:
         return self._finder
 
     def _on_torch(self) -> None:
-        # Now and not with the first model: of a training nobody else may be found.
+        # Not with the first model, because a training may have none that is found.
         self._running.start()
         on_torch(self)
 
@@ -227,10 +226,10 @@ class ProgramCapture:
             self._phase(_PHASES[name])
 
     def _on_import_error(self, name: str, error: Exception) -> None:
-        what = f"{type(error).__name__}: {error}"
-        self.record_event("unseen", f"What the program does with {name} is not seen: {what}")
+        message = f"{type(error).__name__}: {error}"
+        self.record_event("unseen", f"The program's use of {name} is not recorded: {message}")
 
-    # -- what is recorded ------------------------------------------------------------------------
+    # -- recording -------------------------------------------------------------------------------
 
     def update_manifest(self, **facts: Any) -> None:
         """Set facts of the manifest."""
@@ -238,7 +237,7 @@ class ProgramCapture:
             self.writer.update_run(**facts)
 
     def record_event(self, kind: str, text: str, /, **data: Any) -> None:
-        """Record something that happened outside of a step."""
+        """Record an event outside of a step."""
         with suppress(TraceWriteError):
             self.writer.write_event(EventRecord(kind, text, time.time(), data=data))
 
@@ -246,7 +245,7 @@ class ProgramCapture:
         self.record_event("phase", name)
 
     def _read_messages(self) -> None:
-        """Take in what the program printed; when whoever started us is gone, end the program."""
+        """Handle the launcher's messages; when the launcher is gone, end the program."""
         for facts in self._control.messages():
             if facts["kind"] == protocol.OUTPUT:
                 self._record_output(facts["items"])
@@ -255,17 +254,17 @@ class ProgramCapture:
             elif facts["kind"] == protocol.TERMINAL:
                 self._debugging.on_terminal_granted()
         if not self._is_closing:
-            # A shell that runs us in the background lets SIGINT be ignored.
-            is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-            os.kill(os.getpid(), signal.SIGTERM if is_deaf else signal.SIGINT)
+            # In a process that a shell runs in the background, SIGINT is ignored.
+            is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)
         self._drained.set()
 
     def _record_output(self, items: list[tuple[float, str, str]]) -> None:
         finder = self._finder
         records = []
         for at, stream, text in items:
-            place = finder.step_at(at) if finder is not None else (None, None)
-            records.append(OutputRecord(stream, text, at, *place))
+            generation, step = finder.step_at(at) if finder is not None else (None, None)
+            records.append(OutputRecord(stream, text, at, generation, step))
         with suppress(TraceWriteError):
             self.writer.write_output(records)
 
@@ -285,7 +284,7 @@ class ProgramCapture:
             self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
 
     def _close(self) -> None:
-        """Close the trace, at the very end of the process."""
+        """Close the trace, at the end of the process."""
         if os.getpid() != self._pid:
             return
         self._is_closing = True
@@ -309,7 +308,7 @@ class ProgramCapture:
         self._control.send(protocol.FINISHED, path=str(self.writer.path), note=self._note())
 
     def _drain_output(self) -> None:
-        """Wait until all that was printed is in the trace."""
+        """Wait until all printed output is in the trace."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):
                 stream.flush()
@@ -326,12 +325,15 @@ class ProgramCapture:
             self.record_event("unseen", _no_model_text())
 
     def _note(self) -> str | None:
-        finder = self._finder
-        failure = recording_error(finder.recorder, self.writer) if finder is not None else None
+        if self._finder is None:
+            return self.writer.note
+        from flexinspect_hooks.capture.recorder import recording_error  # it imports torch
+
+        failure = recording_error(self._finder.recorder, self.writer)
         return failure.sentence() if failure is not None else self.writer.note
 
     def _on_fork(self) -> None:
-        """Become invisible: this is a forked child, and the trace is its parent's."""
+        """Remove all hooks in a forked child, because the trace belongs to its parent."""
         self._running.close_in_child()
         self._import_hooks.remove()
         self._tokenizers.end()
@@ -341,13 +343,13 @@ class ProgramCapture:
 
 
 def _no_model_text() -> str:
-    """Say that no model was found, and what would help."""
+    """Return why no model was found, and what to do."""
     if "transformers.modeling_utils" not in sys.modules:
-        why = "the program did not use transformers' models"
+        reason = "the program did not use transformers' models"
     else:
-        why = "none was called in this process, or only inside a graph that torch.compile made"
+        reason = "none was called in this process, or only inside a graph that torch.compile made"
     return (
-        f"No transformers model was found: {why}. "
+        f"No transformers model was found: {reason}. "
         "flexinspect.watch(module) in the code records any torch module."
     )
 
@@ -360,7 +362,7 @@ def _open_trace(job: ScriptJob) -> TraceWriter:
 
 
 def _program_manifest(job: ScriptJob) -> dict[str, Any]:
-    said = job.declaration
+    declaration = job.declaration
     return {
         "flexinspect": __version__,
         "argv": list(job.argv),
@@ -369,9 +371,12 @@ def _program_manifest(job: ScriptJob) -> dict[str, Any]:
         "started_at": time.time(),
         "program": {"name": job.program, "is_module": job.is_module, "args": list(job.args)},
         "declared": {
-            "segments": [one if isinstance(one, str) else list(one) for one in said.segments],
-            "mask": said.mask,
-            "separators": said.separators,
+            "segments": [
+                segment if isinstance(segment, str) else list(segment)
+                for segment in declaration.segments
+            ],
+            "mask": declaration.mask,
+            "separators": declaration.separators,
         },
         "level": job.level,
         "graphs_counted": True,
@@ -386,13 +391,16 @@ def _versions() -> dict[str, str]:
 
 
 def _flush_lines() -> None:
-    """Let a printed line go out when it ends, as on a terminal, so that the order is true."""
+    """Flush stdout at each line end, as on a terminal, so that the order of lines is kept."""
     with suppress(AttributeError, ValueError, OSError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def main(number: int) -> int:
-    """Run the job that comes through the socket of this number; the program's end is ours."""
+    """Run the job that comes through the socket with this file descriptor; return the exit code.
+
+    If the program runs, its own end is the end of the process.
+    """
     control = LauncherConnection(number)
     try:
         job = ScriptJob.from_json(control.first_line())
@@ -406,7 +414,7 @@ def main(number: int) -> int:
 
 
 class LauncherConnection:
-    """The socket to whoever started us. Lines of the protocol, both ways."""
+    """The socket to the launcher, with lines of the protocol in both directions."""
 
     def __init__(self, number: int) -> None:
         os.set_inheritable(number, False)
@@ -415,18 +423,18 @@ class LauncherConnection:
         self._lines = self._read()
 
     def first_line(self) -> str:
-        """Return the first line, the job."""
+        """Return the first line: the job as JSON."""
         return next(self._lines, b"").decode()
 
     def messages(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the facts of each line until the other side is gone."""
+        """Yield the message of each line until the launcher closes its side."""
         for line in self._lines:
             facts = protocol.parse_message(line.decode())
             if facts is not None:
                 yield facts
 
     def _read(self) -> Iterator[bytes]:
-        """Yield each line, read without Python's buffer: no daemon thread may hold its lock."""
+        """Yield each line, read without a buffered file: a daemon thread must not hold its lock."""
         parts: list[bytes] = []
         with suppress(OSError):
             while piece := self._socket.recv(1 << 16):
@@ -437,6 +445,6 @@ class LauncherConnection:
                 parts.append(piece)
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Send a line."""
+        """Send a message; errors are ignored, because the launcher may be gone."""
         with suppress(OSError), self._send_lock:
             self._socket.sendall((protocol.format_message(kind, **facts) + "\n").encode())

@@ -1,0 +1,163 @@
+"""Private names of torch and transformers that capture uses, one function each.
+
+Checked on torch 2.13 and transformers 5.23. If a version lacks a name, its function returns a
+neutral value, so that one feature switches itself off and the rest works. `missing_names` lists
+them, and `tests/hooks/interpreter/test_torch_private.py` fails for each one by its name.
+
+Nothing here imports torch when the module is imported, because code that runs before torch uses it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
+
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_DYNAMO_UTILS = "torch._dynamo.utils"
+
+NAMES = {
+    (_EVAL_FRAME, "get_eval_frame_callback"): "compiled kernel calls are told from uncompiled ones",
+    (_EVAL_FRAME, "set_eval_frame"): "models are found without being compiled into the program",
+    (_EVAL_FRAME, "set_code_exec_strategy"): "dynamo skips the wrapper of models that are found",
+    (_EVAL_FRAME, "_FrameAction.SKIP"): "dynamo skips the wrapper of models that are found",
+    (_EVAL_FRAME, "_FrameExecStrategy"): "dynamo skips the wrapper of models that are found",
+    ("torch._dynamo.eval_frame", "skip_code"): "dynamo compiles no interceptor of kernels",
+    (_DYNAMO_UTILS, "counters"): "graphs and refused compilations are counted",
+    (_DYNAMO_UTILS, "get_compilation_metrics"): "recompilations have functions and reasons",
+    ("torch.nn", "Module._call_impl"): "kernel calls are assigned to layers",
+    ("torch", "Tensor._version"): "tensors that were modified in place are detected",
+    (
+        "torch.nn.attention.flex_attention",
+        "setup_compilation_env",
+    ): "calls past the recompile limit are recorded as uncompiled",
+    (
+        "transformers",
+        "PreTrainedModel._init_weights",
+    ): "random weights have the norms and rotary tables of transformers",
+}
+"""Module and name of each private name, and the feature that needs it."""
+
+MODULE_HOOKS = {
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+}
+"""The attributes of `nn.Module` that hold hooks, and those that hold flags of the same hooks.
+
+A missing attribute is skipped: then a model with flexinspect hooks may not be picklable.
+"""
+
+
+def missing_names() -> list[str]:
+    """Return the full names of `NAMES` that the installed versions lack; imports torch."""
+    return [f"{module}.{name}" for module, name in NAMES if _find(module, name) is None]
+
+
+def _find(module: str, name: str) -> Any:
+    """Return a name of a module, dotted for an attribute of a class; None if it is missing."""
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
+def eval_frame_callback_getter() -> Callable[[], Any]:
+    """Return dynamo's `get_eval_frame_callback`: its result is callable in a compiled call.
+
+    If missing, every call counts as uncompiled.
+    """
+    return _find(_EVAL_FRAME, "get_eval_frame_callback") or (lambda: None)
+
+
+def frame_compiler_setter() -> Callable[[Any], Any]:
+    """Return a function that sets this thread's frame compiler and returns the one before.
+
+    `torch.compiler.disable` uses it, too, but imports all of dynamo. If missing, the compiler is
+    not changed.
+    """
+    return _find(_EVAL_FRAME, "set_eval_frame") or (lambda compiler: compiler)
+
+
+def skip_frame(function: Any) -> None:
+    """Let torch.compile skip a function's own frame, and compile the functions it calls.
+
+    `torch.compiler.disable(recursive=False)` does the same, but imports all of dynamo. If a name is
+    missing, nothing is done: a compiled model that is found may have a graph break.
+    """
+    set_strategy = _find(_EVAL_FRAME, "set_code_exec_strategy")
+    skip = _find(_EVAL_FRAME, "_FrameAction.SKIP")
+    default = _find(_EVAL_FRAME, "_FrameAction.DEFAULT")
+    strategy = _find(_EVAL_FRAME, "_FrameExecStrategy")
+    if None not in (set_strategy, skip, default, strategy):
+        set_strategy(function.__code__, strategy(skip, default))
+
+
+def skip_code(code: CodeType) -> None:
+    """Let dynamo skip a code object; imports dynamo. If missing, nothing is done."""
+    skip = _find("torch._dynamo.eval_frame", "skip_code")
+    if skip is not None:
+        skip(code)
+
+
+def dynamo_counters(group: str) -> Mapping[str, int]:
+    """Return a group of dynamo's counters; empty if missing, or if dynamo is not imported."""
+    counters = getattr(sys.modules.get(_DYNAMO_UTILS), "counters", None)
+    return {} if counters is None else counters.get(group, {})
+
+
+def compilation_metrics() -> Sequence[Any]:
+    """Return dynamo's records of compilations, oldest first.
+
+    Empty if missing, or if dynamo is not imported.
+    """
+    read = getattr(sys.modules.get(_DYNAMO_UTILS), "get_compilation_metrics", None)
+    return () if read is None else read()
+
+
+def module_call_code() -> CodeType | None:
+    """Return the code that runs a module's forward, even if `forward` was replaced.
+
+    If missing, kernel calls are not assigned to layers.
+    """
+    code: CodeType | None = getattr(_find("torch.nn", "Module._call_impl"), "__code__", None)
+    return code
+
+
+def tensor_version(tensor: Tensor) -> int | None:
+    """Return the number of in-place modifications of a tensor, None if missing.
+
+    Tensors of inference mode have none: torch raises `RuntimeError` for them.
+    """
+    return getattr(tensor, "_version", None)
+
+
+def is_hook_installed(handle: RemovableHandle) -> bool:
+    """Whether a hook is still in the dict of its module. If missing, it counts as installed."""
+    try:
+        hooks = handle.hooks_dict_ref()
+    except AttributeError:
+        return True
+    return hooks is not None and handle.id in hooks
+
+
+def init_weights(model: Any, module: Any) -> None:
+    """Let a transformers model initialise one of its modules.
+
+    If missing, norms are 1, biases 0, and buffers such as rotary frequencies 0.
+    """
+    if has_init_weights(model):
+        model._init_weights(module)
+
+
+def has_init_weights(module: Any) -> bool:
+    """Whether a module initialises its submodules itself, as transformers models do."""
+    return hasattr(module, "_init_weights")
