@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flexinspect.core.keys import all_keys
+from flexinspect.core.keyboard import all_keys
 from flexinspect.panels.panel_registry import load_panel, panel_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "interface.md"

@@ -27,8 +27,8 @@ from flexinspect.trace.queries.range_queries import (
     step_range,
 )
 from flexinspect.trace.queries.search_queries import read_tokens
+from flexinspect.trace.query_results import BranchRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import BranchRow
 
 LOGITS_STREAM = "logits.row"
 """The stream with all logits of a step."""

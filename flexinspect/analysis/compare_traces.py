@@ -21,9 +21,9 @@ from flexinspect.rules.step_diff import (
     find_jump,
     rounding_limit,
 )
+from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.replay import is_standalone, replay_steps
-from flexinspect.trace.rows import GenerationRow
 
 COMPARED_STREAMS = ("hidden", "inputs.mask")
 SAME, ROUNDING, DIFFERENT = "same", "rounding", "different"

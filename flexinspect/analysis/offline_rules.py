@@ -27,6 +27,7 @@ from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, RuleRunner, load_rules
 from flexinspect.trace.codec import from_json, to_json
 from flexinspect.trace.file.writer import RuleReview, append_reviews
+from flexinspect.trace.query_results import BranchRow, GenerationRow
 from flexinspect.trace.reader import TraceReader, open_trace, read_all_gradients
 from flexinspect.trace.replay import (
     branch_start_record,
@@ -36,7 +37,6 @@ from flexinspect.trace.replay import (
     replay_parents,
     replay_steps,
 )
-from flexinspect.trace.rows import BranchRow, GenerationRow
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the number of finished steps and the number of all steps."""

@@ -23,8 +23,8 @@ from flexinspect.inputs.datasets import is_correct_answer
 from flexinspect.inputs.model_sizes import human_bytes, human_count
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.step import EventRecord, TokenRecord
+from flexinspect.trace.query_results import GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.rows import GenerationRow, StepRow
 
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from flexinspect.drawing.theme import Theme
     from flexinspect.panels.base import Panel, Picture, Request, TracePlace
-    from flexinspect.panels.source import Source
+    from flexinspect.panels.panel_source import Source
     from flexinspect.trace.reader import TraceReader
 
 _DESCRIPTION = """Print the panels of the interface for one place of a trace: all of them, or
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         return _list(as_json=args.json)
     _check(args)
     from flexinspect.panels.panel_registry import load_panel, panel_names
-    from flexinspect.panels.source import Source
+    from flexinspect.panels.panel_source import Source
     from flexinspect.trace.reader import open_trace
 
     named = tuple(dict.fromkeys(args.panel or ()))

@@ -74,7 +74,7 @@ def expand_user(path: str) -> Path:
 class Config:
     """The user's settings; `files` are the files that were read, in order of precedence.
 
-    `keys` maps key ids of `flexinspect.core.keys` to keys separated by commas, `breakpoints` maps
+    `keys` maps key ids of `flexinspect.core.keyboard` to keys separated by commas, `breakpoints` maps
     names to conditions. `debugging` maps profiles ("" for the section itself) to switches by full
     name.
     """
@@ -189,7 +189,7 @@ def _model_aliases(file: Path, text: str, settings: object) -> dict[str, ModelAl
 
 
 def _read_keys(file: Path, text: str, table: object) -> dict[str, tuple[str, ...]]:
-    from flexinspect.core.keys import all_keys
+    from flexinspect.core.keyboard import all_keys
 
     if not isinstance(table, dict):
         raise _settings_error(
@@ -228,7 +228,7 @@ def _read_breakpoints(file: Path, text: str, table: object) -> dict[str, str]:
 
 def _action_keys(file: Path, text: str, action: str, value: object) -> tuple[str, ...]:
     """Return the keys of one action as Textual names them."""
-    from flexinspect.core.keys import KEY_SYNTAX, parse_key
+    from flexinspect.core.keyboard import KEY_SYNTAX, parse_key
 
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
@@ -250,7 +250,7 @@ def _check_shared_keys(
     """Refuse a key that another action uses, unless that action gets another key."""
     if not keys:
         return
-    from flexinspect.core.keys import FIXED_KEYS, find_key_conflict
+    from flexinspect.core.keyboard import FIXED_KEYS, find_key_conflict
 
     clash = find_key_conflict(keys)
     if clash is None:

@@ -17,7 +17,7 @@ from textual.strip import Strip
 
 from flexinspect.core.errors import TraceError
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Panel(Generic[D, O_co]):
     needs_tokens: ClassVar[bool] = False
     """Whether it shows generated tokens, so that it does not apply to a training run."""
     actions: ClassVar[tuple[str, ...]] = ()
-    """The actions (see `flexinspect.core.keys`) that `on_action` handles."""
+    """The actions (see `flexinspect.core.keyboard`) that `on_action` handles."""
 
     def options(self) -> O_co:
         """Return the initial options of the panel."""

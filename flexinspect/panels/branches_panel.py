@@ -31,10 +31,10 @@ from flexinspect.panels.base import (
     Request,
     TracePlace,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.trace.queries.range_queries import branch_of_step, step_bounds
+from flexinspect.trace.query_results import BranchRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import BranchRow
 
 _STEP_WIDTH, _KL_WIDTH, _LOGIT_WIDTH = 5, 11, 8
 _MASK_BYTES = 512

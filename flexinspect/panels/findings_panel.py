@@ -22,7 +22,7 @@ from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.text_lines import Span, clip_text, line, wrap_paragraph
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.codec import plain_json
 from flexinspect.trace.queries.range_queries import (
@@ -37,8 +37,8 @@ from flexinspect.trace.queries.range_queries import (
     format_ranges,
     worst_finding,
 )
+from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import FindingRow
 
 MAX_DETAILS = 12
 """Maximum number of evidence values that are shown of one finding."""

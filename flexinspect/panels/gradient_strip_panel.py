@@ -27,7 +27,7 @@ from flexinspect.panels.base import (
     Request,
     require_training_facts,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import load_curve_span
 from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM
 

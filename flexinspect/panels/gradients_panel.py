@@ -21,7 +21,7 @@ from flexinspect.drawing.text_lines import Span, align_right, clip_text, line, w
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import wrap_cells
 from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import (
     TokenWindow,
     load_token_window,

@@ -17,7 +17,7 @@ from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.text_lines import Span, align_right, line, wrap_paragraph
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     StepWindow,
     columns_per_step,

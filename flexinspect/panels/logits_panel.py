@@ -15,7 +15,7 @@ from flexinspect.drawing.plots import bar, format_number, timeline
 from flexinspect.drawing.text_lines import Span, align_right, clip_text, line
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Help, Missing, Navigate, NoOptions, Panel, Picture, Request
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     COLUMN_GAP,
     MIN_TWO_COLUMN_WIDTH,
@@ -31,7 +31,7 @@ from flexinspect.panels.timeline import (
 )
 from flexinspect.records.step import UNKNOWN, Candidate, LogitsRecord
 from flexinspect.trace.queries.range_queries import branch_of_step, step_range
-from flexinspect.trace.rows import StepRow
+from flexinspect.trace.query_results import StepRow
 
 SERIES: Mapping[str, Callable[[StepRow], float | None]] = {
     "entropy": lambda row: row.entropy,

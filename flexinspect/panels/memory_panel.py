@@ -25,7 +25,7 @@ from flexinspect.panels.base import (
     Request,
     TracePlace,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     COLUMN_GAP,
     MIN_TWO_COLUMN_WIDTH,
@@ -43,8 +43,8 @@ from flexinspect.panels.token_window import load_segments
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import MemoryRecord
 from flexinspect.trace.queries.range_queries import branch_of_step, memory_range
+from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import StepRow
 
 FIGURES: Mapping[str, Callable[[MemoryRecord], int | None]] = {
     "RSS": lambda record: record.rss,

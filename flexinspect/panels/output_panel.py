@@ -14,9 +14,9 @@ from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import line, wrap_paragraph
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Help, Missing, Panel, Picture, Request, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.trace.queries.search_queries import last_output
-from flexinspect.trace.rows import OutputRow
+from flexinspect.trace.query_results import OutputRow
 
 MAX_DESCRIBED_LINES = 500
 """Maximum number of lines in `describe`: the newest ones."""

@@ -25,7 +25,7 @@ from flexinspect.panels.base import (
     Request,
     TracePlace,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records import prompt
 from flexinspect.records.step import PATHS, BuildRecord, CallRecord, MaskRecord
 from flexinspect.trace.queries.range_queries import (

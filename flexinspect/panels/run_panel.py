@@ -30,7 +30,7 @@ from flexinspect.panels.base import (
     format_placement,
     is_count,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import is_answer_correct
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord
@@ -44,8 +44,8 @@ from flexinspect.trace.queries.range_queries import (
     step_range,
 )
 from flexinspect.trace.queries.search_queries import read_tokens
+from flexinspect.trace.query_results import BranchRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import BranchRow, GenerationRow, StepRow
 
 _MIN_BOX_WIDTH = 25
 _BOX_GAP = 3

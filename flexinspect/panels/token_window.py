@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from flexinspect.drawing.token_cells import TokenCell, display_text
 from flexinspect.panels.base import Missing, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace.queries.range_queries import branch_of_step, lineage, step_range
 from flexinspect.trace.queries.search_queries import last_pos, read_tokens
+from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import StepRow
 
 CHUNK_TOKENS = 64
 """Number of tokens that are read, formatted and cached together."""

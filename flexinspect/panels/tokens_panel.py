@@ -15,7 +15,7 @@ from flexinspect.drawing.text_lines import Span, line
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, display_text, token_style, wrap_cells
 from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import (
     TokenWindow,
     is_answer_correct,
@@ -26,7 +26,7 @@ from flexinspect.panels.token_window import (
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace.queries.search_queries import read_tokens
-from flexinspect.trace.rows import GenerationRow
+from flexinspect.trace.query_results import GenerationRow
 
 Colour = Literal["probability", "entropy", "segment"]
 COLOURS: tuple[Colour, ...] = ("probability", "entropy", "segment")

@@ -26,7 +26,7 @@ from flexinspect.panels.base import (
     format_placement,
     require_training_facts,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     COLUMN_GAP,
     MIN_TWO_COLUMN_WIDTH,

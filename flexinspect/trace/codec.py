@@ -47,7 +47,7 @@ from flexinspect.records.training_step import (
 )
 from flexinspect.trace import schema
 from flexinspect.trace.arrays import ArrayChunk
-from flexinspect.trace.rows import (
+from flexinspect.trace.query_results import (
     ArrayInfo,
     BranchRow,
     EventRow,

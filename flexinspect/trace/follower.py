@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flexinspect.records.step import TokenRecord
+from flexinspect.trace.query_results import EventRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import EventRow, GenerationRow, StepRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ from flexinspect.trace import arrays, codec, data_frames, schema
 from flexinspect.trace.data_frames import Library
 from flexinspect.trace.file.connections import in_wal_mode
 from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, WHERE_STEP, place_condition
+from flexinspect.trace.query_results import ArrayInfo, BranchRow, GenerationRow, StepRow
 from flexinspect.trace.reader_queries import TrainingQueries
-from flexinspect.trace.rows import ArrayInfo, BranchRow, GenerationRow, StepRow
 from flexinspect.trace.step_loader import ALL_STREAMS, load_steps, read_arrays, with_arrays
 
 

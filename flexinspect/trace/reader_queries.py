@@ -19,7 +19,7 @@ from flexinspect.trace.query_base import (
     TraceQueries,
     place_condition,
 )
-from flexinspect.trace.rows import EventRow, FindingRow, OutputRow
+from flexinspect.trace.query_results import EventRow, FindingRow, OutputRow
 
 
 class FindingQueries(TraceQueries):

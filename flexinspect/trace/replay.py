@@ -25,8 +25,8 @@ from flexinspect.rules.engine import RuleRunner
 from flexinspect.trace.queries.branch_queries import generation_in_branch
 from flexinspect.trace.queries.range_queries import lineage
 from flexinspect.trace.queries.search_queries import read_tokens
+from flexinspect.trace.query_results import BranchRow, GenerationRow
 from flexinspect.trace.reader import TraceReader, read_all_gradients
-from flexinspect.trace.rows import BranchRow, GenerationRow
 from flexinspect.trace.step_loader import load_steps
 
 

@@ -22,8 +22,8 @@ from flexinspect.records.step import (
 )
 from flexinspect.trace import arrays, codec, schema
 from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, TraceQueries
+from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader_queries import TrainingQueries
-from flexinspect.trace.rows import StepRow
 from flexinspect.trace.schema import Table
 
 STEPS_PER_READ = 64

@@ -26,8 +26,7 @@ from flexinspect.records.step import (
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.trace.codec import plain_json
-from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import (
+from flexinspect.trace.query_results import (
     ArrayInfo,
     BranchRow,
     EventRow,
@@ -36,6 +35,7 @@ from flexinspect.trace.rows import (
     OutputRow,
     StepRow,
 )
+from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.schema import VERSION
 
 T = TypeVar("T")

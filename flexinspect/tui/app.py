@@ -16,7 +16,7 @@ from textual.filter import LineFilter
 from textual.screen import Screen
 
 from flexinspect.core.errors import TraceError, UsageError
-from flexinspect.core.keys import all_keys
+from flexinspect.core.keyboard import all_keys
 from flexinspect.drawing.text_lines import Canvas
 from flexinspect.drawing.theme import NoColorFilter
 from flexinspect.panels.base import TracePlace
@@ -36,7 +36,7 @@ _NO_COLOR_FILTER = NoColorFilter()
 class InspectorApp(App[None]):
     """The interface: opens a trace, runs and follows a job, or shows the start screen.
 
-    `keymap` maps ids of `flexinspect.core.keys` to keys, separated by commas; `make_job` returns
+    `keymap` maps ids of `flexinspect.core.keyboard` to keys, separated by commas; `make_job` returns
     the job of a command line of the start screen.
     """
 

@@ -11,7 +11,7 @@ from textual.content import Content
 from textual.reactive import reactive
 
 from flexinspect.core.errors import FlexInspectError
-from flexinspect.core.keys import N_DIGITS
+from flexinspect.core.keyboard import N_DIGITS
 from flexinspect.panels.base import TracePlace, is_training_trace
 from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
 from flexinspect.tui import saved_state

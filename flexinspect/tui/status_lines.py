@@ -18,7 +18,7 @@ from flexinspect.drawing.text_lines import Canvas, header, line
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.findings_panel import FindingSummary, load_summary
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.trace.rows import StepRow
+from flexinspect.trace.query_results import StepRow
 from flexinspect.tui.capture_client import CaptureStatus
 from flexinspect.tui.panel_view import Loader, theme_of
 from flexinspect.tui.trace_session import RunStatus, TraceSession

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import TraceError
 from flexinspect.core.text import escape_unprintable
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.trace.file.location import delete_trace
 from flexinspect.trace.queries.range_queries import step_bounds
 from flexinspect.trace.queries.search_queries import n_generations, newest_events
+from flexinspect.trace.query_results import EventRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import EventRow
 
 if TYPE_CHECKING:
     from flexinspect.launch.child_process import Capture

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.records.step import CallRecord, InputsRecord, MaskRecord
+from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import StepRow
 
 Cells = npt.NDArray[np.bool_]
 

@@ -31,7 +31,7 @@ from flexinspect.panels.base import (
     Request,
     TracePlace,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import GenerationRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace

@@ -27,7 +27,7 @@ from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
 from flexinspect.panels.attention.attention_data import AttentionOptions
 from flexinspect.panels.base import Missing, Navigate
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import StepRecord
 
 

@@ -24,7 +24,7 @@ from support.attention_trace import (
 
 from flexinspect.panels.attention import row_recompute
 from flexinspect.panels.base import TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, StepRecord
 from flexinspect.trace.file.writer import TraceWriter

@@ -12,7 +12,7 @@ from support.tui import screen_text, settle
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Navigate, NoOptions, Request, TracePlace
 from flexinspect.panels.branches_panel import BranchesData, BranchesPanel
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import GenerationEnd, StepRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader

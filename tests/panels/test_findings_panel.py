@@ -20,14 +20,14 @@ from flexinspect.panels.findings_panel import (
     navigate_to_finding,
     next_finding,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, TokenRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.queries.range_queries import NumberRange
+from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.rows import FindingRow
 
 PANEL = FindingsPanel()
 PLAIN = Theme("none")

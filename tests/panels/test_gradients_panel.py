@@ -26,7 +26,7 @@ from flexinspect.panels.gradients_panel import (
     format_percent,
     merge_separators,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui import saved_state

@@ -23,7 +23,7 @@ from flexinspect.panels.layers_panel import (
     layer_rows,
     module_kind,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, LayerStatRecord, StepRecord
 from flexinspect.trace.file.writer import TraceWriter

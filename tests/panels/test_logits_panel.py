@@ -21,7 +21,7 @@ from flexinspect.panels.logits_panel import (
     logits_layout,
     probability,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import step_at, step_window
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (

@@ -25,7 +25,7 @@ from flexinspect.panels.mask.mask_drawing import CURSOR, GENERATED, _tints, mask
 from flexinspect.panels.mask.mask_layout import MaskOptions, mask_layout, zoom_steps
 from flexinspect.panels.mask.mask_panel import MaskPanel
 from flexinspect.panels.panel_registry import with_options
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.trace.reader import open_trace
 
 PLAIN = Theme("none")

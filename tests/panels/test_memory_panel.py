@@ -18,7 +18,7 @@ from flexinspect.panels.memory_panel import (
     format_growth,
     memory_layout,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, MemoryRecord, StepRecord, TokenRecord
 from flexinspect.trace.file.writer import TraceWriter

@@ -12,7 +12,7 @@ from support.traces import RUN, sample_trace
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.output_panel import OutputData, OutputOptions, OutputPanel
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import GenerationRecord, OutputRecord, StepRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace

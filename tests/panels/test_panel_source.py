@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from flexinspect.panels import source as module
-from flexinspect.panels.source import Source
+from flexinspect.panels import panel_source as module
+from flexinspect.panels.panel_source import Source
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Missing, Navigate, NoOptions, Request, TracePlace
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.path_panel import (
     PathData,
     PathPanel,
@@ -20,7 +21,6 @@ from flexinspect.panels.path_panel import (
     short_mask_mod,
     step_bounds_around,
 )
-from flexinspect.panels.source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
     BuildRecord,

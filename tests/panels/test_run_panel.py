@@ -12,6 +12,7 @@ import pytest
 
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Request, TracePlace
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.run_panel import (
     Box,
     RunFacts,
@@ -21,7 +22,6 @@ from flexinspect.panels.run_panel import (
     generation_stages,
     manifest_rows,
 )
-from flexinspect.panels.source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
     CallRecord,

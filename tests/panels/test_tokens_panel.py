@@ -10,7 +10,7 @@ import pytest
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
 from flexinspect.panels.base import Request, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.tokens_panel import TokensData, TokensOptions, TokensPanel
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (

@@ -22,7 +22,7 @@ from flexinspect.panels.base import (
 )
 from flexinspect.panels.gradient_strip_panel import GradientStripPanel, norm_levels
 from flexinspect.panels.panel_registry import load_panel, panel_names
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import load_curve_span
 from flexinspect.panels.training_panel import TrainingPanel, curve_areas
 from flexinspect.records.step import (

@@ -202,7 +202,7 @@ def test_a_declared_preset_that_ran_makes_no_finding(
 def preset_rule(name: str) -> Any:
     """Return the spec that capture builds from a preset for these segments."""
     from flexinspect.masks.algebra import preset
-    from flexinspect_hooks.user_code.declared_prompt import (
+    from flexinspect_hooks.user_code.declared_segments import (
         PromptInput,
         build_segments,
         parse_segments,

@@ -16,7 +16,7 @@ from flexinspect.masks.algebra import preset
 from flexinspect.panels.attention.attention_data import AttentionData, AttentionOptions
 from flexinspect.panels.attention.attention_panel import AttentionPanel
 from flexinspect.panels.base import Picture, Request, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
     ArrayRecord,

@@ -17,7 +17,7 @@ from flexinspect.panels.mask.mask_data import MaskData
 from flexinspect.panels.mask.mask_layout import MaskOptions
 from flexinspect.panels.mask.mask_panel import MaskPanel
 from flexinspect.panels.mask.mask_text import describe_cell
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
     CallRecord,

@@ -13,10 +13,10 @@ from support.traces import LAYERS, sample_trace
 from support.tui import screen_lines, screen_text, settle
 from textual.command import CommandList, CommandPalette
 
-from flexinspect.core.keys import all_keys
+from flexinspect.core.keyboard import all_keys
 from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.panel_registry import load_panel, panel_names
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import EventRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace

@@ -32,11 +32,11 @@ from flexinspect.panels.attention.row_recompute import (
     recompute_row,
 )
 from flexinspect.panels.base import Missing, Request, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import segment_color
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
-from flexinspect.trace.rows import ArrayInfo
+from flexinspect.trace.query_results import ArrayInfo
 
 ENTROPY, SINK = "entropy", "sink"
 MAX_LISTED_KEYS = 512

@@ -26,7 +26,7 @@ from flexinspect.panels.attention.attention_drawing import (
 )
 from flexinspect.panels.attention.row_recompute import EXTREME_ONLY
 from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 
 MAX_TABLE_LAYERS, MAX_TABLE_HEADS = 12, 16
 """The largest grid that `describe` writes as a table."""

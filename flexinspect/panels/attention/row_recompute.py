@@ -21,12 +21,12 @@ from flexinspect.masks.attention_row import (
     worst_check,
 )
 from flexinspect.panels.base import Missing, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array, CallRecord
 from flexinspect.trace.mask_cells import find_mask_cells, read_mask_arrays, read_packed_rows
 from flexinspect.trace.queries.range_queries import branch_of_step, lineage
+from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import StepRow
 
 KEY_CHUNK_STEPS = 64
 """Number of decode steps whose keys are cached together."""

@@ -27,15 +27,15 @@ from flexinspect.panels.mask.mask_grid import (
     load_mask_view,
 )
 from flexinspect.panels.mask.mask_layout import MaskLayout, MaskOptions, MaskViewMode, mask_layout
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_segments, segment_color
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import CallRecord, MaskRecord
 from flexinspect.trace.queries.branch_queries import generation_in_branch
 from flexinspect.trace.queries.range_queries import branch_of_step
 from flexinspect.trace.queries.search_queries import last_pos, n_generations, read_tokens
+from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import GenerationRow
 
 MAX_LISTED_ROWS = 8
 """Maximum number of empty rows that are listed with their tokens."""

@@ -24,7 +24,7 @@ from flexinspect.masks.counting import (
     shift_keys,
 )
 from flexinspect.masks.viewport import BlockLayout
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array, MaskRecord
 from flexinspect.trace.mask_cells import (
     StepCalls,

@@ -21,7 +21,7 @@ from flexinspect.panels.mask.mask_text import (
     format_steps,
     has_difference,
 )
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 
 VIEW_MODES: tuple[MaskViewMode, ...] = ("executed", "received", "declared", "difference")
 _CURSOR_MOVES = {

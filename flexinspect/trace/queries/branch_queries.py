@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from flexinspect.trace.queries.range_queries import lineage
+from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import GenerationRow
 
 MASK_KEYS = frozenset({"preset", "separators", "starts", "head", "low", "rule"})
 """The keys of a declaration that describe the declared mask."""

@@ -17,8 +17,8 @@ from flexinspect.records.finding import Severity
 from flexinspect.records.step import LayerStatRecord, MemoryRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.query_base import WHERE_BRANCH
+from flexinspect.trace.query_results import EventRow, FindingRow, StepRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import EventRow, FindingRow, StepRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from flexinspect.records.step import TokenRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.queries.range_queries import lineage
 from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, TraceQueries
+from flexinspect.trace.query_results import EventRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import EventRow
 
 
 def token_ranges(

@@ -8,7 +8,7 @@ from typing import Any
 from textual.binding import Binding, BindingType
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
-from flexinspect.core.keys import all_keys
+from flexinspect.core.keyboard import all_keys
 from flexinspect.panels.base import Navigate
 from flexinspect.panels.panel_registry import panel_names
 from flexinspect.tui.screens.navigation import parse_step_number

@@ -20,13 +20,13 @@ from textual.reactive import reactive
 from textual.widgets import Footer
 
 from flexinspect.core.errors import FlexInspectError
-from flexinspect.core.keys import all_keys
+from flexinspect.core.keyboard import all_keys
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.panels.findings_panel import navigate_to_finding, next_finding
 from flexinspect.panels.panel_registry import panel_names
+from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import FindingRow
 from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
 from flexinspect.tui.panel_layout import Slots, format_panel_option
 from flexinspect.tui.panel_view import Loader, PaintBatch, PanelView, theme_of
@@ -263,7 +263,7 @@ class TraceScreen(SearchScreen):
         self.place = replace(there, step=self.status.first_step)
 
     def action_do(self, name: str) -> None:
-        """Run the action of a key or of the palette, by its id in `flexinspect.core.keys`."""
+        """Run the action of a key or of the palette, by its id in `flexinspect.core.keyboard`."""
         action = self._key_actions().get(name)
         if action is not None:
             try:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from flexinspect_hooks.capture.step_clock import StepEvent
-from flexinspect_hooks.interpreter.torch_private import compilation_metrics, dynamo_counters
+from flexinspect_hooks.python_internals.torch_private import compilation_metrics, dynamo_counters
 
 RECOMPILE_LIMIT = "recompile-limit"
 

@@ -66,7 +66,7 @@ def _describe_call(score_mod: Any, block_mask: Any) -> str:
 
 
 def _format_call(score_mod: Any, mask_mod: Any) -> str:
-    from flexinspect_hooks.interpreter.user_functions import mask_mod_name
+    from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 
     parts = ["compiled"]
     if score_mod is not None:

@@ -30,7 +30,7 @@ from flexinspect.trace.replay import replay_parents_from_path
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import Hook, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.interpreter.threads import keep_running_when_stopped
+from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
 
 LINGER_S = 0.2
 """How long a step may wait for later steps before it is written.

@@ -31,8 +31,12 @@ from flexinspect.control.messages import (
     TrainingSummaryResponse,
 )
 from flexinspect.core.errors import ControlError
-from flexinspect_hooks.control import targets
-from flexinspect_hooks.control.targets import BreakpointControl, ControlTargets, RewindTarget
+from flexinspect_hooks.control import control_protocols
+from flexinspect_hooks.control.control_protocols import (
+    BreakpointControl,
+    ControlTargets,
+    RewindTarget,
+)
 
 
 class NotFoundError(ControlError):
@@ -197,21 +201,21 @@ class RouteHandlers:
     # -- summaries -------------------------------------------------------------------------------
 
     def debug_summary(self) -> DebugSummaryResponse:
-        return targets.debug_summary()
+        return control_protocols.debug_summary()
 
     def training_summary(self) -> TrainingSummaryResponse:
-        return targets.training_summary()
+        return control_protocols.training_summary()
 
     def debug_level(self, level: str) -> CommandResponse:
         if level not in get_args(Level):
             known = ", ".join(get_args(Level))
             raise NotFoundError(f"There is no level {level}.", hint=f"The levels are {known}.")
-        targets.set_level(level)
+        control_protocols.set_level(level)
         return self.level(LevelBody(cast(Level, level)))
 
     def debug_clear(self) -> DebugSummaryResponse:
-        targets.clear()
-        return targets.debug_summary()
+        control_protocols.clear()
+        return control_protocols.debug_summary()
 
 
 def _no_breakpoint(number: int) -> NotFoundError:

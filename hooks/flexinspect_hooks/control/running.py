@@ -10,16 +10,16 @@ from flexinspect.control.discovery import ServeOptions
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError
 from flexinspect.records.step import EventRecord
-from flexinspect_hooks.control.handlers import CaptureInfo
-from flexinspect_hooks.control.server import ControlServer
-from flexinspect_hooks.control.step_barrier import StepBarrier
-from flexinspect_hooks.control.targets import (
+from flexinspect_hooks.control.control_protocols import (
     ControlTargets,
     FindingCounter,
     Levels,
     register_counter,
     unregister_counter,
 )
+from flexinspect_hooks.control.handlers import CaptureInfo
+from flexinspect_hooks.control.server import ControlServer
+from flexinspect_hooks.control.step_barrier import StepBarrier
 
 if TYPE_CHECKING:
     from flexinspect_hooks.capture.recorder import Recorder

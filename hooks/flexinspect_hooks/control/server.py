@@ -26,9 +26,9 @@ from flexinspect.control.discovery import (
     unregister,
 )
 from flexinspect.core.errors import ControlError, UsageError
+from flexinspect_hooks.control.control_protocols import ControlTargets
 from flexinspect_hooks.control.handlers import CaptureInfo, RouteHandlers
-from flexinspect_hooks.control.targets import ControlTargets
-from flexinspect_hooks.interpreter.threads import keep_running_when_stopped
+from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
 
 if TYPE_CHECKING:
     import asyncio

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from flexinspect.records import protocol
 from flexinspect.records.debugger_options import DebuggerOptions, format_address, listening_message
 from flexinspect_hooks.debugger import python_mods
-from flexinspect_hooks.interpreter.post_import_hooks import PostImportHooks
+from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
 
 RecordDebugEvent = Callable[[str, str], None]
 """Records an event with a kind and a text."""

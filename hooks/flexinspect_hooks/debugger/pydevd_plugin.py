@@ -62,24 +62,24 @@ class TorchText(StrPresentationProvider):  # type: ignore[misc]
 
     def get_str(self, val: Any) -> str:
         """Return the text."""
-        from flexinspect_hooks.debugger import presentation
+        from flexinspect_hooks.debugger import value_descriptions
 
         texts: dict[str, Callable[[Any], str]] = {
-            "tensor": presentation.describe_tensor,
-            "mask": presentation.describe_mask,
-            "cache": presentation.describe_cache,
-            "module": presentation.describe_module,
+            "tensor": value_descriptions.describe_tensor,
+            "mask": value_descriptions.describe_mask,
+            "cache": value_descriptions.describe_cache,
+            "module": value_descriptions.describe_module,
         }
         return texts[_kind(type(val)) or "tensor"](val)
 
     def get_str_in_context(self, val: Any, context: str) -> str:
         """Return the text, or torch's own `repr` for an expression that the user typed."""
-        from flexinspect_hooks.debugger import presentation
+        from flexinspect_hooks.debugger import value_descriptions
 
         if context in ("repl", "clipboard") and _kind(type(val)) in ("tensor", "module"):
-            with presentation.torch_modes_disabled():
+            with value_descriptions.torch_modes_disabled():
                 tensor = _kind(type(val)) == "tensor"
-                return repr(presentation.unwrap_tensor(val) if tensor else val)
+                return repr(value_descriptions.unwrap_tensor(val) if tensor else val)
         return self.get_str(val)
 
 
@@ -92,7 +92,7 @@ class ContainerText(StrPresentationProvider):  # type: ignore[misc]
 
     def get_str(self, val: Any) -> str | None:
         """Return the text, or None to leave the value to pydevd."""
-        from flexinspect_hooks.debugger.presentation import describe_container
+        from flexinspect_hooks.debugger.value_descriptions import describe_container
 
         return describe_container(val)
 
@@ -119,7 +119,7 @@ class TensorChildren(TypeResolveProvider):  # type: ignore[misc]
 
 
 def _tensor_children(tensor: Any) -> list[Child]:
-    from flexinspect_hooks.debugger import presentation
+    from flexinspect_hooks.debugger import value_descriptions
 
     found: list[Child] = [
         ("shape", tuple(tensor.shape), ".shape"),
@@ -132,12 +132,12 @@ def _tensor_children(tensor: Any) -> list[Child]:
         found.append(("grad", tensor.grad, ".grad"))
     elif tensor.grad_fn is not None:
         found.append(("grad_fn", str(tensor.grad_fn), None))
-    if presentation.is_mask(tensor):
-        found += _picture_children("picture", presentation.render_mask(tensor))
+    if value_descriptions.is_mask(tensor):
+        found += _picture_children("picture", value_descriptions.render_mask(tensor))
     if tensor.dim():
-        with presentation.torch_modes_disabled():
+        with value_descriptions.torch_modes_disabled():
             # A tensor under vmap has no slices that the client could evaluate.
-            real = presentation.unwrap_tensor(tensor)
+            real = value_descriptions.unwrap_tensor(tensor)
             slices = [real[n] for n in range(min(len(real), MAX_SLICES))] if real is tensor else []
         found += [(f"[{n}]", one, f"[{n}]") for n, one in enumerate(slices)]
     return found
@@ -151,7 +151,7 @@ def _stride(tensor: Any) -> tuple[int, ...] | None:
 
 
 def _mask_children(mask: Any) -> list[Child]:
-    from flexinspect_hooks.debugger import presentation
+    from flexinspect_hooks.debugger import value_descriptions
 
     found: list[Child] = [
         ("shape", tuple(mask.shape), ".shape"),
@@ -160,10 +160,10 @@ def _mask_children(mask: Any) -> list[Child]:
         ("mask_mod", mask.mask_mod, ".mask_mod"),
     ]
     try:
-        found += _picture_children("rule", presentation.render_mask_mod(mask))
+        found += _picture_children("rule", value_descriptions.render_mask_mod(mask))
     except Exception as error:
         found.append(("rule", f"raises {type(error).__name__}: {error}", None))
-    found += _picture_children("blocks", presentation.render_blocks(mask))
+    found += _picture_children("blocks", value_descriptions.render_blocks(mask))
     tables = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     return found + [(name, getattr(mask, name, None), f".{name}") for name in tables]
 

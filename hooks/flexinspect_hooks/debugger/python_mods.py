@@ -35,7 +35,7 @@ WITH_GRADIENTS = (
 def run_mods_as_python(report: Callable[[str], None]) -> None:
     """Let uncompiled FlexAttention run its mods as Python; `report` receives where it cannot."""
     # Imported now, as a stop must respond at once.
-    from flexinspect_hooks.debugger import presentation  # noqa: F401
+    from flexinspect_hooks.debugger import value_descriptions  # noqa: F401
 
     _listeners[:] = [report]
     _reported.clear()

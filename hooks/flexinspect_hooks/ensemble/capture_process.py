@@ -46,7 +46,7 @@ from flexinspect_hooks.breakpoints.actions import RunBreakpoints
 from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
-from flexinspect_hooks.interpreter.threads import available_cores, keep_running_when_stopped
+from flexinspect_hooks.python_internals.threads import available_cores, keep_running_when_stopped
 
 if TYPE_CHECKING:
     from flexinspect_hooks.control.running import CaptureControl

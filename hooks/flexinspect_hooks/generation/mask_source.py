@@ -21,7 +21,7 @@ from flexinspect_hooks.generation.mask_mods import (
     head_groups,
     window_block_tables,
 )
-from flexinspect_hooks.interpreter.user_functions import mask_mod_identity
+from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
 
 _MAX_ARITHMETIC_REGIONS = 24
 

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from flexinspect_hooks.interpreter.torch_private import has_init_weights, init_weights
+from flexinspect_hooks.python_internals.torch_private import has_init_weights, init_weights
 
 NOISE_BLOCK_SIZE = 4_194_301  # the largest prime below 2**22
 # transformers' own initialisation of larger modules (experts) is slow; they are matrices anyway.

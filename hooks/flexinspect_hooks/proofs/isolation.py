@@ -32,7 +32,7 @@ from flexinspect_hooks.proofs.leak_path import (
     unstable_finding,
 )
 from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds, Subject, subject_of
-from flexinspect_hooks.user_code.declared_prompt import SegmentArgument
+from flexinspect_hooks.user_code.declared_segments import SegmentArgument
 
 _MAX_NAMES = 4
 

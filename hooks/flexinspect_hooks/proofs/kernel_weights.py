@@ -46,7 +46,7 @@ from flexinspect_hooks.proofs.proof_subject import (
     device_of,
     subject_of,
 )
-from flexinspect_hooks.user_code.declared_prompt import SegmentArgument
+from flexinspect_hooks.user_code.declared_segments import SegmentArgument
 
 _MIN_DRAWN_WEIGHT = 1e-6
 """An open cell of weight 0 counts as closed in the kernel if more than this is drawn."""

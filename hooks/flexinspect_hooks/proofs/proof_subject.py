@@ -15,7 +15,7 @@ from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.rules.context import RuleContext
 from flexinspect_hooks.observers.input_rows import InputRows
-from flexinspect_hooks.user_code.declared_prompt import SegmentArgument, parse_segments
+from flexinspect_hooks.user_code.declared_segments import SegmentArgument, parse_segments
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     GenerationBuilder,

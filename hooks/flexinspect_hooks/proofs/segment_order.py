@@ -17,7 +17,7 @@ from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds, Subject, subject_of
-from flexinspect_hooks.user_code.declared_prompt import SegmentArgument
+from flexinspect_hooks.user_code.declared_segments import SegmentArgument
 
 _MAX_EQUAL_CHANGE = 1e-3
 """Logits that move less than this do not depend on the order (measured: 3e-6, against 5.8)."""

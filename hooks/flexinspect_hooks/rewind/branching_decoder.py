@@ -38,7 +38,7 @@ from flexinspect_hooks.rewind.branch_state import (
     StepCheckpoint,
     checksum,
 )
-from flexinspect_hooks.rewind.cache_shelf import (
+from flexinspect_hooks.rewind.cache_store import (
     CacheStore,
     cache_bytes,
     can_crop,

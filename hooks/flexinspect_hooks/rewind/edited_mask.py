@@ -19,7 +19,7 @@ from flexinspect_hooks.generation.mask_source import (
     UserMaskSource,
     set_identity,
 )
-from flexinspect_hooks.interpreter.user_functions import mask_mod_identity
+from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
 
 _MAX_REGIONS = 24
 """With more regions than this, the mask_mod is a table look-up instead of comparisons."""

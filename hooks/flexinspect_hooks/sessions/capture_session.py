@@ -45,7 +45,7 @@ from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blo
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder, Sink
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
 from flexinspect_hooks.control.step_barrier import StepBarrier
-from flexinspect_hooks.interpreter.threads import available_cores
+from flexinspect_hooks.python_internals.threads import available_cores
 
 
 class BranchingSession:

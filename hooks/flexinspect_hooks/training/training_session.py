@@ -25,9 +25,13 @@ from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import Hook, built_in_rules
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder, Sink
-from flexinspect_hooks.control.targets import AnomalyCounts, register_counter, unregister_counter
-from flexinspect_hooks.interpreter.pickling import hide_hooks
-from flexinspect_hooks.interpreter.threads import available_cores
+from flexinspect_hooks.control.control_protocols import (
+    AnomalyCounts,
+    register_counter,
+    unregister_counter,
+)
+from flexinspect_hooks.python_internals.pickling import hide_hooks
+from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.forward_passes import ForwardWatch

@@ -23,8 +23,12 @@ import torch
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, parse_level
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.control.targets import AnomalyCounts, register_counter, unregister_counter
-from flexinspect_hooks.control.targets import DebuggerKind as Kind
+from flexinspect_hooks.control.control_protocols import (
+    AnomalyCounts,
+    register_counter,
+    unregister_counter,
+)
+from flexinspect_hooks.control.control_protocols import DebuggerKind as Kind
 from flexinspect_hooks.training_debuggers.advice import advice
 from flexinspect_hooks.training_debuggers.result_types import Anomaly, DebugSummary, TensorInfo
 

@@ -26,7 +26,7 @@ from flexinspect.records.training_step import (
     is_warming_up,
 )
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.control.targets import AnomalyCounts
+from flexinspect_hooks.control.control_protocols import AnomalyCounts
 from flexinspect_hooks.training.gradient_statistics import Gradients
 from flexinspect_hooks.training.parameters import ParameterList, learning_rates
 from flexinspect_hooks.training_debuggers.components import memory_of

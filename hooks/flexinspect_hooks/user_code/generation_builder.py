@@ -25,7 +25,7 @@ from flexinspect.records.prompt import (
 from flexinspect.records.step import GenerationEnd, GenerationRecord, TokenRecord
 from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary
 from flexinspect_hooks.observers.input_rows import InputRows
-from flexinspect_hooks.user_code.declared_prompt import (
+from flexinspect_hooks.user_code.declared_segments import (
     PromptInput,
     SegmentSpec,
     build_segments,

@@ -32,13 +32,13 @@ from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.control.step_barrier import StepBarrier
-from flexinspect_hooks.interpreter.pickling import hide_hooks
-from flexinspect_hooks.interpreter.torch_private import frame_compiler_setter, skip_frame
 from flexinspect_hooks.loading.model_facts import model_facts
 from flexinspect_hooks.observers.input_rows import InputRows
+from flexinspect_hooks.python_internals.pickling import hide_hooks
+from flexinspect_hooks.python_internals.torch_private import frame_compiler_setter, skip_frame
 from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.sessions.session_levels import SessionLevels
-from flexinspect_hooks.user_code.declared_prompt import parse_segments
+from flexinspect_hooks.user_code.declared_segments import parse_segments
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
 from flexinspect_hooks.user_code.own_loops import HOOKS_REMOVED
 from flexinspect_hooks.user_code.program import end_state, exception_chain, strip_own_frames

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from flexinspect_hooks.capture.hook import Remove
-from flexinspect_hooks.interpreter.torch_private import is_hook_installed
+from flexinspect_hooks.python_internals.torch_private import is_hook_installed
 
 GenerateCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Makes a call of the model's own `generate` (bound) with these arguments."""

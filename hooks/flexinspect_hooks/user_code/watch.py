@@ -33,7 +33,7 @@ from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.running import CaptureControl
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.sessions.session_levels import SessionLevels
-from flexinspect_hooks.user_code.declared_prompt import SegmentArgument, parse_segments
+from flexinspect_hooks.user_code.declared_segments import SegmentArgument, parse_segments
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     IdAdapter,

@@ -13,9 +13,9 @@ from support.controlled import FakeBreakpoints, FakeLevels, FakeModel, FakeRewin
 
 from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import Address, ServeOptions
+from flexinspect_hooks.control.control_protocols import ControlTargets
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.server import ControlServer
-from flexinspect_hooks.control.targets import ControlTargets
 
 TOKEN = "a-token-of-the-tests"
 

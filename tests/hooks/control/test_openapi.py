@@ -21,10 +21,10 @@ from support.controlled import FakeBreakpoints, FakeLevels, FakeModel, FakeRewin
 from support.paths import DOCS
 
 from flexinspect.control.discovery import ServeOptions
+from flexinspect_hooks.control.control_protocols import ControlTargets
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.openapi import openapi_document
 from flexinspect_hooks.control.server import ControlServer
-from flexinspect_hooks.control.targets import ControlTargets
 
 TOKEN = "a-token-of-the-tests"
 PAGE = DOCS / "openapi.json"

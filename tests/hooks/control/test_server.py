@@ -23,9 +23,13 @@ from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import Address, ServeOptions, parse_serve_address
 from flexinspect.control.messages import MaskEdit, StepRef
 from flexinspect.core.errors import ControlError, UsageError
+from flexinspect_hooks.control.control_protocols import (
+    AnomalyCounts,
+    register_counter,
+    unregister_counter,
+)
 from flexinspect_hooks.control.running import CaptureControl
 from flexinspect_hooks.control.server import ControlServer
-from flexinspect_hooks.control.targets import AnomalyCounts, register_counter, unregister_counter
 
 TOKEN = "a-token-of-the-tests"
 

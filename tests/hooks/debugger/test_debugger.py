@@ -23,20 +23,20 @@ from flexinspect.trace.file.side_files import (
     stop_path,
     write_stop,
 )
-from flexinspect_hooks.debugger import presentation
+from flexinspect_hooks.debugger import value_descriptions
 from flexinspect_hooks.debugger.frames import frame_to_stop_in, is_user_frame
 from flexinspect_hooks.debugger.pdb_terminal import stop_in
-from flexinspect_hooks.debugger.presentation import (
-    describe_tensor,
-    render_blocks,
-    render_mask,
-    render_mask_mod,
-)
 from flexinspect_hooks.debugger.stops import (
     announce_stops,
     announced_stop,
     end_announcements,
     stop_reason,
+)
+from flexinspect_hooks.debugger.value_descriptions import (
+    describe_tensor,
+    render_blocks,
+    render_mask,
+    render_mask_mod,
 )
 
 
@@ -134,11 +134,13 @@ def test_a_tensor_is_described_by_shape_statistics_and_first_values() -> None:
 def test_every_nan_of_a_large_tensor_is_counted_and_a_sample_says_that_it_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(presentation, "_spent", [time.perf_counter(), 0.0])
+    monkeypatch.setattr(value_descriptions, "_spent", [time.perf_counter(), 0.0])
     sick = torch.zeros(1_000_000)
     sick[123_456], sick[7] = torch.nan, torch.inf
     assert "1 NaN 1 Inf" in describe_tensor(sick)
-    monkeypatch.setattr(presentation, "_spent", [time.perf_counter(), presentation.BUDGET_S])
+    monkeypatch.setattr(
+        value_descriptions, "_spent", [time.perf_counter(), value_descriptions.BUDGET_S]
+    )
     assert "(sample of 4096 of 1,000,000)" in describe_tensor(sick)
 
 
@@ -173,24 +175,26 @@ def test_a_mask_is_a_picture_of_its_rule_and_of_its_blocks() -> None:
     assert rows[0] == "█" + "·" * 47
     assert rows[-1] == "█" * 48
     assert render_mask(torch.eye(3).bool()[None, None]) == ["█··", "·█·", "··█"]
-    assert presentation.describe_mask(mask).startswith(
+    assert value_descriptions.describe_mask(mask).startswith(
         "300 rows × 300 keys, batch 1, heads 1; 3×3 blocks of 128×128: 1 full, 5 partial; rule "
     )
 
 
 def test_a_cache_a_module_and_a_container_are_one_line() -> None:
     cache = DynamicCache()
-    assert presentation.describe_cache(cache) == "0 layers, empty"
+    assert value_descriptions.describe_cache(cache) == "0 layers, empty"
     cache.update(torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 7, 8), 0)
-    assert presentation.describe_cache(cache) == (
+    assert value_descriptions.describe_cache(cache) == (
         "1 of 1 layers filled, 7 positions, keys 1×2×7×8 float32 cpu, 0.0 MB"
     )
-    assert presentation.describe_module(nn.Sequential(nn.ReLU())) == "Sequential (training): 0"
+    assert (
+        value_descriptions.describe_module(nn.Sequential(nn.ReLU())) == "Sequential (training): 0"
+    )
     container = {"x": torch.zeros(2, 3), "y": (torch.zeros(1), 5), "z": "text"}
-    assert presentation.describe_container(container) == (
+    assert value_descriptions.describe_container(container) == (
         "dict of 3: 'x': 2×3 float32, 'y': (1 float32, 5), 'z': 'text'"
     )
-    assert presentation.describe_container([1, 2]) is None
+    assert value_descriptions.describe_container([1, 2]) is None
 
 
 # -- what viewers are told ---------------------------------------------------------------------

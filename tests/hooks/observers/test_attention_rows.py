@@ -19,7 +19,7 @@ from flexinspect.panels.attention.attention_data import (
     load_attention,
 )
 from flexinspect.panels.base import Request, TracePlace
-from flexinspect.panels.source import Source
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Prompt, compose_prompt
 from flexinspect.records.step import GenerationRecord, TokenRecord
 from flexinspect.trace.file.writer import TraceWriter

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flexinspect import DebugLevel, PyTorchDebugger, debug_context
-from flexinspect_hooks.control.targets import AnomalyCounts
+from flexinspect_hooks.control.control_protocols import AnomalyCounts
 
 
 def with_gradients(model: nn.Module, scale: float = 1.0) -> nn.Module:

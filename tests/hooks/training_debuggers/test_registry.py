@@ -12,7 +12,7 @@ from torch import nn
 
 from flexinspect import DebugLevel, DiffusionModelDebugger, PyTorchDebugger, TrainingDebugger
 from flexinspect.core.errors import UsageError
-from flexinspect_hooks.control.targets import AnomalyCounts, DebuggerKind, active_counter
+from flexinspect_hooks.control.control_protocols import AnomalyCounts, DebuggerKind, active_counter
 from flexinspect_hooks.training_debuggers import debugger_base
 
 

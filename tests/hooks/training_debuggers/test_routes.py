@@ -16,8 +16,8 @@ from torch import nn
 
 import flexinspect
 from flexinspect import DebugLevel, PyTorchDebugger, TrainingDebugger
-from flexinspect_hooks.control import targets
-from flexinspect_hooks.control.targets import (
+from flexinspect_hooks.control import control_protocols
+from flexinspect_hooks.control.control_protocols import (
     AnomalyCounts,
     active_counter,
     register_counter,
@@ -28,7 +28,7 @@ from flexinspect_hooks.control.targets import (
 def test_a_run_of_a_thousand_steps_is_answered_with_the_published_figures() -> None:
     debugger = TrainingDebugger()
     run(debugger)
-    answer = targets.training_summary()
+    answer = control_protocols.training_summary()
     assert (answer.total_steps, answer.anomaly_steps) == (1000, 5)
     assert (answer.gradient_explosions, answer.gradient_vanishing) == (2, 1)
     assert answer.loss_anomalies == 3
@@ -39,18 +39,18 @@ def test_a_run_of_a_thousand_steps_is_answered_with_the_published_figures() -> N
         answer.gradient_vanishing_rate,
     )
     assert rates == (0.005, 0.002, 0.003, 0.001)
-    short = targets.debug_summary().training_debugger
+    short = control_protocols.debug_summary().training_debugger
     assert (short.total_anomalies, short.total_steps) == (5, 1000)
     assert (short.anomaly_rate, short.gradient_explosion_rate) == (0.005, 0.002)
     assert short.debug_history_length == len(debugger.history)
-    targets.clear()
+    control_protocols.clear()
     assert debugger.get_training_summary().total_steps == 0
-    assert targets.training_summary().total_steps == 0
+    assert control_protocols.training_summary().total_steps == 0
 
 
 def test_a_level_from_outside_reaches_every_debugger() -> None:
     training, general = TrainingDebugger(), PyTorchDebugger()
-    targets.set_level("advanced")
+    control_protocols.set_level("advanced")
     assert (training.level, general.level) == (DebugLevel.ADVANCED, DebugLevel.ADVANCED)
 
 
@@ -67,11 +67,11 @@ def test_who_counted_before_counts_again_when_a_debugger_is_gone() -> None:
     register_counter("general", before)
     try:
         debugger = PyTorchDebugger()
-        assert targets.debug_summary().general_debugger.total_anomalies == 0
+        assert control_protocols.debug_summary().general_debugger.total_anomalies == 0
         del debugger
         gc.collect()
         assert active_counter("general") is before
-        assert targets.debug_summary().general_debugger.total_anomalies == 7
+        assert control_protocols.debug_summary().general_debugger.total_anomalies == 7
     finally:
         unregister_counter("general", before)
 
@@ -83,7 +83,7 @@ def test_a_watched_training_run_answers_too_and_after_its_end(tmp_path: Path) ->
     with flexinspect.watch_training(
         model, optimizer, out=tmp_path / "run.flextrace", quiet=True
     ) as watch:
-        targets.set_level("extreme")
+        control_protocols.set_level("extreme")
         assert watch.level == "extreme"
         for step in range(12):
             loss = model(torch.ones(1, 2)).sum() * (math.nan if step == 11 else 1.0)
@@ -91,10 +91,10 @@ def test_a_watched_training_run_answers_too_and_after_its_end(tmp_path: Path) ->
             loss.backward()
             optimizer.step()
             watch.step(loss)
-    answer = targets.training_summary()
+    answer = control_protocols.training_summary()
     assert (answer.total_steps, answer.anomaly_steps, answer.loss_anomalies) == (12, 1, 1)
-    targets.clear()
-    assert targets.training_summary().total_steps == 0
+    control_protocols.clear()
+    assert control_protocols.training_summary().total_steps == 0
     assert watch.summary.total_steps == 12
     with watch.reader() as reader:
         assert reader.training_steps(0)[0].detail == "extreme"

@@ -8,7 +8,7 @@ import pytest
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.prompt import Segment
-from flexinspect_hooks.user_code.declared_prompt import (
+from flexinspect_hooks.user_code.declared_segments import (
     PromptInput,
     SegmentArgument,
     build_segments,

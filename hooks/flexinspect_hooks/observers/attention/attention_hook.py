@@ -27,6 +27,12 @@ from flexinspect_hooks.capture.hook import (
 )
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
+from flexinspect_hooks.observers.attention.attention_arithmetic import (
+    put_repeats,
+    put_scales,
+    record_repeats,
+    record_scales,
+)
 from flexinspect_hooks.observers.attention.batch_rows import BatchRowChecker, record_batch_rows
 from flexinspect_hooks.observers.attention.cache_slots import put_slots, record_slots
 from flexinspect_hooks.observers.attention.call_references import (
@@ -44,12 +50,6 @@ from flexinspect_hooks.observers.attention.kernel_calls import (
 )
 from flexinspect_hooks.observers.attention.kernel_interception import SDPA, KernelCall
 from flexinspect_hooks.observers.attention.mask_capture import CapturedMask, MaskStore
-from flexinspect_hooks.observers.attention.scales import (
-    put_repeats,
-    put_scales,
-    record_repeats,
-    record_scales,
-)
 from flexinspect_hooks.observers.attention.segment_attention import (
     SegmentAttentionReducer,
     lost_calls,

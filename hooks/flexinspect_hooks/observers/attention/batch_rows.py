@@ -21,7 +21,7 @@ from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
-from flexinspect_hooks.interpreter.user_functions import mask_mod_name
+from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 
 if TYPE_CHECKING:
     from flexinspect_hooks.observers.attention.call_references import AttentionCall

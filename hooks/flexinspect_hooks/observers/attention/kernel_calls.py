@@ -21,8 +21,6 @@ from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.python_mods import on_compiled_call
-from flexinspect_hooks.interpreter.torch_private import module_call_code
-from flexinspect_hooks.interpreter.user_functions import mask_mod_name
 from flexinspect_hooks.observers.attention.kernel_interception import (
     BUILD,
     FLEX,
@@ -31,6 +29,8 @@ from flexinspect_hooks.observers.attention.kernel_interception import (
     ran_uncompiled,
 )
 from flexinspect_hooks.observers.memory_hook import peak_bytes
+from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
+from flexinspect_hooks.python_internals.torch_private import module_call_code
 
 
 class KernelReturn(NamedTuple):

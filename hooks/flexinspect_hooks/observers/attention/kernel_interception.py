@@ -28,7 +28,7 @@ from torch import Tensor
 
 from flexinspect_hooks.capture.hook import Remove
 from flexinspect_hooks.debugger.python_mods import with_python_mods
-from flexinspect_hooks.interpreter.torch_private import eval_frame_callback_getter, skip_code
+from flexinspect_hooks.python_internals.torch_private import eval_frame_callback_getter, skip_code
 
 FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
 

@@ -25,7 +25,7 @@ from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.generation.mask_mods import head_groups
-from flexinspect_hooks.interpreter.user_functions import (
+from flexinspect_hooks.python_internals.mask_mod_identity import (
     mask_mod_identity,
     mask_mod_name,
     mask_mod_source,

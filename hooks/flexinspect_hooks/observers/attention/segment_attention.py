@@ -22,9 +22,9 @@ from torch import Tensor
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import Array
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.interpreter.threads import available_cores
-from flexinspect_hooks.interpreter.torch_private import tensor_version
 from flexinspect_hooks.observers.attention.mask_capture import CapturedMask
+from flexinspect_hooks.python_internals.threads import available_cores
+from flexinspect_hooks.python_internals.torch_private import tensor_version
 
 if TYPE_CHECKING:
     from flexinspect_hooks.observers.attention.call_references import AttentionCall

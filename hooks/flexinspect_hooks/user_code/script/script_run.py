@@ -32,8 +32,8 @@ from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.running import CaptureControl
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
-from flexinspect_hooks.interpreter.post_import_hooks import PostImportHooks
-from flexinspect_hooks.interpreter.threads import keep_running_when_stopped
+from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
+from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
 from flexinspect_hooks.sessions.session_levels import SessionLevels
 from flexinspect_hooks.user_code.program import (
     ChildProcessCounter,

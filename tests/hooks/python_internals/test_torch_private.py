@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flexinspect_hooks.interpreter import torch_private
+from flexinspect_hooks.python_internals import torch_private
 
 
 @pytest.mark.parametrize(

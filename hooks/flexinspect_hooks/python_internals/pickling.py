@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from flexinspect_hooks.interpreter.torch_private import MODULE_HOOKS
+from flexinspect_hooks.python_internals.torch_private import MODULE_HOOKS
 
 
 def hide_hooks() -> Callable[[], None]:

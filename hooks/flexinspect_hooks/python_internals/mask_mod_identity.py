@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexinspect_hooks.interpreter.torch_private import tensor_version
+from flexinspect_hooks.python_internals.torch_private import tensor_version
 
 _MAX_HASHED = 1 << 20
 """Captured tensors of more bytes than this are identified by shape, dtype and address only."""

@@ -166,7 +166,7 @@ def _format_values(values: Tensor) -> str:
 
 def describe_mask(mask: BlockMask) -> str:
     """Return a block mask in one line: its lengths, its blocks by kind, its mask_mod."""
-    from flexinspect_hooks.interpreter.user_functions import mask_mod_name
+    from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 
     with torch_modes_disabled():
         batch, heads, q_len, kv_len = mask.shape

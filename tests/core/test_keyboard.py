@@ -8,7 +8,7 @@ import pytest
 from textual._keyboard_protocol import FUNCTIONAL_KEYS
 from textual.keys import KEY_DISPLAY_ALIASES, _character_to_key
 
-from flexinspect.core.keys import NAMED_KEYS, all_keys, parse_key
+from flexinspect.core.keyboard import NAMED_KEYS, all_keys, parse_key
 
 
 def test_every_default_key_is_a_key_under_its_name() -> None:
