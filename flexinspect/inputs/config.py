@@ -74,9 +74,9 @@ def expand_user(path: str) -> Path:
 class Config:
     """The user's settings; `files` are the files that were read, in order of precedence.
 
-    `keys` maps key ids of `flexinspect.core.keyboard` to keys separated by commas, `breakpoints` maps
-    names to conditions. `debugging` maps profiles ("" for the section itself) to switches by full
-    name.
+    `keys` maps key ids of `flexinspect.core.keyboard` to keys separated by commas, `breakpoints`
+    maps names to conditions. `debugging` maps profiles ("" for the section itself) to switches by
+    full name.
     """
 
     models: Mapping[str, ModelAlias] = field(default_factory=dict)

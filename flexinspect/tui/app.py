@@ -36,8 +36,8 @@ _NO_COLOR_FILTER = NoColorFilter()
 class InspectorApp(App[None]):
     """The interface: opens a trace, runs and follows a job, or shows the start screen.
 
-    `keymap` maps ids of `flexinspect.core.keyboard` to keys, separated by commas; `make_job` returns
-    the job of a command line of the start screen.
+    `keymap` maps ids of `flexinspect.core.keyboard` to keys, separated by commas; `make_job`
+    returns the job of a command line of the start screen.
     """
 
     CSS_PATH = "app.tcss"
