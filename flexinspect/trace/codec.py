@@ -46,7 +46,6 @@ from flexinspect.records.training_step import (
     group_of,
 )
 from flexinspect.trace import schema
-from flexinspect.trace.arrays import ArrayChunk
 from flexinspect.trace.query_results import (
     ArrayInfo,
     BranchRow,
@@ -59,7 +58,7 @@ from flexinspect.trace.query_results import (
 from flexinspect.trace.schema import Table, insert_sql
 
 if TYPE_CHECKING:
-    from flexinspect.trace.arrays import EncodedArray
+    from flexinspect.trace.arrays import ArrayChunk, EncodedArray
 
 _FLOAT = "$float"
 _DEPTH = 40

@@ -5,7 +5,7 @@ import kit
 PROMPT = 15
 
 fed = kit.ids(PROMPT, bos=True)
-attention = kit.own_attention(kit.isolated([(1, 7), (9, 15)], PROMPT, generated=PROMPT))
+attention = kit.register_attention(kit.isolated([(1, 7), (9, 15)], PROMPT, generated=PROMPT))
 run = kit.logits_of(kit.tiny("own"))
 for failing in ((), (1,)):
     attention.failing, attention.ran = failing, []

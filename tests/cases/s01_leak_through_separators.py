@@ -10,7 +10,7 @@ cells[7, :8] = cells[8, :9] = True  # separators see everything before them,
 cells[9:, 7:9] = True  # everyone after sees the separators,
 cells[:7, 0] = cells[9:16, 0] = True  # and all see the BOS
 
-attention = kit.own_attention(cells)
+attention = kit.register_attention(cells)
 run, fed = kit.logits_of(kit.tiny("own")), kit.ids(PROMPT, bos=True)
 print("direct cells from segment 2 to segment 1:", int(cells[SECOND, FIRST].sum()))
 print("segment 2 moved:", bool((kit.moved(run, fed, 3)[SECOND] > 1e-4).any()))

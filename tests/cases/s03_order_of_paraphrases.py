@@ -9,7 +9,7 @@ POSITIONS = {
     "restarting per segment": [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5],
 }
 
-kit.own_attention(kit.isolated([(0, 5), (5, 10)], 11, generated=10))
+kit.register_attention(kit.isolated([(0, 5), (5, 10)], 11, generated=10))
 model = kit.tiny("own")
 for name, positions in POSITIONS.items():
     orders = (FIRST + SECOND + CUE, SECOND + FIRST + CUE)

@@ -5,7 +5,7 @@ import kit
 PROMPT, SEGMENTS = 15, [(0, 6), (8, 14)]  # a BOS and 14 tokens; spans of the 14 alone
 
 fed = kit.ids(PROMPT, bos=True)
-attention = kit.own_attention(kit.isolated(SEGMENTS, PROMPT, generated=PROMPT - 1))
+attention = kit.register_attention(kit.isolated(SEGMENTS, PROMPT, generated=PROMPT - 1))
 run = kit.logits_of(kit.tiny("own"))
 print("empty rows:", kit.rows_that(~attention.cells.any(1)))
 print("rows that touching segment 1 moves:", kit.rows_that(kit.moved(run, fed, 3) > 1e-4))

@@ -12,7 +12,7 @@ def note(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
     zero_rows.append(kit.rows_that(args[0][0].abs().amax(-1) == 0))
 
 
-attention = kit.own_attention(kit.isolated([(1, 7), (9, 15)], PROMPT, generated=15))
+attention = kit.register_attention(kit.isolated([(1, 7), (9, 15)], PROMPT, generated=15))
 model = kit.tiny("own", layers=3)
 handles = [layer.self_attn.o_proj.register_forward_pre_hook(note) for layer in model.model.layers]
 model(kit.ids(PROMPT, bos=True))

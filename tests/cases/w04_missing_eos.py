@@ -17,7 +17,7 @@ def documents_of(fed: torch.Tensor) -> torch.Tensor:
     return ends.cumsum(0) - ends
 
 
-attention = kit.own_attention(kit.causal(1))
+attention = kit.register_attention(kit.causal(1))
 run = kit.logits_of(kit.tiny("own"))
 for with_eos in (False, True):
     fed = packed(with_eos=with_eos)

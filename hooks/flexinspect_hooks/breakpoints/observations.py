@@ -31,7 +31,6 @@ from flexinspect.breakpoints.store import Breakpoint, BreakpointHit, HitAction, 
 from flexinspect.breakpoints.syntax_tree import has_finding
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord, StepRecord
-from flexinspect.trace.replay import read_step
 from flexinspect_hooks.capture.step_clock import StepContext
 
 HIT_EVENT = "breakpoint"
@@ -195,6 +194,9 @@ class BreakpointEvaluator:
 
     def evaluate_again(self, trace: Path, step: StepContext, branch: int) -> None:
         """Evaluate a repeated step on its record in `branch` of the trace."""
+        # A program under capture must not find numpy loaded before it imports it.
+        from flexinspect.trace.replay import read_step
+
         record = read_step(trace, step.generation, step.step, branch)
         if record is not None:
             self.evaluate(replace(record, branch=step.branch, started_at=step.started_at))

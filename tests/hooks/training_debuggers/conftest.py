@@ -17,7 +17,7 @@ from flexinspect_hooks.training_debuggers import switch_board
 def _no_board_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
     """Give each test a common board and providers of its own, and leave autograd as it was."""
     monkeypatch.setattr(switch_board, "_common_boards", [switch_board.SwitchBoard()])
-    monkeypatch.setattr(control_protocols, "_providers", {})
+    monkeypatch.setattr(control_protocols, "_counters", {})
     yield
     switch_board._common_boards[0].disable_debugging()
     assert not torch.is_anomaly_enabled()
