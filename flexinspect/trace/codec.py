@@ -830,6 +830,8 @@ def decode_array_info(values: SqlRow) -> ArrayInfo:
 
 def decode_chunk(values: SqlRow) -> ArrayChunk:
     """Return a chunk from dtype, item, shape (still text), codec, checksum and data."""
+    from flexinspect.trace.arrays import ArrayChunk
+
     if [type(value) for value in values] != [str, str, str, str, int, bytes]:
         raise DamagedValueError("a row of arrays holds a value of a wrong type")
     return ArrayChunk(*values)

@@ -72,11 +72,11 @@ def test_own_models_are_listed_and_a_lost_one_does_not_hide_the_others(
     assert rows["tiny"]["state"] == "here"
     assert rows["tiny"]["parameters"] == 28_832
     assert rows["lost"]["state"] == "missing"
-    assert "neither a folder there nor a hub id" in rows["lost"]["problem"]
+    assert "neither a folder nor a hub id" in rows["lost"]["problem"]
     assert command.run(argparse.Namespace(json=False)) == 0
     printed = capsys.readouterr().out
     assert "29 k" in printed
-    assert "neither a folder there nor a hub id" in printed.replace("\n", " ")
+    assert "neither a folder nor a hub id" in printed.replace("\n", " ")
     assert str(home / "flexinspect.toml") in printed
 
 

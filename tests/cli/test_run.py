@@ -483,7 +483,7 @@ BAD = {
     "too long": (["--max-new-tokens", "5000"], "the model has 1024"),
     "missing folder": (["--out", "no/such/folder/x.flextrace"], "no/such/folder"),
     "empty prompt": (["--prompt", ""], "prompt"),
-    "prompt and samples": (["--prompt", "a", "--max-samples", "2"], "counts the samples"),
+    "prompt and samples": (["--prompt", "a", "--max-samples", "2"], "limits the samples"),
     "prompt and dataset": (["--prompt", "a", "--dataset", "demo"], "exclude each other"),
 }
 

@@ -149,7 +149,7 @@ def test_the_shortest_example_names_its_trace_and_shows_what_differs(tmp_path: P
     (path,) = tmp_path.glob("watch-*.flextrace")
     assert f"flexinspect open {path}" in done.out
     assert "1 generation, " in done.out
-    assert "Declared is segment-isolation, and what was executed differs" in show(path, "mask")
+    assert "The declared mask is segment-isolation; the executed mask differs" in show(path, "mask")
 
 
 def test_the_python_of_the_page_reads_a_trace(

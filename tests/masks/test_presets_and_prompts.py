@@ -154,8 +154,8 @@ def test_layers_are_parsed_as_numbers_and_ranges() -> None:
         ("4", "layer 4"),
         ("1-9", "layer 4"),
         ("0-99999999999999", "layer 4"),
-        ("x", "no number"),
-        ("1-", "no number"),
+        ("x", "not a number"),
+        ("1-", "not a number"),
         ("2-1", "names no"),
     ):
         with pytest.raises(UsageError, match=said):

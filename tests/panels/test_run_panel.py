@@ -370,7 +370,7 @@ def test_the_answer_is_judged_when_it_is_loaded_and_once(
         judged.append(answer)
         return True
 
-    monkeypatch.setattr("flexinspect.panels.token_window.is_correct_answer", judge)
+    monkeypatch.setattr("flexinspect.inputs.datasets.is_correct_answer", judge)
     path = write(tmp_path / "a.flextrace", {}, expected=("yes",))
     source = Source(open_trace(path))
     for number in (0, 1, 2):

@@ -65,7 +65,7 @@ def test_k09_counts_the_rows_once(found: Callable[..., list[Finding]]) -> None:
     finding = one(found("k09_no_cache"), "cache.not-used")
     assert (finding.step, finding.last_step, finding.severity) == (1, 4, Severity.NOTE)
     assert "q length grows 10, 11, 12, ... to 14" in finding.sentence
-    assert "5 steps computed 60 query rows, and 14 are needed" in finding.sentence
+    assert "5 steps computed 60 query rows, where 14 are enough" in finding.sentence
 
 
 def test_s03_names_the_segment_whose_positions_continue_and_not_the_one_that_restarts(

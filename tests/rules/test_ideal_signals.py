@@ -108,7 +108,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
             positions=(4, 5, 6, 7, 8, 9, 10),
         ),
         Signal(
-            *("segments.merged", "warning", ("there is no EOS to take borders from",)),
+            *("segments.merged", "warning", ("so no EOS separates them",)),
             layers=(0, 1),
             positions=(4, 7),
         ),
@@ -196,7 +196,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "k03_empty_cache_slots": (
         Signal(
             *("cache.empty-slots", "error"),
-            ("32 keys allowed, 12 filled: 54 % of the weight",),
+            ("32 keys open, 12 filled: 54 % of the attention",),
         ),
     ),
     "k04_mask_one_short": (
@@ -221,7 +221,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
         ),
         Signal(
             *("cache.not-used", "note"),
-            ("q length grows 10, 11, 12, ...", "60 query rows, and 14 are needed"),
+            ("q length grows 10, 11, 12, ...", "60 query rows, where 14 are enough"),
             step=1,
         ),
     ),

@@ -264,7 +264,7 @@ def test_a_cache_that_is_cropped_while_the_text_goes_on(plant: Planted, cut: int
     found = of(plant(model, lambda: crops(model, cut)), "cache.lost")
     assert len(found) == n
     if found:
-        assert "it held 11 and holds 9, and the text goes on" in found[0].sentence
+        assert "it held 11 and now holds 9, but the text continues" in found[0].sentence
 
 
 def test_a_forward_with_gradients_is_recorded_like_any_other(plant: Planted) -> None:

@@ -495,7 +495,7 @@ def test_documents_without_a_border_between_them_are_found(
     cells.other = isolated([(0, 4), (4, 15)])
     part = one(look(name="two", mask="document"), "segments.merged")
     assert (part.positions, part.severity) == ((9,), Severity.ERROR)
-    assert "has 2 blocks in all 2 layers, but 3 segments were declared" in part.sentence
+    assert "has 2 blocks in all 3 layers, but 3 segments were declared" in part.sentence
     cells.other = isolated([(0, 4), (4, 9), (9, 15)])
     assert segments_of(look(name="three", mask="document")) == []
     cells.other = isolated([(0, 15)])

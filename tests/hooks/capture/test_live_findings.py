@@ -153,7 +153,7 @@ def test_isolated_separators_are_a_note_in_each_generation(out: Path) -> None:
         for finding in found:
             separators = [s for s in reader.segments(finding.generation) if s.kind == "separator"]
             assert finding.positions == tuple(s.start for s in separators)
-    assert "as --separators isolated asks" in found[0].sentence
+    assert "as --separators isolated requires" in found[0].sentence
     assert "other row" in found[0].sentence
 
 

@@ -235,7 +235,7 @@ def test_a_held_run_is_reachable_over_tcp_and_ctrl_c_releases_it(tmp_path: Path)
     [
         (("--serve", "0.0.0.0:8421"), "other machines"),
         (("--serve", "nowhere"), "not HOST:PORT"),
-        (("--insecure-bind",), "goes with --serve"),
+        (("--insecure-bind",), "needs --serve"),
         (("--serve", "127.0.0.1:0", "--no-control"), "exclude each other"),
         (("--hold", "script.py"), "--hold is for our own generation"),
     ],

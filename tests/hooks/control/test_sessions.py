@@ -146,7 +146,7 @@ def test_a_users_own_loop_cannot_be_restored(tmp_path: Path) -> None:
     client = loop.start()
     with pytest.raises(ControlError, match="the program's own"):
         client.restore(StepRef(0, 0, 0))
-    with pytest.raises(ControlError, match="is no number"):
+    with pytest.raises(ControlError, match="is not a number"):
         client.layers("x")
     with pytest.raises(ControlError, match="does not exist"):
         client.layers("99")

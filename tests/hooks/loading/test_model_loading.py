@@ -218,7 +218,7 @@ def test_out_of_memory_while_loading_is_an_error_with_the_next_step(
     def full(*_args: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate …")
 
-    monkeypatch.setattr(loading, "_pretrained", full)
+    monkeypatch.setattr(loading, "_load_pretrained", full)
     assert "memory of cpu ran out" in assert_refused(resolve(str(tiny_llama)), device="cpu").message
 
 
@@ -270,7 +270,7 @@ def test_the_missing_tokenizer_of_a_cached_model_is_downloaded(
 ) -> None:
     for file in copy.glob("tokenizer*"):
         file.unlink()
-    monkeypatch.setattr(loading.hub, "fetch_all", lambda *_args, **_options: tiny_llama)
+    monkeypatch.setattr(loading.hub_download, "fetch_all", lambda *_args, **_options: tiny_llama)
     cached = replace(resolve(str(copy)), where="cached", repo_id="org/tiny")
     assert load_cpu(cached).tokenizer is not None
 

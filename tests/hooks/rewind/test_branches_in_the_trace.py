@@ -328,7 +328,7 @@ def test_the_cost_is_estimated_before(new_run: Callable[..., Run]) -> None:
             EditMask(at(2), (MaskEdit("row", row=45, is_open=False),)),
         ):
             costs.append(handler.estimate_cost(QueuedRewind(0, command)))
-        with pytest.raises(MaskError, match="changes nothing"):
+        with pytest.raises(MaskError, match="does not change"):
             handler.estimate_cost(
                 QueuedRewind(0, EditMask(at(2), (MaskEdit("preset", name="segment-isolation"),)))
             )

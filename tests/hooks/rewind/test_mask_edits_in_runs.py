@@ -187,7 +187,7 @@ def test_an_edit_at_the_prompt_runs_it_under_the_edited_mask(run: BranchingRun, 
 
 
 def test_an_invalid_edit_changes_nothing(run: BranchingRun) -> None:
-    with pytest.raises(MaskError, match="changes nothing"):
+    with pytest.raises(MaskError, match="does not change"):
         run.branching.edit_mask(0, 4, [edits.parse_edit("preset segment-isolation")])
     assert len(run.branching.branches) == 1
     assert run.branching.is_over

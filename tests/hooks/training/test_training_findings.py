@@ -116,7 +116,7 @@ def test_an_output_beyond_float16_names_its_module(path: Path) -> None:
     found, _ = trained(path, model, steps=1, loss_of=loss_of)
     finding = the(found, "training.fp16-overflow")
     assert (finding.step, finding.evidence["name"]) == (0, "2")
-    assert "may have left the range" in finding.sentence  # 0 / 0 looks the same
+    assert "may have overflowed" in finding.sentence  # 0 / 0 looks the same
     assert not [one for one in found if one.id == "training.loss-nan"]
 
 
