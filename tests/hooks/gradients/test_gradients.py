@@ -330,7 +330,7 @@ def test_a_nan_weight_makes_all_gradients_nan_and_the_forward_is_named() -> None
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
     found = ids_of(generated(model))
     assert set(found) == {"gradient.nan"}
-    assert "the logits are not finite already" in found["gradient.nan"].sentence
+    assert "the logits are already not finite" in found["gradient.nan"].sentence
 
 
 class Rooted(nn.Module):
@@ -365,7 +365,7 @@ def test_an_infinite_slope_of_one_parameter_is_named() -> None:
     assert finding.evidence["parameters"] == ["model.layers.1.mlp.scale"]
     assert (finding.evidence["n_inf"], finding.evidence["n_nan"]) == (1, 0)
     assert finding.sentence.endswith(
-        "in 1 of 31 parameters of layer 1; the hidden states' own gradients are finite."
+        "in 1 of 31 parameters of layer 1; the gradients of the hidden states are finite."
     )
 
 
