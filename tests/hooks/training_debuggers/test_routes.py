@@ -103,15 +103,15 @@ def test_a_watched_training_run_answers_too_and_after_its_end(tmp_path: Path) ->
 ASKS_ITSELF = """
 import json, os, torch
 from flexinspect import TrainingDebugger
-from flexinspect.control.discovery import choose
+from flexinspect.control.discovery import find_capture
 from flexinspect.control.client import ControlClient
 model = torch.nn.Linear(2, 2)
 debugger = TrainingDebugger()
 for step in range(4):
     debugger.monitor_training_step(model, float("nan") if step == 3 else 1.0, step)
-client = ControlClient(choose(os.getpid()).address)
-client.ask("POST", "/training-logs/debug/level/extreme")
-answer = client.ask("GET", "/training-logs/debug/training/summary")
+client = ControlClient(find_capture(os.getpid()).address)
+client.request("POST", "/training-logs/debug/level/extreme")
+answer = client.request("GET", "/training-logs/debug/training/summary")
 print(json.dumps([answer["total_steps"], answer["loss_anomaly_rate"], debugger.level]))
 """
 
