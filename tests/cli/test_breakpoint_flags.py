@@ -140,7 +140,7 @@ def test_what_cannot_be_read_is_refused_before_anything_starts() -> None:
     with pytest.raises(UsageError, match="--break: entropi is not a known name") as caught:
         job_of("--break", "entropi > 3")
     assert caught.value.hint == "Did you mean entropy?"
-    with pytest.raises(UsageError, match="No finding has an id like this"):
+    with pytest.raises(UsageError, match="No finding id matches this"):
         job_of("--break", "finding msk.*")
     assert job_of("--break", "finding mask.* >= warning").breakpoints
 
