@@ -61,7 +61,7 @@ def _parse_layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted(int(part) for part in text.split(",")))
     except ValueError:
-        raise codec.DamagedValueError("a row of calls holds a layer that is no number") from None
+        raise codec.DamagedValueError("a row of calls holds a layer that is not a number") from None
 
 
 def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int, int, int | None]]:
