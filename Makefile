@@ -17,18 +17,21 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-setup: $(STAMP) ## make the virtual environment
+setup: $(STAMP) ## make the virtual environment, and compile the sources to bytecode
+	@$(BIN)/python -m compileall -q flexinspect hooks tests
 
 demo: setup ## answer two questions with the shipped model and step through what ran
 	$(BIN)/flexinspect run --model demo --dataset demo --max-samples 2 --overwrite --out demo.flextrace
 
 # Two processes side by side: one thread of torch in each, that does not spin while it waits. Tests
-# that need more threads ask for them.
+# that need more threads ask for them. Bytecode is written even where the environment says not to:
+# the suite starts hundreds of processes, and each would compile the sources again.
 test: setup ## run the test suite
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+		$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-fast: setup ## run the tests that load no torch and start no process
-	$(BIN)/python -m pytest -n 2 --dist worksteal --fast
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --fast
 
 check: setup ## formatting, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -87,7 +87,7 @@ def _commands(client: ControlClient, rounds: int, trace: Path) -> dict[str, Any]
 def _delays(sent: Sequence[float], trace: Path) -> list[float]:
     """Return how long after each command the model's thread went on, as the trace says it."""
     with TraceReader(trace) as reader:
-        went = [row.event.at for row in reader.events() if row.event.kind == "continued"]
+        went = [row.event.at for row in reader.events() if row.event.kind == "resumed"]
     return [(at - asked) * 1e3 for asked, at in zip(sent, went, strict=True)]
 
 

@@ -204,13 +204,13 @@ class _Made:
             cells[0, start:stop] = rule.dense(stop - start, n, q_offset=start)
         rows = (cells[0, start:stop] for start, stop in algebra.row_chunks(n))
         tables = algebra.stack_block_rows(rows)
-        name = "flexinspect_hooks.generation.mask_mods.arithmetic_mask_mod.<locals>.mask_mod"
+        name = "flexinspect_hooks.generation.mask_source.arithmetic_mask_mod.<locals>.mask_mod"
         return _mask(name, n, n, 0, cells, tables.partial[None], tables.full[None])
 
     def _decode_mask(self, n_kv: int) -> MaskRecord:
         cells = np.ones((1, 1, n_kv), np.bool_)
         partial = np.ones((1, 1, -(-n_kv // algebra.BLOCK_SIZE)), np.bool_)
-        name = "flexinspect_hooks.generation.mask_mods._causal_mask_mod.<locals>.mask_mod"
+        name = "flexinspect_hooks.generation.mask_source._causal_mask_mod.<locals>.mask_mod"
         return _mask(name, 1, n_kv, n_kv - 1, cells, partial, None)
 
 

@@ -5,6 +5,7 @@ Importing this package imports neither torch nor textual; public names are loade
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.core import __version__
@@ -42,46 +43,25 @@ if TYPE_CHECKING:
     from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, TrainingPhase
     from flexinspect.trace.reader import TraceReader, open_trace
 
-    TrainerCallback: Any
-    AsyncTrainingLogger: Any
-    DiffusionModelDebugger: Any
-    EarlyStopping: Any
-    PyTorchDebugger: Any
-    SwitchBoard: Any
-    TrainingDebugger: Any
-    TrainingLoop: Any
-    board_of_settings: Any
-    debug_context: Any
-    debug_logging: Any
-    disable_debugging: Any
-    enable_debugging: Any
-    get_debugging_status: Any
-    profile_model_performance: Any
-    prove: Any
-    watch: Any
-    watch_training: Any
+_MODULES = {
+    "FlexInspectError": "flexinspect.core.errors",
+    "TraceReader": "flexinspect.trace.reader",
+    "open_trace": "flexinspect.trace.reader",
+    "DebugLevel": "flexinspect.records.debug_switches",
+    "DebugSwitches": "flexinspect.records.debug_switches",
+    "TrainingPhase": "flexinspect.records.debug_switches",
+}
+"""The modules of public names; the other names belong to the capture side."""
 
 
 def __getattr__(name: str) -> Any:
     """Return a public name, imported on first use (PEP 562)."""
-    if name == "FlexInspectError":
-        from flexinspect.core.errors import FlexInspectError
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    if name not in __all__:
+        raise AttributeError(f"module 'flexinspect' has no attribute {name!r}")
+    from flexinspect.core import plugins
 
-        return FlexInspectError
-    if name in ("TraceReader", "open_trace"):
-        from flexinspect.trace import reader
-
-        return getattr(reader, name)
-    if name in ("TrainerCallback", "prove", "watch", "watch_training"):
-        from flexinspect.core import plugins
-
+    if name in plugins.names(plugins.CAPTURE):
         return plugins.load(plugins.CAPTURE, name)
-    if name in ("DebugLevel", "DebugSwitches", "TrainingPhase"):
-        from flexinspect.records import debug_switches
-
-        return getattr(debug_switches, name)
-    if name in __all__:  # the training debuggers; flexinspect_hooks has their types
-        from flexinspect.core import plugins
-
-        return getattr(plugins.load(plugins.CAPTURE, "training_debuggers"), name)
-    raise AttributeError(f"module 'flexinspect' has no attribute {name!r}")
+    return getattr(plugins.load(plugins.CAPTURE, "training_debuggers"), name)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support import warm_python
 from support.cases import SHARED
 
 RUNS_MODELS = re.compile(
     r"^\s*(?:import|from) (?:torch|transformers|subprocess|pty|flexinspect_hooks"
-    r"|support\.(?:adapters|captures|cases|controlled|dap|debugged|differentiated|forks|journeys"
-    r"|model_fixtures|nets|ownmasks|patches|planted_leaks|planting|tiny|warm))\b",
+    r"|support\.(?:adapters|captures|cases|controlled|dap|debugged|differentiated|journeys"
+    r"|model_fixtures|nets|ownmasks|patches|planted_leaks|planting|tiny|warm_python))\b",
     re.M,
 )
 """What a test file imports that loads torch or starts a process."""
@@ -45,6 +48,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Take it away."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(SHARED), ignore_errors=True)
+
+
+@pytest.fixture
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the capture processes that a test starts from one that has torch loaded."""
+    from flexinspect.launch import child_process
+
+    warm = SimpleNamespace(**{**vars(subprocess), "Popen": warm_python.Popen})
+    monkeypatch.setattr(child_process, "subprocess", warm)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -24,7 +24,6 @@ from flexinspect.trace.queries.range_queries import (
     chosen_tokens,
     lineage,
     step_bounds,
-    step_range,
 )
 from flexinspect.trace.queries.search_queries import read_tokens
 from flexinspect.trace.query_results import BranchRow
@@ -107,8 +106,8 @@ class TokenPair:
     @property
     def is_same(self) -> bool:
         """Whether both branches have the same token."""
-        both = self.one, self.other
-        return None not in both and self.one.token_id == self.other.token_id  # type: ignore[union-attr]
+        one, other = self.one, self.other
+        return one is not None and other is not None and one.token_id == other.token_id
 
 
 def token_pairs(
@@ -125,12 +124,10 @@ def token_pairs(
 def common_steps(reader: TraceReader, generation: int, one: int, other: int) -> int:
     """Return the number of steps that two branches share before their forks."""
     left, right = (
-        {number: first for number, first, _ in lineage(reader, generation, branch)}
+        {(number, first) for number, first, _ in lineage(reader, generation, branch)}
         for branch in (one, other)
     )
-    own = [first for number, first in left.items() if number not in right]
-    own += [first for number, first in right.items() if number not in left]
-    return min(own) if own else 1 << 62
+    return min((first for _, first in left ^ right), default=1 << 62)
 
 
 def first_difference(reader: TraceReader, generation: int, one: int, other: int) -> int | None:
@@ -183,19 +180,6 @@ def step_change(
     if rows[0] is not None and rows[1] is not None and rows[0].shape == rows[1].shape:
         return _change_from_logits(step, rows[0], rows[1], [*left, *right])
     return _change_from_candidates(step, left, right)
-
-
-def step_changes(
-    reader: TraceReader, generation: int, start: int, stop: int, one: int, other: int
-) -> list[StepChange]:
-    """Return how the steps `start <= step < stop` differ, those that both branches have."""
-    both = (
-        {row.step for row in step_range(reader, generation, start, stop, branch)}
-        for branch in (one, other)
-    )
-    steps = sorted(set.intersection(*both))
-    changes = (step_change(reader, generation, step, one, other) for step in steps)
-    return [change for change in changes if change is not None]
 
 
 def _change_from_logits(
@@ -303,10 +287,8 @@ def mask_change(
     None if a branch has no call of the layer, or no cells were recorded (level basic). For repeated
     calls, pass a `find` that caches the results of `step_mask`.
     """
-    left, right = (
-        mask_rows(reader, generation, step, branch, layer=layer, head=head, find=find)
-        for branch in (one, other)
-    )
+    find = find or (lambda owner, at: step_mask(reader, generation, at, owner, layer, head))
+    left, right = (mask_rows(reader, generation, step, each, find) for each in (one, other))
     if left is None or right is None:
         return None
     n = min(len(left.known), len(right.known))
@@ -325,29 +307,25 @@ def mask_change(
 
 
 def mask_rows(
-    reader: TraceReader,
-    generation: int,
-    step: int,
-    branch: int,
-    *,
-    layer: int | None = None,
-    head: int = 0,
-    find: FindStepMask | None = None,
+    reader: TraceReader, generation: int, step: int, branch: int, find: FindStepMask
 ) -> MaskRows | None:
     """Return the executed mask of all rows up to a step, None if none of its cells is known."""
     row = reader.step(generation, step, branch_of_step(reader, generation, step, branch))
     if row is None:
         return None
-    find = find or (lambda owner, at: step_mask(reader, generation, at, owner, layer, head))
     cells = np.zeros((row.kv_after, row.kv_after), np.bool_)
     known = np.zeros(row.kv_after, np.bool_)
     found_layer = None
     for owner, first, stop in reversed(visible_lineage(reader, generation, branch, step)):
         for at in range(first, step + 1 if stop is None else min(stop, step + 1)):
             mask = find(owner, at)
-            if mask is not None:
-                _copy_rows(mask, cells, known)
-                found_layer = mask.layer
+            if mask is None:
+                continue
+            found_layer = mask.layer
+            stop_row, stop_key = mask.row + len(mask.cells), mask.key + mask.cells.shape[1]
+            if max(stop_row, stop_key) <= len(known):
+                cells[mask.row : stop_row, mask.key : stop_key] = mask.cells
+                known[mask.row : stop_row] = True
     return None if found_layer is None else MaskRows(found_layer, cells, known)
 
 
@@ -364,10 +342,3 @@ def step_mask(
     cells = mask.cells[min(max(head, 0), len(mask.cells) - 1)].copy()
     # Equal masks of several steps are one record, so the offsets come from the step.
     return StepMask(call.layer, row.kv_before, max(row.kv_after - mask.kv_len, 0), cells)
-
-
-def _copy_rows(mask: StepMask, cells: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_]) -> None:
-    row, key = mask.row + len(mask.cells), mask.key + mask.cells.shape[1]
-    if row <= len(known) and key <= len(known):
-        cells[mask.row : row, mask.key : key] = mask.cells
-        known[mask.row : row] = True

@@ -49,47 +49,30 @@ def _build_in_process(
     """Yield the names that could not be built, with the reason."""
     with tempfile.TemporaryDirectory(prefix="flexinspect-museum-") as folder:
         parts = {name: Path(folder) / f"{n}.flextrace" for n, name in enumerate(paths)}
-        words = [f"{name}={part}" for name, part in parts.items()]
+        command = [sys.executable, "-m", "flexinspect_hooks.broken_runs"]
+        command += [f"{name}={part}" for name, part in parts.items()]
         with (
+            (Path(folder) / "stderr").open("w+") as stderr,
             subprocess.Popen(
-                [sys.executable, "-m", "flexinspect_hooks.broken_runs", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True
             ) as process,
-            ThreadPoolExecutor(1) as pool,
         ):
-            stderr_tail = pool.submit(_read_stderr_tail, process)
-            yield from _move_results(process, paths, parts, on_built)
-            last_lines = stderr_tail.result()
+            for line in process.stdout or ():
+                result = json.loads(line)
+                name = result["name"]
+                if result["error"]:
+                    yield name, result["error"]
+                else:
+                    paths[name].parent.mkdir(parents=True, exist_ok=True)
+                    shutil.move(parts[name], paths[name])  # only complete traces
+                on_built(name)
+            process.wait()
+            stderr.seek(0)
+            last_lines = stderr.read().splitlines()[-_MAX_STDERR_LINES:]
     if process.returncode:
         raise FlexInspectError(
-            "The process that builds broken runs failed.", hint="\n".join(last_lines) or None
+            "The process that builds broken runs failed.", hint="\n".join(last_lines)
         )
-
-
-def _read_stderr_tail(process: subprocess.Popen[str]) -> list[str]:
-    assert process.stderr is not None
-    return process.stderr.read().splitlines()[-_MAX_STDERR_LINES:]
-
-
-def _move_results(
-    process: subprocess.Popen[str],
-    paths: Mapping[str, Path],
-    parts: Mapping[str, Path],
-    on_built: BuiltCallback,
-) -> Iterator[tuple[str, str]]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        result = json.loads(line)
-        name = result["name"]
-        if result["error"]:
-            yield name, result["error"]
-        else:
-            paths[name].parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(parts[name], paths[name])  # only complete traces
-        on_built(name)
 
 
 def annotate_trace(path: Path, run: BrokenRun, *, repaired: bool) -> None:

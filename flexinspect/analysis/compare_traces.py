@@ -16,10 +16,10 @@ from flexinspect.core.text import format_ranges, plural, printable
 from flexinspect.records.step import StepRecord, TokenRecord
 from flexinspect.rules.step_diff import (
     RealPositions,
+    RunDifference,
     StepDifference,
-    compare_steps,
-    find_jump,
-    rounding_limit,
+    compare_runs,
+    real_positions,
 )
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
@@ -39,54 +39,23 @@ class PromptDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationDifference:
+class GenerationDifference(RunDifference):
     """One generation of two traces, compared.
 
     `prompt` is the first difference of the prompts, None if they are the same; if they differ, no
-    step is compared. `steps` are those that both traces have, up to and including the first with
-    another input; `n_steps` counts the steps of each trace. `words` are the texts of both tokens
-    where the runs diverge. `limit` is the largest difference between layers that rounding explains.
-    `padding` are positions that were left out. `alike` are, for A and for B, the steps whose layer
-    statistics equal those of the step before: they were not computed again (a replayed graph, a
-    stale buffer). `missing` says which trace alone has the generation.
+    step is compared. `n_steps` counts the steps of each trace. `words` are the texts of both tokens
+    where the runs diverge. `padding` are positions that were left out. `alike` are, for A and for
+    B, the steps whose layer statistics equal those of the step before: they were not computed again
+    (a replayed graph, a stale buffer). `missing` says which trace alone has the generation.
     """
 
-    generation: int
-    prompt: PromptDifference | None
-    n_steps: tuple[int, int]
-    steps: tuple[StepDifference, ...] = ()
+    generation: int = 0
+    prompt: PromptDifference | None = None
+    n_steps: tuple[int, int] = (0, 0)
     words: tuple[str, str] = ("", "")
-    limit: float = 0.0
     padding: tuple[int, ...] = ()
     alike: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     missing: str = ""
-
-    @property
-    def divergence(self) -> StepDifference | None:
-        """The step after which the two runs continue with different tokens."""
-        return next((step for step in self.steps if step.is_diverged), None)
-
-    @property
-    def first_difference(self) -> StepDifference | None:
-        """The first step in which anything differs."""
-        return next((step for step in self.steps if not step.is_same), None)
-
-    @property
-    def first_beyond_rounding(self) -> StepDifference | None:
-        """The first step with a difference that rounding does not explain."""
-        return next((step for step in self.steps if self._is_beyond_rounding(step)), None)
-
-    def _is_beyond_rounding(self, step: StepDifference) -> bool:
-        worst = step.worst
-        has_other_input = bool(step.lengths or step.positions or step.masks)
-        return has_other_input or (worst is not None and worst.difference > self.limit)
-
-    @property
-    def jump(self) -> int | None:
-        """The layer that adds most of the first difference beyond rounding, None if none does."""
-        step = self.first_beyond_rounding
-        jump = None if step is None else find_jump(step.layers, self.limit)
-        return None if jump is None else jump.layer
 
     @property
     def verdict(self) -> str:
@@ -162,11 +131,11 @@ def _compare_generations(
         present = one or other
         assert present is not None
         missing = f"only {(b if one is None else a).path} has it"
-        return GenerationDifference(present.generation, None, (0, 0), missing=missing)
+        return GenerationDifference(generation=present.generation, missing=missing)
     numbers = (one.generation, other.generation)
     counts = (a.n_steps(numbers[0]), b.n_steps(numbers[1]))
     prompt = _compare_prompts(_prompt_tokens(a, numbers[0]), _prompt_tokens(b, numbers[1]))
-    result = GenerationDifference(one.generation, prompt, counts)
+    result = GenerationDifference(generation=one.generation, prompt=prompt, n_steps=counts)
     return result if prompt is not None else _compare_generation_steps(a, b, numbers, result)
 
 
@@ -186,61 +155,42 @@ def _compare_generation_steps(
     a: TraceReader, b: TraceReader, numbers: tuple[int, int], result: GenerationDifference
 ) -> GenerationDifference:
     """Return `result` with the differences of the steps of two generations of the same prompt."""
-    both = zip(
-        replay_steps(a, numbers[0], 0, COMPARED_STREAMS),
-        replay_steps(b, numbers[1], 0, COMPARED_STREAMS),
-        strict=False,
-    )
-    real: RealPositions = None
-    limit = 0.0
-    steps: list[StepDifference] = []
-    words, stale_a, stale_b = ("", ""), _StaleSteps(), _StaleSteps()
-    for one, other in both:
-        stale_a.add(one)
-        stale_b.add(other)
-        if not steps:
-            real, limit = _real_positions(one), rounding_limit(one, other)
-        difference = compare_steps(one, other, (a.mask, b.mask), real=real)
-        steps.append(difference)
-        if difference.is_diverged:
-            words = (_step_text(one), _step_text(other))
-        if difference.is_diverged or difference.lengths:
-            break
+    one, other = (_WatchedSteps(each, n) for each, n in zip((a, b), numbers, strict=True))
+    difference = compare_runs(one, other, (a.mask, b.mask))
+    is_diverged = difference.divergence is not None
     return replace(
         result,
-        steps=tuple(steps),
-        words=words,
-        limit=limit,
-        padding=() if real is None else tuple(np.flatnonzero(~real).tolist()),
-        alike=(tuple(stale_a.steps), tuple(stale_b.steps)),
+        steps=difference.steps,
+        limit=difference.limit,
+        words=(one.last_text, other.last_text) if is_diverged else ("", ""),
+        padding=() if one.real is None else tuple(np.flatnonzero(~one.real).tolist()),
+        alike=(tuple(one.stale), tuple(other.stale)),
     )
 
 
-class _StaleSteps:
-    """Finds steps whose layer statistics equal those of the step before."""
+class _WatchedSteps:
+    """Iterates over the steps of a generation, and notes what a comparison reports besides.
 
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self._before: tuple[object, ...] = ()
+    `stale` are the steps whose layer statistics equal those of the step before, `real` the
+    positions that are not padding, and `last_text` the text of the last step's tokens.
+    """
 
-    def add(self, step: StepRecord) -> None:
-        """Compare a step with the one before it."""
-        now = tuple((stat.layer, stat.norm, stat.min, stat.max) for stat in step.layer_stats)
-        if now and now == self._before:
-            self.steps.append(step.step)
-        self._before = now
+    def __init__(self, reader: TraceReader, generation: int) -> None:
+        self._steps = replay_steps(reader, generation, 0, COMPARED_STREAMS)
+        self.stale: list[int] = []
+        self.real: RealPositions = None
+        self.last_text = ""
 
-
-def _real_positions(step: StepRecord) -> RealPositions:
-    for record in step.arrays:
-        if record.stream == "inputs.mask" and len(record.array):
-            real = np.asarray(record.array[0], np.bool_)
-            return None if real.all() else real
-    return None
-
-
-def _step_text(step: StepRecord) -> str:
-    return "".join(token.text or token.token for token in step.tokens)
+    def __iter__(self) -> Iterator[StepRecord]:
+        before: tuple[object, ...] = ()
+        for index, step in enumerate(self._steps):
+            if index == 0:
+                self.real = real_positions(step)
+            now = tuple((stat.layer, stat.norm, stat.min, stat.max) for stat in step.layer_stats)
+            if now and now == before:
+                self.stale.append(step.step)
+            before, self.last_text = now, "".join(t.text or t.token for t in step.tokens)
+            yield step
 
 
 _MAX_LAYERS = 40

@@ -18,9 +18,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import FlexInspectError, TraceError, TraceWriteError
-from flexinspect.records.finding import Finding, Repeat, Severity
+from flexinspect.records.finding import Finding, Repeat
 from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.context import RuleContext
@@ -49,9 +51,9 @@ class Review:
     `n_rules` is the number of rules that ran on at least one generation.
     """
 
-    n_rules: int = 0
-    unstored: tuple[RuleReview, ...] = ()
-    note: str = ""
+    n_rules: int
+    unstored: tuple[RuleReview, ...]
+    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +75,16 @@ def pending_tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[ReviewTask
     live, done = live_rule_names(run, rules), set(reader.reviews())
     tasks = []
     for row in reader.generations():
-        ended = _is_finished(reader, row)
+        ended = all(branch.state == "finished" for branch in reader.branches(row.generation))
         if is_recorded and not ended:
             continue
         remaining = [rule for rule in rules if (rule.name, row.generation) not in done]
         if is_standalone(row):
             remaining = [rule for rule in remaining if rule.handles_standalone_calls]
         new = tuple(rule for rule in remaining if rule.name not in live)
-        end_only = tuple(
-            rule for rule in remaining if rule.name in live and _overrides_generation_end(rule)
-        )
+        ran = (rule for rule in remaining if rule.name in live)
+        default = Rule.on_generation_end
+        end_only = tuple(rule for rule in ran if type(rule).on_generation_end is not default)
         if new or (end_only and not ended):
             tasks.append(ReviewTask(row, new, () if ended else end_only))
     return tasks
@@ -103,15 +105,6 @@ def _is_recorded(run: Mapping[str, Any]) -> bool:
     return run.get("state") == "recording" and is_recorder_alive(run)
 
 
-def _is_finished(reader: TraceReader, generation: GenerationRow) -> bool:
-    """Tell whether a generation and all its branches finished."""
-    return all(row.state == "finished" for row in reader.branches(generation.generation))
-
-
-def _overrides_generation_end(rule: Rule) -> bool:
-    return type(rule).on_generation_end is not Rule.on_generation_end
-
-
 def review(
     reader: TraceReader,
     rules: Sequence[Rule] | None = None,
@@ -126,52 +119,33 @@ def review(
     generations. Raises `TraceError` for a trace that cannot be read at all.
     """
     tasks = pending_tasks(reader, load_rules().rules if rules is None else rules)
-    counter = _StepCounter(progress, [reader.n_steps(task.generation.generation) for task in tasks])
+    sizes = [reader.n_steps(task.generation.generation) for task in tasks]
+    n_before, total = 0, sum(sizes)
     unstored: list[RuleReview] = []
     notes: dict[str, None] = {}
     store = store and not _is_recorded(reader.run())
     shared: dict[str, Any] = {}
-    for task in tasks:
+    for task, size in zip(tasks, sizes, strict=True):
+
+        def on_step_done(n_steps: int, n_before: int = n_before) -> None:
+            if progress is not None:
+                progress(min(n_before + n_steps, total), total)
+
+        n_before += size
         try:
-            reviews = _replay_generation(reader, task, counter.next_task(), shared)
+            reviews = _replay_generation(reader, task, on_step_done, shared)
         except TraceError as error:  # the other generations may be readable
             notes[error.message] = None
             continue
         if store and not unstored:
-            why = _store(reader.path, reviews)
-            if not why:
+            try:
+                append_reviews(reader.path, reviews)
                 continue
-            notes[why] = None
+            except (TraceWriteError, TraceError) as error:
+                notes[error.message] = None
         unstored += reviews
     names = {rule.name for task in tasks for rule in (*task.rules, *task.end_only_rules)}
     return Review(len(names), tuple(unstored), " ".join(notes))
-
-
-class _StepCounter:
-    """Counts the steps of all tasks for a progress callback."""
-
-    def __init__(self, progress: ProgressCallback | None, sizes: Sequence[int]) -> None:
-        self._progress, self._sizes = progress, list(sizes)
-        self._total, self._n_before = sum(sizes), 0
-
-    def next_task(self) -> Callable[[int], None]:
-        """Return the function to call with the number of finished steps of the next task."""
-        before, self._n_before = self._n_before, self._n_before + self._sizes.pop(0)
-
-        def report(n_steps: int) -> None:
-            if self._progress is not None:
-                self._progress(min(before + n_steps, self._total), self._total)
-
-        return report
-
-
-def _store(path: Path, reviews: Sequence[RuleReview]) -> str:
-    """Store reviews; return why that failed, empty if it succeeded."""
-    try:
-        append_reviews(path, reviews)
-    except (TraceWriteError, TraceError) as error:
-        return error.message
-    return ""
 
 
 def _replay_generation(
@@ -185,13 +159,8 @@ def _replay_generation(
     context, started_at = RuleContext(find_mask=reader.mask), time.time()
     context.shared_memory = shared_memory
     known = {_finding_key(f) for f in reader.findings() if f.generation == row.generation}
-    replays = [
-        *(_RuleReplay(rule, context, is_standalone=is_standalone(row)) for rule in task.rules),
-        *(
-            _RuleReplay(rule, context, is_standalone=is_standalone(row), known_findings=known)
-            for rule in task.end_only_rules
-        ),
-    ]
+    rules = [*((rule, None) for rule in task.rules), *((r, known) for r in task.end_only_rules)]
+    replays = [_RuleReplay(rule, context, is_standalone(row), known) for rule, known in rules]
     start = generation_at_start(reader, row)
     streams = {stream for each in replays for stream in each.rule.streams}
     for each in replays:
@@ -206,19 +175,19 @@ def _replay_generation(
     for each in replays:
         each.on_generation_end()
     for branch in reader.branches(row.generation)[1:]:
-        _replay_branch(reader, task, branch, replays, streams)
+        _replay_branch(reader, row, branch, replays, streams)
     return [each.to_reviewed(row.generation, started_at) for each in replays]
 
 
 def _replay_branch(
     reader: TraceReader,
-    task: ReviewTask,
+    generation: GenerationRow,
     row: BranchRow,
     replays: Sequence[_RuleReplay],
     streams: Collection[str],
 ) -> None:
     """Replay one branch for new instances of all rules, and merge their findings into `replays`."""
-    generation, context = task.generation, RuleContext(find_mask=reader.mask)
+    context = RuleContext(find_mask=reader.mask)
     start = branch_start_record(reader, generation, row)
     of_branch = [each.for_branch(context, row.branch) for each in replays]
     for each in of_branch:
@@ -284,36 +253,29 @@ class _RuleReplay:
     def on_record(self, record: StepRecord | EventRecord | GradientRecord) -> None:
         """Pass a step, gradients or an event to the rule."""
         started = time.perf_counter()
-        if isinstance(record, StepRecord):
-            self._on_step(record)
-        elif isinstance(record, GradientRecord):
-            self._on_gradients(record)
+        found: Sequence[Finding]
+        if isinstance(record, EventRecord):
+            found, events = self._runner.on_event(record)
+            self.found += found
         else:
-            self._collect(*self._runner.on_event(record), is_new=self.known_findings is None)
+            if isinstance(record, StepRecord):
+                seen = self._runner.on_step(record)
+                found, repeats = seen.findings, seen.repeats
+                events = seen.events[len(record.events) :]
+            else:
+                found, repeats, events = self._runner.on_gradients(record)
+            self.found += found
+            for repeat in repeats:
+                self._count_repeat(record, repeat)
+        self.events += events
         self.wall_s += time.perf_counter() - started
 
-    def _on_step(self, step: StepRecord) -> None:
-        seen = self._runner.on_step(step)
-        if seen is step:
-            return
-        self._collect(
-            seen.findings, seen.events[len(step.events) :], is_new=self.known_findings is None
-        )
-        for repeat in seen.repeats:
-            self._count_repeat(step, repeat)
-
-    def _on_gradients(self, gradients: GradientRecord) -> None:
-        found, repeats, events = self._runner.on_gradients(gradients)
-        self._collect(found, events, is_new=self.known_findings is None)
-        for repeat in repeats:
-            self._count_repeat(gradients, repeat)
-
-    def _count_repeat(self, step: StepRecord | GradientRecord, repeat: Repeat) -> None:
+    def _count_repeat(self, record: StepRecord | GradientRecord, repeat: Repeat) -> None:
         """Count a repetition of an earlier finding, as the trace does."""
-        series = (repeat.id, repeat.series, step.branch)
+        series = (repeat.id, repeat.series, record.branch)
         for index, finding in enumerate(self.found):
             if (finding.id, finding.series, finding.branch) == series:
-                changes: dict[str, Any] = {"times": finding.times + 1, "last_step": step.step}
+                changes: dict[str, Any] = {"times": finding.times + 1, "last_step": record.step}
                 if repeat.sentence:
                     changes |= {"sentence": repeat.sentence, "evidence": repeat.evidence}
                 self.found[index] = replace(finding, **changes)
@@ -321,19 +283,13 @@ class _RuleReplay:
     def on_generation_end(self) -> None:
         """Pass the end of the generation to the rule."""
         started = time.perf_counter()
-        self._collect(*self._runner.on_generation_end(), is_new=True)
-        self.wall_s += time.perf_counter() - started
-
-    def _collect(
-        self, found: Sequence[Finding], events: Sequence[EventRecord], *, is_new: bool
-    ) -> None:
+        found, events = self._runner.on_generation_end()
         self.events += events
-        if is_new:
-            self.found += [
-                f
-                for f in found
-                if self.known_findings is None or _finding_key(f) not in self.known_findings
-            ]
+        known = self.known_findings
+        if known is not None:  # a rule that ran live reported the rest while the run was recorded
+            self.found, found = [], [f for f in found if _finding_key(f) not in known]
+        self.found += found
+        self.wall_s += time.perf_counter() - started
 
     def to_reviewed(self, generation: int, started_at: float) -> RuleReview:
         """Return the review of the generation by the rule."""
@@ -362,23 +318,10 @@ def review_to_json(review: Review) -> str:
 
 def review_from_json(text: str) -> Review:
     """Return the review that the command printed. Raises `ValueError` for anything else."""
-    fields = from_json(text)
     try:
-        unstored = tuple(_rule_review_from_json(each) for each in fields["unstored"])
-        return Review(int(fields["n_rules"]), unstored, str(fields["note"]))
-    except (KeyError, TypeError) as error:
+        return msgspec.convert(from_json(text), Review)
+    except msgspec.ValidationError as error:
         raise ValueError(f"not a review: {error}") from None
-
-
-def _rule_review_from_json(fields: dict[str, Any]) -> RuleReview:
-    findings = tuple(_finding_from_json(one) for one in fields.pop("findings"))
-    events = tuple(EventRecord(**one) for one in fields.pop("events"))
-    return RuleReview(findings=findings, events=events, **fields)
-
-
-def _finding_from_json(fields: dict[str, Any]) -> Finding:
-    lists = {name: tuple(fields[name]) for name in ("positions", "layers")}
-    return Finding(**{**fields, **lists, "severity": Severity(fields["severity"])})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -391,7 +334,7 @@ def main(argv: Sequence[str]) -> int:
         with open_trace(argv[0]) as reader:
             done = review(reader)
     except FlexInspectError as error:
-        done = Review(note=error.message)
+        done = Review(0, (), error.message)
     print(review_to_json(done))
     return 0
 

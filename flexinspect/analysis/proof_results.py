@@ -16,7 +16,7 @@ from typing import Any
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
-from flexinspect.rules.engine import FindingKind
+from flexinspect.rules.engine import FindingKind, fill_from_kind
 from flexinspect.trace.file.writer import RuleReview, append_reviews
 from flexinspect.trace.reader import TraceReader, open_trace
 
@@ -29,7 +29,7 @@ KERNEL_UNSEEN = "proof.kernel-unseen"
 CACHE_DIFFERS, CACHE_SAME = "proof.cache-differs", "proof.cache-same"
 
 _CALLS_QUERY = (
-    "SELECT step, layer, path, backend, mask, gate FROM calls "
+    "SELECT step, layer, path, backend, mask, lse_error FROM calls "
     "WHERE generation = {generation} AND step = {step} AND layer = {layer}"
 )
 _STEPS_QUERY = (
@@ -174,7 +174,20 @@ class Proof:
         Raises `UsageError` for a generation that the trace does not have, `TraceWriteError` when
         the trace cannot be written to, and `TraceError` when it is not a trace.
         """
-        return add_proof(self, Path(trace), generation)
+        path = Path(trace)
+        with open_trace(path) as reader:
+            numbers = [row.generation for row in reader.generations()]
+            if not numbers or (generation is not None and generation not in numbers):
+                which = "generation" if generation is None else f"generation {generation}"
+                raise UsageError(f"{path} has no {which} to add a proof to.")
+            if generation is None:
+                generation = _proved_generation(reader, self, numbers)
+        at = time.time()
+        findings = tuple(_with_generation(one, generation) for one in self.findings)
+        # A proof may be repeated after a fix, so each review needs its own name.
+        name = f"prove {self.kind} at {at:.3f}"
+        append_reviews(path, [RuleReview(name, generation, findings, events=(), at=at, wall_ms=0)])
+        return generation
 
     def as_json(self) -> dict[str, Any]:
         """Return the proof as plain lists, numbers and strings, for scripts."""
@@ -212,17 +225,8 @@ def proof_finding(
         positions=tuple(positions),
         evidence=evidence or {},
         layers=tuple(layers),
-        why=kind.why,
-        confirm=kind.confirm,
-        fix=kind.fix,
     )
-    places = {
-        "generation": finding.generation,
-        "branch": finding.branch,
-        "step": "step" if step is None else step,
-        "layer": "layer" if layer is None else layer,
-    }
-    return replace(finding, query=kind.query.format(**places))
+    return fill_from_kind(kind, finding)
 
 
 def format_amount(value: float) -> str:
@@ -230,23 +234,6 @@ def format_amount(value: float) -> str:
     if value == 0 or value != value or 100 <= value < 10_000:
         return f"{value:.0f}"
     return f"{value:.2g}" if 1e-3 <= value < 100 else f"{value:.0e}"
-
-
-def add_proof(proof: Proof, path: Path, generation: int | None = None) -> int:
-    """Store a proof's findings; see `Proof.add_to`."""
-    with open_trace(path) as reader:
-        numbers = [row.generation for row in reader.generations()]
-        if not numbers or (generation is not None and generation not in numbers):
-            which = "generation" if generation is None else f"generation {generation}"
-            raise UsageError(f"{path} has no {which} to add a proof to.")
-        if generation is None:
-            generation = _proved_generation(reader, proof, numbers)
-    at = time.time()
-    findings = tuple(_with_generation(one, generation) for one in proof.findings)
-    # A proof may be repeated after a fix, so each review needs its own name.
-    name = f"prove {proof.kind} at {at:.3f}"
-    append_reviews(path, [RuleReview(name, generation, findings, events=(), at=at, wall_ms=0.0)])
-    return generation
 
 
 def _with_generation(finding: Finding, generation: int) -> Finding:

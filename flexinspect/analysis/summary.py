@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from flexinspect.analysis.reports.collect import describe_place
 from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.trace.reader import TraceReader
@@ -99,17 +100,7 @@ def _finding_row(finding: Finding) -> str:
     badge = f"padding: 0 6px; border-radius: 3px; {_BADGES[finding.severity]}"
     cells = (
         f'<span style="{badge}">{finding.severity}</span>',
-        escape(_finding_location(finding)),
+        escape(describe_place(finding)),
         escape(escape_unprintable(finding.sentence)),
     )
     return "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells)
-
-
-def _finding_location(finding: Finding) -> str:
-    places = (
-        ("generation", finding.generation),
-        ("step", finding.step),
-        ("layer", finding.layer),
-        ("head", finding.head),
-    )
-    return ", ".join(f"{name} {number}" for name, number in places if number is not None)

@@ -23,6 +23,7 @@ _COMPLETION_TOKENS = re.compile(
     r"""\s+|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?|==|!=|<=|>=|[<>@(),\[\]]|[^\s()"',@<>=\[\]!]+|.""",
     re.DOTALL,
 )
+_SIGNS = (*COMPARISONS, *"@(),[]")
 _VALUE_START = re.compile(r"[+-]?[\d.]|[\"']")
 _MODULE_PATTERNS = ("layers.*", "layers.*.self_attn", "layers.*.mlp", "lm_head")
 _CONNECTIVES = {"and": "both conditions hold", "or": "one condition holds"}
@@ -48,7 +49,7 @@ def complete(
     """Return suggestions for the cursor; they replace the word that it is in or at the end of."""
     pieces = [(piece[0], piece.start()) for piece in _COMPLETION_TOKENS.finditer(text[:cursor])]
     start = cursor
-    if pieces and not pieces[-1][0].isspace() and _is_word(pieces[-1][0]):
+    if pieces and not pieces[-1][0].isspace() and pieces[-1][0] not in _SIGNS:
         start = pieces.pop()[1]
     typed = text[start:cursor]
     before = [piece for piece, _ in pieces if not piece.isspace()]
@@ -60,10 +61,6 @@ def complete(
         for word, meaning in suggestions
         if _matches_typed(word, typed)
     ]
-
-
-def _is_word(piece: str) -> bool:
-    return piece not in (*COMPARISONS, *"@(),[]")
 
 
 def _matches_typed(word: str, typed: str) -> bool:
@@ -80,7 +77,8 @@ def _suggestions(
     """Return the possible next words after these pieces, each with its meaning."""
     last = before[-1] if before else ""
     name = before[-2] if len(before) > 1 else ""
-    if _is_in_options(before):
+    opened = [piece for piece in before if piece in "[]"]
+    if opened and opened[-1] == "[":
         return OPTION_HELP.items()
     if last == "@":
         return [(pattern, "modules with this name") for pattern in modules]
@@ -89,7 +87,9 @@ def _suggestions(
     if last in COMPARISONS:
         return _value_suggestions(before, name)
     if last in VALUE_NAMES:
-        return _operator_suggestions(last)
+        is_text = VALUE_NAMES[last].kind is ValueKind.TEXT
+        operators = COMPARISONS[:2] if is_text else COMPARISONS
+        return [*((op, "") for op in operators), ("in", "a list")]
     if last in OBSERVATIONS:
         return [("@", "at modules whose name matches"), *_CONNECTIVES.items()]
     if name == FINDING:
@@ -97,11 +97,6 @@ def _suggestions(
     if _VALUE_START.match(last) or last == ")" or name in ("@", *COMPARISONS):
         return [*_unit_suggestions(before), *_CONNECTIVES.items()]
     return _condition_starts()
-
-
-def _is_in_options(before: list[str]) -> bool:
-    opened = [piece for piece in before if piece in "[]"]
-    return bool(opened) and opened[-1] == "["
 
 
 def _condition_starts() -> Suggestions:
@@ -112,11 +107,6 @@ def _condition_starts() -> Suggestions:
         (FINDING, FINDING_HELP),
         ("not", "a condition that does not hold"),
     ]
-
-
-def _operator_suggestions(name: str) -> Suggestions:
-    is_text = VALUE_NAMES[name].kind is ValueKind.TEXT
-    return [(op, "") for op in (COMPARISONS[:2] if is_text else COMPARISONS)] + [("in", "a list")]
 
 
 def _value_suggestions(before: list[str], name: str) -> Suggestions:
@@ -136,11 +126,6 @@ def _finding_suggestions(finding_ids: Collection[str]) -> Suggestions:
 
 def _unit_suggestions(before: list[str]) -> Suggestions:
     """Return units of memory after a number that a memory value is compared with."""
-    is_memory = len(before) > 2 and before[-3] in VALUE_NAMES
-    if (
-        not is_memory
-        or VALUE_NAMES[before[-3]].kind is not ValueKind.BYTES
-        or not before[-1][:1].isdigit()
-    ):
-        return []
-    return [(unit, "") for unit in UNITS if unit.endswith("iB")]
+    name = VALUE_NAMES.get(before[-3]) if len(before) > 2 else None
+    is_memory = name is not None and name.kind is ValueKind.BYTES and before[-1][:1].isdigit()
+    return [(unit, "") for unit in UNITS if is_memory and unit.endswith("iB")]

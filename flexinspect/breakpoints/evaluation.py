@@ -10,6 +10,8 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
 
 from flexinspect.breakpoints.names import (
     EMPTY_ROW,
@@ -23,28 +25,26 @@ from flexinspect.breakpoints.names import (
 from flexinspect.breakpoints.syntax_tree import (
     And,
     Compare,
-    Contains,
     Expression,
     FindingCondition,
-    Member,
+    Leaf,
     Name,
     Not,
     Number,
     ObservationCondition,
     Operand,
     Or,
-    Text,
     is_per_layer,
     leaves,
-    matches_finding,
     matches_module,
     observations_in,
     quote,
     to_text,
     value_names_in,
 )
+from flexinspect.core.text import plural
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import UNKNOWN, CallRecord, LayerStatRecord, StepRecord
+from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, StepRecord
 
 Value = float | str
 
@@ -77,6 +77,10 @@ class StepObservations:
     checked: frozenset[str] = frozenset()
     findings: tuple[Finding, ...] | None = None
 
+    def values_at(self, layer: int | None) -> dict[str, Value]:
+        """Return the values of the step, with those of a layer in their place."""
+        return {**self.values, **(self.layers.get(layer, {}) if layer is not None else {})}
+
 
 def observe_step(
     step: StepRecord,
@@ -98,7 +102,11 @@ def observe_step(
 
 
 def _step_values(step: StepRecord) -> dict[str, Value]:
-    values: dict[str, Value] = {
+    """Return the known values of a step, of its distribution, its token and its memory."""
+    token = next((token for token in step.tokens if token.step == step.step), None)
+    logits, memory = step.logits, step.memory
+    is_chosen = logits is not None and logits.chosen_id != UNKNOWN
+    values = {
         "step": step.step,
         "phase": step.phase,
         "generation": step.generation,
@@ -106,76 +114,50 @@ def _step_values(step: StepRecord) -> dict[str, Value]:
         "q_len": step.q_len,
         "kv_len": step.kv_after,
         "wall_ms": step.wall_ms,
+        **({"token": token.text, "token_id": token.token_id} if token is not None else {}),
+        **_attributes(logits, entropy="entropy", margin="margin"),
+        **(_attributes(logits, rank="chosen_rank", logprob="chosen_logprob") if is_chosen else {}),
+        **_attributes(memory, *("rss", "kv_cache", "cuda_allocated", "cuda_reserved", "cuda_peak")),
     }
-    return values | _token_values(step) | _memory_values(step)
-
-
-def _token_values(step: StepRecord) -> dict[str, Value]:
-    """Return the values of the distribution and of the token chosen from it."""
-    found: dict[str, Value] = {}
-    token = next((token for token in step.tokens if token.step == step.step), None)
-    if token is not None:
-        found |= {"token": token.text, "token_id": token.token_id}
-    logits = step.logits
-    if logits is None:
-        return found
-    found |= {"entropy": logits.entropy, "margin": logits.margin}
-    if logits.chosen_id != UNKNOWN:
-        logprob = logits.chosen_logprob
-        found |= {"rank": logits.chosen_rank, "logprob": logprob, "prob": math.exp(logprob)}
-    return _without_nan(found)
-
-
-def _memory_values(step: StepRecord) -> dict[str, Value]:
-    memory = step.memory
-    if memory is None:
-        return {}
-    names = ("rss", "kv_cache", "cuda_allocated", "cuda_reserved", "cuda_peak")
-    found = {name: getattr(memory, name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    if "logprob" in values:
+        values["prob"] = math.exp(values["logprob"])
+    return values
 
 
 def _layer_values(step: StepRecord) -> dict[int, dict[str, Value]]:
     found: dict[int, dict[str, Value]] = {}
     for call in step.calls:
-        found.setdefault(call.layer, {"layer": call.layer}).update(_call_values(call))
+        values = _attributes(call, "layer", "path", "q_len", "kv_len", gate="lse_error")
+        found.setdefault(call.layer, {}).update(values)
     for stats in step.layer_stats:
-        found.setdefault(stats.layer, {"layer": stats.layer}).update(_output_values(stats))
+        values = _attributes(stats, "layer", "norm", "std", "mean", "min", "max")
+        found.setdefault(stats.layer, {}).update(values)
     return found
 
 
-def _call_values(call: CallRecord) -> dict[str, Value]:
-    found: dict[str, Value] = {"path": call.path, "q_len": call.q_len, "kv_len": call.kv_len}
-    if call.gate is not None:
-        found["gate"] = call.gate
-    return _without_nan(found)
-
-
-def _output_values(stats: LayerStatRecord) -> dict[str, Value]:
-    names = ("norm", "std", "mean", "min", "max")
-    return _without_nan({name: getattr(stats, name) for name in names})
-
-
-def _without_nan(found: dict[str, Value]) -> dict[str, Value]:
-    """Remove NaN values: they cannot be compared."""
-    return {n: v for n, v in found.items() if isinstance(v, str) or not math.isnan(v)}
+def _attributes(record: object | None, *names: str, **renamed: str) -> dict[str, Any]:
+    """Return the known attributes of a record by name; a NaN cannot be compared, so it is none."""
+    attributes = {**{name: name for name in names}, **renamed} if record is not None else {}
+    found = {name: getattr(record, attribute) for name, attribute in attributes.items()}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and (isinstance(value, str) or not math.isnan(value))
+    }
 
 
 def _nonfinite_observations(step: StepRecord) -> list[Observation]:
     """Return the recorded NaNs and infinities, from the first layer to the logits."""
-    places: list[tuple[str, int | None, int, int]] = [
-        (stats.module, stats.layer, stats.n_nan, stats.n_inf) for stats in step.layer_stats
+    places: list[tuple[str, int | None, str, LayerStatRecord | LogitsRecord]] = [
+        *((stats.module, stats.layer, stats.module, stats) for stats in step.layer_stats),
+        *([("", None, "the logits", step.logits)] if step.logits is not None else []),
     ]
-    if step.logits is not None:
-        places.append(("the logits", None, step.logits.n_nan, step.logits.n_inf))
-    found = []
-    for module, layer, n_nan, n_inf in places:
-        for kind, n, word in ((NAN, n_nan, "NaN"), (INF, n_inf, "infinite")):
-            if n:
-                values = "value" if n == 1 else "values"
-                text = f"{n} {word} {values} in {module}"
-                found.append(Observation(kind, module if layer is not None else "", layer, text))
-    return found
+    return [
+        Observation(kind, module, layer, f"{plural(n, f'{word} value')} in {place}")
+        for module, layer, place, counts in places
+        for kind, n, word in ((NAN, counts.n_nan, "NaN"), (INF, counts.n_inf, "infinite"))
+        if n
+    ]
 
 
 _CONDITION_OF_FINDING = {
@@ -214,38 +196,32 @@ class EvaluationResult:
     layer: int | None = None
 
 
-def evaluate(expression: Expression, observations: StepObservations) -> bool | Unknown:
-    """Return whether an expression holds.
+def evaluate(expression: Expression, observations: StepObservations) -> EvaluationResult:
+    """Return whether an expression holds, and for which layer.
 
     An expression per layer holds if the whole expression holds for one of the layers.
     """
-    return evaluate_with_layer(expression, observations).holds
-
-
-def evaluate_with_layer(expression: Expression, observations: StepObservations) -> EvaluationResult:
-    """Return whether an expression holds, and for which layer."""
     if not is_per_layer(expression):
         return EvaluationResult(_Evaluator(observations, None).evaluate(expression))
     if not observations.layers:
         return EvaluationResult(Unknown(("layer",)))
-    missing: list[str] = []
-    for layer in observations.layers:
-        holds = _Evaluator(observations, layer).evaluate(expression)
-        if holds is True:
-            return EvaluationResult(True, layer)
-        if isinstance(holds, Unknown):
-            missing += holds.missing
-    return EvaluationResult(Unknown(tuple(dict.fromkeys(missing))) if missing else False)
+    results = {n: _Evaluator(observations, n).evaluate(expression) for n in observations.layers}
+    layer = next((layer for layer, holds in results.items() if holds is True), None)
+    return EvaluationResult(_combine(results.values(), decides=True), layer)
 
 
-_OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
+    "in": lambda part, whole: part in whole,
 }
+
+
+_WORST_LAST = list(Severity)[::-1]
 
 
 class _Evaluator:
@@ -253,8 +229,7 @@ class _Evaluator:
 
     def __init__(self, observations: StepObservations, layer: int | None) -> None:
         self._observations, self._layer = observations, layer
-        layer_values = observations.layers.get(layer, {}) if layer is not None else {}
-        self._values = {**observations.values, **layer_values}
+        self._values = observations.values_at(layer)
 
     def evaluate(self, tree: Expression) -> bool | Unknown:
         """Return whether a tree holds."""
@@ -268,31 +243,26 @@ class _Evaluator:
         if isinstance(tree, ObservationCondition):
             return self._is_observed(tree)
         if isinstance(tree, FindingCondition):
-            return self._has_finding(tree)
+            if self._observations.findings is None:
+                return Unknown((to_text(tree),))
+            return any(self._matches_finding(tree, each) for each in self._observations.findings)
         return self._compare(tree)
 
-    def _compare(self, tree: Compare | Member | Contains) -> bool | Unknown:
-        if isinstance(tree, Compare):
-            left, right = self._value(tree.left), self._value(tree.right)
-            if isinstance(left, Unknown):
-                return left
-            if isinstance(right, Unknown):
-                return right
-            return _OPERATORS[tree.op](left, right)  # type: ignore[arg-type]  # checked by the parser
-        value = self._value(tree.name)
-        if isinstance(value, Unknown):
-            return value
-        if isinstance(tree, Contains):
-            return tree.part.value in str(value)
-        return value in [self._value(member) for member in tree.values]
+    def _compare(self, tree: Compare) -> bool | Unknown:
+        left, right = self._value(tree.left), self._value(tree.right)
+        if isinstance(left, Unknown):
+            return left
+        return right if isinstance(right, Unknown) else _OPERATORS[tree.op](left, right)
 
-    def _value(self, operand: Operand) -> Value | Unknown:
+    def _value(self, operand: Operand | tuple[Operand, ...]) -> Any:
+        """Return a value, an `Unknown` without one, or the values of a list."""
+        if isinstance(operand, tuple):
+            return [self._value(member) for member in operand]
         if isinstance(operand, Name):
-            value = self._values.get(operand.name)
-            return Unknown((operand.name,)) if value is None else value
-        if isinstance(operand, Text):
-            return operand.value
-        return _number_value(operand)
+            return self._values.get(operand.name, Unknown((operand.name,)))
+        if isinstance(operand, Number) and operand.unit:
+            return operand.value * UNITS[operand.unit]
+        return operand.value
 
     def _is_observed(self, tree: ObservationCondition) -> bool | Unknown:
         if any(self._matches_observation(tree, seen) for seen in self._observations.observed):
@@ -307,37 +277,28 @@ class _Evaluator:
             return False
         return tree.module_pattern is None or matches_module(tree.module_pattern, seen.module)
 
-    def _is_this_layer(self, layer: int | None) -> bool:
-        return self._layer is None or layer is None or layer == self._layer
-
-    def _has_finding(self, tree: FindingCondition) -> bool | Unknown:
-        if self._observations.findings is None:
-            return Unknown((to_text(tree),))
-        return any(self._matches_finding(tree, finding) for finding in self._observations.findings)
-
     def _matches_finding(self, tree: FindingCondition, finding: Finding) -> bool:
         layers = finding.layers or (finding.layer,)
-        if not any(map(self._is_this_layer, layers)) or not matches_finding(
-            tree.pattern, finding.id
-        ):
+        is_here = self._layer is None or None in layers or self._layer in layers
+        if not is_here or not fnmatchcase(finding.id, tree.pattern):
             return False
         if tree.op is None or tree.severity is None:
             return True
-        return _OPERATORS[tree.op](
-            _severity_rank(finding.severity), _severity_rank(Severity(tree.severity))
-        )
+        ranks = [_WORST_LAST.index(one) for one in (finding.severity, Severity(tree.severity))]
+        return _OPERATORS[tree.op](*ranks)
 
 
-def evidence_text(
-    tree: ObservationCondition | FindingCondition, observations: StepObservations, layer: int | None
-) -> str:
-    """Return what made a condition true as text, empty if it is not true."""
+def _evidence_text(tree: Leaf, observations: StepObservations, layer: int | None) -> str:
+    """Return what made a condition true as text, empty if it is not true or is a comparison."""
     evaluator = _Evaluator(observations, layer)
+    texts: Iterable[str] = ()
     if isinstance(tree, ObservationCondition):
-        observed = (o for o in observations.observed if evaluator._matches_observation(tree, o))
-        return next((observation.text for observation in observed), "")
-    findings = (f for f in observations.findings or () if evaluator._matches_finding(tree, f))
-    return next((f"{finding.id}: {finding.sentence}" for finding in findings), "")
+        seen = observations.observed
+        texts = (each.text for each in seen if evaluator._matches_observation(tree, each))
+    elif isinstance(tree, FindingCondition):
+        found = (f for f in observations.findings or () if evaluator._matches_finding(tree, f))
+        texts = (f"{finding.id}: {finding.sentence}" for finding in found)
+    return next(iter(texts), "")
 
 
 def observed_layer(expression: Expression, observations: StepObservations) -> int | None:
@@ -362,16 +323,7 @@ def _combine(parts: Iterable[bool | Unknown], *, decides: bool) -> bool | Unknow
     return Unknown(tuple(dict.fromkeys(missing))) if missing else not decides
 
 
-def _number_value(number: Number) -> float:
-    return number.value * UNITS[number.unit] if number.unit else number.value
-
-
-def _severity_rank(severity: Severity) -> int:
-    order = list(Severity)
-    return len(order) - order.index(severity)
-
-
-_PLACE_NAMES = ("step", "generation", "branch", "layer")
+_PLACE_NAMES = ("step", "phase", "generation", "branch", "layer")
 """Names of the location, which is reported before the values."""
 
 
@@ -379,14 +331,19 @@ def hit_reason(
     expression: Expression, observations: StepObservations, result: EvaluationResult
 ) -> str:
     """Return where an expression holds, and why."""
-    reasons = [
-        *_evidence_texts(expression, observations, result.layer),
-        *_value_texts(expression, observations, result.layer),
+    layer, conditions = result.layer, leaves(expression)
+    evidence = (_evidence_text(leaf, observations, layer).rstrip(".") for leaf in conditions)
+    reasons = [text for text in dict.fromkeys(evidence) if text]
+    values = observations.values_at(layer)
+    reasons += [
+        f"{name} {_format_value(name, values[name])}"
+        for name in value_names_in(expression)
+        if name not in _PLACE_NAMES and name in values
     ]
     token = observations.values.get("token")
     if token is not None and "token" not in value_names_in(expression):
         reasons.append(f"it chose {quote(str(token))}")
-    where = describe_location(observations, result.layer)
+    where = describe_location(observations, layer)
     return f"{to_text(expression)}: {where}" + (f": {'; '.join(reasons)}" if reasons else "")
 
 
@@ -413,30 +370,6 @@ def describe_unknown(text: str, unknown: Unknown, observations: StepObservations
         f"The breakpoint {text} could not be evaluated in {where}: {names} {verb} not known there. "
         "It may not be recorded at this level, or not be available in this kind of run."
     )
-
-
-def _evidence_texts(
-    expression: Expression, observations: StepObservations, layer: int | None
-) -> list[str]:
-    conditions = [
-        leaf
-        for leaf in leaves(expression)
-        if isinstance(leaf, ObservationCondition | FindingCondition)
-    ]
-    texts = (evidence_text(leaf, observations, layer).rstrip(".") for leaf in conditions)
-    return list(dict.fromkeys(text for text in texts if text))
-
-
-def _value_texts(
-    expression: Expression, observations: StepObservations, layer: int | None
-) -> list[str]:
-    layer_values = observations.layers.get(layer, {}) if layer is not None else {}
-    values = {**observations.values, **layer_values}
-    return [
-        f"{name} {_format_value(name, values[name])}"
-        for name in value_names_in(expression)
-        if name not in (*_PLACE_NAMES, "phase") and name in values
-    ]
 
 
 def _format_value(name: str, value: Value) -> str:

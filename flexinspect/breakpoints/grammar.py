@@ -10,13 +10,12 @@ the place; the text never runs as Python.
 
 from __future__ import annotations
 
-import difflib
+import codecs
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NamedTuple, NoReturn
 
 from flexinspect.breakpoints.names import (
     ALL_NAMES,
@@ -32,11 +31,9 @@ from flexinspect.breakpoints.names import (
 from flexinspect.breakpoints.syntax_tree import (
     And,
     Compare,
-    Contains,
     Expression,
     ExpressionError,
     FindingCondition,
-    Member,
     Name,
     Not,
     Number,
@@ -47,310 +44,10 @@ from flexinspect.breakpoints.syntax_tree import (
     count_wildcards,
     operand_text,
 )
+from flexinspect.core.text import did_you_mean
 
 MAX_EXPRESSION_LENGTH = 2000
 """Length of the longest expression, in characters."""
-
-TokenKind = Literal["word", "number", "text", "op", "glob", "end"]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpressionToken:
-    """A token, from `start` to `stop` in the text.
-
-    A glob is a name with wildcards, which follows `@` or `finding`.
-    """
-
-    kind: TokenKind
-    value: str
-    start: int
-    stop: int
-
-
-_SPACE = re.compile(r"\s*")
-_IDENTIFIER = re.compile(r"[^\W\d]\w*(?:-[^\W\d]\w*)*")
-_NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
-_OPERATOR = re.compile(r"==|!=|<=|>=|<|>|@|\(|\)|\[|\]|,")
-_GLOB = re.compile(r"(?:(?!!=)[^\s()\"',@<>=])+")
-_OPERATOR_HINTS = {
-    "=": ("A comparison is written with two signs: ==", "="),
-    "&": ("Conditions are joined with the word and", "&"),
-    "|": ("Conditions are joined with the word or", "|"),
-    "!": ("Negation is written with the word not", "!"),
-}
-_ESCAPE = re.compile(r"\\(?:([ntr0\\\"'])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
-_SIMPLE_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\", '"': '"', "'": "'"}
-
-
-def tokenize(text: str) -> list[ExpressionToken]:
-    """Return the tokens of an expression, the last of which is its end.
-
-    Raises `ExpressionError`.
-    """
-    _check_text(text)
-    tokens: list[ExpressionToken] = []
-    at = _skip_space(text, 0)
-    while at < len(text):
-        tokens.append(_next_token(text, at, tokens[-1] if tokens else None))
-        at = _skip_space(text, tokens[-1].stop)
-    return [*tokens, ExpressionToken("end", "", len(text.rstrip()), len(text.rstrip()))]
-
-
-def _check_text(text: str) -> None:
-    if len(text) > MAX_EXPRESSION_LENGTH:
-        raise ExpressionError(
-            f"A breakpoint has at most {MAX_EXPRESSION_LENGTH} characters, and this one has "
-            f"{len(text)}.",
-            f"{text[:60]}…",
-            60,
-            61,
-        )
-    for at, character in enumerate(text):
-        if "\ud800" <= character <= "\udfff":
-            raise ExpressionError("This character is not valid UTF-8.", text, at, at + 1)
-
-
-def _skip_space(text: str, at: int) -> int:
-    space = _SPACE.match(text, at)
-    return space.end() if space else at
-
-
-def _next_token(text: str, at: int, before: ExpressionToken | None) -> ExpressionToken:
-    if before is not None and _precedes_glob(before) and (glob := _GLOB.match(text, at)):
-        return ExpressionToken("glob", glob[0], at, glob.end())
-    if text[at] in "\"'":
-        return _read_text(text, at)
-    patterns: tuple[tuple[TokenKind, re.Pattern[str]], ...] = (
-        ("word", _IDENTIFIER),
-        ("number", _NUMBER),
-        ("op", _OPERATOR),
-    )
-    for sort, pattern in patterns:
-        if piece := pattern.match(text, at):
-            return ExpressionToken(sort, piece[0], at, piece.end())
-    raise _unexpected_character(text, at)
-
-
-def _precedes_glob(token: ExpressionToken) -> bool:
-    return (token.kind, token.value) in (("op", "@"), ("word", "finding"))
-
-
-def _unexpected_character(text: str, at: int) -> ExpressionError:
-    hint, sign = _OPERATOR_HINTS.get(text[at], ("", ""))
-    if not hint:
-        return ExpressionError("This character has no meaning here.", text, at, at + 1)
-    stop = at + 2 if text[at : at + 2] == sign * 2 else at + 1
-    return ExpressionError(f"{hint}.", text, at, stop)
-
-
-def _read_text(text: str, start: int) -> ExpressionToken:
-    """Read a text in single or double quotes."""
-    quote, at, parts = text[start], start + 1, []
-    while at < len(text) and text[at] != quote:
-        if text[at] == "\\":
-            character, at = _read_escape(text, at)
-            parts.append(character)
-        else:
-            parts.append(text[at])
-            at += 1
-    if at >= len(text):
-        raise ExpressionError(
-            f"This text has no end: the closing {quote} is missing.", text, start, len(text)
-        )
-    return ExpressionToken("text", "".join(parts), start, at + 1)
-
-
-def _read_escape(text: str, at: int) -> tuple[str, int]:
-    found = _ESCAPE.match(text, at)
-    if found is None:
-        raise ExpressionError(
-            "This escape is unknown.",
-            text,
-            at,
-            min(at + 2, len(text)),
-            hint=r"The escapes are \n \t \r \0 \\ \" \' \xHH \uHHHH \UHHHHHHHH.",
-        )
-    if found[1]:
-        return _SIMPLE_ESCAPES[found[1]], found.end()
-    code = int(found[2] or found[3] or found[4], 16)
-    if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise ExpressionError("This character does not exist.", text, at, found.end())
-    return chr(code), found.end()
-
-
-_MAX_EXACT_DIGITS = 15
-"""Digits that a float holds exactly."""
-
-
-def read_operand(text: str, tokens: Sequence[ExpressionToken], at: int) -> tuple[Operand, int]:
-    """Return the operand at a token and its number of tokens. Raises `ExpressionError`."""
-    token = tokens[at]
-    if token.kind == "word" and token.value in VALUE_NAMES:
-        return Name(token.value), 1
-    if token.kind == "word":
-        raise _unknown_name(text, token)
-    return read_constant(text, tokens, at)
-
-
-def read_constant(text: str, tokens: Sequence[ExpressionToken], at: int) -> tuple[Operand, int]:
-    """Return the constant at a token and its number of tokens. Raises `ExpressionError`."""
-    token = tokens[at]
-    if token.kind == "text":
-        return Text(token.value), 1
-    if token.kind != "number":
-        raise ExpressionError(
-            _expected_text(token), text, token.start, max(token.stop, token.start + 1)
-        )
-    value, unit = _parse_number(text, token), tokens[at + 1]
-    if unit.kind != "word" or unit.value in (*KEYWORDS, *VALUE_NAMES, *OBSERVATIONS):
-        return Number(value), 1
-    if unit.value not in UNITS:
-        known = ", ".join(UNITS)
-        near = difflib.get_close_matches(unit.value, UNITS, 1)
-        raise ExpressionError(
-            f"{unit.value} is not a unit of memory.",
-            text,
-            unit.start,
-            unit.stop,
-            hint=f"Did you mean {near[0]}?" if near else f"The units are {known}.",
-        )
-    return Number(value, unit.value), 2
-
-
-def _parse_number(text: str, token: ExpressionToken) -> float:
-    written = token.value.replace("_", "")
-    digits = written.lstrip("+-")
-    if digits.isdecimal() and len(digits) <= _MAX_EXACT_DIGITS:
-        return int(written)
-    try:
-        value = float(written)
-    except ValueError:
-        value = math.inf
-    if math.isinf(value):
-        raise ExpressionError("This is not a number.", text, token.start, token.stop)
-    return value
-
-
-def _expected_text(token: ExpressionToken) -> str:
-    if token.kind == "end":
-        return "The expression ends where a name or a value is expected."
-    return "A name or a value is expected here."
-
-
-def _unknown_name(text: str, token: ExpressionToken) -> ExpressionError:
-    if token.value in KEYWORDS or token.value in OBSERVATIONS or token.value == FINDING:
-        reason = f"A name or a value is expected here, not {token.value}."
-        return ExpressionError(reason, text, token.start, token.stop)
-    near = _nearest_name(token.value)
-    hint = f"Did you mean {near}?" if near else f"The names are {', '.join(ALL_NAMES)}."
-    reason = f"{token.value} is not a known name."
-    return ExpressionError(reason, text, token.start, token.stop, hint=hint)
-
-
-def _nearest_name(word: str) -> str | None:
-    if any(word in VALUE_NAMES[name].choices for name in VALUE_NAMES):
-        return f'"{word}", in quotes'
-    near = difflib.get_close_matches(word.lower().replace("_", "-"), ALL_NAMES, 1, 0.6)
-    near = near or difflib.get_close_matches(word.lower(), ALL_NAMES, 1, 0.6)
-    return near[0] if near else None
-
-
-PlacedOperand = tuple[ExpressionToken, Operand]
-
-
-def check_comparison(text: str, left: PlacedOperand, op: str, right: PlacedOperand) -> None:
-    """Raise `ExpressionError` unless `op` can compare the two sides."""
-    if not isinstance(left[1], Name) and not isinstance(right[1], Name):
-        raise _span_error(text, left[0], right[0], "Neither side of this comparison is a name.")
-    kinds = _operand_kind(left[1]), _operand_kind(right[1])
-    if not _are_comparable(left[1], right[1]):
-        reason = f"{_placed_text(left)} is {kinds[0]}, and {_placed_text(right)} is {kinds[1]}."
-        raise _span_error(text, left[0], right[0], reason)
-    if ValueKind.TEXT in kinds and op not in ("==", "!="):
-        reason = "Texts can only be compared with == and !=."
-        raise _span_error(text, left[0], right[0], reason)
-    for name, value in ((left, right), (right, left)):
-        _check_choice(text, name[1], value)
-
-
-def check_membership(
-    text: str, token: ExpressionToken, first: Operand, members: Sequence[PlacedOperand]
-) -> Member | Contains:
-    """Return the condition `first in members`. Raises `ExpressionError`."""
-    if len(members) == 1 and isinstance(members[0][1], Name):
-        return _check_contains(text, (token, first), members[0])
-    if not isinstance(first, Name):
-        raise _span_error(text, token, token, "A name is expected before in, and a list after it.")
-    values: list[Number | Text] = []
-    for member in members:
-        value = member[1]
-        assert not isinstance(value, Name)
-        if not _are_comparable(first, value):
-            reason = (
-                f"{first.name} is {_operand_kind(first)}, and {_placed_text(member)} is "
-                f"{_operand_kind(value)}."
-            )
-            raise _span_error(text, member[0], member[0], reason)
-        _check_choice(text, first, member)
-        values.append(value)
-    return Member(first, tuple(values))
-
-
-def _check_contains(text: str, part: PlacedOperand, whole: PlacedOperand) -> Contains:
-    name = whole[1]
-    assert isinstance(name, Name)
-    if not isinstance(part[1], Text) or VALUE_NAMES[name.name].kind is not ValueKind.TEXT:
-        reason = f"in {name.name} needs a text in quotes before it, and a name that is a text."
-        raise _span_error(text, part[0], whole[0], reason)
-    return Contains(part[1], name)
-
-
-def _operand_kind(value: Operand) -> ValueKind:
-    if isinstance(value, Name):
-        return VALUE_NAMES[value.name].kind
-    if isinstance(value, Text):
-        return ValueKind.TEXT
-    return ValueKind.BYTES if value.unit else ValueKind.NUMBER
-
-
-def _are_comparable(left: Operand, right: Operand) -> bool:
-    """Return whether two operands can be compared; a number without unit may be bytes."""
-    kinds = {_operand_kind(left), _operand_kind(right)}
-    if len(kinds) == 1:
-        return True
-    plain = any(isinstance(side, Number) and not side.unit for side in (left, right))
-    return kinds == {ValueKind.NUMBER, ValueKind.BYTES} and plain
-
-
-def _check_choice(text: str, name: Operand, value: PlacedOperand) -> None:
-    """Refuse a text that is not one of the name's choices."""
-    written = value[1]
-    if not isinstance(name, Name) or not isinstance(written, Text):
-        return
-    choices = VALUE_NAMES[name.name].choices
-    if not choices or written.value in choices:
-        return
-    near = difflib.get_close_matches(written.value, choices, 1)
-    listed = ", ".join(f'"{choice}"' for choice in choices)
-    raise ExpressionError(
-        f"{name.name} is never this; it is one of {listed}.",
-        text,
-        value[0].start,
-        value[0].stop,
-        hint=f'Did you mean "{near[0]}"?' if near else None,
-    )
-
-
-def _placed_text(placed: PlacedOperand) -> str:
-    value = placed[1]
-    return value.name if isinstance(value, Name) else operand_text(value)
-
-
-def _span_error(
-    text: str, first: ExpressionToken, last: ExpressionToken, reason: str
-) -> ExpressionError:
-    return ExpressionError(reason, text, first.start, last.stop)
-
 
 MAX_DEPTH = 50
 """Largest nesting of parentheses and "not"s."""
@@ -358,255 +55,401 @@ MAX_DEPTH = 50
 MAX_WILDCARDS = 8
 """Most wildcards in a module name: the cost of a match grows exponentially with them."""
 
+_MAX_EXACT_DIGITS = 15
+"""Digits that a float holds exactly."""
+
 
 def parse(text: str, *, finding_ids: Collection[str] | None = None) -> Expression:
     """Parse an expression. Raises `ExpressionError`.
 
     With `finding_ids`, a `finding` pattern that matches none of them is refused.
     """
-    return Parser(text, tokenize(text), finding_ids).parse()
+    return _Parser(text, finding_ids).parse()
 
 
-class Parser:
+# -- tokens ----------------------------------------------------------------------------------------
+
+
+class _Token(NamedTuple):
+    """A token, from `start` to `stop` in the text.
+
+    A glob is a name with wildcards, which follows `@` or `finding`.
+    """
+
+    kind: Literal["word", "number", "text", "op", "glob", "end"]
+    value: str
+    start: int
+    stop: int
+
+
+_GLOB = re.compile(r"(?:(?!!=)[^\s()\"',@<>=])+")
+_TOKEN = re.compile(
+    r"""(?P<word>[^\W\d]\w*(?:-[^\W\d]\w*)*)
+    |(?P<number>[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)
+    |(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+    |(?P<op>==|!=|<=|>=|<|>|@|\(|\)|\[|\]|,)""",
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPE = re.compile(
+    r"\\(?:[ntr0\\\"']|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|(.|$))", re.S
+)
+_OPERATOR_HINTS = {
+    "=": "A comparison is written with two signs: ==.",
+    "&": "Conditions are joined with the word and.",
+    "|": "Conditions are joined with the word or.",
+    "!": "Negation is written with the word not.",
+}
+
+
+def _tokenize(text: str) -> list[_Token]:
+    """Return the tokens of an expression, the last of which is its end."""
+    if len(text) > MAX_EXPRESSION_LENGTH:
+        reason = f"A breakpoint has at most {MAX_EXPRESSION_LENGTH} characters, and this one has "
+        raise ExpressionError(f"{reason}{len(text)}.", f"{text[:60]}…", 60, 61)
+    if surrogate := re.search("[\ud800-\udfff]", text):
+        raise ExpressionError("This character is not valid UTF-8.", text, *surrogate.span())
+    tokens: list[_Token] = []
+    at, end = _skip_space(text, 0), len(text.rstrip())
+    while at < len(text):
+        tokens.append(_next_token(text, at, tokens[-1].value if tokens else ""))
+        at = _skip_space(text, tokens[-1].stop)
+    return [*tokens, _Token("end", "", end, end)]
+
+
+def _skip_space(text: str, at: int) -> int:
+    return len(text) - len(text[at:].lstrip())
+
+
+def _next_token(text: str, at: int, before: str) -> _Token:
+    if before in ("@", FINDING) and (glob := _GLOB.match(text, at)):
+        return _Token("glob", glob[0], at, glob.end())
+    match = _TOKEN.match(text, at)
+    if match is None:
+        raise _unexpected_character(text, at)
+    kind, value = match.lastgroup, match[0]
+    if kind == "text":
+        value = _ESCAPE.sub(lambda escape: _unescape(text, at + 1, escape), value[1:-1])
+    return _Token(kind, value, at, match.end())  # type: ignore[arg-type]  # a group of _TOKEN
+
+
+def _unexpected_character(text: str, at: int) -> ExpressionError:
+    sign = text[at]
+    if sign in "\"'":
+        reason = f"This text has no end: the closing {sign} is missing."
+        return ExpressionError(reason, text, at, len(text))
+    reason = _OPERATOR_HINTS.get(sign, "This character has no meaning here.")
+    is_doubled = sign in _OPERATOR_HINTS and text[at : at + 2] == sign * 2
+    return ExpressionError(reason, text, at, at + 1 + is_doubled)
+
+
+def _unescape(text: str, start: int, escape: re.Match[str]) -> str:
+    """Return the character of an escape in the text in quotes that begins at `start`."""
+    place = start + escape.start(), start + escape.end()
+    if escape[1] is not None:
+        hint = r"The escapes are \n \t \r \0 \\ \" \' \xHH \uHHHH \UHHHHHHHH."
+        raise ExpressionError("This escape is unknown.", text, *place, hint=hint)
+    try:
+        character = codecs.decode(escape[0], "unicode_escape")
+        character.encode()  # fails for half of a surrogate pair
+    except UnicodeError:
+        raise ExpressionError("This character does not exist.", text, *place) from None
+    return character
+
+
+# -- the parser ------------------------------------------------------------------------------------
+
+
+class _Placed(NamedTuple):
+    """An operand and its first token."""
+
+    token: _Token
+    operand: Operand
+
+
+class _Parser:
     """Recursive-descent parser of one expression; each method consumes the tokens that it reads."""
 
-    def __init__(
-        self, text: str, tokens: Sequence[ExpressionToken], finding_ids: Collection[str] | None
-    ) -> None:
-        self._text, self._tokens, self._at = text, tokens, 0
-        self._depth = 0
-        self._finding_ids = finding_ids
-
-    # -- the grammar -----------------------------------------------------------------------------
+    def __init__(self, text: str, finding_ids: Collection[str] | None) -> None:
+        self._text, self._finding_ids = text, finding_ids
+        self._tokens, self._at, self._depth = _tokenize(text), 0, 0
 
     def parse(self) -> Expression:
         """Parse the whole text."""
         if self._is_at_end():
-            raise self._error("There is no condition here.", hint=_EXAMPLE)
-        tree = self.expression()
+            hint = 'For example entropy > 3 and step > 2, or token == "\\n".'
+            self._refuse("There is no condition here.", hint=hint)
+        tree = self._expression()
         if not self._is_at_end():
-            raise self._trailing_error()
+            self._refuse_rest()
         return tree
 
-    def expression(self) -> Expression:
-        """Parse conditions joined with "or"."""
-        parts = self._chain("or", self._conjunction)
-        return parts[0] if len(parts) == 1 else Or(_flatten(Or, parts))
+    def _expression(self) -> Expression:
+        return self._chain("or", Or, lambda: self._chain("and", And, self._condition))
 
-    def _conjunction(self) -> Expression:
-        parts = self._chain("and", self._condition)
-        return parts[0] if len(parts) == 1 else And(_flatten(And, parts))
-
-    def _chain(self, word: str, read: Callable[[], Expression]) -> list[Expression]:
-        parts = [read()]
-        while self._accept("word", word):
+    def _chain(
+        self, word: str, kind: type[And] | type[Or], read: Callable[[], Expression]
+    ) -> Expression:
+        """Parse conditions joined with a word; a part of the same kind is merged into the chain."""
+        first = read()
+        parts = [first]
+        while self._accept(word):
             parts.append(read())
-        return parts
+        if len(parts) == 1:
+            return first
+        nested = (part.parts if isinstance(part, kind) else (part,) for part in parts)
+        return kind(tuple(condition for conditions in nested for condition in conditions))
 
     def _condition(self) -> Expression:
-        token = self._current
-        if token.kind == "word" and token.value == "not":
+        opening = self._current
+        if self._accept("not"):
             return Not(self._nested(self._condition))
-        if token.kind == "op" and token.value == "(":
-            return self._grouped()
-        if token.kind == "word" and token.value in OBSERVATIONS:
+        if self._accept("("):
+            inner = self._nested(self._expression)
+            self._close(opening, self._refuse_rest)
+            return inner
+        if opening.kind == "word" and opening.value in OBSERVATIONS:
             return self._observation()
-        if token.kind == "word" and token.value == FINDING:
-            return self._finding()
-        return self._comparison()
+        return self._finding() if self._accept(FINDING) else self._comparison()
 
     def _nested(self, read: Callable[[], Expression]) -> Expression:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise self._error(f"More than {MAX_DEPTH} nested parentheses and nots.")
-        self._at += 1
+            opening = self._tokens[self._at - 1]
+            self._refuse(f"More than {MAX_DEPTH} nested parentheses and nots.", opening)
         inner = read()
         self._depth -= 1
         return inner
 
-    def _grouped(self) -> Expression:
-        opening = self._current
-        inner = self._nested(self.expression)
-        if not self._accept("op", ")"):
-            if self._is_at_end():
-                raise self._error("This parenthesis is not closed.", opening)
-            raise self._trailing_error()
-        return inner
+    def _close(self, opening: _Token, refuse: Callable[[], NoReturn]) -> None:
+        """Parse a closing parenthesis; call `refuse` for anything else but the end."""
+        if self._accept(")"):
+            return
+        if self._is_at_end():
+            self._refuse("This parenthesis is not closed.", opening)
+        refuse()
 
     # -- conditions ------------------------------------------------------------------------------
 
     def _observation(self) -> ObservationCondition:
         token = self._advance()
-        if self._current.kind == "op" and self._current.value in COMPARISONS:
-            raise self._error(
-                f"{token.value} is a complete condition and cannot be compared.", token
-            )
-        if not self._accept("op", "@"):
+        if self._is_operator():
+            self._refuse(f"{token.value} is a complete condition and cannot be compared.", token)
+        if not self._accept("@"):
             return ObservationCondition(token.value)
         if self._current.kind != "glob":
-            raise self._error(
+            self._refuse(
                 "A module name is expected after @; * matches one part of it.",
                 hint=f"For example {token.value} @ layers.*.self_attn",
             )
         if count_wildcards(self._current.value) > MAX_WILDCARDS:
-            raise self._error(f"A module name has at most {MAX_WILDCARDS} wildcards.")
+            self._refuse(f"A module name has at most {MAX_WILDCARDS} wildcards.")
         return ObservationCondition(token.value, self._advance().value)
 
     def _finding(self) -> FindingCondition:
-        self._at += 1
+        pattern, ids = "*", self._finding_ids
         if self._current.kind == "glob":
-            pattern = self._advance()
-            self._check_finding(pattern)
-            name = pattern.value
-        elif self._current.kind == "op" and self._current.value in COMPARISONS:
-            name = "*"
-        else:
-            raise self._error(
+            pattern = self._current.value
+            if ids is not None and not any(fnmatchcase(id_, pattern) for id_ in ids):
+                other = "flexinspect findings --help lists all ids."
+                hint = did_you_mean(pattern, sorted(ids), other)
+                self._refuse("No finding id matches this.", hint=hint)
+            self._advance()
+        elif not self._is_operator():
+            self._refuse(
                 "The id of a finding is expected after finding; * matches any text.",
                 hint="For example finding mask.*, or finding * >= warning",
             )
-        op = self._operator()
-        return (
-            FindingCondition(name) if op is None else FindingCondition(name, op, self._severity())
-        )
-
-    def _severity(self) -> str:
-        token = self._current
-        if token.kind not in ("word", "text") or token.value not in SEVERITIES:
-            listed = ", ".join(SEVERITIES)
-            raise self._error(
-                f"A finding is compared with a severity: {listed}.",
-                hint=_suggest(token, SEVERITIES),
-            )
-        return self._advance().value
-
-    def _check_finding(self, pattern: ExpressionToken) -> None:
-        ids = self._finding_ids
-        if ids is None or any(fnmatchcase(finding_id, pattern.value) for finding_id in ids):
-            return
-        raise self._error(
-            "No finding id matches this.",
-            pattern,
-            hint=_suggest(pattern, sorted(ids)) or "flexinspect findings --help lists all ids.",
-        )
+        if not self._is_operator():
+            return FindingCondition(pattern)
+        op, severity = self._advance().value, self._current
+        if severity.kind not in ("word", "text") or severity.value not in SEVERITIES:
+            reason = f"A finding is compared with a severity: {', '.join(SEVERITIES)}."
+            self._refuse(reason, hint=did_you_mean(severity.value, SEVERITIES))
+        return FindingCondition(pattern, op, self._advance().value)
 
     def _comparison(self) -> Expression:
-        first_token, first = self._current, self._operand()
-        is_negated = self._accept_not_in()
-        if is_negated or self._accept("word", "in"):
-            inner = check_membership(self._text, first_token, first, self._members())
+        left = first = self._operand()
+        is_negated = self._accept("not")
+        if self._accept("in"):
+            inner = self._membership(left)
             return Not(inner) if is_negated else inner
-        parts: list[Expression] = []
-        left_token, left = first_token, first
-        while (op := self._operator()) is not None:
-            right_token, right = self._current, self._operand()
-            check_comparison(self._text, (left_token, left), op, (right_token, right))
-            parts.append(Compare(left, op, right))
-            left_token, left = right_token, right
+        if is_negated:
+            self._refuse("in is expected after a value and not.")
+        parts: list[Compare] = []
+        while self._is_operator():
+            op, right = self._advance().value, self._operand()
+            self._check_comparison(left, op, right)
+            parts.append(Compare(left.operand, op, right.operand))
+            left = right
         if not parts:
-            raise self._bare_value_error(first_token)
+            self._refuse(
+                f"{first.token.value or 'This'} is a value, not a condition.",
+                first.token,
+                hint="Compare it, for example entropy > 3.",
+            )
         return parts[0] if len(parts) == 1 else And(tuple(parts))
 
-    def _accept_not_in(self) -> bool:
-        if not self._accept("word", "not"):
-            return False
-        if not self._accept("word", "in"):
-            raise self._error("in is expected after a value and not.")
-        return True
-
-    def _members(self) -> list[tuple[ExpressionToken, Operand]]:
+    def _membership(self, first: _Placed) -> Compare:
         """Parse the right side of "in": a name, or constants in parentheses."""
         opening = self._current
-        if not self._accept("op", "("):
-            return [(opening, self._operand())]
-        members = [(self._current, self._constant())]
-        while self._accept("op", ","):
-            if (self._current.kind, self._current.value) == ("op", ")"):
-                break
-            members.append((self._current, self._constant()))
-        if not self._accept("op", ")"):
-            if self._is_at_end():
-                raise self._error("This parenthesis is not closed.", opening)
-            raise self._error("The values of a list are separated by commas.")
-        return members
+        if not self._accept("("):
+            whole = self._operand()
+            if isinstance(whole.operand, Name):
+                return self._contains(first, whole, whole.operand)
+            members = [whole]
+        else:
+            members = [self._constant()]
+            while self._accept(",") and not self._is(")"):
+                members.append(self._constant())
+            self._close(
+                opening, lambda: self._refuse("The values of a list are separated by commas.")
+            )
+        name, values = first.operand, [member.operand for member in members]
+        if not isinstance(name, Name):
+            self._refuse("A name is expected before in, and a list after it.", first.token)
+        for member in members:
+            if not _are_comparable(name, member.operand):
+                self._refuse(_describe_kinds(name, member.operand), member.token)
+            self._check_choice(name, member)
+        return Compare(name, "in", tuple(one for one in values if not isinstance(one, Name)))
+
+    def _contains(self, part: _Placed, whole: _Placed, name: Name) -> Compare:
+        if not isinstance(part.operand, Text) or _kind(name) is not ValueKind.TEXT:
+            reason = f"in {name.name} needs a text in quotes before it, and a name that is a text."
+            self._refuse(reason, part.token, whole.token)
+        return Compare(part.operand, "in", name)
+
+    def _check_comparison(self, left: _Placed, op: str, right: _Placed) -> None:
+        """Refuse a comparison whose sides `op` cannot compare."""
+        one, other = left.operand, right.operand
+        if not isinstance(one, Name) and not isinstance(other, Name):
+            reason = "Neither side of this comparison is a name."
+            self._refuse(reason, left.token, right.token)
+        if not _are_comparable(one, other):
+            self._refuse(_describe_kinds(one, other), left.token, right.token)
+        if _kind(one) is ValueKind.TEXT and op not in ("==", "!="):
+            reason = "Texts can only be compared with == and !=."
+            self._refuse(reason, left.token, right.token)
+        self._check_choice(one, right)
+        self._check_choice(other, left)
+
+    def _check_choice(self, name: Operand, value: _Placed) -> None:
+        """Refuse a text that is not one of the name's choices."""
+        if not isinstance(name, Name) or not isinstance(value.operand, Text):
+            return
+        choices, written = VALUE_NAMES[name.name].choices, value.operand.value
+        if choices and written not in choices:
+            quoted = [f'"{choice}"' for choice in choices]
+            reason = f"{name.name} is never this; it is one of {', '.join(quoted)}."
+            self._refuse(reason, value.token, hint=did_you_mean(f'"{written}"', quoted))
 
     # -- operands --------------------------------------------------------------------------------
 
-    def _operator(self) -> str | None:
+    def _operand(self) -> _Placed:
         token = self._current
-        if token.kind == "op" and token.value in COMPARISONS:
-            return self._advance().value
-        return None
+        if token.kind != "word":
+            return self._constant()
+        if token.value not in VALUE_NAMES:
+            self._refuse_name(token.value)
+        return _Placed(self._advance(), Name(token.value))
 
-    def _operand(self) -> Operand:
-        operand, n_tokens = read_operand(self._text, self._tokens, self._at)
-        self._at += n_tokens
-        return operand
+    def _constant(self) -> _Placed:
+        token = self._current
+        if token.kind == "text":
+            return _Placed(self._advance(), Text(token.value))
+        if self._is_at_end():
+            self._refuse("The expression ends where a name or a value is expected.")
+        if token.kind != "number":
+            self._refuse("A name or a value is expected here.")
+        number = self._parse_number(self._advance())
+        unit = self._current
+        if unit.kind != "word" or unit.value in (*KEYWORDS, *VALUE_NAMES, *OBSERVATIONS):
+            return _Placed(token, Number(number))
+        if unit.value not in UNITS:
+            hint = did_you_mean(unit.value, UNITS, f"The units are {', '.join(UNITS)}.")
+            self._refuse(f"{unit.value} is not a unit of memory.", hint=hint)
+        return _Placed(token, Number(number, self._advance().value))
 
-    def _constant(self) -> Operand:
-        constant, n_tokens = read_constant(self._text, self._tokens, self._at)
-        self._at += n_tokens
-        return constant
+    def _parse_number(self, token: _Token) -> float:
+        written = token.value.replace("_", "")
+        digits = written.lstrip("+-")
+        if digits.isdecimal() and len(digits) <= _MAX_EXACT_DIGITS:
+            return int(written)
+        value = float(written)
+        if math.isinf(value):
+            self._refuse("This is not a number.", token)
+        return value
 
     # -- tokens ----------------------------------------------------------------------------------
 
     @property
-    def _current(self) -> ExpressionToken:
+    def _current(self) -> _Token:
         return self._tokens[self._at]
 
     def _is_at_end(self) -> bool:
         return self._current.kind == "end"
 
-    def _advance(self) -> ExpressionToken:
+    def _advance(self) -> _Token:
         self._at += 1
         return self._tokens[self._at - 1]
 
-    def _accept(self, kind: str, value: str) -> bool:
-        is_next = self._current.kind == kind and self._current.value == value
+    def _is(self, value: str) -> bool:
+        return self._current.kind in ("word", "op") and self._current.value == value
+
+    def _is_operator(self) -> bool:
+        return self._current.kind == "op" and self._current.value in COMPARISONS
+
+    def _accept(self, value: str) -> bool:
+        is_next = self._is(value)
         self._at += is_next
         return is_next
 
     # -- errors ----------------------------------------------------------------------------------
 
-    def _error(
-        self, reason: str, token: ExpressionToken | None = None, *, hint: str | None = None
-    ) -> ExpressionError:
-        where = token or self._current
-        return ExpressionError(reason, self._text, where.start, where.stop, hint=hint)
+    def _refuse(
+        self, reason: str, first: _Token | None = None, last: _Token | None = None, hint: str = ""
+    ) -> NoReturn:
+        """Raise an error that underlines the tokens from `first` (default: this one) to `last`."""
+        first = first or self._current
+        stop = (last or first).stop
+        raise ExpressionError(reason, self._text, first.start, stop, hint=hint)
 
-    def _trailing_error(self) -> ExpressionError:
-        token = self._current
-        if token.value == "@":
-            return self._error(f"Only {', '.join(OBSERVATIONS)} can be followed by @.")
-        if token.value == ")":
-            return self._error("This parenthesis was never opened.")
-        return self._error(
+    def _refuse_rest(self) -> NoReturn:
+        """Refuse the token after a complete condition."""
+        if self._is("@"):
+            self._refuse(f"Only {', '.join(OBSERVATIONS)} can be followed by @.")
+        if self._is(")"):
+            self._refuse("This parenthesis was never opened.")
+        self._refuse(
             "The condition before this is complete: and, or, or the end is expected here.",
-            hint=_suggest(token, ("and", "or")),
+            hint=did_you_mean(self._current.value, ("and", "or")),
         )
 
-    def _bare_value_error(self, token: ExpressionToken) -> ExpressionError:
-        return self._error(
-            f"{token.value or 'This'} is a value, not a condition.",
-            token,
-            hint="Compare it, for example entropy > 3.",
-        )
+    def _refuse_name(self, word: str) -> NoReturn:
+        if word in (*KEYWORDS, *OBSERVATIONS, FINDING):
+            self._refuse(f"A name or a value is expected here, not {word}.")
+        hint = f'Did you mean "{word}", in quotes?'
+        if not any(word in name.choices for name in VALUE_NAMES.values()):
+            known = f"The names are {', '.join(ALL_NAMES)}."
+            dashed = word.lower().replace("_", "-")
+            hint = did_you_mean(dashed, ALL_NAMES, did_you_mean(word.lower(), ALL_NAMES, known))
+        self._refuse(f"{word} is not a known name.", hint=hint)
 
 
-_EXAMPLE = 'For example entropy > 3 and step > 2, or token == "\\n".'
+def _kind(operand: Operand) -> ValueKind:
+    if isinstance(operand, Name):
+        return VALUE_NAMES[operand.name].kind
+    if isinstance(operand, Text):
+        return ValueKind.TEXT
+    return ValueKind.BYTES if operand.unit else ValueKind.NUMBER
 
 
-def _flatten(kind: type[And] | type[Or], parts: Sequence[Expression]) -> tuple[Expression, ...]:
-    """Flatten nested chains of the same kind."""
-    flat: list[Expression] = []
-    for part in parts:
-        if isinstance(part, kind):
-            flat += part.parts
-        else:
-            flat.append(part)
-    return tuple(flat)
+def _are_comparable(left: Operand, right: Operand) -> bool:
+    """Return whether two operands can be compared; a number without unit may be bytes."""
+    kinds = {_kind(left), _kind(right)}
+    has_plain_number = any(isinstance(side, Number) and not side.unit for side in (left, right))
+    return len(kinds) == 1 or (kinds == {ValueKind.NUMBER, ValueKind.BYTES} and has_plain_number)
 
 
-def _suggest(token: ExpressionToken, known: Sequence[str] = ALL_NAMES) -> str | None:
-    near = difflib.get_close_matches(token.value, known, 1)
-    return f"Did you mean {near[0]}?" if near else None
+def _describe_kinds(*operands: Operand) -> str:
+    return f"{', and '.join(f'{operand_text(one)} is {_kind(one)}' for one in operands)}."

@@ -19,78 +19,48 @@ class ValueKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ValueName:
-    """A name with a value. `choices` lists all values of a text; it is empty for a free text.
-
-    `is_per_layer`: each layer has its own value. `is_known_at_call`: it is known at an attention
-    call, before the step ends.
-    """
+    """A name with a value. `choices` lists all values of a text; it is empty for a free text."""
 
     name: str
     kind: ValueKind
     help: str
     choices: tuple[str, ...] = ()
-    is_per_layer: bool = False
-    is_known_at_call: bool = False
 
 
+_NUMBER, _BYTES, _TEXT = ValueKind
 _VALUE_NAMES = (
-    ValueName("entropy", ValueKind.NUMBER, "entropy of the newest row's distribution, in nats"),
-    ValueName("margin", ValueKind.NUMBER, "logit of the best token minus the second"),
-    ValueName("prob", ValueKind.NUMBER, "probability of the chosen token, before processors"),
-    ValueName("logprob", ValueKind.NUMBER, "its natural logarithm"),
-    ValueName("rank", ValueKind.NUMBER, "rank of the chosen token; 0 is the best"),
-    ValueName("token", ValueKind.TEXT, "the text that the chosen token adds"),
-    ValueName("token_id", ValueKind.NUMBER, "the id of the chosen token"),
-    ValueName("step", ValueKind.NUMBER, "the step; 0 is the prompt", is_known_at_call=True),
-    ValueName(
-        "phase", ValueKind.TEXT, "prefill or decode", ("prefill", "decode"), is_known_at_call=True
-    ),
-    ValueName("generation", ValueKind.NUMBER, "the generation, from 0", is_known_at_call=True),
-    ValueName("branch", ValueKind.NUMBER, "the branch, 0 for the base", is_known_at_call=True),
-    ValueName(
-        "q_len",
-        ValueKind.NUMBER,
-        "rows that the step, or the layer's attention call, computes",
-        is_known_at_call=True,
-    ),
-    ValueName(
-        "kv_len",
-        ValueKind.NUMBER,
-        "keys that these rows may attend to, including themselves",
-        is_known_at_call=True,
-    ),
-    ValueName("wall_ms", ValueKind.NUMBER, "duration of the step, in milliseconds"),
-    ValueName("rss", ValueKind.BYTES, "memory of the process"),
-    ValueName("kv_cache", ValueKind.BYTES, "memory of the KV cache"),
-    ValueName("cuda_allocated", ValueKind.BYTES, "GPU memory in use"),
-    ValueName("cuda_reserved", ValueKind.BYTES, "GPU memory reserved by torch"),
-    ValueName("cuda_peak", ValueKind.BYTES, "peak of GPU memory in use"),
-    ValueName(
-        "layer", ValueKind.NUMBER, "the layer, from 0", is_per_layer=True, is_known_at_call=True
-    ),
-    ValueName(
-        "path",
-        ValueKind.TEXT,
-        "how the layer's attention ran",
-        PATHS,
-        is_per_layer=True,
-        is_known_at_call=True,
-    ),
-    ValueName(
-        "gate",
-        ValueKind.NUMBER,
-        "distance of the attention sum from 1 (LSE check)",
-        is_per_layer=True,
-    ),
-    ValueName("norm", ValueKind.NUMBER, "norm of the layer's output", is_per_layer=True),
-    ValueName(
-        "std", ValueKind.NUMBER, "standard deviation of the layer's output", is_per_layer=True
-    ),
-    ValueName("mean", ValueKind.NUMBER, "mean of the layer's output", is_per_layer=True),
-    ValueName("min", ValueKind.NUMBER, "smallest value of the layer's output", is_per_layer=True),
-    ValueName("max", ValueKind.NUMBER, "largest value of the layer's output", is_per_layer=True),
+    ValueName("entropy", _NUMBER, "entropy of the newest row's distribution, in nats"),
+    ValueName("margin", _NUMBER, "logit of the best token minus the second"),
+    ValueName("prob", _NUMBER, "probability of the chosen token, before processors"),
+    ValueName("logprob", _NUMBER, "its natural logarithm"),
+    ValueName("rank", _NUMBER, "rank of the chosen token; 0 is the best"),
+    ValueName("token", _TEXT, "the text that the chosen token adds"),
+    ValueName("token_id", _NUMBER, "the id of the chosen token"),
+    ValueName("step", _NUMBER, "the step; 0 is the prompt"),
+    ValueName("phase", _TEXT, "prefill or decode", ("prefill", "decode")),
+    ValueName("generation", _NUMBER, "the generation, from 0"),
+    ValueName("branch", _NUMBER, "the branch, 0 for the base"),
+    ValueName("q_len", _NUMBER, "rows that the step, or the layer's attention call, computes"),
+    ValueName("kv_len", _NUMBER, "keys that these rows may attend to, including themselves"),
+    ValueName("wall_ms", _NUMBER, "duration of the step, in milliseconds"),
+    ValueName("rss", _BYTES, "memory of the process"),
+    ValueName("kv_cache", _BYTES, "memory of the KV cache"),
+    ValueName("cuda_allocated", _BYTES, "GPU memory in use"),
+    ValueName("cuda_reserved", _BYTES, "GPU memory reserved by torch"),
+    ValueName("cuda_peak", _BYTES, "peak of GPU memory in use"),
+    ValueName("layer", _NUMBER, "the layer, from 0"),
+    ValueName("path", _TEXT, "how the layer's attention ran", PATHS),
+    ValueName("gate", _NUMBER, "distance of the attention sum from 1 (LSE check)"),
+    ValueName("norm", _NUMBER, "norm of the layer's output"),
+    ValueName("std", _NUMBER, "standard deviation of the layer's output"),
+    ValueName("mean", _NUMBER, "mean of the layer's output"),
+    ValueName("min", _NUMBER, "smallest value of the layer's output"),
+    ValueName("max", _NUMBER, "largest value of the layer's output"),
 )
 VALUE_NAMES = {word.name: word for word in _VALUE_NAMES}
+
+PER_LAYER_NAMES = ("layer", "path", "gate", "norm", "std", "mean", "min", "max")
+"""Names of which each layer has its own value."""
 
 NAN, INF, EMPTY_ROW, FALLBACK = "nan", "inf", "empty-row", "fallback"
 OBSERVATIONS = {

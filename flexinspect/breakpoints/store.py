@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 import threading
@@ -11,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+from msgspec import structs
 
 from flexinspect.breakpoints.evaluation import (
     EvaluationResult,
@@ -29,10 +30,10 @@ from flexinspect.breakpoints.syntax_tree import (
     to_text,
 )
 from flexinspect.control.messages import BreakpointInfo
+from flexinspect.core.text import did_you_mean
 
 _BRACKETS = re.compile(r"(?:^|\s)\[([^\[\]\"']*)\]\s*$")
 _OPTION = re.compile(r"[^\s,]+")
-_MAX_HITS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +49,29 @@ class BreakpointOptions:
     log: bool = False
     off: bool = False
 
-    def to_text(self) -> str:
-        """Return the options in brackets, empty without options."""
-        parts = [f"hits={self.hits}"] if self.hits > 1 else []
-        parts += [name for name in ("once", "log", "off") if getattr(self, name)]
-        return f"[{' '.join(parts)}]" if parts else ""
-
 
 def split_options(text: str) -> tuple[str, BreakpointOptions]:
     """Split an expression and its options. Raises `ExpressionError`."""
     brackets = _BRACKETS.search(text)
     if brackets is None:
         return text, BreakpointOptions()
-    hits, switches = 0, set()
+    hits, switches = 0, {}
     for word in _OPTION.finditer(brackets[1]):
-        start = brackets.start(1) + word.start()
+        place = brackets.start(1) + word.start(), brackets.start(1) + word.end()
         name, equals, number = word[0].partition("=")
         if not equals and name in ("once", "log", "off"):
-            switches.add(name)
-        elif equals and name in ("hits", "ignore"):
-            hits = _parse_hits(text, start, word[0], number) + (name == "ignore")
+            switches[name] = True
+        elif not equals or name not in ("hits", "ignore"):
+            reason = f"{word[0]} is not an option of a breakpoint."
+            known = (known.rstrip("=") for known in OPTION_HELP)
+            hint = did_you_mean(name, known, "The options are hits=N, ignore=N, once, log, off.")
+            raise ExpressionError(reason, text, *place, hint=hint)
+        elif not re.fullmatch("[0-9]{1,9}", number):
+            hint = "For example hits=3."
+            raise ExpressionError("A number is expected after =.", text, *place, hint=hint)
         else:
-            raise _unknown_option(text, start, word[0])
-    flags = {name: name in switches for name in ("once", "log", "off")}
-    return text[: brackets.start()], BreakpointOptions(hits, **flags)
-
-
-def _parse_hits(text: str, start: int, word: str, number: str) -> int:
-    if number.isascii() and number.isdigit() and len(number) < 10 and int(number) < _MAX_HITS:
-        return int(number)
-    raise ExpressionError(
-        "A number is expected after =.", text, start, start + len(word), hint="For example hits=3."
-    )
-
-
-def _unknown_option(text: str, start: int, word: str) -> ExpressionError:
-    known = [name.rstrip("=") for name in OPTION_HELP]
-    near = difflib.get_close_matches(word.partition("=")[0], known, 1)
-    hint = (
-        f"Did you mean {near[0]}?" if near else "The options are hits=N, ignore=N, once, log, off."
-    )
-    return ExpressionError(
-        f"{word} is not an option of a breakpoint.", text, start, start + len(word), hint=hint
-    )
+            hits = int(number) + (name == "ignore")
+    return text[: brackets.start()], BreakpointOptions(hits, **switches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +117,6 @@ def make_hit(
     """Return the hit of a breakpoint whose condition holds for these observations."""
     values = observations.values
     layer = result.layer
-    layer_values = observations.layers.get(layer, {}) if layer is not None else {}
     if layer is None:
         layer = observed_layer(breakpoint_.expression, observations)
     return BreakpointHit(
@@ -147,7 +127,7 @@ def make_hit(
         branch=int(values.get("branch", 0)),
         step=int(values["step"]) if "step" in values else None,
         layer=layer,
-        values={**values, **layer_values},
+        values=observations.values_at(result.layer),
         is_in_forward=in_forward,
     )
 
@@ -162,43 +142,21 @@ class HitAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A breakpoint. `source` is where it was added (such as `--break`), `note` a remark.
+    """A breakpoint: as clients see it, its condition, and when it was last enabled or disabled."""
 
-    `enabled_at` is when it was last enabled or disabled, in seconds since the epoch.
-    """
-
-    id: int
+    info: BreakpointInfo
     expression: Expression
-    options: BreakpointOptions
-    is_enabled: bool = True
-    n_hits: int = 0
-    source: str = ""
-    note: str = ""
     enabled_at: float = 0.0
+
+    @property
+    def id(self) -> int:
+        """The number of the breakpoint."""
+        return self.info.id
 
     @property
     def text(self) -> str:
         """The condition as text."""
-        return to_text(self.expression)
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return f"Breakpoint {self.id}"
-
-    def info(self) -> BreakpointInfo:
-        """Return the breakpoint as a message for clients."""
-        options = self.options
-        return BreakpointInfo(
-            id=self.id,
-            text=self.text,
-            is_enabled=self.is_enabled,
-            hits=options.hits,
-            once=options.once,
-            log_only=options.log,
-            n_hits=self.n_hits,
-            note=self.note or _evaluation_note(self.expression),
-        )
+        return self.info.text
 
 
 class BreakpointStore:
@@ -210,27 +168,16 @@ class BreakpointStore:
     `on_change` is called after each change by `add`, `remove` or `enable`, in the same thread.
     """
 
-    def __init__(
-        self,
-        *,
-        finding_ids: Callable[[], Collection[str]] | None = None,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, *, finding_ids: Callable[[], Collection[str]] | None = None) -> None:
         self._breakpoints: dict[int, Breakpoint] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._finding_ids = finding_ids
-        self.on_change = on_change
+        self.on_change: Callable[[], None] = lambda: None
         self.version = 0
 
     def add(
-        self,
-        text: str,
-        *,
-        hits: int = 0,
-        once: bool = False,
-        log_only: bool = False,
-        source: str = "",
+        self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
     ) -> BreakpointInfo:
         """Add a breakpoint. `text` may end with options in brackets, combined with the arguments.
 
@@ -240,29 +187,25 @@ class BreakpointStore:
         expression = parse(condition)
         if self._finding_ids is not None and has_finding(expression):
             parse(condition, finding_ids=self._finding_ids() or None)
-        options = BreakpointOptions(
+        info = BreakpointInfo(
+            id=next(self._numbers),
+            text=to_text(expression),
+            is_enabled=not written.off,
             hits=max(written.hits, hits),
             once=written.once or once,
-            log=written.log or log_only,
-            off=written.off,
+            log_only=written.log or log_only,
+            note=_evaluation_note(expression),
         )
         with self._lock:
-            added = Breakpoint(
-                id=next(self._numbers),
-                expression=expression,
-                options=options,
-                is_enabled=not options.off,
-                source=source,
-                enabled_at=time.time(),
-            )
-            self._store(added)
+            self._breakpoints[info.id] = Breakpoint(info, expression, time.time())
+            self.version += 1
         self.on_change()
-        return added.info()
+        return info
 
     def list(self) -> tuple[BreakpointInfo, ...]:
         """Return all breakpoints in the order in which they were added."""
         with self._lock:
-            return tuple(stored.info() for stored in self._breakpoints.values())
+            return tuple(stored.info for stored in self._breakpoints.values())
 
     def remove(self, number: int) -> None:
         """Remove a breakpoint. Raises `KeyError` for an unknown number."""
@@ -274,21 +217,20 @@ class BreakpointStore:
     def enable(self, number: int, on: bool) -> BreakpointInfo:
         """Enable or disable a breakpoint. Raises `KeyError` for an unknown number."""
         with self._lock:
-            changed = replace(self._breakpoints[number], is_enabled=on, enabled_at=time.time())
-            self._store(changed)
+            info = self._change(number, is_enabled=on)
         self.on_change()
-        return changed.info()
+        return info
 
     def set_note(self, number: int, note: str) -> None:
         """Set the remark that lists show for a breakpoint, if it exists."""
         with self._lock:
             if number in self._breakpoints:
-                self._breakpoints[number] = replace(self._breakpoints[number], note=note)
+                self._change(number, note=note)
 
     def enabled(self) -> tuple[Breakpoint, ...]:
         """Return the enabled breakpoints."""
         with self._lock:
-            return tuple(stored for stored in self._breakpoints.values() if stored.is_enabled)
+            return tuple(stored for stored in self._breakpoints.values() if stored.info.is_enabled)
 
     def record_hit(self, number: int) -> HitAction:
         """Count a hit and return what to do.
@@ -298,18 +240,24 @@ class BreakpointStore:
         """
         with self._lock:
             stored = self._breakpoints.get(number)
-            if stored is None or not stored.is_enabled:
+            if stored is None or not stored.info.is_enabled:
                 return HitAction.PASS
-            stored = self._breakpoints[number] = replace(stored, n_hits=stored.n_hits + 1)
-            if stored.n_hits < stored.options.hits:
+            info = self._change(number, n_hits=stored.info.n_hits + 1)
+            if info.n_hits < info.hits:
                 return HitAction.PASS
-            if stored.options.once:
-                self._store(replace(stored, is_enabled=False))
-        return HitAction.LOG if stored.options.log else HitAction.STOP
+            if info.once:
+                self._change(number, is_enabled=False)
+        return HitAction.LOG if info.log_only else HitAction.STOP
 
-    def _store(self, changed: Breakpoint) -> None:
-        self._breakpoints[changed.id] = changed
-        self.version += 1
+    def _change(self, number: int, **changes: Any) -> BreakpointInfo:
+        """Replace fields of a breakpoint's info."""
+        stored = self._breakpoints[number]
+        info = structs.replace(stored.info, **changes)
+        is_switched = "is_enabled" in changes
+        enabled_at = time.time() if is_switched else stored.enabled_at
+        self._breakpoints[number] = replace(stored, info=info, enabled_at=enabled_at)
+        self.version += is_switched
+        return info
 
 
 def _evaluation_note(expression: Expression) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from unicodedata import east_asian_width
 
-from flexinspect.breakpoints.names import EMPTY_ROW, FALLBACK, VALUE_NAMES
+from flexinspect.breakpoints.names import EMPTY_ROW, FALLBACK, PER_LAYER_NAMES
 from flexinspect.core.errors import UsageError
+from flexinspect.core.text import escape_unprintable
 
 
 class ExpressionError(UsageError):
@@ -78,27 +78,11 @@ Operand = Number | Text | Name
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """A comparison of two operands."""
+    """A comparison of two operands; `in` has a list, or a name that is a text, on its right."""
 
     left: Operand
     op: str
-    right: Operand
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A name whose value is in a list."""
-
-    name: Name
-    values: tuple[Number | Text, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Contains:
-    """A name whose text contains another text."""
-
-    part: Text
-    name: Name
+    right: Operand | tuple[Number | Text, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +123,8 @@ class Or:
     parts: tuple[Expression, ...]
 
 
-Expression = Compare | Member | Contains | ObservationCondition | FindingCondition | Not | And | Or
-Leaf = Compare | Member | Contains | ObservationCondition | FindingCondition
+Expression = Compare | ObservationCondition | FindingCondition | Not | And | Or
+Leaf = Compare | ObservationCondition | FindingCondition
 
 
 def to_text(tree: Expression) -> str:
@@ -161,17 +145,15 @@ def _parenthesized(tree: Expression, *looser_types: type) -> str:
 def _leaf_text(leaf: Leaf) -> str:
     if isinstance(leaf, Compare):
         return f"{operand_text(leaf.left)} {leaf.op} {operand_text(leaf.right)}"
-    if isinstance(leaf, Member):
-        return f"{leaf.name.name} in ({', '.join(map(operand_text, leaf.values))})"
-    if isinstance(leaf, Contains):
-        return f"{operand_text(leaf.part)} in {leaf.name.name}"
     if isinstance(leaf, ObservationCondition):
         return leaf.kind if leaf.module_pattern is None else f"{leaf.kind} @ {leaf.module_pattern}"
     return f"finding {leaf.pattern}" + (f" {leaf.op} {leaf.severity}" if leaf.op else "")
 
 
-def operand_text(operand: Operand) -> str:
+def operand_text(operand: Operand | tuple[Number | Text, ...]) -> str:
     """Return an operand as text."""
+    if isinstance(operand, tuple):
+        return f"({', '.join(map(operand_text, operand))})"
     if isinstance(operand, Name):
         return operand.name
     if isinstance(operand, Text):
@@ -179,21 +161,10 @@ def operand_text(operand: Operand) -> str:
     return f"{operand.value!r} {operand.unit}" if operand.unit else repr(operand.value)
 
 
-_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-
-
 def quote(text: str) -> str:
     """Return a text in double quotes, with escapes for unprintable characters."""
-    return '"' + "".join(_ESCAPES.get(c) or _escape_character(c) for c in text) + '"'
-
-
-def _escape_character(character: str) -> str:
-    if character.isprintable():
-        return character
-    code = ord(character)
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
+    escaped = escape_unprintable(text).replace('"', r"\"")
+    return f'"{escaped}"'
 
 
 def leaves(tree: Expression) -> Iterator[Leaf]:
@@ -209,26 +180,21 @@ def leaves(tree: Expression) -> Iterator[Leaf]:
 
 def value_names_in(tree: Expression) -> tuple[str, ...]:
     """Return the value names in an expression, each once."""
-    names = [operand.name for leaf in leaves(tree) for operand in _name_operands(leaf)]
-    return tuple(dict.fromkeys(names))
-
-
-def _name_operands(leaf: Leaf) -> list[Name]:
-    if isinstance(leaf, Compare):
-        return [side for side in (leaf.left, leaf.right) if isinstance(side, Name)]
-    return [leaf.name] if isinstance(leaf, Member | Contains) else []
+    parts = (
+        getattr(leaf, part, None) for leaf in leaves(tree) for part in ("left", "right", "name")
+    )
+    return tuple(dict.fromkeys(part.name for part in parts if isinstance(part, Name)))
 
 
 def is_per_layer(tree: Expression) -> bool:
     """Return whether an expression is evaluated per layer: it has a name with a value per layer."""
-    return any(VALUE_NAMES[name].is_per_layer for name in value_names_in(tree))
+    return not set(PER_LAYER_NAMES).isdisjoint(value_names_in(tree))
 
 
 def observations_in(tree: Expression) -> tuple[ObservationCondition, ...]:
     """Return the observations in an expression, each once."""
-    return tuple(
-        dict.fromkeys(leaf for leaf in leaves(tree) if isinstance(leaf, ObservationCondition))
-    )
+    observations = (leaf for leaf in leaves(tree) if isinstance(leaf, ObservationCondition))
+    return tuple(dict.fromkeys(observations))
 
 
 def has_finding(tree: Expression) -> bool:
@@ -257,11 +223,6 @@ def matches_module(pattern: str, name: str) -> bool:
 def count_wildcards(pattern: str) -> int:
     """Return the number of wildcards in a module pattern."""
     return sum(len(piece) > 1 or piece in _WILDCARDS for piece in _GLOB_PARTS.findall(pattern))
-
-
-def matches_finding(pattern: str, finding_id: str) -> bool:
-    """Return whether a pattern matches a finding id; `*` matches any text."""
-    return fnmatchcase(finding_id, pattern)
 
 
 @lru_cache(maxsize=256)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.cli.flags import add_switches
+from flexinspect.cli.output import print_json, print_lines
+from flexinspect.control.client import ControlClient
+from flexinspect.control.discovery import Address, CaptureEntry, find_capture, running
+from flexinspect.control.messages import to_json
+from flexinspect.core.errors import ControlError
 
-if TYPE_CHECKING:
-    from flexinspect.control.discovery import CaptureEntry
-
+DESCRIPTION = "Find your running captures on this machine, and open the interface on one of them."
 EXAMPLES = """\
 examples:
   flexinspect attach                      # if only one capture is running
@@ -26,17 +26,13 @@ Closing the interface does not stop the run. Several interfaces can be attached 
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Set the description and the arguments of this command."""
-    parser.description = (
-        "Find your running captures on this machine, and open the interface on one of them."
-    )
-    parser.epilog = EXAMPLES
-    parser.add_argument(
-        "which", metavar="PID|TRACE", nargs="?", help="which capture, if several are running"
-    )
-    parser.add_argument("--list", action="store_true", help="list the captures and exit")
-    parser.add_argument("--json", action="store_true", help="list them as JSON, with their tokens")
-    parser.set_defaults(run=run)
+    which = "which capture, if several are running"
+    parser.add_argument("which", metavar="PID|TRACE", nargs="?", help=which)
+    switches = {
+        "--list": "list the captures and exit",
+        "--json": "list them as JSON, with their tokens",
+    }
+    add_switches(parser, switches)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,46 +40,29 @@ def run(args: argparse.Namespace) -> int:
     if args.list or args.json:
         return _list(as_json=args.json)
     from flexinspect.cli.interface import open_trace_file
-    from flexinspect.control.discovery import find_capture
 
-    which = args.which
-    is_pid = which is not None and which.isdecimal()
-    entry = find_capture(
-        pid=int(which) if is_pid else None,
-        trace=Path(which) if which is not None and not is_pid else None,
-        hint="Name one: flexinspect attach PID, or attach TRACE.",
-    )
-    return open_trace_file(Path(entry.trace))
+    pid = int(args.which) if args.which is not None and args.which.isdecimal() else None
+    trace = Path(args.which) if args.which is not None and pid is None else None
+    hint = "Name one: flexinspect attach PID, or attach TRACE."
+    return open_trace_file(Path(find_capture(pid, trace, hint=hint).trace))
 
 
 def _list(*, as_json: bool) -> int:
-    from flexinspect.control.discovery import running
-    from flexinspect.control.messages import to_json
-
     captures = running()
     if as_json:
-        print(json.dumps([to_json(entry) for entry in captures], indent=2))
-        return 0
-    for line in _table(captures):
-        print(escape_unprintable(line))
+        print_json([to_json(entry) for entry in captures])
+    else:
+        print_lines(map(_table_line, captures) if captures else ["No capture is running."])
     return 0
 
 
-def _table(captures: Sequence[CaptureEntry]) -> list[str]:
-    return [_table_line(entry) for entry in captures] or ["No capture is running."]
-
-
 def _table_line(entry: CaptureEntry) -> str:
-    state = _capture_state(entry)
-    line = f"{entry.pid:>8}  {_format_age(entry.started_at):>8}  {state:<28}  {entry.title}"
+    age = _format_age(entry.started_at)
+    line = f"{entry.pid:>8}  {age:>8}  {_capture_state(entry):<28}  {entry.title}"
     return "  ".join(filter(None, (line, entry.trace, entry.address.url)))
 
 
 def _capture_state(entry: CaptureEntry) -> str:
-    from flexinspect.control.client import ControlClient
-    from flexinspect.control.discovery import Address
-    from flexinspect.core.errors import ControlError
-
     try:
         return ControlClient(Address(entry.address.socket), timeout_s=1.0).status().description
     except ControlError:

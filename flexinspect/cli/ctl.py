@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flexinspect.cli.flags import non_negative_int, positive_int
+from flexinspect.cli.flags import (
+    add_number_flags,
+    add_switches,
+    non_negative_int,
+    positive_int,
+)
+from flexinspect.cli.output import print_json, print_lines
+from flexinspect.control.client import ControlClient, wait_for_effect
+from flexinspect.control.discovery import capture_address
 from flexinspect.control.messages import (
     BreakpointInfo,
     Breakpoints,
     CommandResponse,
+    MaskEdit,
     RewindState,
     StatusResponse,
+    StepRef,
+    to_json,
 )
-from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.core.errors import ControlError
+from flexinspect.core.text import plural
 
-if TYPE_CHECKING:
-    from flexinspect.control.client import ControlClient
-    from flexinspect.control.messages import MaskEdit, StepRef
-
+DESCRIPTION = "Send a command to a running capture: the only one, or the selected one."
 EXAMPLES = """\
 examples:
   flexinspect ctl status
@@ -46,18 +54,13 @@ capture.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Set the description and the arguments of this command."""
-    parser.description = "Send a command to a running capture: the only one, or the selected one."
-    parser.epilog = EXAMPLES
     _add_common_flags(parser)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_step_commands(verbs)
-    _add_recording_commands(verbs)
     _add_rewind_commands(verbs)
     _add_breakpoint_commands(verbs)
     for verb in verbs.choices.values():
         _add_common_flags(verb, default=argparse.SUPPRESS)  # accepted after the verb too
-    parser.set_defaults(run=run)
 
 
 def _add_common_flags(parser: argparse.ArgumentParser, **default: Any) -> None:
@@ -72,120 +75,112 @@ def _add_common_flags(parser: argparse.ArgumentParser, **default: Any) -> None:
     add("--wait", help="wait until the command has its effect", **switch)
 
 
+def _add_verb(
+    verbs: Any, name: str, text: str, do: Callable[[ControlClient, argparse.Namespace], Any]
+) -> argparse.ArgumentParser:
+    """Add a command with its help and the call that sends it."""
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text)
+    parser.set_defaults(do=do)
+    return parser
+
+
 def _add_step_commands(verbs: Any) -> None:
-    verbs.add_parser("status", help="show the state of the capture").set_defaults(
-        do=lambda c, a: c.status()
-    )
-    verbs.add_parser("pause", help="pause after this step").set_defaults(do=lambda c, a: c.pause())
-    verbs.add_parser("continue", help="continue; end a run that --hold keeps alive").set_defaults(
-        do=lambda c, a: c.continue_()
-    )
-    step = verbs.add_parser("step", help="run N steps, then pause")
+    _add_verb(verbs, "status", "show the state of the capture", lambda c, a: c.status())
+    _add_verb(verbs, "pause", "pause after this step", lambda c, a: c.pause())
+    go_on = "continue; end a run that --hold keeps alive"
+    _add_verb(verbs, "continue", go_on, lambda c, a: c.continue_())
+    step = _add_verb(verbs, "step", "run N steps, then pause", lambda c, a: c.step(a.n))
     step.add_argument("n", metavar="N", type=positive_int, nargs="?", default=1)
-    step.set_defaults(do=lambda c, a: c.step(a.n))
-    run_to = verbs.add_parser("run-to", help="run until step N has finished")
+    until = "run until step N has finished"
+    run_to = _add_verb(verbs, "run-to", until, lambda c, a: c.run_to(a.step, a.generation))
     run_to.add_argument("step", metavar="N", type=non_negative_int)
-    run_to.add_argument(
-        "--generation", type=non_negative_int, metavar="N", help="default: the current one"
-    )
-    run_to.set_defaults(do=lambda c, a: c.run_to(a.step, a.generation))
-    verbs.add_parser("stop", help="end the run after this step").set_defaults(
-        do=lambda c, a: c.stop()
-    )
-
-
-def _add_recording_commands(verbs: Any) -> None:
-    level = verbs.add_parser("level", help="record at another level from the next step on")
+    add_number_flags(run_to, {"--generation": "default: the current one"})
+    _add_verb(verbs, "stop", "end the run after this step", lambda c, a: c.stop())
+    text = "record at another level from the next step on"
+    level = _add_verb(verbs, "level", text, lambda c, a: c.level(a.level))
     level.add_argument("level", choices=("basic", "advanced", "extreme"))
-    level.set_defaults(do=lambda c, a: c.level(a.level))
-    layers = verbs.add_parser("layers", help="the layers whose activations level extreme stores")
+    text = "the layers whose activations level extreme stores"
+    layers = _add_verb(verbs, "layers", text, lambda c, a: c.layers(a.layers))
     layers.add_argument("layers", metavar="0,3,5-7", help='or "all"')
-    layers.set_defaults(do=lambda c, a: c.layers(a.layers))
 
 
 def _add_rewind_commands(verbs: Any) -> None:
-    restore = _add_rewind_parser(
-        verbs, "restore", "restore the state after a step, and pause there"
+    restore = _add_verb(
+        verbs,
+        "restore",
+        "restore the state after a step, and pause there",
+        lambda c, a: c.restore(_step_ref(c, a), dry_run=a.cost),
     )
-    restore.set_defaults(do=lambda c, a: c.restore(_step_ref(a), dry_run=a.cost))
-    fork = _add_rewind_parser(verbs, "fork", "continue from a step with another token")
+    fork = _add_verb(
+        verbs,
+        "fork",
+        "continue from a step with another token",
+        lambda c, a: c.fork(
+            _step_ref(c, a), token_id=a.token_id, text=a.text, stay_paused=a.stay, dry_run=a.cost
+        ),
+    )
+    edit = _add_verb(
+        verbs,
+        "edit",
+        "continue from a step with another mask",
+        lambda c, a: c.edit_mask(_step_ref(c, a), a.edits, stay_paused=a.stay, dry_run=a.cost),
+    )
+    for parser in (restore, fork, edit):
+        parser.add_argument("step", metavar="STEP", type=non_negative_int)
+        numbers = {"--generation": "default: current", "--branch": "default: current"}
+        add_number_flags(parser, numbers)
+        add_switches(parser, {"--cost": "only print what it would cost"})
+    for parser in (fork, edit):
+        add_switches(parser, {"--stay": "pause at the new branch"})
     token = fork.add_mutually_exclusive_group(required=True)
     token.add_argument("--token-id", type=non_negative_int, metavar="ID")
     token.add_argument("--text", help="the text to force instead")
-    fork.add_argument("--stay", action="store_true", help="pause at the new branch")
-    fork.set_defaults(
-        do=lambda c, a: c.fork(
-            _step_ref(a), token_id=a.token_id, text=a.text, stay_paused=a.stay, dry_run=a.cost
-        )
-    )
-    edit = _add_rewind_parser(verbs, "edit", "continue from a step with another mask")
-    add_edit_flags(edit)
-    edit.add_argument("--stay", action="store_true", help="pause at the new branch")
-    edit.set_defaults(
-        do=lambda c, a: c.edit_mask(_step_ref(a), edits_of(a), stay_paused=a.stay, dry_run=a.cost)
-    )
-
-
-def _add_rewind_parser(verbs: Any, name: str, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text)
-    parser.add_argument("step", metavar="STEP", type=non_negative_int)
-    parser.add_argument(
-        "--generation", type=non_negative_int, default=None, metavar="N", help="default: current"
-    )
-    parser.add_argument("--branch", type=non_negative_int, metavar="N", help="default: current")
-    parser.add_argument("--cost", action="store_true", help="only print what it would cost")
-    parser.set_defaults(needs_place=True)
-    return parser
+    _add_edit_flags(edit)
 
 
 def _add_breakpoint_commands(verbs: Any) -> None:
     parser = verbs.add_parser("break", help="list, set and remove breakpoints")
     actions = parser.add_subparsers(dest="doing", metavar="WHAT", required=True)
-    add = actions.add_parser("add", help="set a breakpoint")
+    add = _add_verb(
+        actions,
+        "add",
+        "set a breakpoint",
+        lambda c, a: c.add_breakpoint(
+            a.condition, hits=a.hits or 0, once=a.once, log_only=a.log_only
+        ),
+    )
     add.add_argument("condition", metavar="CONDITION")
-    add.add_argument(
-        "--hits", type=non_negative_int, default=0, metavar="N", help="stop from the N-th hit on"
-    )
-    add.add_argument("--once", action="store_true", help="disable it after its first stop")
-    add.add_argument("--log-only", action="store_true", help="record an event instead of stopping")
-    add.set_defaults(
-        do=lambda c, a: c.add_breakpoint(a.condition, hits=a.hits, once=a.once, log_only=a.log_only)
-    )
-    actions.add_parser("list", help="list the breakpoints").set_defaults(
-        do=lambda c, a: c.breakpoints()
-    )
-    for name, text, do in _NUMBERED_COMMANDS:
-        action = actions.add_parser(name, help=text)
+    add_number_flags(add, {"--hits": "stop from the N-th hit on"})
+    once, log = "disable it after its first stop", "record an event instead of stopping"
+    add_switches(add, {"--once": once, "--log-only": log})
+    _add_verb(actions, "list", "list the breakpoints", lambda c, a: c.breakpoints())
+    numbered: dict[str, Callable[[ControlClient, argparse.Namespace], Any]] = {
+        "remove": lambda c, a: c.remove_breakpoint(a.number),
+        "enable": lambda c, a: c.enable_breakpoint(a.number, True),
+        "disable": lambda c, a: c.enable_breakpoint(a.number, False),
+    }
+    for name, do in numbered.items():
+        action = _add_verb(actions, name, f"{name} a breakpoint", do)
         action.add_argument("number", metavar="NUMBER", type=non_negative_int)
-        action.set_defaults(do=do)
     for action in actions.choices.values():
         _add_common_flags(action, default=argparse.SUPPRESS)
 
 
-_NUMBERED_COMMANDS: tuple[
-    tuple[str, str, Callable[[ControlClient, argparse.Namespace], Any]], ...
-] = (
-    ("remove", "remove a breakpoint", lambda c, a: c.remove_breakpoint(a.number)),
-    ("enable", "enable a breakpoint", lambda c, a: c.enable_breakpoint(a.number, True)),
-    ("disable", "disable a breakpoint", lambda c, a: c.enable_breakpoint(a.number, False)),
-)
-
-
-def _step_ref(args: argparse.Namespace) -> StepRef:
-    from flexinspect.control.messages import StepRef
-
-    return StepRef(args.generation, args.branch, args.step)
+def _step_ref(client: ControlClient, args: argparse.Namespace) -> StepRef:
+    """Return the step of the flags; generation and branch are those of the model by default."""
+    generation, branch = args.generation, args.branch
+    if generation is None or branch is None:
+        place = client.status().place
+        is_here = generation in (None, place.generation)
+        generation = place.generation if generation is None else generation
+        if branch is None:
+            branch = place.branch if is_here else 0
+    return StepRef(generation, branch, args.step)
 
 
 def run(args: argparse.Namespace) -> int:
     """Send the command and print the response."""
-    from flexinspect.control.client import ControlClient
-    from flexinspect.control.discovery import capture_address
-    from flexinspect.control.messages import CommandResponse
-
     client = ControlClient(capture_address(args.url, args.token, args.pid, args.trace))
-    if getattr(args, "needs_place", False):
-        _fill_step_ref(args, client)
     response = args.do(client, args)
     if args.wait and isinstance(response, CommandResponse):
         return _wait_and_print(response, client, as_json=args.json)
@@ -193,21 +188,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fill_step_ref(args: argparse.Namespace, client: ControlClient) -> None:
-    """Take generation and branch from the current place of the model, unless they were given."""
-    if args.generation is None or args.branch is None:
-        place = client.status().place
-        is_here = args.generation in (None, place.generation)
-        args.generation = place.generation if args.generation is None else args.generation
-        if args.branch is None:
-            args.branch = place.branch if is_here else 0
-
-
 def _wait_and_print(response: CommandResponse, client: ControlClient, *, as_json: bool) -> int:
     """Wait until a command has its effect and print the status; return 1 for a failed rewind."""
-    from flexinspect.control.client import wait_for_effect
-    from flexinspect.core.errors import ControlError
-
     status = wait_for_effect(client, response)
     number = response.rewind_number
     if status is None and number is not None:
@@ -221,13 +203,10 @@ def _wait_and_print(response: CommandResponse, client: ControlClient, *, as_json
 
 
 def _print(response: Any, *, as_json: bool) -> None:
-    from flexinspect.control.messages import to_json
-
     if as_json:
-        print(json.dumps(to_json(response), indent=2, ensure_ascii=False))
-        return
-    for line in response_lines(response):
-        print(escape_unprintable(line))
+        print_json(to_json(response))
+    else:
+        print_lines(response_lines(response))
 
 
 def response_lines(response: Any) -> list[str]:
@@ -283,30 +262,23 @@ def _breakpoint_line(info: BreakpointInfo) -> str:
     return f"{info.id:>3}  {info.text}" + (f"  [{text}]" if text else "")
 
 
-def add_edit_flags(parser: argparse.ArgumentParser) -> None:
+def _add_edit_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag for each kind of mask edit."""
+    opened = "this row attends to this key, or without KEY to all keys up to itself"
+    closed = "this row no longer attends to this key, or without KEY only to itself"
     flags = {
         "--preset": ("NAME", "use this mask instead"),
         "--drop": ("SEGMENT", "no other segment attends to this segment any more"),
         "--join": ("A,B", "these segments attend to each other"),
         "--see": ("A:B", "segment A attends to segment B"),
         "--unsee": ("A:B", "segment A no longer attends to segment B"),
-        "--open": (
-            "ROW:KEY",
-            "this row attends to this key, or without KEY to all keys up to itself",
-        ),
-        "--close": (
-            "ROW:KEY",
-            "this row no longer attends to this key, or without KEY only to itself",
-        ),
+        "--open": ("ROW:KEY", opened),
+        "--close": ("ROW:KEY", closed),
     }
     for name, (metavar, text) in flags.items():
-        parser.add_argument(name, action=_EditAction, metavar=metavar, help=text, dest="edits")
-
-
-def edits_of(args: argparse.Namespace) -> Sequence[MaskEdit]:
-    """Return the mask edits of the flags, in order."""
-    return tuple(args.edits or ())
+        parser.add_argument(
+            name, action=_EditAction, metavar=metavar, help=text, dest="edits", default=()
+        )
 
 
 class _EditAction(argparse.Action):
@@ -324,12 +296,10 @@ class _EditAction(argparse.Action):
             edit = _parse_edit(str(option_string).removeprefix("--"), str(values))
         except ValueError:
             parser.error(f"{option_string} {values} is not of the form {self.metavar}, in numbers")
-        namespace.edits = [*(namespace.edits or ()), edit]
+        namespace.edits = (*namespace.edits, edit)
 
 
 def _parse_edit(flag: str, text: str) -> MaskEdit:
-    from flexinspect.control.messages import MaskEdit
-
     if flag == "preset":
         return MaskEdit("preset", name=text)
     if flag in ("drop", "join"):

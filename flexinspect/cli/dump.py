@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
-from typing import Any
 
-_DESCRIPTION = """Print a trace: the manifest, then for each generation its segments, tokens and
+DESCRIPTION = """Print a trace: the manifest, then for each generation its segments, tokens and
 steps with candidates, attention calls, layer statistics and memory, then masks, findings and
 events. Works on a finished trace and on one that is being recorded."""
 
-_EPILOG = """examples:
+EXAMPLES = """examples:
   flexinspect dump run.flextrace | less
   flexinspect dump run.flextrace --step 3
   flexinspect dump run.flextrace --generation 1 --json | jq '.steps[].candidates[0].text'
@@ -20,14 +18,10 @@ _EPILOG = """examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Set the description and the arguments of this command."""
-    parser.description = _DESCRIPTION
-    parser.epilog = _EPILOG
     parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
     parser.add_argument("--generation", metavar="N", type=int, help="only this generation")
     parser.add_argument("--step", metavar="N", type=int, help="only this step (0 is the prefill)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,18 +36,6 @@ def run(args: argparse.Namespace) -> int:
     with open_trace(args.trace) as reader, reader.snapshot():
         selection = DumpSelection(reader, generation=args.generation, step=args.step)
         pieces = dump_json(selection) if args.json else dump_text(selection)
-        try:
-            _print(pieces)
-        except BrokenPipeError:
-            # The reader of the pipe has gone; redirect stdout so that the flush at exit succeeds.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.writelines(pieces)
+        sys.stdout.flush()
     return 0
-
-
-def _print(pieces: Any) -> None:
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:  # escape what the encoding cannot represent
-        reconfigure(errors="backslashreplace")
-    for piece in pieces:
-        sys.stdout.write(piece)
-    sys.stdout.flush()

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.records.finding import Severity
 
 if TYPE_CHECKING:
-    from flexinspect.analysis.offline_rules import ProgressCallback
     from flexinspect.analysis.reports.collect import Report
     from flexinspect.rules.engine import Rule
     from flexinspect.trace.reader import TraceReader
 
-_DESCRIPTION = """Print the findings of a trace, most severe first, with the evidence, why
+DESCRIPTION = """Print the findings of a trace, most severe first, with the evidence, why
 it matters, how to confirm it and what usually fixes it. Rules that have not
 checked the trace yet (offline-only rules, and rules installed since) run now,
 and their findings are stored in it."""
 
-_EPILOG = """examples:
+EXAMPLES = """examples:
   flexinspect findings run.flextrace
   flexinspect findings run.flextrace --id 'mask.*' --severity error
   flexinspect findings run.flextrace --json | jq -r '.findings[].sentence'
@@ -35,14 +32,10 @@ exit codes: 0 no finding as severe as --fail-on, 1 at least one,
             2 the trace could not be read or the request is invalid
 """
 
-_PROGRESS_AFTER_S = 1.0
 NEVER = "never"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Set the description and the arguments of this command."""
-    parser.description = _DESCRIPTION
-    parser.epilog = _EPILOG
     add = parser.add_argument
     severities = [str(severity) for severity in Severity]
     add("trace", metavar="TRACE", type=Path, help="the trace file")
@@ -57,20 +50,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="exit with 1 for a finding this severe or more (default: error)",
     )
     add("--generation", metavar="N", type=int, help="only findings of this generation")
-    add(
-        "--id",
-        metavar="PATTERN",
-        action="append",
-        help="only these ids, with shell wildcards: mask.*",
-    )
-    add(
-        "--severity",
-        choices=severities,
-        action="append",
-        help="only this severity (may be repeated)",
-    )
+    only_ids = "only these ids, with shell wildcards: mask.*"
+    add("--id", metavar="PATTERN", action="append", help=only_ids)
+    only_severity = "only this severity (may be repeated)"
+    add("--severity", choices=severities, action="append", help=only_severity)
     add("--no-review", action="store_true", help="only the stored findings; run no rules now")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,11 +89,19 @@ def run_missing_rules(reader: TraceReader, rules: Sequence[Rule]) -> list[str]:
 
     Findings that could not be stored in the trace are added to the reader.
     """
+    from tqdm import tqdm
+
     from flexinspect.analysis.offline_rules import review
     from flexinspect.trace.file.writer import review_statements
 
-    with _progress() as progress:
-        done = review(reader, rules, progress=progress)
+    # A bar on a terminal when the rules take longer than a second.
+    with tqdm(desc="checking the steps", delay=1.0, disable=None, leave=False) as bar:
+
+        def update(n_done: int, total: int) -> None:
+            bar.total = total
+            bar.update(n_done - bar.n)
+
+        done = review(reader, rules, progress=update)
     if done.unstored:
         reader.add_reviews(review_statements(done.unstored))
     return [done.note] if done.note else []
@@ -126,42 +118,16 @@ def _state_notes(reader: TraceReader) -> list[str]:
     return ["The process that recorded it ended without finishing the trace."]
 
 
-@contextmanager
-def _progress() -> Iterator[ProgressCallback | None]:
-    """Show a progress bar on a terminal when the rules take longer than a second."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    bar = Bar(console=Console(stderr=True), transient=True)
-    task, started = bar.add_task("checking the steps"), time.monotonic()
-
-    def update(done: int, total: int) -> None:
-        if bar.live.is_started or time.monotonic() - started > _PROGRESS_AFTER_S:
-            bar.start()
-            bar.update(task, completed=done, total=total)
-
-    try:
-        yield update
-    finally:
-        if bar.live.is_started:
-            bar.stop()
-
-
 def _print(args: argparse.Namespace, report: Report, threshold: Severity | None) -> None:
     if args.json or args.sarif:
         from flexinspect.analysis.reports.machine_formats import as_json, as_sarif
 
-        document = as_json(report) if args.json else as_sarif(report)
-        print(json.dumps(document, indent=2, allow_nan=False))
+        print_json(as_json(report) if args.json else as_sarif(report))
     elif args.junit:
         from flexinspect.analysis.reports.machine_formats import as_junit
 
         sys.stdout.write(as_junit(report, threshold))
     else:
         from flexinspect.analysis.reports.plain_text import print_report
-        from flexinspect.cli.output import Output
 
-        print_report(report, Output())
+        print_report(report, stdout_console())

@@ -6,16 +6,26 @@ import argparse
 import os
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from flexinspect.core.addresses import format_address, is_loopback, parse_address
 from flexinspect.core.errors import UsageError
-from flexinspect.records.debugger_options import (
-    DebuggerOptions,
-    check_debugger,
-    controlling_terminal,
-    parse_address,
-)
-from flexinspect.records.job import OnBreak
+
+if TYPE_CHECKING:
+    from flexinspect.records.job import DebuggerOptions, OnBreak
+
+
+def add_switches(group: Any, switches: Mapping[str, str]) -> None:
+    """Add flags that take no value to a parser or a group of it, each with its help."""
+    for name, text in switches.items():
+        group.add_argument(name, action="store_true", help=text)
+
+
+def add_number_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
+    """Add flags that take a number from 0 on, such as those of a place, each with its help."""
+    for name, text in flags.items():
+        parser.add_argument(name, metavar="N", type=non_negative_int, help=text)
 
 
 def add_break_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,17 +35,12 @@ def add_break_flags(parser: argparse.ArgumentParser) -> None:
         "--break",
         dest="breakpoints",
         action="append",
-        default=None,
         metavar="EXPR",
         help="stop when this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
         "'finding mask.* [once]' (may be repeated)",
     )
-    group.add_argument(
-        "--wait",
-        default=False,
-        action="store_true",
-        help="pause at a breakpoint even without a terminal, instead of ending with exit code 3",
-    )
+    wait = "pause at a breakpoint even without a terminal, instead of ending with exit code 3"
+    add_switches(group, {"--wait": wait})
 
 
 def breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
@@ -43,24 +48,19 @@ def breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
 
     Raises `ExpressionError` for a condition with a syntax error.
     """
-    from flexinspect.breakpoints import BreakpointStore, ExpressionError
+    from flexinspect.breakpoints.store import BreakpointStore
+    from flexinspect.breakpoints.syntax_tree import ExpressionError
     from flexinspect.inputs.config import load_config
+    from flexinspect.rules.engine import load_rules
 
     conditions: list[str] = args.breakpoints or []
-    store = BreakpointStore(finding_ids=known_finding_ids)
+    store = BreakpointStore(finding_ids=lambda: load_rules().finding_kinds)
     for condition in conditions:
         try:
             store.add(condition)
         except ExpressionError as error:
             raise error.with_location("--break") from None
     return (*load_config().breakpoints.values(), *conditions)
-
-
-def known_finding_ids() -> Collection[str]:
-    """Return the ids of all findings that the registered rules can report."""
-    from flexinspect.rules.engine import load_rules
-
-    return load_rules().finding_kinds.keys()
 
 
 def on_break(args: argparse.Namespace) -> OnBreak:
@@ -78,9 +78,6 @@ def on_break(args: argparse.Namespace) -> OnBreak:
     return "wait" if args.wait or is_watched else "stop"
 
 
-DEBUG_FLAGS = ("--debugpy", "--wait-for-client", "--debugpy-expose", "--pdb")
-
-
 def add_debugger_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of debuggers."""
     group = parser.add_argument_group(
@@ -90,30 +87,17 @@ def add_debugger_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--debugpy",
-        default=None,
         type=_parse_address,
         metavar="[HOST:]PORT",
         help="let VSCode attach to the capture process at this address (0: any free port)",
     )
-    group.add_argument(
-        "--wait-for-client",
-        default=False,
-        action="store_true",
-        help="wait for a client before anything runs",
-    )
-    group.add_argument(
-        "--debugpy-expose",
-        default=False,
-        action="store_true",
-        help="allow a HOST that other machines can reach",
-    )
-    group.add_argument(
-        "--pdb",
-        "--interactive",
-        default=False,
-        action="store_true",
-        help="start pdb on this terminal at a breakpoint() or an exception",
-    )
+    switches = {
+        "--wait-for-client": "wait for a client before anything runs",
+        "--debugpy-expose": "allow a HOST that other machines can reach",
+    }
+    add_switches(group, switches)
+    pdb = "start pdb on this terminal at a breakpoint() or an exception"
+    group.add_argument("--pdb", "--interactive", action="store_true", help=pdb)
 
 
 def debugger_of(args: argparse.Namespace) -> DebuggerOptions:
@@ -121,14 +105,18 @@ def debugger_of(args: argparse.Namespace) -> DebuggerOptions:
 
     Raises `UsageError` for options that exclude each other or an address that is not allowed.
     """
+    from flexinspect.records.job import (
+        DebuggerOptions,
+        check_debugger,
+        controlling_terminal,
+    )
+
     host, port = args.debugpy or (DebuggerOptions().host, None)
     tty = controlling_terminal() if args.pdb else None
     options = DebuggerOptions(host, port, args.wait_for_client, args.pdb, tty)
     if check_debugger(options, is_exposed=args.debugpy_expose):
-        print(
-            f"flexinspect: anyone who can reach {host}:{port} can run any code in this run.",
-            file=sys.stderr,
-        )
+        text = f"anyone who can reach {host}:{port} can run any code in this run."
+        print(f"flexinspect: {text}", file=sys.stderr)
     return options
 
 
@@ -136,7 +124,7 @@ def _parse_address(text: str) -> tuple[str, int]:
     try:
         return parse_address(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise ArgumentTypeError(str(error)) from None
 
 
 def add_control_flags(parser: argparse.ArgumentParser) -> None:
@@ -145,30 +133,18 @@ def add_control_flags(parser: argparse.ArgumentParser) -> None:
         "control", "flexinspect ctl and flexinspect attach control a run while it is running"
     )
     group.add_argument(
-        "--hold",
-        default=False,
-        action="store_true",
-        help="keep the model alive after the last generation, until ctl continue or Ctrl-C",
-    )
-    group.add_argument(
         "--serve",
-        default=None,
         metavar="HOST:PORT",
         help="accept commands over TCP too; every request needs the token that is printed",
     )
-    group.add_argument(
-        "--insecure-bind",
-        default=False,
-        action="store_true",
-        help="let --serve listen on an address that other machines can reach, unencrypted",
-    )
-    group.add_argument(
-        "--no-control",
-        dest="control",
-        default=True,
-        action="store_false",
-        help="accept no commands",
-    )
+    switches = {
+        "--hold": "keep the model alive after the last generation, until ctl continue or Ctrl-C",
+        "--insecure-bind": "let --serve listen on an address that other machines can reach, "
+        "unencrypted",
+    }
+    add_switches(group, switches)
+    off = "accept no commands"
+    group.add_argument("--no-control", dest="control", action="store_false", help=off)
 
 
 def serve_options(args: argparse.Namespace) -> tuple[str, int, str] | None:
@@ -189,11 +165,11 @@ def print_serve_address(serving: tuple[str, int, str] | None) -> None:
     """Print on stderr how to reach a run over TCP, before it starts."""
     if serving is None:
         return
-    from flexinspect.control.discovery import TOKEN_VARIABLE, is_loopback
+    from flexinspect.control.discovery import TOKEN_VARIABLE
 
     host, port, token = serving
-    name = f"[{host}]" if ":" in host else host
-    where = f"http://{name}:{port}" if port else "a port that flexinspect attach --list shows"
+    shown_port = "a port that flexinspect attach --list shows"
+    where = f"http://{format_address(host, port)}" if port else shown_port
     token_text = "" if os.environ.get(TOKEN_VARIABLE) else f", {TOKEN_VARIABLE}={token}"
     print(f"flexinspect: commands will be accepted at {where}{token_text}", file=sys.stderr)
     if not is_loopback(host):

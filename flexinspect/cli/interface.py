@@ -78,11 +78,8 @@ def _run_app_and_job(app: InspectorApp) -> int:
         code = _run_app(app)
     finally:
         session = app.session
-        if (
-            session is not None
-            and session.exit_code is None
-            and not (session.is_detached or session.is_ending)
-        ):
+        is_left = session is None or session.is_detached or session.is_ending
+        if session is not None and session.exit_code is None and not is_left:
             session.interrupt()
     if session is None or session.process is None:
         return code
@@ -90,8 +87,8 @@ def _run_app_and_job(app: InspectorApp) -> int:
         pid = session.process.pid
         print(f"The run continues; to see it again: flexinspect attach {pid}")
         return 0
-    for text in session.prints:  # printed by the user's own code while the interface was open
-        print(escape_unprintable(text), file=sys.stderr)
+    while prints := session.process.state.prints:  # by the user's own code, under the interface
+        print(escape_unprintable(prints.popleft()), file=sys.stderr)
     session.process.show_output()
     from flexinspect.cli.live_run import conclude_run
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from flexinspect.cli.run_progress import (
-    PlainProgress,
-    RunProgress,
-    RunSummary,
-    TerminalProgress,
-    print_summary,
-    summarize_run,
-)
+from flexinspect.cli.output import print_json, stderr_console
+from flexinspect.cli.run_progress import RunProgress, RunSummary, print_summary, summarize_run
 from flexinspect.core.errors import TraceError
 from flexinspect.core.signals import (
     INTERRUPTED,
@@ -28,18 +20,19 @@ from flexinspect.core.signals import (
 from flexinspect.core.text import escape_unprintable
 from flexinspect.launch.child_process import (
     KILL_AFTER_INTERRUPTS,
+    POLL_INTERVAL_S,
     Capture,
     hand_over_terminal,
     start_capture,
 )
-from flexinspect.launch.crash import close_crashed_trace
+from flexinspect.launch.crash import finish_trace
 from flexinspect.records.job import Job
-from flexinspect.trace.file.location import delete_trace
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
 from flexinspect.trace.follower import NewGeneration, NewStep, TraceFollower, TraceUpdates
 from flexinspect.trace.reader import TraceReader
 
-POLL_INTERVAL_S = 0.05
+if TYPE_CHECKING:
+    pass
 
 
 def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
@@ -48,13 +41,24 @@ def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
     The result goes to stdout, everything else to stderr. Returns the exit code: that of the
     capture process, or 1 when a signal killed it.
     """
-    console = Console(stderr=True, highlight=False, markup=False)
-    progress = _make_progress(console, quiet=as_json, verbose=verbose)
+    console = stderr_console()
+    live = console.is_terminal and not as_json
+    progress = RunProgress(console, verbose=verbose, quiet=as_json, live=live)
     _handle_end_signals()
     run = LiveRun(start_capture(job), progress)
     with progress:
         code = run.watch()
-    return run.conclude(code, console, as_json=as_json)
+    return run.conclude(code, as_json=as_json)
+
+
+def show_script(process: Capture, *, as_json: bool, verbose: bool) -> int:
+    """Follow a user's program to its end, and print a summary of its trace on stderr.
+
+    With `as_json` the summary goes to stdout. Returns the program's exit code.
+    """
+    progress = RunProgress(stderr_console(), verbose=verbose, quiet=not verbose)
+    run = LiveScriptRun(process, progress)
+    return run.conclude(run.watch(), as_json=as_json)
 
 
 def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
@@ -62,15 +66,14 @@ def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
 
     With `stopping`, the run was asked to end before, so that the first Ctrl-C kills it.
     """
-    console = Console(stderr=True, highlight=False, markup=False)
+    progress = RunProgress(stderr_console(), quiet=True)
     if process.poll() is None:
-        console.print("finishing the trace (Ctrl-C ends it at once) …")
+        progress.console.print("finishing the trace (Ctrl-C ends it at once) …")
     _handle_end_signals()
-    while not process.state.pauses.empty():
-        process.state.pauses.get()  # already shown by the interface
+    process.state.pauses.clear()  # already shown by the interface
     kind = LiveScriptRun if process.has_own_streams else LiveRun
-    run = kind(process, PlainProgress(console, quiet=True), stops=int(stopping))
-    run_code = run.conclude(run.watch(), console, as_json=False)
+    run = kind(process, progress, stops=int(stopping))
+    run_code = run.conclude(run.watch(), as_json=False)
     return code or run_code
 
 
@@ -81,14 +84,10 @@ def _handle_end_signals() -> None:
             raise_on_signals(name)
 
 
-def _make_progress(console: Console, *, quiet: bool, verbose: bool) -> RunProgress:
-    if console.is_terminal and not quiet:
-        return TerminalProgress(console, verbose=verbose)
-    return PlainProgress(console, verbose=verbose, quiet=quiet)
-
-
 class LiveRun:
     """Follows a capture process: shows its progress and prints its result."""
+
+    kill_after_interrupts = 2
 
     def __init__(self, process: Capture, progress: RunProgress, *, stops: int = 0) -> None:
         self._process = process
@@ -106,7 +105,9 @@ class LiveRun:
         while True:
             try:
                 code = self._process.poll()
-                self._print_pauses()
+                while self._process.state.pauses:
+                    # Even in quiet mode, where the run would seem to hang.
+                    self._print_notice(self._process.state.pauses.popleft())
                 self._poll()
                 if self._process.state.wants_terminal and code is None:
                     with self._progress.suspended():
@@ -118,27 +119,25 @@ class LiveRun:
             except KeyboardInterrupt as error:
                 self._stop(interrupt_signal(error))
 
-    def _print_pauses(self) -> None:
-        """Print that the run is paused, even in quiet mode, where it would seem to hang."""
-        pauses = self._process.state.pauses
-        while not pauses.empty():
-            self._progress.console.print(
-                f"flexinspect: {escape_unprintable(pauses.get())}", soft_wrap=True
-            )
+    def _print(self, text: str) -> None:
+        self._progress.console.print(escape_unprintable(text), soft_wrap=True)
+
+    def _print_notice(self, text: str) -> None:
+        self._print(f"flexinspect: {text}")
 
     def _stop(self, number: int) -> None:
         self._stops += 1
-        if self._stops == 1:
-            self._end_signal = number
-            self._progress.print_line("stopping after this step (Ctrl-C again ends it at once)")
-            self._process.signal(number)
-        else:
+        if self._stops >= self.kill_after_interrupts:
             self._process.kill()
+            return
+        self._end_signal = number
+        self._progress.print_line("stopping after this step (Ctrl-C again ends it at once)")
+        self._process.signal(number)
 
     def _poll(self) -> None:
         state = self._process.state
-        while not state.prints.empty():
-            self._progress.print_line(state.prints.get())
+        while state.prints:
+            self._progress.print_line(state.prints.popleft())
         if self._follower is None and (state.recording is None or state.is_over):
             return
         if state.recording is not None:
@@ -157,7 +156,7 @@ class LiveRun:
     def _report_debugger_stop(self, recording: Path) -> None:
         """Print once where a debugger has stopped the run: no step comes until it continues."""
         stop = read_stop(recording)
-        if stop is not None and stop.by != "pdb" and stop != self._debugger_stop:
+        if stop is not None and stop.debugger != "pdb" and stop != self._debugger_stop:
             self._report(stop.sentence())
         self._debugger_stop = stop
 
@@ -173,37 +172,35 @@ class LiveRun:
             elif isinstance(change, NewStep):
                 self._progress.on_step(change.step, change.tokens, reader)
             else:
-                self._progress.on_generation_end(change.generation)
+                self._progress.on_generation_end()
 
     def _close(self) -> None:
         if self._follower is not None:
             self._follower.close()
             self._follower = None
 
-    def conclude(self, code: int, console: Console, *, as_json: bool) -> int:
+    def conclude(self, code: int, *, as_json: bool) -> int:
         """Print the result and, if the run failed, the reason. Return the exit code."""
-        state = self._process.state
-        if not state.is_over and state.recording is not None and state.recording.exists():
-            close_crashed_trace(state.recording, self._process, code)
-            state.path = state.recording
-        elif state.is_over and state.path is None and state.recording is not None:
-            delete_trace(
-                state.recording
-            )  # and the files that our reader may have created beside it
-        path = state.path if state.path is not None and state.path.exists() else None
+        state, process = self._process.state, self._process
+        path = finish_trace(process, code)
         summary = summarize_run(path) if path is not None else None
         if as_json:
-            facts = summary.as_json() if summary else {"trace": None, "generations": []}
-            error = state.error or (None if code == 0 else self._process.describe_exit(code))
+            facts = asdict(summary) if summary else {"trace": None, "generations": []}
+            error = state.error or (None if code == 0 else process.describe_exit(code))
             facts |= {"exit_code": self._exit_code(code), "error": error, "hint": state.hint}
-            json.dump(facts, sys.stdout, ensure_ascii=False, indent=2)
-            sys.stdout.write("\n")
+            print_json(facts)
         elif summary is not None:
-            self._print(summary, console)
-        self._explain(code, console, has_trace=path is not None)
+            self._print_result(summary)
+        lines = [f"flexinspect: {state.note}"] if state.note else []
+        if state.error:
+            lines += [f"flexinspect: {state.error}", state.hint or ""]
+        else:
+            lines += self._end_lines(code, has_trace=path is not None)
+        for line in filter(None, lines):
+            self._print(line)
         return self._exit_code(code)
 
-    def _print(self, summary: RunSummary, console: Console) -> None:
+    def _print_result(self, summary: RunSummary) -> None:
         print_summary(summary)
 
     def _exit_code(self, code: int) -> int:
@@ -211,21 +208,18 @@ class LiveRun:
             return 128 + self._end_signal
         return code if code >= 0 else 1
 
-    def _explain(self, code: int, console: Console, *, has_trace: bool) -> None:
-        state = self._process.state
-        lines = [f"flexinspect: {state.note}"] if state.note else []
-        if state.error:
-            lines += [f"flexinspect: {state.error}", state.hint or ""]
-        elif code not in (0, INTERRUPTED) and not self._stops:
+    def _end_lines(self, code: int, *, has_trace: bool) -> list[str]:
+        """Return how a run ended that reported no error, and the last lines of its stderr."""
+        lines = []
+        if code not in (0, INTERRUPTED) and not self._stops:
             lines.append(f"flexinspect: {self._process.describe_exit(code)}")
         elif not has_trace:
             lines.append("flexinspect: The run was stopped before anything ran; there is no trace.")
-        if not state.error and not is_signal_exit_code(code) and (has_trace or not self._stops):
+        if not is_signal_exit_code(code) and (has_trace or not self._stops):
             # Warnings of a successful run, or the last output of one that died without a message.
             # A run that was stopped while loading prints only Python's own traceback.
             lines += self._process.last_stderr_lines()
-        for line in filter(None, lines):
-            console.print(escape_unprintable(line), soft_wrap=True)
+        return lines
 
 
 MAX_NOTES = 8
@@ -233,63 +227,39 @@ MAX_ANSWERS = 10
 
 
 class LiveScriptRun(LiveRun):
-    """Follows a program of the user, which keeps its own signals, stdout and exit code."""
+    """Follows a program of the user, which keeps its own signals, stdout and exit code.
+
+    Signals are passed on each time, because the program decides what they mean.
+    """
+
+    kill_after_interrupts = KILL_AFTER_INTERRUPTS
 
     def _poll(self) -> None:
         """Read the trace only in verbose mode: the program may need every core."""
-        self._report_debugger_messages()
+        state = self._process.state
+        while state.debugger_messages:  # such as where to attach
+            self._print_notice(state.debugger_messages.popleft())
         if self._progress.verbose:
             super()._poll()
-        elif self._process.state.recording is not None:
-            self._report_debugger_stop(self._process.state.recording)
-
-    def _report_debugger_messages(self) -> None:
-        """Print messages of the debugger, such as where to attach, without delay."""
-        messages = self._process.state.debugger_messages
-        while not messages.empty():
-            self._report(messages.get())
+        elif state.recording is not None:
+            self._report_debugger_stop(state.recording)
 
     def _report(self, text: str) -> None:
         """Print a message even though the run of a program is quiet otherwise."""
-        self._progress.console.print(f"flexinspect: {escape_unprintable(text)}", soft_wrap=True)
-
-    def _stop(self, number: int) -> None:
-        """Pass a signal on each time: the program decides what it means."""
-        self._stops += 1
-        if self._stops < KILL_AFTER_INTERRUPTS:
-            self._process.signal(number)
-        else:
-            self._process.kill()
+        self._print_notice(text)
 
     def _exit_code(self, code: int) -> int:
         """Return the exit code of the program as a shell reports it."""
         return code if code >= 0 else 128 - code
 
-    def _print(self, summary: RunSummary, console: Console) -> None:
-        print_summary(summary, console, limit=MAX_ANSWERS)
+    def _print_result(self, summary: RunSummary) -> None:
+        print_summary(summary, self._progress.console, limit=MAX_ANSWERS)
         notes = list(dict.fromkeys(summary.notes))
         for note in notes[:MAX_NOTES]:
-            console.print(f"note  {escape_unprintable(note)}", soft_wrap=True)
+            self._print(f"note  {note}")
         if len(notes) > MAX_NOTES:
-            console.print(f"note  and {len(notes) - MAX_NOTES} more events in the trace")
+            self._print(f"note  and {len(notes) - MAX_NOTES} more events in the trace")
 
-    def _explain(self, code: int, console: Console, *, has_trace: bool) -> None:
-        """Print only our own messages: the program has printed its own."""
-        state = self._process.state
-        lines = [f"flexinspect: {state.note}"] if state.note else []
-        if state.error:
-            lines += [f"flexinspect: {state.error}", state.hint or ""]
-        elif code < 0:
-            lines.append(f"flexinspect: {self._process.describe_exit(code)}")
-        for line in filter(None, lines):
-            console.print(escape_unprintable(line), soft_wrap=True)
-
-
-def show_script(process: Capture, *, as_json: bool, verbose: bool) -> int:
-    """Follow a user's program to its end, and print a summary of its trace on stderr.
-
-    With `as_json` the summary goes to stdout. Returns the program's exit code.
-    """
-    console = Console(stderr=True, highlight=False, markup=False)
-    run = LiveScriptRun(process, PlainProgress(console, verbose=verbose, quiet=not verbose))
-    return run.conclude(run.watch(), console, as_json=as_json)
+    def _end_lines(self, code: int, *, has_trace: bool) -> list[str]:
+        """Return only our own message: the program has printed its own."""
+        return [f"flexinspect: {self._process.describe_exit(code)}"] if code < 0 else []

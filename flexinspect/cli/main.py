@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from flexinspect.core import __version__
 from flexinspect.core.errors import FlexInspectError, TruncatedTraceError
@@ -39,59 +39,25 @@ exit codes: 0 success, 1 the run failed or the proof does not hold, 2 invalid re
 """
 
 
-class Command(NamedTuple):
-    """A subcommand.
+COMMANDS = {
+    "run": "run a generation under FlexAttention, or your own program, and record every step",
+    "open": "step through a trace in the terminal",
+    "attach": "open the interface on a running capture",
+    "ctl": "pause, step, stop and change a running capture",
+    "findings": "print what is wrong in a trace (exit code 1 if there is an error)",
+    "show": "print a panel as text, or save its picture, without the interface",
+    "compare": "print the differences between two traces (exit code 1 if they differ)",
+    "prove": "prove isolation, order, kernel or cache of a generation by running it",
+    "dump": "print a trace as text or JSON",
+    "models": "list the models: size, and whether they are local, cached or need a download",
+    "museum": "broken runs to learn from, each after a public case",
+    "vscode": "write the debug configurations for VSCode",
+}
+"""The help of all subcommands, in the order of `flexinspect --help`.
 
-    `module` has `configure(parser)`, which adds the arguments and sets the default `run`: a
-    function from the parsed arguments to the exit code.
-    """
-
-    name: str
-    module: str
-    help: str
-
-
-COMMANDS = (
-    Command(
-        "run",
-        "flexinspect.cli.run",
-        "run a generation under FlexAttention, or your own program, and record every step",
-    ),
-    Command("open", "flexinspect.cli.open", "step through a trace in the terminal"),
-    Command("attach", "flexinspect.cli.attach", "open the interface on a running capture"),
-    Command("ctl", "flexinspect.cli.ctl", "pause, step, stop and change a running capture"),
-    Command(
-        "findings",
-        "flexinspect.cli.findings",
-        "print what is wrong in a trace (exit code 1 if there is an error)",
-    ),
-    Command(
-        "show",
-        "flexinspect.cli.show",
-        "print a panel as text, or save its picture, without the interface",
-    ),
-    Command(
-        "compare",
-        "flexinspect.cli.compare",
-        "print the differences between two traces (exit code 1 if they differ)",
-    ),
-    Command(
-        "prove",
-        "flexinspect.cli.prove",
-        "prove isolation, order, kernel or cache of a generation by running it",
-    ),
-    Command("dump", "flexinspect.cli.dump", "print a trace as text or JSON"),
-    Command(
-        "models",
-        "flexinspect.cli.models",
-        "list the models: size, and whether they are local, cached or need a download",
-    ),
-    Command(
-        "museum", "flexinspect.cli.museum", "broken runs to learn from, each after a public case"
-    ),
-    Command("vscode", "flexinspect.cli.vscode", "write the debug configurations for VSCode"),
-)
-"""All subcommands, in the order of `flexinspect --help`."""
+The module of the same name has `DESCRIPTION` and `EXAMPLES`, `configure(parser)`, which adds the
+arguments, and `run`: a function from the parsed arguments to the exit code.
+"""
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -108,12 +74,15 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for name, module, text in COMMANDS:
+    for name, text in COMMANDS.items():
         subparser = subparsers.add_parser(
             name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name == command:
-            import_module(module).configure(subparser)
+            module = import_module(f"flexinspect.cli.{name}")
+            subparser.description, subparser.epilog = module.DESCRIPTION, module.EXAMPLES
+            subparser.set_defaults(run=module.run)
+            module.configure(subparser)
     return parser
 
 

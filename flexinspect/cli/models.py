@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.core.errors import ModelError
 from flexinspect.inputs.config import Config, load_config, user_config_file
 from flexinspect.inputs.model_names import (
@@ -22,18 +21,24 @@ from flexinspect.inputs.model_sizes import DTYPE_BYTES, human_bytes, human_count
 if TYPE_CHECKING:
     from rich.table import Table
 
-_EPILOG = """\
+_OWN_NAMES = """\
+  [models]
+  my_model = "org/name"
+  local = "checkpoints/step-1000"
+  big = { path = "org/name", dtype = "bfloat16" }
+"""
+DESCRIPTION = (
+    "List every model that --model knows by name, its size, and where it is.\n"
+    "Only this machine is searched; nothing is downloaded."
+)
+EXAMPLES = f"""\
 examples:
   flexinspect models
   flexinspect models --json | python -m json.tool
   flexinspect run --model llama3.2_3b_it --weights random
 
 your own names, in flexinspect.toml (or under [tool.flexinspect.models] in pyproject.toml):
-  [models]
-  my_model = "org/name"
-  local = "checkpoints/step-1000"
-  big = { path = "org/name", dtype = "bfloat16" }
-"""
+{_OWN_NAMES}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,8 @@ class _ModelRow:
     def state(self) -> str:
         if self.source is None:
             return "missing"
-        return self.source.where + (", gated" if self.source.gated and self._absent() else "")
-
-    def _absent(self) -> bool:
-        return self.source is not None and self.source.where == "download"
+        needs_login = self.source.gated and self.source.where == "download"
+        return self.source.where + (", gated" if needs_login else "")
 
     def weight_bytes(self, dtype: str) -> int | None:
         return None if self.n_parameters is None else self.n_parameters * DTYPE_BYTES[dtype]
@@ -73,14 +76,7 @@ class _ModelRow:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Set the description and the arguments of this command."""
-    parser.description = (
-        "List every model that --model knows by name, its size, and where it is.\n"
-        "Only this machine is searched; nothing is downloaded."
-    )
-    parser.epilog = _EPILOG
     parser.add_argument("--json", action="store_true", help="print JSON on standard output")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
         _model_row(alias, config) for alias in dict.fromkeys(["demo", *config.models, *ALIASES])
     ]
     if args.json:
-        json.dump({"models": [row.as_json() for row in rows]}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json({"models": [row.as_json() for row in rows]})
     else:
         _print(rows, config)
     return 0
@@ -110,9 +105,7 @@ def _model_row(alias: str, config: Config) -> _ModelRow:
 
 
 def _print(rows: list[_ModelRow], config: Config) -> None:
-    from flexinspect.cli.output import Output
-
-    console = Output()
+    console = stdout_console()
     console.print(_table(rows, full_names=console.width >= 100))
     for row in rows:
         if row.problem:
@@ -164,9 +157,5 @@ def _notes(config: Config) -> str:
         "\n"
         "Your own names: in flexinspect.toml, [tool.flexinspect.models] of pyproject.toml, "
         f"or {user_config_file() or 'the per-user file'}:\n"
-        "  [models]\n"
-        '  my_model = "org/name"\n'
-        '  local = "checkpoints/step-1000"\n'
-        '  big = { path = "org/name", dtype = "bfloat16" }\n'
-        f"Settings files: {files}."
+        f"{_OWN_NAMES}Settings files: {files}."
     )

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from flexinspect.analysis.broken_run_check import BrokenRunCheck
-    from flexinspect.inputs.broken_run_catalog import BrokenRun
 
-_DESCRIPTION = """Without a name, list the museum: runs with one fault each, after faults
+DESCRIPTION = """Without a name, list the museum: runs with one fault each, after faults
 that were reported in public. With a name, build that run (a few seconds, no
 network), print its description and a question, and open its trace. --check
 builds all runs and their repaired versions, and reports for each fault whether
 it is found, and for each repaired version whether there is a false alarm."""
 
-_EPILOG = """examples:
+EXAMPLES = """examples:
   flexinspect museum
   flexinspect museum silent-fallback
   flexinspect museum silent-fallback --repaired
@@ -36,9 +34,6 @@ exit codes: 0 success, 1 --check missed a fault or found a false alarm,
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Set the description and the arguments of this command."""
-    parser.description = _DESCRIPTION
-    parser.epilog = _EPILOG
     add = parser.add_argument
     add("name", metavar="NAME", nargs="?", help="the exhibit to build and open")
     add("--repaired", action="store_true", help="build the repaired version instead")
@@ -46,7 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FILE", type=Path, help="the trace (default: in the user's cache)")
     add("--check", action="store_true", help="build all exhibits and report which faults are found")
     add("--json", action="store_true", help="print the list or the results as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,25 +59,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(*, as_json: bool) -> int:
-    from dataclasses import asdict
-
     from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS
 
     if as_json:
-        print(json.dumps([asdict(one) for one in BROKEN_RUNS], indent=2))
+        print_json([asdict(one) for one in BROKEN_RUNS])
         return 0
-    console = _console()
+    console = stdout_console()
     width = max(len(one.name) for one in BROKEN_RUNS)
     for one in BROKEN_RUNS:
         console.print(f"{one.name:{width}}  {one.title}")
     console.print(f"\n{len(BROKEN_RUNS)} exhibits; flexinspect museum NAME opens one.")
     return 0
-
-
-def _console() -> Console:
-    from flexinspect.cli.output import Output
-
-    return Output()
 
 
 def _open(args: argparse.Namespace) -> int:
@@ -95,7 +81,9 @@ def _open(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.out} exists already.", hint="Choose another --out.")
     suffix = "-repaired" if args.repaired else ""
     path = args.out or cache_folder() / f"{broken_run.name}{suffix}.flextrace"
-    _print_description(broken_run)
+    console = stdout_console()
+    for number, line in enumerate(broken_run.tutorial_lines()):
+        console.print(line, style="bold" if number == 0 else None)
     if not path.exists():
         print("building it …", file=sys.stderr)
         build_broken_runs({("!" if args.repaired else "") + broken_run.name: path})
@@ -113,34 +101,24 @@ def _open(args: argparse.Namespace) -> int:
     return open_trace_file(path, TracePlace(step=broken_run.step))
 
 
-def _print_description(broken_run: BrokenRun) -> None:
-    console = _console()
-    for number, line in enumerate(broken_run.tutorial_lines()):
-        console.print(line, style="bold" if number == 0 else None)
-
-
 def _check(*, as_json: bool) -> int:
-    from dataclasses import asdict
-
     from flexinspect.analysis.broken_run_check import check_broken_runs
 
-    progress = None if as_json or not sys.stderr.isatty() else _print_progress
-    checks = check_broken_runs(progress)
+    is_quiet = as_json or not sys.stderr.isatty()
+    checks = check_broken_runs(
+        None if is_quiet else lambda name: print("built", name, file=sys.stderr)
+    )
     is_good = all(check.is_good for check in checks)
     if as_json:
         facts = [{**asdict(check), "good": check.is_good} for check in checks]
-        print(json.dumps({"exhibits": facts, "good": is_good}, indent=2))
+        print_json({"exhibits": facts, "good": is_good})
     else:
         _print_checks(checks)
     return 0 if is_good else 1
 
 
-def _print_progress(name: str) -> None:
-    print(f"built {name}", file=sys.stderr)
-
-
 def _print_checks(checks: Sequence[BrokenRunCheck]) -> None:
-    console = _console()
+    console = stdout_console()
     width = max(len(check.name) for check in checks)
     for check in checks:
         style = None if check.is_good else "bold red"

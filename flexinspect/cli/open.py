@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-from flexinspect.cli.flags import non_negative_int
+from flexinspect.cli.flags import add_number_flags, add_switches, non_negative_int
 from flexinspect.cli.interface import open_trace_file
+from flexinspect.core.addresses import LOOPBACK, bind_problem
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable
 
-if TYPE_CHECKING:
-    from flexinspect.panels.base import TracePlace
-
+DESCRIPTION = (
+    "Open a trace, finished or still being recorded, and step through its tokens. "
+    "'?' shows the keys."
+)
 EXAMPLES = """\
 examples:
   flexinspect open run.flextrace
@@ -28,52 +29,35 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Set the description and the arguments of this command."""
-    parser.description = (
-        "Open a trace, finished or still being recorded, and step through its tokens. "
-        "'?' shows the keys."
-    )
-    parser.epilog = EXAMPLES
     parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
-    parser.add_argument(
-        "--generation", metavar="N", type=non_negative_int, help="begin in this generation"
-    )
-    parser.add_argument("--step", metavar="N", type=non_negative_int, help="begin at this step")
-    parser.add_argument("--layer", metavar="N", type=non_negative_int, default=0)
-    parser.add_argument("--head", metavar="N", type=non_negative_int, default=0)
-    parser.add_argument(
-        "--web", action="store_true", help="serve the interface to a browser on this machine"
-    )
-    parser.add_argument(
-        "--port", type=non_negative_int, default=8422, help="of --web (default: 8422)"
-    )
-    parser.set_defaults(run=run)
+    place = {
+        "--generation": "begin in this generation",
+        "--step": "begin at this step",
+        "--layer": "begin in this layer (default: 0)",
+        "--head": "begin at this query head (default: 0)",
+    }
+    add_number_flags(parser, place)
+    add_switches(parser, {"--web": "serve the interface to a browser on this machine"})
+    port = "of --web (default: 8422)"
+    parser.add_argument("--port", type=non_negative_int, default=8422, help=port)
 
 
 def run(args: argparse.Namespace) -> int:
     """Open the trace, or serve it to a browser until Ctrl-C."""
+    given = {
+        name: number
+        for name in ("generation", "step", "layer", "head")
+        if (number := getattr(args, name)) is not None
+    }
     if args.web:
-        return serve(args.trace, args.port, _place_flags(args))
-    return open_trace_file(args.trace, _start_place(args))
-
-
-def _place_flags(args: argparse.Namespace) -> list[str]:
-    """Return the flags of the start place again, for the interface in a browser."""
-    values = {name: getattr(args, name) for name in ("generation", "step", "layer", "head")}
-    return [word for name, n in values.items() if n for word in (f"--{name}", str(n))]
-
-
-def _start_place(args: argparse.Namespace) -> TracePlace | None:
+        flags = [word for name, number in given.items() for word in (f"--{name}", str(number))]
+        return serve(args.trace, args.port, flags)
     from flexinspect.panels.base import TracePlace
 
-    if args.generation is None and args.step is None and not (args.layer or args.head):
-        return None
-    return TracePlace(
-        generation=args.generation or 0, step=args.step or 0, layer=args.layer, head=args.head
-    )
+    return open_trace_file(args.trace, TracePlace(**given) if given else None)
 
 
-HOST = "127.0.0.1"
+HOST = LOOPBACK
 
 _LOCAL_HOSTS = (HOST, "localhost")
 
@@ -90,7 +74,11 @@ def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
 
     open_trace(trace).close()
     server_class = _server_class()
-    _check_port(port)
+    if not 0 < port < 65536:
+        raise UsageError(f"--port {port} is not a port number; use one from 1 to 65535.")
+    if problem := bind_problem(HOST, port):
+        hint = "Choose another one with --port."
+        raise UsageError(f"Port {port} cannot be used: {problem}.", hint=hint)
     # The server runs the command through a shell, so every part of it is quoted.
     command = [sys.executable, "-P", "-m", "flexinspect", "open", str(trace.absolute()), *place]
     server = server_class(
@@ -140,17 +128,3 @@ def is_local_request(headers: Mapping[str, str]) -> bool:
     if "Origin" in headers:
         names.append(urlsplit(headers["Origin"]).hostname)
     return all(name in _LOCAL_HOSTS for name in names)
-
-
-def _check_port(port: int) -> None:
-    if not 0 < port < 65536:
-        raise UsageError(f"--port {port} is not a port number; use one from 1 to 65535.")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise UsageError(
-                f"Port {port} cannot be used: {reason}.", hint="Choose another one with --port."
-            ) from None

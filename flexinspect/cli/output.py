@@ -1,22 +1,70 @@
-"""The console that commands print their results on."""
+"""Printing the results of commands: JSON, escaped lines, and Rich's consoles."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from flexinspect.core.errors import FlexInspectError
+from flexinspect.core.text import escape_unprintable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
-class Output(Console):
-    """Rich's console on stdout without markup, so that the user's text is printed unchanged.
+def print_json(value: Any) -> None:
+    """Print a value as strict JSON: NaN and infinities become strings, as do other types."""
+    is_utf8 = str(sys.stdout.encoding).lower() in ("utf-8", "utf8")
+    print(json.dumps(_strict(value), ensure_ascii=not is_utf8, indent=2, default=str))
 
-    Raises `BrokenPipeError` when the reader of stdout has gone (`| head`); Rich itself would end
-    the process with exit code 1.
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines with unprintable characters escaped."""
+    for line in lines:
+        print(escape_unprintable(line))
+
+
+@contextmanager
+def errors_as_json(enabled: bool, **empty_result: Any) -> Iterator[None]:
+    """Print an error of the body as JSON too, after the keys of an empty result; raise it again."""
+    try:
+        yield
+    except FlexInspectError as error:
+        if enabled:
+            facts = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
+            print_json({**empty_result, **facts})
+        raise
+
+
+def stdout_console() -> Console:
+    """Return Rich's console on stdout without markup, so that the user's text stays unchanged.
+
+    It raises `BrokenPipeError` when the reader of stdout has gone (`| head`), which the command
+    line handles for every kind of output; Rich itself would end the process with exit code 1.
     """
+    from rich.console import Console
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, **options)
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
 
-    def on_broken_pipe(self) -> None:
-        """Raise the error, which the command line handles for every kind of output."""
-        raise BrokenPipeError
+    return Output(highlight=False, markup=False)
+
+
+def stderr_console() -> Console:
+    """Return Rich's console on stderr without markup."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False)

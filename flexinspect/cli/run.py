@@ -7,20 +7,19 @@ The flags of a job, and the checked `Job` or `ScriptJob` that they describe, are
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
 from flexinspect.cli.flags import (
-    DEBUG_FLAGS,
     add_break_flags,
     add_control_flags,
     add_debugger_flags,
+    add_switches,
     breakpoints_of,
     debugger_of,
     n_threads,
@@ -29,9 +28,11 @@ from flexinspect.cli.flags import (
     print_serve_address,
     serve_options,
 )
+from flexinspect.cli.output import errors_as_json
 from flexinspect.core.environment import git_state
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.errors import UsageError
 from flexinspect.records.job import (
+    CaptureJob,
     Declaration,
     Job,
     PromptTexts,
@@ -41,6 +42,11 @@ from flexinspect.records.job import (
     parse_steps,
 )
 
+DESCRIPTION = (
+    "Run a paraphrase-ensemble generation under FlexAttention, or a program of your own as\n"
+    "Python would run it, in a separate process, and record every step of every model in a\n"
+    "trace. The exit code of a program is passed on."
+)
 EXAMPLES = """\
 examples:
   flexinspect run --model demo --dataset demo --max-samples 2 --no-ui --out run.flextrace
@@ -62,40 +68,34 @@ SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--out", "--overwrite"),
     *("--no-ui", "--json", "--verbose", "--threads", "--serve", "--no-control"),
     *("--break", "--wait"),
-    *DEBUG_FLAGS,
+    *("--debugpy", "--wait-for-client", "--debugpy-expose", "--pdb"),
 )
 """Flags that can be used with a program of the user."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Set the description and the arguments of this command."""
     parser.usage = (
         "%(prog)s [options]\n       %(prog)s [options] SCRIPT.py [--] [its arguments]\n"
         "       %(prog)s [options] -m MODULE [--] [its arguments]"
     )
-    parser.description = (
-        "Run a paraphrase-ensemble generation under FlexAttention, or a program of your own as\n"
-        "Python would run it, in a separate process, and record every step of every model in a\n"
-        "trace. The exit code of a program is passed on."
-    )
-    parser.argument_default = argparse.SUPPRESS
-    parser.epilog = EXAMPLES
     add_program_flags(parser)
-    add_model_flags(parser)
-    add_data_flags(parser)
-    add_attention_flags(parser)
+    add_generation_flags(parser)
     _add_decoding_flags(parser)
-    _add_gradient_flags(parser)
     _add_capture_flags(parser)
     add_debugger_flags(parser)
     add_break_flags(parser)
     add_control_flags(parser)
-    parser.set_defaults(run=run)
+
+
+def _add_group(parser: argparse.ArgumentParser, title: str, text: str | None = None) -> Any:
+    """Return a new group, whose flags are missing from the result unless they were given."""
+    return parser.add_argument_group(title, text, argument_default=argparse.SUPPRESS)
 
 
 def add_program_flags(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the user's program, and its declaration."""
-    group = parser.add_argument_group(
+    group = _add_group(
+        parser,
         "a program of your own",
         "only the flags of this group and of the groups capture and output, debugger, breakpoints "
         "and control apply to it",
@@ -105,34 +105,25 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
         "program", nargs=argparse.PARSER, metavar="SCRIPT.py", help="run this file, unchanged"
     )
     program.required = False
-    group.add_argument(
-        "-m", dest="module", nargs=argparse.PARSER, metavar="MODULE", help="run this module"
-    )
-    group.add_argument(
-        "--declare",
-        metavar="FILE",
-        help="TOML or JSON: the segments of its prompts and the declared mask",
-    )
+    module = {"dest": "module", "nargs": argparse.PARSER, "metavar": "MODULE"}
+    group.add_argument("-m", **module, help="run this module")
+    declare = "TOML or JSON: the segments of its prompts and the declared mask"
+    group.add_argument("--declare", metavar="FILE", help=declare)
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model: which one, with which weights, where."""
-    group = parser.add_argument_group("model")
+def add_generation_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of our own generation: its model, prompts and attention."""
+    from flexinspect.masks.algebra import PRESETS, SEPARATOR_MODES
+    from flexinspect.records.prompt import POSITION_MODES
+
+    group = _add_group(parser, "model")
     group.add_argument("--model", help="demo, an alias, a hub id or a folder (default: demo)")
     group.add_argument("--weights", choices=("pretrained", "random"))
     group.add_argument("--device", help="auto, cuda, cuda:N, cpu or mps")
     group.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     group.add_argument("--seed", type=int, help="seed of random weights and of sampling")
-    group.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="allow code that comes with the model to run",
-    )
-
-
-def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the prompts: a data set, or texts."""
-    group = parser.add_argument_group("data")
+    add_switches(group, {"--trust-remote-code": "allow code that comes with the model to run"})
+    group = _add_group(parser, "data")
     group.add_argument(
         "--dataset",
         metavar="NAME",
@@ -141,30 +132,17 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--prompt", action="append", help="a paraphrase (may be repeated)")
     group.add_argument("--max-samples", type=positive_int, help="default: 1")
-    group.add_argument(
-        *("--num-paraphrases", "--num_paraphrases"),
-        type=positive_int,
-        help="default: the first five, or all of --indices",
-    )
-    group.add_argument(
-        "--indices", "--indexs", metavar="0,1,2", help="which paraphrases of each sample"
-    )
+    n_paraphrases = "default: the first five, or all of --indices"
+    names = ("--num-paraphrases", "--num_paraphrases")
+    group.add_argument(*names, type=positive_int, help=n_paraphrases)
+    indices = "which paraphrases of each sample"
+    group.add_argument("--indices", "--indexs", metavar="0,1,2", help=indices)
     group.add_argument("--instruction", help="shared text before the paraphrases")
     group.add_argument("--separator", help="after each paraphrase (default: \\n)")
     group.add_argument("--cue", help="before the answer (default: Answer:)")
-
-
-def add_attention_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of attention: the mask, separators, position ids, compilation."""
-    from flexinspect.masks.algebra import PRESETS, SEPARATOR_MODES
-    from flexinspect.records.prompt import POSITION_MODES
-
-    group = parser.add_argument_group("attention")
-    group.add_argument(
-        "--mask",
-        metavar="MASK",
-        help=f"{', '.join(PRESETS)}, or package.module:function (default: segment-isolation)",
-    )
+    group = _add_group(parser, "attention")
+    masks = f"{', '.join(PRESETS)}, or package.module:function (default: segment-isolation)"
+    group.add_argument("--mask", metavar="MASK", help=masks)
     group.add_argument("--separators", choices=SEPARATOR_MODES)
     group.add_argument("--positions", choices=POSITION_MODES)
     group.add_argument(
@@ -175,19 +153,16 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("decoding (greedy unless a sampling flag is given)")
+    from flexinspect.records.token_gradients import GRADIENT_TARGETS
+
+    group = _add_group(parser, "decoding (greedy unless a sampling flag is given)")
     group.add_argument("--max-new-tokens", type=positive_int, help="default: 32")
     group.add_argument("--stop", choices=("newline", "eos"), help="where an answer ends")
-    group.add_argument("--sample", action="store_true", help="sample instead of greedy decoding")
+    add_switches(group, {"--sample": "sample instead of greedy decoding"})
     group.add_argument("--temperature", type=float)
     group.add_argument("--top-k", type=int)
     group.add_argument("--top-p", type=float)
-
-
-def _add_gradient_flags(parser: argparse.ArgumentParser) -> None:
-    from flexinspect.records.token_gradients import GRADIENT_TARGETS
-
-    group = parser.add_argument_group("gradients (computed after a generation)")
+    group = _add_group(parser, "gradients (computed after a generation)")
     group.add_argument(
         "--grads",
         nargs="?",
@@ -197,51 +172,32 @@ def _add_gradient_flags(parser: argparse.ArgumentParser) -> None:
         "the next best token; one forward and backward of the whole sequence per token",
     )
     group.add_argument("--grads-steps", metavar="0,5-7", help="only of these steps (default: all)")
-    group.add_argument(
-        "--detect-anomaly",
-        action="store_true",
-        help="report the line of the forward whose backward produces NaN; twice as slow",
-    )
+    anomaly = "report the line of the forward whose backward produces NaN; twice as slow"
+    add_switches(group, {"--detect-anomaly": anomaly})
 
 
 def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("capture and output")
-    group.add_argument("--level", default="advanced", choices=("basic", "advanced", "extreme"))
-    group.add_argument(
-        "--layers",
-        default=None,
-        metavar="0,3,5-7",
-        help="the layers whose activations level extreme stores (default: all)",
-    )
-    group.add_argument(
-        "--out", default=None, metavar="FILE", help="the trace file (default: named after the run)"
-    )
-    group.add_argument(
-        "--threads",
-        default=None,
-        type=n_threads,
-        help="CPU threads (default: one less than cores; for your own program: unchanged)",
-    )
+    add = (group := parser.add_argument_group("capture and output")).add_argument
+    add("--level", default="advanced", choices=("basic", "advanced", "extreme"))
+    layers = "the layers whose activations level extreme stores (default: all)"
+    add("--layers", metavar="0,3,5-7", help=layers)
+    add("--out", metavar="FILE", help="the trace file (default: named after the run)")
+    threads = "CPU threads (default: one less than cores; for your own program: unchanged)"
+    add("--threads", type=n_threads, help=threads)
     switches = {
         "--overwrite": "replace an existing trace",
         "--no-ui": "print plain output instead of opening the interface",
         "--json": "print a summary as JSON on stdout",
         "--verbose": "print lengths, kernel path and candidates of each step; no interface",
     }
-    for name, text in switches.items():
-        group.add_argument(name, default=False, action="store_true", help=text)
+    add_switches(group, switches)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe, and return its exit code."""
-    try:
+    with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
         print_serve_address(job.serving)
-    except FlexInspectError as error:
-        if args.json:
-            facts = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
-            print(json.dumps({"trace": None, "generations": [], **facts}, indent=2))
-        raise
     if not (args.no_ui or args.json or args.verbose) and _is_interactive():
         from flexinspect.cli.interface import inspect_run
 
@@ -279,65 +235,60 @@ def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
 
 def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     """Return the job of parsed flags. Raises `FlexInspectError` for anything wrong with them."""
+    job: Job | ScriptJob
     if hasattr(args, "program") or hasattr(args, "module"):
-        return script_job(args, _generation_flags(args))
-    if hasattr(args, "declare"):
-        raise UsageError(
-            "--declare needs a program of your own.",
-            hint="Name a script, or use --mask and --prompt.",
-        )
-    job = job_of(args)
-    check_job(job)
+        program = program_options(args, ["--hold"] if args.hold else [])
+        out = args.out if args.out is not None else _new_trace(Path(program["program"]).stem)
+        job = ScriptJob(out, **program, **_capture_options(args), git=git_state(Path.cwd()))
+        parse_layers(job.layers, _MAX_LAYERS)
+    else:
+        check_program_flags(args, "declare")
+        job = Job(args.out or "", **generation_options(args), **_capture_options(args))
+        job = replace(job, hold=args.hold)
+        check_job(job)
+        if args.out is None:
+            job = replace(job, out=_new_trace(f"{Path(job.model).name}-{job.mask}"))
     check_trace(job)
     return replace(job, debugger=debugger_of(args))
 
 
-_GENERATION_ARGS = (
-    *("model", "weights", "device", "dtype", "seed", "trust_remote_code", "dataset"),
-    *("max_samples", "num_paraphrases", "indices", "mask", "separators", "positions", "compile"),
-    *("max_new_tokens", "stop", "grads", "grads_steps", "detect_anomaly"),
-)
-_TEXT_ARGS = ("instruction", "separator", "cue")
-_SAMPLING_ARGS = ("sample", "temperature", "top_k", "top_p")
+def _capture_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of both kinds of jobs that the flags of capture select."""
+    return {
+        "level": args.level,
+        "layers": args.layers,
+        "threads": args.threads,
+        "overwrite": args.overwrite,
+        "breakpoints": breakpoints_of(args),
+        "on_break": on_break(args),
+        "control": args.control,
+        "serving": serve_options(args),
+        "argv": tuple(sys.argv),
+    }
 
 
-def _generation_flags(args: argparse.Namespace) -> list[str]:
-    """Return the flags of our own generation that were given, as written on a command line."""
-    names = [
-        name
-        for name in (*_GENERATION_ARGS, "prompt", *_TEXT_ARGS, *_SAMPLING_ARGS)
-        if hasattr(args, name)
-    ]
-    return [f"--{name.replace('_', '-')}" for name in names]
+def _field_names(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind)}
 
 
-def job_of(args: argparse.Namespace) -> Job:
-    """Return the generation of parsed flags. Raises `UsageError`."""
-    flags = vars(args)  # flags without a default are missing unless they were given
-    texts = {name: _unescape(flags[name]) for name in _TEXT_ARGS if name in flags}
+_TEXT_ARGS = _field_names(PromptTexts)
+_SAMPLING_ARGS = _field_names(SamplingOptions) - {"do_sample"} | {"sample"}
+_JOB_ARGS = _field_names(Job) - _field_names(CaptureJob) - {"hold"}
+_GENERATION_ARGS = _JOB_ARGS | _TEXT_ARGS | _SAMPLING_ARGS | {"prompt"}
+"""Flags of our own generation, which are missing from the parsed flags unless they were given."""
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `Job` that the flags of our own generation select."""
+    flags = vars(args)
     _check_prompt_source(flags)
-    job = Job(
-        out=args.out or "",
-        **{name: flags[name] for name in _GENERATION_ARGS if name in flags},
-        prompts=tuple(flags.get("prompt", ())),
-        level=args.level,
-        layers=args.layers,
-        threads=args.threads,
-        overwrite=args.overwrite,
-        breakpoints=breakpoints_of(args),
-        on_break=on_break(args),
-        hold=args.hold,
-        control=args.control,
-        serving=serve_options(args),
-        texts=PromptTexts(**texts),
-        sampling=_sampling({name: flags[name] for name in _SAMPLING_ARGS if name in flags}),
-        argv=tuple(sys.argv),
-    )
-    if args.out is None:
-        return replace(
-            job, out=default_trace_name(f"{Path(job.model).name}-{job.mask}", Path.cwd())
-        )
-    return job
+    texts = {name: _unescape(flags[name]) for name in _TEXT_ARGS if name in flags}
+    return {
+        **{name: flags[name] for name in _JOB_ARGS if name in flags},
+        "prompts": tuple(flags.get("prompt", ())),
+        "texts": PromptTexts(**texts),
+        "sampling": _sampling({name: flags[name] for name in _SAMPLING_ARGS if name in flags}),
+    }
 
 
 def _check_prompt_source(flags: dict[str, Any]) -> None:
@@ -368,12 +319,12 @@ def _unescape(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def default_trace_name(stem: str, folder: Path) -> str:
-    """Return a name for a new trace in `folder`: `stem`, the time and a number if needed."""
+def _new_trace(stem: str) -> str:
+    """Return a new trace in the current folder: `stem`, the time, and a number if needed."""
     stem = re.sub(r"[^\w.-]+", "-", stem).strip("-")
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1
-    while (path := folder / f"{name}{f'-{number}' if number > 1 else ''}.flextrace").exists():
+    while (path := Path.cwd() / f"{name}{f'-{number}' if number > 1 else ''}.flextrace").exists():
         number += 1
     return str(path)
 
@@ -426,45 +377,44 @@ def check_trace(job: Job | ScriptJob) -> None:
 _MAX_LAYERS = 1 << 20
 
 
-def script_job(args: argparse.Namespace, generation_flags: Sequence[str]) -> ScriptJob:
-    """Return the job of a program.
+def check_program_flags(args: argparse.Namespace, *names: str) -> None:
+    """Raise `UsageError` for one of these flags, which only a program can have."""
+    for name in names:
+        if hasattr(args, name):
+            raise UsageError(
+                f"--{name} needs a program of your own.",
+                hint="Name a script after the flags, or use --mask and --prompt.",
+            )
 
-    Raises `UsageError` for `generation_flags` (flags of our own generation that were given), a
-    missing program, and a bad declaration.
+
+def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the fields of `ScriptJob` that name the program and its declaration.
+
+    Raises `UsageError` for a flag of our own generation and for `other_flags`, for a missing
+    program, and for a bad declaration.
     """
-    if args.hold:
-        generation_flags = [*generation_flags, "--hold"]
     is_module = hasattr(args, "module")
     command = [*getattr(args, "module", ()), *getattr(args, "program", ())]
     program, rest = _split_program_args(command)
-    if generation_flags:
+    given = [f"--{name.replace('_', '-')}" for name in vars(args) if name in _GENERATION_ARGS]
+    for flag in (*given, *other_flags):
         raise UsageError(
-            f"{generation_flags[0]} is for our own generation, not for {program}.",
+            f"{flag} is for our own generation, not for {program}.",
             hint=f"A program accepts {', '.join(SCRIPT_FLAGS)}; its own flags come after it.",
         )
     if not is_module:
         _check_file(program)
-    job = ScriptJob(
-        out=default_trace_name(Path(program).stem, Path.cwd()) if args.out is None else args.out,
-        program=program,
-        is_module=is_module,
-        args=tuple(rest),
-        level=args.level,
-        layers=args.layers,
-        threads=args.threads,
-        overwrite=args.overwrite,
-        breakpoints=breakpoints_of(args),
-        on_break=on_break(args),
-        control=args.control,
-        serving=serve_options(args),
-        declaration=_declaration(args),
-        debugger=debugger_of(args),
-        argv=tuple(sys.argv),
-        git=git_state(Path.cwd()),
-    )
-    parse_layers(job.layers, _MAX_LAYERS)
-    check_trace(job)
-    return job
+    declaration = Declaration()
+    if hasattr(args, "declare"):
+        from flexinspect.inputs.declarations import read_declaration
+
+        declaration = read_declaration(Path(args.declare))
+    return {
+        "program": program,
+        "is_module": is_module,
+        "args": tuple(rest),
+        "declaration": declaration,
+    }
 
 
 def _split_program_args(command: list[str]) -> tuple[str, list[str]]:
@@ -484,11 +434,3 @@ def _check_file(program: str) -> None:
             f"There is no script {program}.",
             hint="Give a Python file or -m MODULE; without a program, our own generation runs.",
         )
-
-
-def _declaration(args: argparse.Namespace) -> Declaration:
-    if not hasattr(args, "declare"):
-        return Declaration()
-    from flexinspect.inputs.declarations import read_declaration
-
-    return read_declaration(Path(args.declare))

@@ -6,9 +6,8 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -17,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flexinspect.cli.output import Output
+from flexinspect.cli.output import stdout_console
 from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.inputs.datasets import is_correct_answer
 from flexinspect.inputs.model_sizes import human_bytes, human_count
@@ -51,55 +50,40 @@ class GenerationSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Result of a finished or interrupted run; `size` is that of the trace in bytes."""
+    """Result of a finished or interrupted run, with the keys of `run --json`.
 
-    trace: Path
+    `bytes` is the size of the trace, `cost` what capture took.
+    """
+
+    trace: str
     state: str
-    size: int
-    run: Mapping[str, Any]
-    answers: tuple[GenerationSummary, ...]
+    bytes: int
+    model: Any
+    level: Any
+    cost: Any
+    generations: tuple[GenerationSummary, ...]
     notes: tuple[str, ...]
-    findings: tuple[Finding, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the summary as JSON-compatible data."""
-        return {
-            "trace": str(self.trace),
-            "state": self.state,
-            "bytes": self.size,
-            "model": self.run.get("model"),
-            "level": self.run.get("level"),
-            "cost": self.run.get("cost"),
-            "generations": [asdict(answer) for answer in self.answers],
-            "notes": list(self.notes),
-            "findings": [_finding_json(finding) for finding in self.findings],
-        }
+    findings: tuple[Finding, ...]
 
 
 def summarize_run(path: Path) -> RunSummary:
     """Return the summary of a trace. Raises `TraceError` when it could not be read."""
     with open_trace(path) as reader:
-        rows = reader.generations()
+        run, events = reader.run(), reader.events()
+        findings = (row.finding for row in reader.finding_rows(limit=_MAX_FINDINGS))
         return RunSummary(
-            trace=path,
+            trace=str(path),
             state=reader.state,
-            size=path.stat().st_size,
-            run=reader.run(),
-            answers=tuple(_generation_summary(row, reader) for row in rows),
+            bytes=path.stat().st_size,
+            model=run.get("model"),
+            level=run.get("level"),
+            cost=run.get("cost"),
+            generations=tuple(_generation_summary(row, reader) for row in reader.generations()),
             notes=tuple(
-                row.event.text
-                for row in reader.events()
-                if row.event.kind not in ("phase", "error")
+                row.event.text for row in events if row.event.kind not in ("phase", "error")
             ),
-            findings=sort_by_severity(
-                row.finding for row in reader.finding_rows(limit=_MAX_FINDINGS)
-            ),
+            findings=sort_by_severity(findings),
         )
-
-
-def _finding_json(finding: Finding) -> dict[str, Any]:
-    facts = asdict(finding)
-    return {**facts, "severity": str(finding.severity), "evidence": dict(finding.evidence)}
 
 
 def _generation_summary(row: GenerationRow, reader: TraceReader) -> GenerationSummary:
@@ -122,8 +106,8 @@ def _generation_summary(row: GenerationRow, reader: TraceReader) -> GenerationSu
 
 def _partial_answer(row: GenerationRow, reader: TraceReader) -> str:
     """Return the text of a generation that did not end."""
-    last = next(iter(reader.segments(row.generation)[::-1]), None)
-    tokens = [] if last is None else reader.tokens(row.generation, start=last.start)
+    segments = reader.segments(row.generation)
+    tokens = reader.tokens(row.generation, start=segments[-1].start) if segments else []
     return "".join(token.text for token in tokens if not token.special).strip()
 
 
@@ -134,33 +118,32 @@ def print_summary(
 
     Prints on stdout unless `console` is given, and at most the last `limit` answers.
     """
-    console = console or Output()
-    with_text = [answer for answer in summary.answers if answer.question or answer.answer]
-    n_more = len(with_text) - limit if limit is not None else 0
-    if n_more > 0:
-        console.print(f"      {n_more} generations before these, in the interface", soft_wrap=True)
-    for answer in with_text[max(n_more, 0) :]:
-        console.print(_answer_text(answer), soft_wrap=True)
-    if n_empty := len(summary.answers) - len(with_text):
-        console.print(f"{plural(n_empty, 'generation')} without tokens")
-    console.print(_cost_line(summary), soft_wrap=True)
-    for finding in summary.findings[:_SHOWN_FINDINGS]:
-        console.print(_finding_text(finding), soft_wrap=True)
-    if len(summary.findings) > _SHOWN_FINDINGS:
-        more = len(summary.findings) - _SHOWN_FINDINGS
-        console.print(f"      and {more} more findings, in the interface", soft_wrap=True)
-    where = escape_unprintable(str(summary.trace))
-    console.print(f"trace {where} ({human_bytes(summary.size)}, {summary.state})", soft_wrap=True)
-    name = escape_unprintable(shlex.quote(_relative_path(summary.trace)))
-    console.print(f"next  flexinspect open {name}", soft_wrap=True)
+    with_text = [answer for answer in summary.generations if answer.question or answer.answer]
+    n_earlier = max(len(with_text) - limit, 0) if limit is not None else 0
+    lines: list[str | Text] = []
+    if n_earlier:
+        lines.append(f"      {n_earlier} generations before these, in the interface")
+    lines += map(_answer_text, with_text[n_earlier:])
+    if n_empty := len(summary.generations) - len(with_text):
+        lines.append(f"{plural(n_empty, 'generation')} without tokens")
+    lines.append(_cost_line(summary))
+    lines += map(finding_text, summary.findings[:_SHOWN_FINDINGS])
+    if (more := len(summary.findings) - _SHOWN_FINDINGS) > 0:
+        lines.append(f"      and {more} more findings, in the interface")
+    where = escape_unprintable(summary.trace)
+    lines.append(f"trace {where} ({human_bytes(summary.bytes)}, {summary.state})")
+    name = escape_unprintable(shlex.quote(_relative_path(Path(summary.trace))))
+    lines.append(f"next  flexinspect open {name}")
+    console = console or stdout_console()
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
-def _finding_text(finding: Finding) -> Text:
+def finding_text(finding: Finding) -> Text:
+    """Return the line of a finding: its severity in colour, its sentence and its id."""
     style = {Severity.ERROR: "red", Severity.WARNING: "yellow"}.get(finding.severity, "")
-    text = Text(f"{finding.severity}: ", style=style)
-    text.append(escape_unprintable(finding.sentence))
-    text.append(f"  [{finding.id}]", style="dim")
-    return text
+    label, id_ = (f"{finding.severity}: ", style), (f"  [{finding.id}]", "dim")
+    return Text.assemble(label, escape_unprintable(finding.sentence), id_)
 
 
 def _answer_text(answer: GenerationSummary) -> Text:
@@ -168,31 +151,30 @@ def _answer_text(answer: GenerationSummary) -> Text:
     text = Text(f"{mark} ", style=style)
     text.append(escape_unprintable(answer.question), style="bold")
     text.append("  →  ")
-    shown = escape_unprintable(answer.answer[:_MAX_ANSWER_CHARS]) + (
-        "…" if len(answer.answer) > _MAX_ANSWER_CHARS else ""
-    )
+    more = "…" if len(answer.answer) > _MAX_ANSWER_CHARS else ""
+    shown = escape_unprintable(answer.answer[:_MAX_ANSWER_CHARS]) + more
     text.append(shown or "(nothing)", style=style)
     if answer.expected:
         shown = " | ".join(answer.expected[:_SHOWN_ANSWERS])
-        more = len(answer.expected) - _SHOWN_ANSWERS
+        n_more = len(answer.expected) - _SHOWN_ANSWERS
         text.append(f"  expected: {escape_unprintable(shown)}", style="dim")
-        text.append(f" (+{more} more)" if more > 0 else "", style="dim")
+        text.append(f" (+{n_more} more)" if n_more > 0 else "", style="dim")
     if answer.state != "finished":
         text.append(f"  [{answer.state}]", style="yellow")
     return text
 
 
 def _cost_line(summary: RunSummary) -> str:
-    tokens = sum(answer.tokens for answer in summary.answers)
-    rates = [a.tokens_per_s for a in summary.answers if a.tokens_per_s]
+    tokens = sum(answer.tokens for answer in summary.generations)
+    rates = [a.tokens_per_s for a in summary.generations if a.tokens_per_s]
     parts = [plural(tokens, "token")]
     if rates:
         parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
-    cost = summary.run.get("cost")
+    cost = summary.cost
     if isinstance(cost, Mapping) and cost.get("steps"):
         ratio = 100 * float(cost["ratio"])
         took = f"{ratio:.1f} %" if ratio < 1000 else "longer than the model"
-        parts.append(f"capture at level {summary.run.get('level')} took {took}")
+        parts.append(f"capture at level {summary.level} took {took}")
     return "      " + ", ".join(parts)
 
 
@@ -204,166 +186,116 @@ def _relative_path(path: Path) -> str:
 
 
 class RunProgress:
-    """Receives the events of a run. This base class keeps the state; its subclasses display it."""
+    """Prints the progress of a run: its phases, questions and messages; nothing when `quiet`.
 
-    def __init__(self, console: Console, *, verbose: bool = False) -> None:
-        self.console = console
-        self.verbose = verbose
-        self.phase = ""
-        self.fraction: float | None = None
-        self.text = ""
-        self.n_tokens = 0
-        self.wall_ms = 0.0
-        self.capture_ms = 0.0
+    With `live`, for a terminal, the current phase and the newest tokens are a few lines at the
+    bottom, redrawn only when something has changed.
+    """
+
+    def __init__(
+        self, console: Console, *, verbose: bool = False, quiet: bool = False, live: bool = False
+    ) -> None:
+        self.console, self.verbose, self._quiet = console, verbose, quiet
+        self._live = Live(console=console, auto_refresh=False, transient=True) if live else None
+        self._drawn_at = 0.0
+        self._phase = ""
+        self._fraction: float | None = None
+        self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        self._text, self._n_tokens, self._wall_ms, self._capture_ms = "", 0, 0.0, 0.0
 
     def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Do nothing: this class holds no resources."""
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Draw nothing while the body runs and another program uses the terminal."""
-        yield
-
-    def print_line(self, text: str) -> None:
-        """Print a line."""
-        self.console.print(escape_unprintable(text))
-
-    def on_event(self, event: EventRecord) -> None:
-        """Handle an event: a phase moves the bar, anything else is printed."""
-        if event.kind != "phase":
-            if event.kind == "breakpoint" and not event.text.startswith("paused"):
-                self.print_line(event.text)
-            elif event.kind not in ("error", "breakpoint"):
-                self.print_line(f"{event.kind}: {event.text}")
-            return
-        fraction = event.data.get("fraction")
-        self.fraction = float(fraction) if isinstance(fraction, (int, float)) else None
-        if event.text == "plan":
-            self.print_line(plan_line(event))
-        elif event.text == "note":
-            self.print_line(str(event.data.get("text", "")))
-        elif event.text != self.phase:
-            self.phase = event.text
-            self.on_phase()
-
-    def on_phase(self) -> None:
-        """Called when the phase has changed."""
-
-    def on_generation_start(self, generation: GenerationRow, reader: TraceReader) -> None:
-        """Called when a generation has started."""
-        self.text, self.n_tokens, self.wall_ms, self.capture_ms = "", 0, 0.0, 0.0
-        question = first_question(generation, reader)
-        self.print_line(f"generation {generation.generation}: {question}")
-
-    def on_step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
-        """Called when a step has been stored in the trace."""
-        self.n_tokens += len(tokens)
-        self.text += "".join(token.text for token in tokens if not token.special)
-        self.capture_ms += step.capture_ms
-        if step.step:
-            self.wall_ms += step.wall_ms
-        if self.verbose:
-            for line in step_lines(step, tokens, reader):
-                self.print_line(line)
-
-    def on_generation_end(self, generation: GenerationRow) -> None:
-        """Called when a generation has ended."""
-
-    def rate(self) -> str:
-        """Return "12.3 tokens/s, capture 0.4 ms/step" of this generation; empty at its start."""
-        if self.n_tokens < 2 or not self.wall_ms:
-            return ""
-        speed = (self.n_tokens - 1) / (self.wall_ms / 1e3)
-        return f"{speed:.1f} tokens/s, capture {self.capture_ms / self.n_tokens:.2f} ms/step"
-
-
-class PlainProgress(RunProgress):
-    """Lines for a pipe or a file: phases and questions without bars; nothing when quiet."""
-
-    def __init__(self, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-        super().__init__(console, verbose=verbose)
-        self._quiet = quiet
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def print_line(self, text: str) -> None:
         """Print a line unless quiet."""
         if not self._quiet:
-            self.console.print(escape_unprintable(text), soft_wrap=True)
-
-    def on_phase(self) -> None:
-        """Print the name of the phase."""
-        self.print_line(f"{self.phase} …")
-
-
-class TerminalProgress(RunProgress):
-    """A few live lines on a terminal, redrawn only when something changed."""
-
-    def __init__(self, console: Console, *, verbose: bool = False) -> None:
-        super().__init__(console, verbose=verbose)
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._drawn_at = 0.0
-
-    def __enter__(self) -> Self:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Remove the live lines while the body runs."""
-        self._live.stop()
-        try:
-            yield
-        finally:
-            self._live.start()
+            self.console.print(escape_unprintable(text), soft_wrap=self._live is None)
 
     def on_event(self, event: EventRecord) -> None:
-        """Handle the event and redraw."""
-        super().on_event(event)
+        """Handle an event: a phase moves the bar, anything else is printed."""
+        if event.kind == "phase":
+            self._on_phase(event)
+        elif event.kind == "breakpoint" and not event.text.startswith("paused"):
+            self.print_line(event.text)
+        elif event.kind not in ("error", "breakpoint"):
+            self.print_line(f"{event.kind}: {event.text}")
         self._draw(now=True)
 
+    def _on_phase(self, event: EventRecord) -> None:
+        fraction = event.data.get("fraction")
+        self._fraction = float(fraction) if isinstance(fraction, (int, float)) else None
+        if event.text == "plan":
+            self.print_line(plan_line(event))
+        elif event.text == "note":
+            self.print_line(str(event.data.get("text", "")))
+        elif event.text != self._phase:
+            self._phase = event.text
+            if self._live is None:
+                self.print_line(f"{event.text} …")
+
+    def on_generation_start(self, generation: GenerationRow, reader: TraceReader) -> None:
+        """Print the question of a generation that has started."""
+        self._begin_generation()
+        question = first_question(generation, reader)
+        self.print_line(f"generation {generation.generation}: {question}")
+
     def on_step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
-        """Handle the step and redraw, at most ten times per second."""
-        super().on_step(step, tokens, reader)
+        """Show a step that has been stored in the trace; redraw at most ten times per second."""
+        self._n_tokens += len(tokens)
+        self._text += "".join(token.text for token in tokens if not token.special)
+        self._capture_ms += step.capture_ms
+        if step.step:
+            self._wall_ms += step.wall_ms
+        if self.verbose:
+            for line in step_lines(step, tokens, reader):
+                self.print_line(line)
         self._draw()
 
-    def on_generation_end(self, generation: GenerationRow) -> None:
+    def on_generation_end(self) -> None:
         """Draw the last tokens."""
         self._draw(now=True)
 
+    def _rate(self) -> str:
+        """Return "12.3 tokens/s, capture 0.4 ms/step" of this generation; empty at its start."""
+        if self._n_tokens < 2 or not self._wall_ms:
+            return ""
+        speed = (self._n_tokens - 1) / (self._wall_ms / 1e3)
+        return f"{speed:.1f} tokens/s, capture {self._capture_ms / self._n_tokens:.2f} ms/step"
+
     def _draw(self, *, now: bool = False) -> None:
-        if now or time.monotonic() - self._drawn_at > 0.1:
+        if self._live is not None and (now or time.monotonic() - self._drawn_at > 0.1):
             self._drawn_at = time.monotonic()
             self._live.update(self._render(), refresh=True)
 
     def _render(self) -> RenderableType:
-        lines: list[RenderableType] = []
         bar = Table.grid(padding=(0, 1))
-        row: list[RenderableType] = [Text(self.phase, style="bold")]
-        if self.fraction is not None:
-            row.append(ProgressBar(total=1.0, completed=self.fraction, width=30))
+        row: list[RenderableType] = [Text(self._phase, style="bold")]
+        if self._fraction is not None:
+            row.append(ProgressBar(total=1.0, completed=self._fraction, width=30))
         bar.add_row(*row)
-        lines.append(bar)
-        if self.n_tokens:
-            # Only the end: text taller than the window cannot be redrawn in place.
-            newest = escape_unprintable(self.text)[-2 * self.console.width :]
-            lines.append(Text("  " + newest, style="green", overflow="fold"))
-            lines.append(Text(f"  token {self.n_tokens}  {self.rate()}", style="dim"))
-        return Group(*lines)
+        if not self._n_tokens:
+            return bar
+        # Only the end: text taller than the window cannot be redrawn in place.
+        newest = escape_unprintable(self._text)[-2 * self.console.width :]
+        count = Text(f"  token {self._n_tokens}  {self._rate()}", style="dim")
+        return Group(bar, Text("  " + newest, style="green", overflow="fold"), count)
 
 
 def plan_line(event: EventRecord) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.cli.flags import add_number_flags, add_switches
+from flexinspect.cli.output import print_json
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.text import escape_unprintable
 
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from flexinspect.panels.panel_source import Source
     from flexinspect.trace.reader import TraceReader
 
-_DESCRIPTION = """Print the panels of the interface for one place of a trace: all of them, or
+DESCRIPTION = """Print the panels of the interface for one place of a trace: all of them, or
 those named. Without --generation and --step the place is the prefill (step 0) of generation 0,
 layer 0, head 0. Works on a finished trace and on one that is being recorded."""
 
-_EPILOG = """examples:
+EXAMPLES = """examples:
   flexinspect show run.flextrace
   flexinspect show run.flextrace --panel mask --step 3 --layer 2
   flexinspect show run.flextrace --panel tokens --option colour=entropy --picture
@@ -44,33 +45,27 @@ _MAX_SIZE = 1000
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Set the description and the arguments of this command."""
-    parser.description = _DESCRIPTION
-    parser.epilog = _EPILOG
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, nargs="?", help="the trace file")
     add("--panel", metavar="NAME", action="append", help="only this panel (may be repeated)")
-    for name, what in (
-        ("generation", "the generation, from 0 (default: 0)"),
-        ("branch", "the branch of it (default: 0)"),
-        ("step", "the step; 0 is the prefill (default: the branch's first)"),
-        ("layer", "the layer (default: 0)"),
-        ("head", "the query head (default: 0)"),
-    ):
-        add(f"--{name}", metavar="N", type=int, help=what)
-    add(
-        "--width",
-        metavar="N",
-        type=int,
-        help=f"cells (default: the terminal's, or {_DEFAULT_WIDTH})",
-    )
-    add("--height", metavar="N", type=int, help=f"lines of a picture (default: {_DEFAULT_HEIGHT})")
-    add("--picture", action="store_true", help="print the picture instead of the text")
-    add("--json", action="store_true", help="print JSON: an object, or a list for several panels")
+    place = {
+        "--generation": "the generation, from 0 (default: 0)",
+        "--branch": "the branch of it (default: 0)",
+        "--step": "the step; 0 is the prefill (default: the branch's first)",
+        "--layer": "the layer (default: 0)",
+        "--head": "the query head (default: 0)",
+        "--width": f"cells (default: the terminal's, or {_DEFAULT_WIDTH})",
+        "--height": f"lines of a picture (default: {_DEFAULT_HEIGHT})",
+    }
+    add_number_flags(parser, place)
+    switches = {
+        "--picture": "print the picture instead of the text",
+        "--json": "print JSON: an object, or a list for several panels",
+        "--list": "list the panels, what they show and their options",
+    }
+    add_switches(parser, switches)
     add("--export", metavar="FILE", type=Path, help="save the picture as FILE.svg or FILE.png")
     add("--option", metavar="KEY=VALUE", action="append", default=[], help="set a panel's option")
-    add("--list", action="store_true", help="list the panels, what they show and their options")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,9 +98,6 @@ def _check(args: argparse.Namespace) -> None:
         size = getattr(args, name)
         if size is not None and not 1 <= size <= _MAX_SIZE:
             raise UsageError(f"--{name} {size} is not between 1 and {_MAX_SIZE}.")
-    for name in ("generation", "branch", "step", "layer", "head"):
-        if (getattr(args, name) or 0) < 0:
-            raise UsageError(f"--{name} {getattr(args, name)} is below 0.")
     if args.export is None:
         return
     if len(set(args.panel or ())) != 1:
@@ -150,7 +142,7 @@ def _loadable_panels() -> list[Panel[Any, Any]]:
 def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
     """Return the requested place; what was not requested is the first one in the trace."""
     from flexinspect.panels.base import TracePlace
-    from flexinspect.trace.queries.range_queries import branch_of_step, lineage
+    from flexinspect.trace.queries.range_queries import branch_of_step, lineage, step_bounds
 
     generations = [row.generation for row in reader.generations()]
     generation = _choose_number("generation", args.generation, generations, "The trace")
@@ -159,30 +151,16 @@ def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
     branch = _choose_number("branch", args.branch, branches, owner_name)
     if branch:
         owner_name = f"Branch {branch} of generation {generation}"
-    family = lineage(reader, generation, branch) or [(branch, 0, None)]
-    steps = _branch_steps(reader, generation, family)
-    first = family[0][1]
-    requested = first if args.step is None and first in steps else args.step
+    first, last = step_bounds(reader, generation, branch) or (0, -1)
+    steps = range(first, last + 1)
+    fork = (lineage(reader, generation, branch) or [(branch, 0, None)])[0][1]
+    requested = fork if args.step is None and fork in steps else args.step
     step = _choose_number("step", requested, steps, owner_name)
     owner = branch_of_step(reader, generation, step, branch)
     layers, heads = _layers_and_heads(reader, (generation, step, owner))
     layer = _choose_number("layer", args.layer, layers, f"Step {step}", unknown=True)
     head = _choose_number("head", args.head, heads, f"Layer {layer}", unknown=True)
     return TracePlace(generation, branch, step, layer, head)
-
-
-def _branch_steps(
-    reader: TraceReader, generation: int, family: Sequence[tuple[int, int, int | None]]
-) -> range:
-    """Return the steps of a branch, including those before its fork."""
-    newest, fork, _ = family[0]
-    root = family[-1][0]
-    last = reader.last_step(generation, newest)
-    if last is None:
-        return range(fork)  # no steps of its own yet
-    root_last = reader.last_step(generation, root)
-    first = fork if root_last is None else root_last + 1 - reader.n_steps(generation, root)
-    return range(first, last + 1)
 
 
 def _choose_number(
@@ -238,37 +216,42 @@ class _PanelPrinter:
         When the panels were not `named`, one that fails is reported on stderr and skipped.
         """
         results: list[dict[str, Any]] = []
-        failed = False
-        if len(names) > 1 and not self.args.json:
+        failed, alone = False, len(names) == 1
+        if not alone and not self.args.json:
             print(self._location())
         for name in names:
             try:
-                results.append(self._show_panel(name, alone=len(names) == 1))
+                results.append(self._show_panel(name, alone=alone))
             except FlexInspectError as error:
                 if named:
                     raise
                 failed = True
                 print(f"flexinspect: {_escape_unprintable(error.message)}", file=sys.stderr)
         if self.args.json:
-            _print_json(results[0] if len(names) == 1 else results)
-        return 1 if failed or (len(names) == 1 and results[0]["missing"]) else 0
+            print_json(results[0] if alone else results)
+        return 1 if failed or (alone and results[0]["missing"]) else 0
 
     def _show_panel(self, name: str, *, alone: bool) -> dict[str, Any]:
         from flexinspect.panels.base import Missing, check_panel_applies
         from flexinspect.panels.panel_registry import load_panel
 
-        panel = load_panel(name)
-        picture = None
-        with _panel_errors(name):
+        panel, picture, missing = load_panel(name), None, False
+        try:
             request = self._request(panel)
-            try:
-                check_panel_applies(panel, self.source, self.place)
-                data = panel.load(self.source, request)
-                lines, missing = panel.describe(data), False
-                if self.args.picture or self.args.export:
-                    picture = panel.paint(data, request, self._theme())
-            except Missing as reason:
-                lines, missing = reason.lines(), True
+            check_panel_applies(panel, self.source, self.place)
+            data = panel.load(self.source, request)
+            lines = panel.describe(data)
+            if self.args.picture or self.args.export:
+                picture = panel.paint(data, request, self._theme())
+        except Missing as reason:
+            lines, missing = reason.lines(), True
+        except FlexInspectError:
+            raise
+        except Exception as error:  # a panel may be a plug-in
+            raise FlexInspectError(
+                f"The panel {name} failed: {type(error).__name__}: {error}",
+                hint="This is a bug in the panel; the other panels still work.",
+            ) from error
         lines = [_escape_unprintable(line) for line in lines]
         if self.args.export:
             self._save(panel, picture, lines)
@@ -287,14 +270,9 @@ class _PanelPrinter:
         from flexinspect.panels.base import Request
         from flexinspect.panels.panel_registry import with_options
 
-        width = self.args.width
-        if width is None:
-            alone = self.args.export or not sys.stdout.isatty()
-            width = (
-                _DEFAULT_WIDTH
-                if alone
-                else shutil.get_terminal_size((_DEFAULT_WIDTH, _DEFAULT_HEIGHT)).columns
-            )
+        width = self.args.width or _DEFAULT_WIDTH
+        if self.args.width is None and sys.stdout.isatty() and not self.args.export:
+            width = shutil.get_terminal_size((_DEFAULT_WIDTH, _DEFAULT_HEIGHT)).columns
         options = with_options(panel, self.options)
         return Request(self.place, options, width, self.args.height or _DEFAULT_HEIGHT)
 
@@ -325,20 +303,6 @@ class _PanelPrinter:
         return _escape_unprintable(", ".join([self.args.trace.name, *parts]))
 
 
-@contextmanager
-def _panel_errors(name: str) -> Iterator[None]:
-    """Convert any exception of a panel, which may be a plug-in, to a `FlexInspectError`."""
-    try:
-        yield
-    except FlexInspectError:
-        raise
-    except Exception as error:
-        raise FlexInspectError(
-            f"The panel {name} failed: {type(error).__name__}: {error}",
-            hint="This is a bug in the panel; the other panels still work.",
-        ) from error
-
-
 def _print_panel(heading: str | None, lines: Sequence[str], picture: Picture | None) -> None:
     indent = ""
     if heading is not None:
@@ -363,11 +327,6 @@ def _console() -> Console:
     return Console(file=sys.stdout, color_system=None) if console.no_color else console
 
 
-def _print_json(what: Any) -> None:
-    json.dump(what, sys.stdout, ensure_ascii=False, indent=2, default=str)
-    sys.stdout.write("\n")
-
-
 def _escape_unprintable(line: str) -> str:
     """Escape a line that a panel should have escaped; backslashes of printable lines stay."""
     return line if line.isprintable() else escape_unprintable(line)
@@ -378,7 +337,7 @@ def _list(*, as_json: bool) -> int:
 
     entries = [_panel_entry(name) for name in panel_names()]
     if as_json:
-        _print_json(entries)
+        print_json(entries)
         return 0
     for entry in entries:
         print(_escape_unprintable(f"{entry['name']}: {entry['title']}"))

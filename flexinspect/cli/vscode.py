@@ -6,6 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
+DESCRIPTION = (
+    "Add configurations to .vscode/launch.json: run under the debugger, attach to a\n"
+    "run, attach by process id, run the tests. The existing content of the file is kept,\n"
+    "including comments and configurations of the same name."
+)
 EXAMPLES = """\
 examples:
   flexinspect vscode                      # .vscode/launch.json of this folder
@@ -15,20 +20,12 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Set the description and the arguments of this command."""
-    parser.description = (
-        "Add configurations to .vscode/launch.json: run under the debugger, attach to a\n"
-        "run, attach by process id, run the tests. The existing content of the file is kept,\n"
-        "including comments and configurations of the same name."
-    )
-    parser.epilog = EXAMPLES
     parser.add_argument(
         "--folder", type=Path, default=Path(), help="the folder that VSCode opens (default: here)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the file instead of writing it"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,12 +16,12 @@ from flexinspect.control.messages import (
     BreakpointInfo,
     Breakpoints,
     CommandResponse,
-    EditBody,
+    EditMask,
     ErrorResponse,
-    ForkBody,
+    Fork,
     LayersBody,
     MaskEdit,
-    RestoreBody,
+    Restore,
     RunToBody,
     StatusResponse,
     StepBody,
@@ -95,7 +95,7 @@ class ControlClient:
         The progress is in the status as `last_rewind`. With `dry_run` nothing is done, and `cost`
         of the response is an estimate.
         """
-        return self._request(CommandResponse, "POST", "/restore", RestoreBody(place, dry_run))
+        return self._request(CommandResponse, "POST", "/restore", Restore(place, dry_run))
 
     def fork(
         self,
@@ -107,7 +107,7 @@ class ControlClient:
         dry_run: bool = False,
     ) -> CommandResponse:
         """Continue from a step with another token, or with a text, as a new branch."""
-        body = ForkBody(place, token_id, text, stay_paused, dry_run)
+        body = Fork(place, token_id, text, stay_paused, dry_run)
         return self._request(CommandResponse, "POST", "/fork", body)
 
     def edit_mask(
@@ -119,7 +119,7 @@ class ControlClient:
         dry_run: bool = False,
     ) -> CommandResponse:
         """Continue from a step with another mask, as a new branch."""
-        body = EditBody(place, tuple(edits), stay_paused, dry_run)
+        body = EditMask(place, tuple(edits), stay_paused, dry_run)
         return self._request(CommandResponse, "POST", "/edit", body)
 
     # -- breakpoints -----------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class ControlClient:
     # -- the connection --------------------------------------------------------------------------
 
     def _request(self, kind: type[T], method: str, path: str, body: Any = None) -> T:
-        return from_json(kind, self.request(method, path, body), "the response")
+        return from_json(kind, self.request(method, path, body), "The response")
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send one request and return its JSON. Raises `ControlError`."""
@@ -219,7 +219,7 @@ def _parse_response(status: int, data: bytes) -> Any:
         return payload
     if not isinstance(payload, dict) or "error" not in payload:
         raise ControlError(f"The capture responded with HTTP status {status} and no message.")
-    refusal = from_json(ErrorResponse, payload, "the response")
+    refusal = from_json(ErrorResponse, payload, "The response")
     raise ControlError(refusal.error, hint=refusal.hint)
 
 

@@ -7,7 +7,6 @@ The next `running()` removes the files of captures that were killed.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import secrets
@@ -17,17 +16,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from flexinspect.control.messages import from_json, to_json
+from flexinspect.control.messages import Kind, Message, from_json, to_json
+from flexinspect.core.addresses import is_loopback, parse_address
 from flexinspect.core.errors import ControlError, UsageError
 
 LONGEST_SOCKET = 100
 """Longest path of a socket in bytes: Linux accepts 108, macOS 104."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(Message, frozen=True):
     """Address of a control server: a Unix socket, or the `url` of `--serve` with its token."""
 
     socket: str = ""
@@ -35,8 +33,7 @@ class Address:
     token: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureEntry:
+class CaptureEntry(Message, frozen=True):
     """A capture that can be controlled.
 
     `title` is a short description of the run, `trace` the absolute path of the file being written.
@@ -47,7 +44,7 @@ class CaptureEntry:
     address: Address
     trace: str
     title: str = ""
-    kind: Literal["generation", "program", "watch"] = "generation"
+    kind: Kind = "generation"
 
     def is_recording(self, path: Path) -> bool:
         """Return whether `path` is the file being written, also through a link."""
@@ -196,7 +193,7 @@ def find_capture(
     if len(entries) == 1:
         return entries[0]
     if entries:
-        listed = "; ".join(map(capture_label, entries))
+        listed = "; ".join(f"{one.pid} {one.title} → {one.trace}" for one in entries)
         raise UsageError(f"{len(entries)} captures are running: {listed}.", hint=hint)
     selection = f" of process {pid}" if pid is not None else ""
     selection += f" that records {trace}" if trace is not None else ""
@@ -204,11 +201,6 @@ def find_capture(
         f"No capture{selection} is running.",
         hint="Start one with flexinspect run; flexinspect attach --list shows running captures.",
     )
-
-
-def capture_label(entry: CaptureEntry) -> str:
-    """Return "PID TITLE → TRACE"."""
-    return f"{entry.pid} {entry.title} → {entry.trace}"
 
 
 def capture_address(
@@ -247,19 +239,19 @@ def parse_serve_address(text: str, *, insecure: bool) -> ServeOptions:
     Raises `UsageError` for an invalid address, and for an address that other machines can reach
     unless `insecure` is set.
     """
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    try:
+        host, port = parse_address(text, default_host="")
+    except ValueError:
         raise UsageError(
             f"--serve {text} is not HOST:PORT.",
             hint="For example --serve 127.0.0.1:8421; port 0 picks a free port.",
-        )
+        ) from None
     if not is_loopback(host) and not insecure:
         raise UsageError(
             f"--serve {text} would let other machines control this run, unencrypted.",
             hint="Use 127.0.0.1 and an SSH tunnel, or add --insecure-bind if that is intended.",
         )
-    return ServeOptions(host, int(port), _read_token())
+    return ServeOptions(host, port, _read_token())
 
 
 def _read_token() -> str:
@@ -272,13 +264,3 @@ def _read_token() -> str:
             hint="Unset it to get a random token.",
         )
     return token
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a server that listens on `host` is reachable from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

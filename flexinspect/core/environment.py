@@ -1,4 +1,4 @@
-"""The machine of a run: git state, access to the Hugging Face hub, package data, live processes."""
+"""The machine of a run: git state, access to the Hugging Face hub, files, live processes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from flexinspect.core.errors import UsageError
 
 _GIT_TIMEOUT_S = 2.0
 
@@ -91,6 +94,26 @@ def offline_if_unreachable() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+def read_text(file: Path, what: str) -> str:
+    """Return the text of a file that the user wrote. Raises `UsageError`; `what` names the file."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"The {what} {file} cannot be read: {reason}.") from error
+
+
+def user_folder(variable: str, windows_variable: str, default: str) -> Path | None:
+    """Return a folder of the user by its XDG variable, None without a home folder."""
+    base = os.environ.get(variable)
+    if not base and sys.platform == "win32":
+        base = os.environ.get(windows_variable)
+    try:
+        return Path(base) if base else Path.home() / default
+    except RuntimeError:
+        return None
 
 
 PACKAGE_DATA = Path(__file__).parents[1] / "data"

@@ -20,7 +20,7 @@ class FlexInspectError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = hint or None
 
     def sentence(self) -> str:
         """Return the message with its hint, as a command prints it."""
@@ -31,6 +31,18 @@ def summarize_error(error: BaseException) -> str:
     """Return the type of a foreign exception and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def exception_chain(error: BaseException) -> list[BaseException]:
+    """Return an exception with all exceptions of its `__cause__` and `__context__` chains."""
+    chain: dict[int, BaseException] = {}
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in chain:
+            chain[id(link)] = link
+            pending += [link.__cause__, link.__context__]
+    return list(chain.values())
 
 
 class UsageError(FlexInspectError):

@@ -37,6 +37,7 @@ class _EndRequest:
     def __init__(self) -> None:
         self.number: int | None = None
         self.n_deferrals = 0
+        self.may_cut = True
         self.handled_signals: set[int] = set()
 
 
@@ -54,7 +55,7 @@ def raise_on_signals(*names: str, once: bool = False) -> None:
         if once:
             signal.signal(number, signal.SIG_IGN)
         _request.number = number
-        if not _request.n_deferrals or not _arm_timer():
+        if not _request.n_deferrals or (_request.may_cut and not _arm_timer()):
             raise SignalInterrupt(number)
 
     for name in names:
@@ -70,24 +71,37 @@ def ignore_end_signals() -> None:
 
 
 @contextmanager
-def defer_interrupts() -> Iterator[None]:
+def defer_interrupts(*, may_cut: bool = True) -> Iterator[None]:
     """Finish the body first, then raise `SignalInterrupt` if a signal arrived meanwhile.
 
     After `GRACE_S` the exception is raised inside the body, which may be waiting for a debugger.
+    With `may_cut` False it never is: an exception within the import system can leave its locks
+    held, after which any import in another thread waits forever.
+
     A request whose exception was lost earlier counts too. An error raised in the body after a
     request is converted to a `SignalInterrupt`: it may be the interrupt in another form.
     """
     _request.n_deferrals += 1
+    before, _request.may_cut = _request.may_cut, may_cut
+    try:
+        with as_interrupt():
+            yield
+    finally:
+        _request.n_deferrals -= 1
+        _request.may_cut = before
+        _disarm_timer()
+    _raise_if_requested()
+
+
+@contextmanager
+def as_interrupt() -> Iterator[None]:
+    """Convert an error that the body raises after a request to end into a `SignalInterrupt`."""
     try:
         yield
     except Exception as error:
         if _request.number is not None:
             raise SignalInterrupt(_request.number) from error
         raise
-    finally:
-        _request.n_deferrals -= 1
-        _disarm_timer()
-    _raise_if_requested()
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # the command line imports this module, and need not load numpy
@@ -17,13 +18,10 @@ def escape_unprintable(text: str) -> str:
     """
     if text.isprintable() and "\\" not in text:
         return text
-    return "".join(_escape_char(char) for char in text)
-
-
-def _escape_char(char: str) -> str:
-    if char.isprintable() and char != "\\":
-        return char
-    return char.encode("unicode_escape").decode()
+    return "".join(
+        char if char.isprintable() and char != "\\" else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 Positions: TypeAlias = "npt.NDArray[np.intp]"
@@ -46,9 +44,38 @@ def printable(text: str) -> str:
     )
 
 
+def print_message(text: str) -> None:
+    """Print a message of flexinspect on stderr."""
+    print(f"flexinspect: {text}", file=sys.stderr)
+
+
 def plural(n: int, what: str) -> str:
     """Return `1 row` or `12 rows`."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def did_you_mean(word: str, known: Iterable[str], default: str = "") -> str:
+    """Return `Did you mean X?` with the nearest known word, or `default` if none is near."""
+    import difflib  # only for errors
+
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"Did you mean {near[0]}?" if near else default
+
+
+def is_or_are(n: int) -> str:
+    """Return `is` for 1, `are` for any other number."""
+    return "is" if n == 1 else "are"
+
+
+def capitalize(text: str) -> str:
+    """Return text with a capital first letter; the rest stays, unlike with `str.capitalize`."""
+    return text[:1].upper() + text[1:]
+
+
+def join_labels(labels: Sequence[str]) -> str:
+    """Return `a`, `a and b`, or `a, b and c`."""
+    *first, last = labels
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def limit_positions(positions: Positions) -> tuple[int, ...]:
@@ -67,10 +94,13 @@ def format_ranges(values: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
+def format_numbers(what: str, numbers: Sequence[int]) -> str:
+    """Return `head 3` or `heads 0-2, 5`, numbers ascending."""
+    return f"{what}{'' if len(numbers) == 1 else 's'} {format_ranges(numbers)}"
+
+
 def format_layers(which: Sequence[int], n_layers: int) -> str:
     """Return `layer 3`, `layers 0-2, 5`, or `all 8 layers` when the model has `n_layers`."""
-    if len(which) == 1:
-        return f"layer {which[0]}"
-    if len(which) == n_layers:
+    if len(which) == n_layers > 1:
         return f"all {n_layers} layers"
-    return f"layers {format_ranges(sorted(which))}"
+    return format_numbers("layer", sorted(which))

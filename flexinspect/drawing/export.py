@@ -116,11 +116,11 @@ def to_svg(strips: Sequence[Strip], *, title: str, look: Theme, note: str = "") 
     rows = [line([(title, look.style("title"))], width), Strip([], 0), *strips]
     if note:
         rows += [Strip([], 0), line([(note, look.style("muted"))], width)]
-    theme = _terminal_theme(look)
-    drawing = _Drawing(theme.background_color.hex)
+    theme = _terminal_theme(look.colors["foreground"], look.colors["background"])
+    drawing = _Drawing(theme.foreground_color.hex, theme.background_color.hex)
     for y, strip in enumerate(rows):
-        _draw_row(drawing, strip, y, theme)
-    return _svg_document(drawing, (width * CELL_WIDTH, len(rows) * CELL_HEIGHT), title, look)
+        _draw_row(drawing, strip, y)
+    return _svg_document(drawing, (width * CELL_WIDTH, len(rows) * CELL_HEIGHT), title)
 
 
 def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
@@ -169,8 +169,9 @@ class _CellStyle(NamedTuple):
 
 @dataclass
 class _Drawing:
-    """The layers of a picture, from back to front: backgrounds, areas, texts."""
+    """The colours of a picture, and its layers from back to front: backgrounds, areas, texts."""
 
+    foreground: str
     background: str
     backs: dict[str, list[str]] = field(default_factory=dict)
     areas: dict[str, list[str]] = field(default_factory=dict)
@@ -210,11 +211,11 @@ def _rectangle_path(area: Area) -> str:
     return f"M{x} {y}h{width}v{height}h-{width}z"
 
 
-def _draw_row(drawing: _Drawing, strip: Strip, y: int, theme: TerminalTheme) -> None:
+def _draw_row(drawing: _Drawing, strip: Strip, y: int) -> None:
     """Draw one row of cells."""
     x = 0
     for style, text in _style_runs(strip):
-        cell_style = _cell_style(style, theme)
+        cell_style = _cell_style(style, drawing.foreground, drawing.background)
         drawing.back(cell_style.background, x, y, cell_len(text))
         for piece in _split_pieces(text):
             _draw_piece(drawing, piece, cell_style, x, y)
@@ -280,8 +281,8 @@ def _printable(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _cached_cell_style(style: Style, fore: str, back: str) -> _CellStyle:
-    theme = _make_terminal_theme(fore, back)
+def _cell_style(style: Style, fore: str, back: str) -> _CellStyle:
+    theme = _terminal_theme(fore, back)
     foreground = (style.color or Color.default()).get_truecolor(theme).hex
     background = (style.bgcolor or Color.default()).get_truecolor(theme, foreground=False).hex
     if style.reverse:
@@ -295,16 +296,8 @@ def _cached_cell_style(style: Style, fore: str, back: str) -> _CellStyle:
     return _CellStyle(foreground, background, attributes)
 
 
-def _cell_style(style: Style, theme: TerminalTheme) -> _CellStyle:
-    return _cached_cell_style(style, theme.foreground_color.hex, theme.background_color.hex)
-
-
-def _terminal_theme(theme: Theme) -> TerminalTheme:
-    return _make_terminal_theme(theme.colors["foreground"], theme.colors["background"])
-
-
 @lru_cache(maxsize=16)
-def _make_terminal_theme(fore: str, back: str) -> TerminalTheme:
+def _terminal_theme(fore: str, back: str) -> TerminalTheme:
     """Return the terminal theme of a picture; its 16 ANSI colours are Rich's default ones."""
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
@@ -320,12 +313,10 @@ def _mix_colors(first: str, second: str, share: float) -> str:
     ).hex
 
 
-def _svg_document(drawing: _Drawing, size: tuple[int, int], title: str, theme: Theme) -> str:
+def _svg_document(drawing: _Drawing, size: tuple[int, int], title: str) -> str:
     width, height = size[0] + 2 * MARGIN, size[1] + 2 * MARGIN
     layers = [*_svg_paths(drawing.backs), *_svg_paths(drawing.areas)]
-    border_color = _mix_colors(
-        drawing.background, _terminal_theme(theme).foreground_color.hex, 0.25
-    )
+    border_color = _mix_colors(drawing.background, drawing.foreground, 0.25)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img">\n<title>{escape(title)}</title>\n'

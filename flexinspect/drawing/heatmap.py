@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,8 @@ def heat(levels: Levels, palette: Palette, theme: Theme) -> list[Strip]:
         levels = np.vstack([levels, levels[-1:]])
     upper, lower = levels[0::2], levels[1::2]
     if theme.no_color:
-        return _character_strips(_farther_levels(upper, lower, palette), palette, theme)
+        above, below = (np.abs(part.astype(int) - palette.centre) for part in (upper, lower))
+        return _character_strips(np.where(above >= below, upper, lower), palette, theme)
     return _color_strips(upper, lower, palette, theme)
 
 
@@ -85,11 +87,6 @@ def _clamp_levels(levels: Levels, palette: Palette) -> Levels:
     return np.minimum(levels, np.uint8(palette.size - 1))
 
 
-def _farther_levels(upper: Levels, lower: Levels, palette: Palette) -> Levels:
-    far = np.abs(upper.astype(np.int16) - palette.centre)
-    return np.where(far >= np.abs(lower.astype(np.int16) - palette.centre), upper, lower)
-
-
 def _character_strips(levels: Levels, palette: Palette, theme: Theme) -> list[Strip]:
     style, ramp = theme.style("text"), palette.ramp
     texts = ["".join([ramp[level] for level in row]) for row in levels.tolist()]
@@ -103,13 +100,12 @@ def _color_strips(upper: Levels, lower: Levels, palette: Palette, theme: Theme) 
     starts = np.ones(keys.shape, bool)
     starts[:, 1:] = keys[:, 1:] != keys[:, :-1]
     if theme.depth == "truecolor" and keys.size < _MIN_MEAN_RUN * np.count_nonzero(starts):
-        return [_cell_strip(row, palette) for row in keys.tolist()]
+        pairs, ansi = palette.pairs, palette.ansi
+        return [
+            CellStrip([pairs[key] for key in row], len(row), [ansi[key] for key in row])
+            for row in keys.tolist()
+        ]
     return _run_strips(keys, starts, palette, theme)
-
-
-def _cell_strip(keys: list[int], palette: Palette) -> Strip:
-    pairs, ansi = palette.pairs, palette.ansi
-    return CellStrip([pairs[key] for key in keys], len(keys), [ansi[key] for key in keys])
 
 
 def _run_strips(
@@ -122,12 +118,10 @@ def _run_strips(
     ends = np.cumsum(np.count_nonzero(starts, axis=1)).tolist()
     truecolor = theme.depth == "truecolor"
     strips: list[Strip] = []
-    begin = 0
-    for end in ends:
+    for begin, end in pairwise((0, *ends)):
         segments = [segment for segment, _ in runs[begin:end]]
         codes = [code for _, code in runs[begin:end]]
         strips.append(CellStrip(segments, width, codes) if truecolor else Strip(segments, width))
-        begin = end
     return strips
 
 

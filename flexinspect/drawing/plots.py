@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from textual.strip import Strip
 
-from flexinspect.drawing.text_lines import align_right, line
+from flexinspect.drawing.text_lines import Pen, align_right, merge_spans
 from flexinspect.drawing.theme import Theme
 
 _HORIZONTAL_BLOCKS = " ▏▎▍▌▋▊▉█"
@@ -38,11 +38,9 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     NaN or Inf is a "!", also in a bucket with finite values.
     """
     columns = _bucket_columns(values, width)
-    scaled = _scale_to_eighths(columns, 8)
-    text = "".join(
-        _sparkline_char(value, height) for value, height in zip(columns, scaled, strict=True)
-    )
-    return text.ljust(max(width, 0))
+    heights = zip(columns, _scale_to_eighths(columns, 8), strict=True)
+    chars = ("!" if _is_nonfinite(value) else _VERTICAL_BLOCKS[height] for value, height in heights)
+    return "".join(chars).ljust(max(width, 0))
 
 
 def timeline(
@@ -64,10 +62,16 @@ def timeline(
     columns = _bucket_columns(values, width)
     heights = _scale_to_eighths(columns, 8 * height)
     cursor = _column_of(marked, len(values), len(columns))
-    return [
-        _timeline_row(columns, heights, row, width, (style, cursor), theme)
-        for row in _rows_top_down(height)
-    ]
+    strips = []
+    for row in range(height - 1, -1, -1):
+        cells: list[tuple[str, str]] = []
+        for column, (value, eighths) in enumerate(zip(columns, heights, strict=True)):
+            text, name = _VERTICAL_BLOCKS[min(max(eighths - 8 * row, 0), 8)], style
+            if row == 0 and _is_nonfinite(value):
+                text, name = "!", "bad"
+            cells.append((text, "cursor" if column == cursor else name))
+        strips.append(Pen(theme, width).line(*merge_spans(cells)))
+    return strips
 
 
 def format_number(value: float | None, width: int = 0) -> str:
@@ -104,8 +108,8 @@ def _format_digits(value: float) -> str:
     return f"{value:.3g}" if size >= 0.01 else f"{value:.2g}"
 
 
-def _rows_top_down(height: int) -> range:
-    return range(height - 1, -1, -1)
+def _is_nonfinite(value: float | None) -> bool:
+    return value is not None and not math.isfinite(value)
 
 
 def _bucket_columns(values: Sequence[float | None], width: int) -> list[float | None]:
@@ -138,33 +142,8 @@ def _scale_to_eighths(columns: Sequence[float | None], top: int) -> list[int]:
     return heights
 
 
-def _sparkline_char(value: float | None, height: int) -> str:
-    return "!" if value is not None and not math.isfinite(value) else _VERTICAL_BLOCKS[height]
-
-
 def _column_of(marked: int | None, count: int, columns: int) -> int | None:
     """Return the column of the value at index `marked`: the inverse of `_bucket_columns`."""
     if marked is None or not 0 <= marked < count or not columns:
         return None
     return ((marked + 1) * columns - 1) // count
-
-
-def _timeline_row(
-    columns: Sequence[float | None],
-    heights: Sequence[int],
-    row: int,
-    width: int,
-    drawn: tuple[str, int | None],
-    theme: Theme,
-) -> Strip:
-    style, cursor = drawn
-    cells: list[tuple[str, str]] = []
-    for column, (value, eighths) in enumerate(zip(columns, heights, strict=True)):
-        text = _VERTICAL_BLOCKS[min(max(eighths - 8 * row, 0), 8)]
-        name = style
-        if row == 0 and value is not None and not math.isfinite(value):
-            text, name = "!", "bad"
-        cells.append((text, "cursor" if column == cursor else name))
-    groups = groupby(cells, key=lambda cell: cell[1])
-    spans = [("".join(text for text, _ in group), theme.style(name)) for name, group in groups]
-    return line(spans, width, theme.style("text"))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TypeVar
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.segment import Segment
@@ -14,6 +17,8 @@ from textual.widget import Widget
 
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.theme import Theme
+
+S = TypeVar("S", bound=Style | str)
 
 
 class Canvas(Widget):
@@ -97,6 +102,14 @@ def _shorten_segments(segments: list[Segment], text: str, style: Style, left: in
     return [*before, Segment(cut, last.style)]
 
 
+def merge_spans(spans: Iterable[tuple[str, S]]) -> list[tuple[str, S]]:
+    """Join neighbouring spans of the same style."""
+    return [
+        ("".join(text for text, _ in run), style)
+        for style, run in groupby(spans, key=lambda span: span[1])
+    ]
+
+
 def clip_text(text: str, width: int) -> str:
     """Return `text` in exactly `width` cells: padded, or cut with "…" at the end."""
     if cell_len(text) <= width:
@@ -121,6 +134,39 @@ def wrap_paragraph(text: str, width: int, style: Style) -> list[Strip]:
     return [line([(row, style)], width, style) for row in rows]
 
 
+NamedSpan = tuple[str, Style | str]
+"""A `Span` whose style may be the name of a style of the theme."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pen:
+    """Draws lines of `width` cells in the styles of a theme; "text" fills them up."""
+
+    theme: Theme
+    width: int
+
+    def resize(self, width: int) -> Pen:
+        """Return a pen for lines of another width."""
+        return replace(self, width=width)
+
+    def style(self, name: Style | str) -> Style:
+        """Return a style of the theme by its name; a style itself is returned as it is."""
+        return self.theme.style(name) if isinstance(name, str) else name
+
+    def line(self, *spans: NamedSpan) -> Strip:
+        """Return the spans as one strip; see `line`."""
+        named = ((text, self.style(name)) for text, name in spans)
+        return line(named, self.width, self.style("text"))
+
+    def paragraph(self, text: str, style: str = "text") -> list[Strip]:
+        """Wrap a text at words; see `wrap_paragraph`."""
+        return wrap_paragraph(text, self.width, self.style(style))
+
+    def paragraphs(self, texts: Iterable[tuple[str, str]]) -> list[Strip]:
+        """Wrap texts, each with the name of its style, one below the other."""
+        return [strip for text, style in texts for strip in self.paragraph(text, style)]
+
+
 def join_blocks(left: Sequence[Strip], right: Sequence[Strip], blank: Style) -> list[Strip]:
     """Join two blocks side by side; the shorter one is filled up with blank lines."""
     height = max(len(left), len(right))
@@ -141,15 +187,7 @@ def header(parts: Sequence[tuple[str, str, int]], width: int, theme: Theme) -> S
     While they do not fit, the least important part (the one with the highest rank) is dropped.
     """
     shown = [part for part in parts if part[0]]
-    while len(shown) > 1 and _length(shown) > width:
+    while len(shown) > 1 and cell_len(SEPARATOR.join(text for text, _, _ in shown)) > width:
         shown.remove(max(shown, key=lambda part: part[2]))
-    spans: list[Span] = []
-    for text, style, _ in shown:
-        if spans:
-            spans.append((SEPARATOR, theme.style("muted")))
-        spans.append((text, theme.style(style)))
-    return line(spans, width, theme.style("text"))
-
-
-def _length(parts: Sequence[tuple[str, str, int]]) -> int:
-    return sum(cell_len(text) for text, _, _ in parts) + len(SEPARATOR) * (len(parts) - 1)
+    spans = [span for text, style, _ in shown for span in ((SEPARATOR, "muted"), (text, style))]
+    return Pen(theme, width).line(*spans[1:])

@@ -57,12 +57,9 @@ def display_text(token: str, text: str, *, special: bool) -> tuple[str, bool]:
     if not text:
         return (escape_unprintable(token) or "∅")[:MAX_TOKEN_CHARS], True
     if not text.strip() or not text.isprintable():
-        return _show_whitespace(text)[:MAX_TOKEN_CHARS], not any(char.isalnum() for char in text)
+        shown = "".join(_WHITESPACE_SYMBOLS.get(char) or escape_unprintable(char) for char in text)
+        return shown[:MAX_TOKEN_CHARS], not any(map(str.isalnum, text))
     return text.replace("\\", "\\\\")[:MAX_TOKEN_CHARS], False
-
-
-def _show_whitespace(text: str) -> str:
-    return "".join(_WHITESPACE_SYMBOLS.get(char) or escape_unprintable(char) for char in text)
 
 
 def token_style(
@@ -143,21 +140,19 @@ class TokenCellRow:
 
 def wrap_cells(cells: Sequence[TokenCell], width: int) -> list[TokenCellRow]:
     """Lay token cells out in rows of `width` columns; a wider cell has a row of its own."""
-    rows: list[TokenCellRow] = []
-    row: list[TokenCell] = []
-    columns: list[int] = []
+    rows: list[list[TokenCell]] = []
+    columns: list[list[int]] = []
     used = 0
     for cell in cells:
         length = cell_len(cell.text)
-        if row and used + length > width:
-            rows.append(TokenCellRow(tuple(row), tuple(columns)))
-            row, columns, used = [], [], 0
-        row.append(cell)
-        columns.append(used)
+        if not rows or used + length > width:
+            rows.append([])
+            columns.append([])
+            used = 0
+        rows[-1].append(cell)
+        columns[-1].append(used)
         used += length
-    if row:
-        rows.append(TokenCellRow(tuple(row), tuple(columns)))
-    return rows
+    return [TokenCellRow(tuple(row), tuple(at)) for row, at in zip(rows, columns, strict=True)]
 
 
 def row_around(cells: Sequence[TokenCell], current: int, width: int) -> tuple[TokenCellRow, int]:

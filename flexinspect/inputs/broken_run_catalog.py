@@ -6,16 +6,15 @@ for "-"); nothing here needs torch.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import os
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from flexinspect.core import __version__
+from flexinspect.core.environment import user_folder
 from flexinspect.core.errors import UsageError
+from flexinspect.core.text import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +307,7 @@ def find_broken_run(name: str) -> BrokenRun:
     names = [run.name for run in BROKEN_RUNS]
     if name in names:
         return BROKEN_RUNS[names.index(name)]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"Did you mean {near[0]}?" if near else "'flexinspect museum' lists all of them."
+    hint = did_you_mean(name, names, "'flexinspect museum' lists all of them.")
     raise UsageError(f"The museum has no exhibit '{name}'.", hint=hint)
 
 
@@ -318,13 +316,9 @@ def cache_folder() -> Path:
 
     Raises `UsageError` without a home folder.
     """
-    base = os.environ.get("XDG_CACHE_HOME")
-    if not base and sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA")
-    try:
-        root = Path(base) if base else Path.home() / ".cache"
-    except RuntimeError:
-        raise UsageError("There is no home folder for the cache.", hint="Add --out FILE.") from None
+    root = user_folder("XDG_CACHE_HOME", "LOCALAPPDATA", ".cache")
+    if root is None:
+        raise UsageError("There is no home folder for the cache.", hint="Add --out FILE.")
     return root / "flexinspect" / "museum" / f"{__version__}-{_code_fingerprint()}"
 
 

@@ -26,22 +26,17 @@ set). There are four sections:
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
-import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexinspect.core.environment import read_text, user_folder
 from flexinspect.core.errors import UsageError
+from flexinspect.core.text import did_you_mean
 from flexinspect.inputs.model_sizes import canonical_dtype
-
-SECTIONS = ("models", "keys", "breakpoints", "debugging")
-_SECTIONS_LISTED = " and ".join(", ".join(f"[{name}]" for name in SECTIONS).rsplit(", ", 1))
-_ALIAS_KEYS = ("path", "dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,77 +89,98 @@ def load_config(start: Path | None = None) -> Config:
     """
     models: dict[str, ModelAlias] = {}
     keys: dict[str, tuple[str, ...]] = {}
-    sources: dict[str, tuple[Path, str]] = {}
+    remapped_in: dict[str, _SettingsFile] = {}
     breakpoints: dict[str, str] = {}
     debugging: dict[str, dict[str, bool]] = {}
     files = []
-    for source in (_project_settings(start or Path.cwd()), _user_settings()):
-        if source is None:
-            continue
-        file, text, settings = source
-        files.append(file)
-        for alias, entry in _model_aliases(file, text, settings).items():
-            models.setdefault(alias, entry)
-        for action, names in _read_keys(file, text, settings.get("keys", {})).items():
+    sources = [_project_settings(start or Path.cwd())]
+    own = user_config_file()
+    if own is not None and own.is_file():
+        sources.append(_load_settings(own))
+    for source in filter(None, sources):
+        files.append(source.file)
+        aliases = source.section("models").items()
+        models = {alias: _read_model(source, alias, each) for alias, each in aliases} | models
+        for action, names in _read_keys(source).items():
             keys.setdefault(action, names)
-            sources.setdefault(action, (file, text))
-        breakpoints = _read_breakpoints(file, text, settings.get("breakpoints", {})) | breakpoints
-        for profile, switches in _read_debugging(file, text, settings.get("debugging", {})).items():
-            debugging[profile] = {**switches, **debugging.get(profile, {})}
-    _check_shared_keys(keys, sources)
+            remapped_in.setdefault(action, source)
+        breakpoints = _read_breakpoints(source) | breakpoints
+        for profile, switches in _read_debugging(source).items():
+            debugging[profile] = switches | debugging.get(profile, {})
+    _check_shared_keys(keys, remapped_in)
     joined = {name: ",".join(keys[name]) for name in keys}
     return Config(models, joined, breakpoints, debugging, tuple(files))
 
 
-_SettingsFile = tuple[Path, str, Mapping[str, Any]]
+# -- the files -------------------------------------------------------------------------------------
+
+_SECTIONS = {
+    "models": ("alias = path", "See `flexinspect models --help` for the form."),
+    "keys": (
+        '"action" = "key"',
+        'For example "step.next" = "w"; the palette of the interface (p) lists every action.',
+    ),
+    "breakpoints": ('name = "condition"', 'For example unsure = "entropy > 3 and step > 2".'),
+    "debugging": ("switches", 'For example, in [debugging]: "memory_usage = true".'),
+}
+"""What each section is a table of, and the hint for a mistake in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SettingsFile:
+    """A file, its text, and the settings in it."""
+
+    file: Path
+    text: str
+    settings: Any
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a section, empty if it is missing. Raises `UsageError` unless it is a table."""
+        table = self.settings.get(name, {})
+        if not isinstance(table, dict):
+            raise self.error(name, name, f"[{name}] must be a table of {_SECTIONS[name][0]}")
+        return table
+
+    def error(self, section: str, key: str, message: str, hint: str | None = None) -> UsageError:
+        """Return an error at the line of a key; the default hint is that of the section."""
+        hint = hint or _SECTIONS[section][1]
+        return UsageError(f"{self.file}:{self.line_of(key)}: {message}.", hint=hint)
+
+    def line_of(self, key: str) -> int:
+        """Return the first line that assigns or opens a key: tomllib keeps no positions."""
+        name = re.escape(key)
+        pattern = re.compile(
+            rf"""^\s*(?:\[+[^\]#]*\b{name}["']?\s*\]|["']?{name}["']?\s*[.=])""", re.MULTILINE
+        )
+        found = pattern.search(self.text)
+        return 1 if found is None else self.text.count("\n", 0, found.end()) + 1
 
 
 def _project_settings(start: Path) -> _SettingsFile | None:
     for folder in (start.resolve(), *start.resolve().parents):
         file = folder / "flexinspect.toml"
         if file.is_file():
-            text = _read_text(file)
-            return file, text, _parse_toml(file, text)
+            return _load_settings(file)
         shared = folder / "pyproject.toml"
         # Another project's broken pyproject.toml is not ours to complain about.
-        if shared.is_file() and "tool.flexinspect" in (text := _read_text(shared)):
-            settings = _parse_toml(shared, text).get("tool", {}).get("flexinspect")
-            if settings is not None:
-                return shared, text, settings
+        if shared.is_file() and "tool.flexinspect" in read_text(shared, "settings file"):
+            source = _load_settings(shared, "tool", "flexinspect")
+            if source.settings is not None:
+                return source
     return None
 
 
 def user_config_file() -> Path | None:
     """Return the path of the per-user file (it may not exist), None without a home folder."""
-    base = os.environ.get("XDG_CONFIG_HOME")
-    if not base and sys.platform == "win32":
-        base = os.environ.get("APPDATA")
+    root = user_folder("XDG_CONFIG_HOME", "APPDATA", ".config")
+    return None if root is None else root / "flexinspect" / "config.toml"
+
+
+def _load_settings(file: Path, *path: str) -> _SettingsFile:
+    """Read the table at a path of names in a TOML file, and check the names of its sections."""
+    text = read_text(file, "settings file")
     try:
-        root = Path(base) if base else Path.home() / ".config"
-    except RuntimeError:
-        return None
-    return root / "flexinspect" / "config.toml"
-
-
-def _user_settings() -> _SettingsFile | None:
-    file = user_config_file()
-    if file is None or not file.is_file():
-        return None
-    text = _read_text(file)
-    return file, text, _parse_toml(file, text)
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"The settings file {file} cannot be read: {reason}.") from error
-
-
-def _parse_toml(file: Path, text: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
+        settings: Any = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         where = f"{file}:{line[1]}" if line else f"{file}, at its end"
@@ -172,84 +188,69 @@ def _parse_toml(file: Path, text: str) -> dict[str, Any]:
         raise UsageError(
             f"{where}: this is not valid TOML ({what}).", hint="Correct that line."
         ) from error
+    for name in path:
+        settings = settings.get(name, {} if name != path[-1] else None)
+    source = _SettingsFile(file, text, settings)
+    if settings is not None and not isinstance(settings, dict):
+        raise source.error("models", "flexinspect", "[tool.flexinspect] must be a table")
+    for name in settings or ():
+        if name not in _SECTIONS:
+            known = [f"[{section}]" for section in _SECTIONS]
+            hint = did_you_mean(f"[{name}]", known, f"The sections are {', '.join(known)}.")
+            raise source.error("models", name, f"the section {name!r} is unknown", hint)
+    return source
 
 
-def _model_aliases(file: Path, text: str, settings: object) -> dict[str, ModelAlias]:
-    if not isinstance(settings, dict):
-        raise _settings_error(file, text, "flexinspect", "[tool.flexinspect] must be a table")
-    for name in settings:
-        if name not in SECTIONS:
-            near = difflib.get_close_matches(name, SECTIONS, 1)
-            ask = f"; did you mean [{near[0]}]?" if near else f"; known: {_SECTIONS_LISTED}"
-            raise _settings_error(file, text, name, f"the section {name!r} is unknown{ask}")
-    table = settings.get("models", {})
-    if not isinstance(table, dict):
-        raise _settings_error(file, text, "models", "[models] must be a table of alias = path")
-    return {alias: _model_alias(file, text, alias, value) for alias, value in table.items()}
+# -- the sections ----------------------------------------------------------------------------------
 
 
-def _read_keys(file: Path, text: str, table: object) -> dict[str, tuple[str, ...]]:
-    from flexinspect.core.keyboard import all_keys
-
-    if not isinstance(table, dict):
-        raise _settings_error(
-            file, text, "keys", '[keys] must be a table of "action" = "key"', hint=_KEYS_HINT
-        )
-    known = {key.id for key in all_keys()}
-    for action in table:
-        if action not in known:
-            near = difflib.get_close_matches(action, known, 1)
-            ask = f"; did you mean {near[0]!r}?" if near else ""
-            raise _settings_error(
-                file, text, action, f"no action is called {action!r}{ask}", hint=_KEYS_HINT
-            )
-    return {action: _action_keys(file, text, action, value) for action, value in table.items()}
-
-
-def _read_breakpoints(file: Path, text: str, table: object) -> dict[str, str]:
-    if not isinstance(table, dict):
-        what = '[breakpoints] must be a table of name = "condition"'
-        raise _settings_error(file, text, "breakpoints", what, hint=_BREAKPOINTS_HINT)
-    if not table:
-        return {}
-    from flexinspect.breakpoints import BreakpointStore, ExpressionError
-
-    store = BreakpointStore()
-    for name, condition in table.items():
-        if not isinstance(condition, str):
-            what = f"the breakpoint {name!r} needs a condition in quotes"
-            raise _settings_error(file, text, name, what, hint=_BREAKPOINTS_HINT)
+def _read_model(source: _SettingsFile, alias: str, value: object) -> ModelAlias:
+    entry = {"path": value} if isinstance(value, str) else value
+    wrong, hint = "", None
+    if not isinstance(entry, dict):
+        wrong, entry = "must be a string or a table { path = ... }", {}
+    target, dtype = entry.get("path"), entry.get("dtype")
+    if unknown := [key for key in entry if key not in ("path", "dtype")]:
+        wrong = f"has an unknown key {unknown[0]!r}"
+    elif not isinstance(target, str) or not target.strip():
+        wrong = wrong or "needs a path: a hub id or a folder"
+    elif dtype is not None:
         try:
-            store.add(condition)
-        except ExpressionError as error:
-            raise error.with_location(f"{file}:{_line_of(text, name)}") from None
-    return dict(table)
+            dtype = canonical_dtype(str(dtype))
+        except UsageError as error:
+            wrong, hint = f"has an unknown dtype {dtype!r}", error.hint
+    if wrong:
+        raise source.error("models", alias, f"the model {alias!r} {wrong}", hint)
+    return ModelAlias(alias, str(target).strip(), dtype, source.file)
 
 
-def _action_keys(file: Path, text: str, action: str, value: object) -> tuple[str, ...]:
-    """Return the keys of one action as Textual names them."""
-    from flexinspect.core.keyboard import KEY_SYNTAX, parse_key
+def _read_keys(source: _SettingsFile) -> dict[str, tuple[str, ...]]:
+    """Return the keys of each action as Textual names them."""
+    from flexinspect.core.keyboard import KEY_SYNTAX, all_keys, parse_key
 
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        what = f"the action {action!r} needs a key, or a list of keys"
-        raise _settings_error(file, text, action, what, hint=_KEYS_HINT)
-    keys = []
-    for name in names:
-        key = parse_key(name)
-        if key is None:
-            what = f"the action {action!r} has {name!r}, which is not a key"
-            raise _settings_error(file, text, action, what, hint=KEY_SYNTAX)
-        keys.append(key)
-    return tuple(dict.fromkeys(keys))
+    known = {key.id for key in all_keys()}
+    found = {}
+    for action, value in source.section("keys").items():
+        if action not in known:
+            hint = did_you_mean(action, known)
+            raise source.error("keys", action, f"no action is called {action!r}", hint)
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+            what = f"the action {action!r} needs a key, or a list of keys"
+            raise source.error("keys", action, what)
+        keys = {name: parse_key(name) for name in names}
+        for name, key in keys.items():
+            if key is None:
+                what = f"the action {action!r} has {name!r}, which is not a key"
+                raise source.error("keys", action, what, KEY_SYNTAX)
+        found[action] = tuple(dict.fromkeys(key for key in keys.values() if key is not None))
+    return found
 
 
 def _check_shared_keys(
-    keys: Mapping[str, tuple[str, ...]], sources: Mapping[str, tuple[Path, str]]
+    keys: Mapping[str, tuple[str, ...]], sources: Mapping[str, _SettingsFile]
 ) -> None:
     """Refuse a key that another action uses, unless that action gets another key."""
-    if not keys:
-        return
     from flexinspect.core.keyboard import FIXED_KEYS, find_key_conflict
 
     clash = find_key_conflict(keys)
@@ -259,93 +260,46 @@ def _check_shared_keys(
     hint = f"Choose another key, or assign another key to {clash.other!r} here as well."
     if FIXED_KEYS.get(clash.other) == clash.key:
         hint = f"{clash.key!r} always belongs to {clash.other!r}; choose another key."
-    raise _settings_error(*sources[clash.action], clash.action, what, hint=hint)
+    raise sources[clash.action].error("keys", clash.action, what, hint)
 
 
-_BREAKPOINTS_HINT = 'For example unsure = "entropy > 3 and step > 2".'
+def _read_breakpoints(source: _SettingsFile) -> dict[str, str]:
+    table = source.section("breakpoints")
+    if not table:
+        return {}
+    from flexinspect.breakpoints.store import BreakpointStore
+    from flexinspect.breakpoints.syntax_tree import ExpressionError
+
+    store = BreakpointStore()
+    for name, condition in table.items():
+        if not isinstance(condition, str):
+            what = f"the breakpoint {name!r} needs a condition in quotes"
+            raise source.error("breakpoints", name, what)
+        try:
+            store.add(condition)
+        except ExpressionError as error:
+            raise error.with_location(f"{source.file}:{source.line_of(name)}") from None
+    return dict(table)
 
 
-def _read_debugging(file: Path, text: str, table: object) -> dict[str, dict[str, bool]]:
+def _read_debugging(source: _SettingsFile) -> dict[str, dict[str, bool]]:
     """Return the switches of each profile; "" is the section itself."""
-    if not isinstance(table, dict):
-        raise _settings_error(
-            file, text, "debugging", "[debugging] must be a table of switches", hint=_SWITCHES_HINT
-        )
+    table = source.section("debugging")
     profiles = {name: value for name, value in table.items() if isinstance(value, dict)}
     base = {name: value for name, value in table.items() if name not in profiles}
     return {
-        profile: _read_switches(file, text, switches)
+        profile: dict(_read_switch(source, *switch) for switch in switches.items())
         for profile, switches in {"": base, **profiles}.items()
     }
 
 
-def _read_switches(file: Path, text: str, table: Mapping[str, object]) -> dict[str, bool]:
+def _read_switch(source: _SettingsFile, name: str, value: object) -> tuple[str, bool]:
     from flexinspect.records.debug_switches import parse_switch
 
-    settings = {}
-    for name, value in table.items():
-        try:
-            switch = parse_switch(name)
-        except UsageError as error:
-            raise _settings_error(
-                file, text, name, error.message.rstrip("."), hint=_SWITCHES_HINT
-            ) from None
-        if not isinstance(value, bool):
-            raise _settings_error(
-                file, text, name, f"the switch {name!r} must be true or false", hint=_SWITCHES_HINT
-            )
-        settings[switch] = value
-    return settings
-
-
-_SWITCHES_HINT = 'For example, in [debugging]: "memory_usage = true".'
-_KEYS_HINT = 'For example "step.next" = "w"; the palette of the interface (p) lists every action.'
-
-
-def _model_alias(file: Path, text: str, alias: str, value: object) -> ModelAlias:
-    entry = {"path": value} if isinstance(value, str) else value
-    if not isinstance(entry, dict):
-        raise _settings_error(
-            file, text, alias, f"the model {alias!r} must be a string or a table {{ path = ... }}"
-        )
-    for key in entry:
-        if key not in _ALIAS_KEYS:
-            raise _settings_error(
-                file, text, alias, f"the model {alias!r} has an unknown key {key!r}"
-            )
-    target, dtype = entry.get("path"), entry.get("dtype")
-    if not isinstance(target, str) or not target.strip():
-        raise _settings_error(
-            file, text, alias, f"the model {alias!r} needs a path: a hub id or a folder"
-        )
-    if dtype is not None:
-        dtype = _dtype(file, text, alias, dtype)
-    return ModelAlias(alias, target.strip(), dtype, file)
-
-
-def _dtype(file: Path, text: str, alias: str, dtype: object) -> str:
     try:
-        return canonical_dtype(str(dtype))
+        switch = parse_switch(name)
     except UsageError as error:
-        message = f"the model {alias!r} has an unknown dtype {dtype!r}"
-        raise _settings_error(file, text, alias, message, hint=error.hint) from None
-
-
-def _settings_error(
-    file: Path, text: str, key: str, message: str, hint: str | None = None
-) -> UsageError:
-    return UsageError(
-        f"{file}:{_line_of(text, key)}: {message}{'' if message.endswith('?') else '.'}",
-        hint=hint or "See `flexinspect models --help` for the form.",
-    )
-
-
-def _line_of(text: str, key: str) -> int:
-    # tomllib keeps no positions; the first line that assigns or opens the key is the one meant.
-    pattern = re.compile(
-        rf"""^\s*(?:\[+[^\]#]*\b{re.escape(key)}["']?\s*\]|["']?{re.escape(key)}["']?\s*[.=])"""
-    )
-    for number, line in enumerate(text.splitlines(), start=1):
-        if pattern.match(line):
-            return number
-    return 1
+        raise source.error("debugging", name, error.message.rstrip(".")) from None
+    if not isinstance(value, bool):
+        raise source.error("debugging", name, f"the switch {name!r} must be true or false")
+    return switch, value

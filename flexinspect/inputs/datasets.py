@@ -23,7 +23,6 @@ In a CSV file a list is written as JSON (`["a", "b"]`) or separated by bars (`a|
 from __future__ import annotations
 
 import csv
-import difflib
 import importlib
 import json
 import random
@@ -31,7 +30,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,7 @@ from typing import Any
 from flexinspect.core import plugins
 from flexinspect.core.environment import PACKAGE_DATA, offline_if_unreachable
 from flexinspect.core.errors import DatasetError, FlexInspectError, UsageError, summarize_error
-
-__all__ = [
-    "ParaPharaseDataset",
-    "ParaphraseDataset",
-    "Sample",
-    "choose_paraphrases",
-    "from_prompts",
-    "load",
-    "names",
-    "register_dataset",
-]
+from flexinspect.core.text import did_you_mean
 
 DEMO = PACKAGE_DATA / "demo" / "questions.jsonl"
 ENTRY_POINTS = "flexinspect.inputs.datasets"
@@ -127,7 +116,7 @@ def load(spec: str, *, max_samples: int | None = None) -> list[Sample]:
 def _samples(spec: str, limit: int | None) -> Iterator[Sample]:
     name, _, path = spec.partition(":")
     if spec == "demo":
-        return _demo()
+        return plain_samples(local_rows(DEMO))
     if name in PUBLIC_DATASETS:
         rows = local_rows(Path(path)) if path else hub_rows(name)
         return PUBLIC_DATASETS[name].samples(rows, limit)
@@ -140,20 +129,9 @@ def _samples(spec: str, limit: int | None) -> Iterator[Sample]:
         return _user_samples(spec, lambda: _import(spec)())
     if Path(spec).suffix or Path(spec).exists():
         return plain_samples(local_rows(Path(spec)))
-    near = difflib.get_close_matches(spec, names(), n=2)
-    ask = f"Did you mean {' or '.join(near)}? " if near else ""
-    raise DatasetError(
-        f"The dataset {spec!r} is unknown.",
-        hint=f"{ask}Give {', '.join(names())}, a FILE.jsonl, or package.module:Class.",
-    )
-
-
-def _demo() -> Iterator[Sample]:
-    if not DEMO.is_file():
-        raise DatasetError(
-            "The demo questions are missing from this installation.", hint="Reinstall flexinspect."
-        )
-    return plain_samples(local_rows(DEMO))
+    known = f"Give {', '.join(names())}, a FILE.jsonl, or package.module:Class."
+    hint = f"{did_you_mean(spec, names())} {known}".lstrip()
+    raise DatasetError(f"The dataset {spec!r} is unknown.", hint=hint)
 
 
 def _import(spec: str) -> Any:
@@ -173,38 +151,18 @@ def _import(spec: str) -> Any:
 
 
 def _user_samples(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
-    # The user's code may fail in any way; `__cause__` keeps the traceback.
+    """Yield the samples of a user's dataset, whose code may fail in any way."""
     try:
-        dataset = make()
-        items = iter(dataset.load_dataset())
+        for number, item in enumerate(make().load_dataset(), start=1):
+            is_sample = isinstance(item, Sample)
+            yield item if is_sample else sample_from(item, f"{spec}, sample {number}", str(number))
     except FlexInspectError:
         raise
     except (Exception, SystemExit) as error:  # its module may be a script that calls sys.exit()
-        raise _user_dataset_error(spec, error) from error
-    return _iterate_user_samples(spec, items)
-
-
-def _iterate_user_samples(spec: str, items: Iterator[Any]) -> Iterator[Sample]:
-    number = 0
-    while True:
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise _user_dataset_error(spec, error) from error
-        number += 1
-        if isinstance(item, Sample):
-            yield item
-        else:
-            yield sample_from(item, f"{spec}, sample {number}", f"{number}")
-
-
-def _user_dataset_error(spec: str, error: BaseException) -> DatasetError:
-    return DatasetError(
-        f"The dataset {spec} failed: {summarize_error(error)}.",
-        hint="It needs a constructor without arguments and load_dataset() that returns samples.",
-    )
+        raise DatasetError(
+            f"The dataset {spec} failed: {summarize_error(error)}.",
+            hint="It needs a constructor without arguments and a load_dataset() with samples.",
+        ) from error
 
 
 def choose_paraphrases(
@@ -234,7 +192,7 @@ def choose_paraphrases(
             hint=f"Use --num-paraphrases {len(chosen)} or less, or a dataset with more.",
         )
     paraphrases = tuple(sample.paraphrases[index] for index in chosen[:num_paraphrases])
-    return Sample(sample.id, paraphrases, sample.answers, sample.meta)
+    return replace(sample, paraphrases=paraphrases)
 
 
 def _parse_indices(text: str) -> list[int]:
@@ -408,17 +366,13 @@ def sample_from(fields: Any, where: str, default_id: str) -> Sample:
     if not texts:
         raise DatasetError(f"{where}: `paraphrases` is empty.")
     answers = fields.get("answers", fields.get("answer"))
+    identity = fields.get("id", fields.get("uuid"))
     return Sample(
-        id=_sample_id(fields, default_id),
+        id=default_id if identity in (None, "") else str(identity),
         paraphrases=texts,
         answers=() if answers is None else check_texts(answers, where, "answers"),
         meta={key: value for key, value in fields.items() if key not in used},
     )
-
-
-def _sample_id(fields: Mapping[str, Any], default: str) -> str:
-    value = fields.get("id", fields.get("uuid"))
-    return default if value is None or value == "" else str(value)
 
 
 def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
@@ -473,81 +427,59 @@ def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> 
     and `answers`. [X] becomes the subject and [Y] becomes [MASK]; hand-written templates come
     first.
     """
-    facts: dict[str, _Fact] = {}
+    facts: dict[str, tuple[DatasetRow, list[str], list[str]]] = {}
     for row in rows:
-        fact = _Fact.of(row)
-        known = facts.get(fact.key)
-        if known is not None:
-            known.add(fact)
-        elif limit is None or len(facts) < limit:
-            facts[fact.key] = fact
-    for number, fact in enumerate(facts.values(), start=1):
-        yield fact.sample(number)
+        subject, relation = _subject_and_relation(row.fields)
+        key = str(row.fields.get("uuid") or f"{subject}|{relation}")
+        if key in facts or limit is None or len(facts) < limit:
+            _, manual, automatic = facts.setdefault(key, (row, [], []))
+            _add_paraphrases(row, subject, manual, automatic)
+    for key, (row, manual, automatic) in facts.items():
+        yield _fact_sample(key, row, manual, automatic)
 
 
-@dataclass(slots=True)
-class _Fact:
-    key: str
-    where: str
-    answers: tuple[str, ...]
-    manual: list[str]
-    automatic: list[str]
-    meta: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, row: DatasetRow) -> _Fact:
-        fields, where = row.fields, row.where
-        relation = _first_field(fields, "rel_uri", "rel", "relation", "predicate_id")
-        subject = _first_field(fields, "sub_ent", "subject", "sub_label", "sub_uri")
-        identity = fields.get("uuid") or f"{subject}|{relation}"
-        manual, automatic = _prepared_paraphrases(fields, where) or _fill_templates(
-            fields, where, subject
-        )
-        names = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
-        answers = _flatten(_first_field(fields, *names))
-        if answers is None:
-            raise DatasetError(f"{where}: there is neither `obj_aliases` nor another object field.")
-        meta = {"relation": relation, "subject": subject}
-        unique = tuple(dict.fromkeys(check_texts(answers, where, "answers")))
-        return cls(str(identity), where, unique, manual, automatic, meta)
-
-    def add(self, other: _Fact) -> None:
-        self.manual += other.manual
-        self.automatic += other.automatic
-
-    def sample(self, number: int) -> Sample:
-        paraphrases = tuple(dict.fromkeys((*self.manual, *self.automatic)))
-        if not paraphrases:
-            raise DatasetError(f"{self.where}: there is no template.")
-        meta = {**self.meta, "manual": len(dict.fromkeys(self.manual))}
-        return Sample(self.key or str(number), paraphrases, self.answers, meta)
+def _subject_and_relation(fields: Mapping[str, Any]) -> tuple[Any, Any]:
+    subject = _first_field(fields, "sub_ent", "subject", "sub_label", "sub_uri")
+    return subject, _first_field(fields, "rel_uri", "rel", "relation", "predicate_id")
 
 
-def _prepared_paraphrases(
-    fields: Mapping[str, Any], where: str
-) -> tuple[list[str], list[str]] | None:
-    names = ("manual_paraphrases", "auto_paraphrases")
-    if not any(name in fields for name in names):
-        return None
-    manual, automatic = (list(check_texts(fields.get(name) or [], where, name)) for name in names)
-    return manual, automatic
+def _fact_sample(key: str, row: DatasetRow, manual: list[str], automatic: list[str]) -> Sample:
+    if not (manual or automatic):
+        raise DatasetError(f"{row.where}: there is no template.")
+    names = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
+    answers = _flatten(_first_field(row.fields, *names))
+    if answers is None:
+        raise DatasetError(f"{row.where}: there is neither `obj_aliases` nor another object field.")
+    subject, relation = _subject_and_relation(row.fields)
+    return Sample(
+        id=key,
+        paraphrases=tuple(dict.fromkeys((*manual, *automatic))),
+        answers=tuple(dict.fromkeys(check_texts(answers, row.where, "answers"))),
+        meta={"relation": relation, "subject": subject, "manual": len(dict.fromkeys(manual))},
+    )
 
 
-def _fill_templates(
-    fields: Mapping[str, Any], where: str, subject: Any
-) -> tuple[list[str], list[str]]:
+def _add_paraphrases(
+    row: DatasetRow, subject: Any, manual: list[str], automatic: list[str]
+) -> None:
+    """Add the prepared paraphrases of a row, or its templates filled with the subject."""
+    fields, where = row.fields, row.where
+    prepared = {"manual_paraphrases": manual, "auto_paraphrases": automatic}
+    if not prepared.keys().isdisjoint(fields):
+        for name, texts in prepared.items():
+            texts += check_texts(fields.get(name) or [], where, name)
+        return
     templates = _first_field(fields, "templates", "template")
     if templates is None or not isinstance(subject, str):
         raise DatasetError(
             f"{where}: `template` and `sub_ent` (or `subject`) are needed.",
             hint=f"The fields are {', '.join(fields) or 'none'}.",
         )
-    filled = [
+    is_manual = str(fields.get("is_manual", True)).lower() in ("true", "1")
+    (manual if is_manual else automatic).extend(
         template.replace("[X]", subject).replace("[Y]", "[MASK]")
         for template in check_texts(templates, where, "template")
-    ]
-    by_hand = str(fields.get("is_manual", True)).lower() in ("true", "1")
-    return (filled, []) if by_hand else ([], filled)
+    )
 
 
 def _first_field(fields: Mapping[str, Any], *keys: str) -> Any:
@@ -583,22 +515,18 @@ def hub_rows(name: str) -> Iterator[DatasetRow]:
     without network if the dataset is not cached.
     """
     public = PUBLIC_DATASETS[name]
-
-    def read(library: Any) -> Iterable[Any]:
-        with offline_if_unreachable():
-            rows: Iterable[Any] = library.load_dataset(public.repo_id, split=public.split)
-            return rows
-
-    return _library_rows(
-        public.repo_id,
-        read,
-        hint="Check the network (HF_ENDPOINT sets a mirror, HTTPS_PROXY a proxy), or download "
-        f"the data elsewhere and use --dataset {name}:FILE.jsonl.",
+    hint = (
+        "Check the network (HF_ENDPOINT sets a mirror, HTTPS_PROXY a proxy), or download "
+        f"the data elsewhere and use --dataset {name}:FILE.jsonl."
     )
+    with offline_if_unreachable():
+        return _library_rows(
+            public.repo_id, lambda lib: lib.load_dataset(public.repo_id, split=public.split), hint
+        )
 
 
 def _library_rows(
-    source: str, read: Callable[[Any], Iterable[Any]], *, hint: str | None = None
+    source: str, read: Callable[[Any], Iterable[Any]], hint: str | None = None
 ) -> Iterator[DatasetRow]:
     try:
         library = importlib.import_module("datasets")
@@ -610,10 +538,8 @@ def _library_rows(
     try:
         items = read(library)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise DatasetError(
-            f"The dataset {source} cannot be loaded: {type(error).__name__}: {reason}", hint=hint
-        ) from error
+        reason = f"The dataset {source} cannot be loaded: {summarize_error(error)}"
+        raise DatasetError(reason, hint=hint) from error
     return (
         DatasetRow(f"{source}, row {number}", number, dict(fields))
         for number, fields in enumerate(items, start=1)

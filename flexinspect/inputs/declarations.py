@@ -17,17 +17,20 @@ A JSON file has the same keys.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
+from msgspec import Meta, Struct
+
+from flexinspect.core.decoding import convert
+from flexinspect.core.environment import read_text
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.masks import algebra
 from flexinspect.records.job import Declaration
@@ -35,128 +38,73 @@ from flexinspect.records.prompt import SegmentKind
 
 SegmentSpec = tuple[int, int, str] | tuple[str, str] | str
 
-DECLARATION_KEYS = ("mask", "separators", "segments")
-SEGMENT_KEYS = ("start", "stop", "text", "label", "kind")
-SEGMENT_KINDS = tuple(str(kind) for kind in SegmentKind if kind is not SegmentKind.GENERATED)
-_KIND_HINT = f"The kinds are {', '.join(SEGMENT_KINDS)}."
+_Kind = Literal["bos", "shared", "paraphrase", "separator", "cue"]
 _SEGMENT_HINT = "A segment needs start and stop, or a text; label and kind are optional."
+
+_Position = Annotated[int, Meta(ge=0)]
+
+
+class _Segment(Struct, forbid_unknown_fields=True):
+    start: _Position | None = None
+    stop: _Position | None = None
+    text: Annotated[str, Meta(min_length=1)] | None = None
+    label: str = ""
+    kind: _Kind | None = None
+
+
+class _DeclarationFile(Struct, forbid_unknown_fields=True):
+    mask: str | None = None
+    separators: Literal["attached", "isolated"] = "attached"
+    segments: tuple[Any, ...] = ()
 
 
 def read_declaration(file: Path) -> Declaration:
     """Return the declaration in a file. Raises `UsageError` with the file and the invalid key."""
-    data = _parse_file(file)
-    _check_keys(file, data, DECLARATION_KEYS, "")
-    segments = data.get("segments", [])
-    if not isinstance(segments, list):
-        raise _declaration_error(
-            file, "segments", "must be a list of tables", "Write [[segments]] for each one."
-        )
-    specs = tuple(_segment_spec(file, f"segments[{n}]", entry) for n, entry in enumerate(segments))
+    said = convert(_DeclarationFile, _parse_file(file), f"The declaration {file}")
+    specs = tuple(_segment_spec(f"{file}: segments[{n}]", e) for n, e in enumerate(said.segments))
     _check_overlaps(file, specs)
-    return Declaration(specs, _mask(file, data), _separators(file, data))
+    if said.mask is not None:
+        try:
+            algebra.check_preset(said.mask)
+        except MaskError as error:
+            raise UsageError(f"{file}: {error.message}", hint=error.hint) from error
+    return Declaration(specs, said.mask, said.separators)
 
 
-def _parse_file(file: Path) -> Mapping[str, Any]:
+def _parse_file(file: Path) -> Any:
+    text, is_json = read_text(file, "declaration"), file.suffix.lower() == ".json"
     try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"The declaration {file} cannot be read: {reason}.") from error
-    try:
-        data = json.loads(text) if file.suffix.lower() == ".json" else tomllib.loads(text)
+        return json.loads(text) if is_json else tomllib.loads(text)
     except ValueError as error:
         what = re.sub(r"\s+", " ", str(error))
-        form = "JSON" if file.suffix.lower() == ".json" else "TOML"
         hint = "A declaration is TOML, or JSON in a file whose name ends in .json."
+        form = "JSON" if is_json else "TOML"
         raise UsageError(f"{file} is not valid {form} ({what}).", hint=hint) from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{file} must hold an object with {_join_names(DECLARATION_KEYS)}.")
-    return data
 
 
-def _mask(file: Path, data: Mapping[str, Any]) -> str | None:
-    name = data.get("mask")
-    if name is None:
-        return None
-    presets = f"The presets are {_join_names(tuple(algebra.PRESETS))}."
-    if not isinstance(name, str):
-        raise _declaration_error(file, "mask", "must be the name of a preset", presets)
-    try:
-        algebra.check_preset(name)
-    except MaskError as error:
-        raise _declaration_error(
-            file, "mask", f"is {name!r}, which is not a preset", presets
-        ) from error
-    return name
-
-
-def _separators(file: Path, data: Mapping[str, Any]) -> str:
-    value = data.get("separators", "attached")
-    if value not in algebra.SEPARATOR_MODES:
-        raise _declaration_error(
-            file, "separators", f"must be {' or '.join(algebra.SEPARATOR_MODES)}"
-        )
-    return str(value)
-
-
-def _segment_spec(file: Path, where: str, entry: object) -> SegmentSpec:
-    if isinstance(entry, str) and entry:
-        return entry
-    if not isinstance(entry, dict):
-        raise _declaration_error(file, where, "must be a table or a string", _SEGMENT_HINT)
-    _check_keys(file, entry, SEGMENT_KEYS, f"{where}.")
-    label = _label(file, where, entry)
-    if "text" in entry:
-        return _text_spec(file, where, entry, label)
-    start, stop = (_position(file, where, entry, name) for name in ("start", "stop"))
+def _segment_spec(where: str, entry: object) -> SegmentSpec:
+    said = convert(_Segment, {"text": entry} if isinstance(entry, str) else entry, where)
+    label, start, stop = _label(said), said.start, said.stop
+    if said.text is not None:
+        if start is not None or stop is not None:
+            what = "has both a text and positions; use one of the two"
+            raise UsageError(f"{where} {what}.", hint=_SEGMENT_HINT)
+        return (said.text, label) if label else said.text
+    if start is None or stop is None:
+        missing = "start" if start is None else "stop"
+        raise UsageError(f"{where}.{missing} is missing.", hint=_SEGMENT_HINT)
     if start >= stop:
-        raise _declaration_error(
-            file, where, f"begins at {start} and ends at {stop}: start must be below stop"
-        )
+        what = f"begins at {start} and ends at {stop}: start must be below stop"
+        raise UsageError(f"{where} {what}.")
     return start, stop, label or f"span {start}-{stop}"
 
 
-def _text_spec(file: Path, where: str, entry: Mapping[str, Any], label: str) -> SegmentSpec:
-    text = entry["text"]
-    if not isinstance(text, str) or not text:
-        raise _declaration_error(file, f"{where}.text", "must be a non-empty string")
-    if {"start", "stop"} & {*entry}:
-        raise _declaration_error(
-            file, where, "has both a text and positions; use one of the two", _SEGMENT_HINT
-        )
-    return (text, label) if label else text
-
-
-def _position(file: Path, where: str, entry: Mapping[str, Any], name: str) -> int:
-    value = entry.get(name)
-    if type(value) is not int or value < 0:
-        what = "is missing" if value is None else f"must be a position >= 0, not {value!r}"
-        raise _declaration_error(file, f"{where}.{name}", what, _SEGMENT_HINT)
-    return value
-
-
-def _label(file: Path, where: str, entry: Mapping[str, Any]) -> str:
+def _label(said: _Segment) -> str:
     """Return the label, with the kind as its first word, where `Declaration` keeps it."""
-    label, kind = entry.get("label", ""), entry.get("kind")
-    if not isinstance(label, str):
-        raise _declaration_error(file, f"{where}.label", "must be a string")
-    if kind is None:
-        return label
-    if kind not in SEGMENT_KINDS:
-        raise _declaration_error(file, f"{where}.kind", f"is {kind!r}", _KIND_HINT)
-    first = (label.split() or [""])[0].lower()
-    named = first if first in SEGMENT_KINDS else str(SegmentKind.PARAPHRASE)
-    return label if named == kind else f"{kind} {label}".rstrip()
-
-
-def _check_keys(file: Path, data: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in data:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = (
-                f"Did you mean {near[0]}?" if near else f"The known keys are {_join_names(known)}."
-            )
-            raise _declaration_error(file, f"{where}{key}", "is unknown", hint)
+    first = (said.label.split() or [""])[0].lower()
+    named = first if first in get_args(_Kind) else str(SegmentKind.PARAPHRASE)
+    has_kind = said.kind in (None, named)
+    return said.label if has_kind else f"{said.kind} {said.label}".rstrip()
 
 
 def _check_overlaps(file: Path, segments: tuple[SegmentSpec, ...]) -> None:
@@ -164,15 +112,7 @@ def _check_overlaps(file: Path, segments: tuple[SegmentSpec, ...]) -> None:
     for (_, stop, first), (start, _, second) in pairwise(spans):
         if start < stop:
             what = f"has '{first}' and '{second}', which overlap at position {start}"
-            raise _declaration_error(file, "segments", what)
-
-
-def _declaration_error(file: Path, key: str, what: str, hint: str | None = None) -> UsageError:
-    return UsageError(f"{file}: {key} {what}.", hint=hint)
-
-
-def _join_names(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+            raise UsageError(f"{file}: segments {what}.")
 
 
 def check_mask_mod_spec(spec: str) -> None:

@@ -78,7 +78,7 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
     if name in config.models:
         return _user_alias(config.models[name])
     if name in ALIASES:
-        return _alias(name)
+        return replace(_hub(ALIASES[name]), name=name, kind="alias")
     if expand_user(name).is_dir():
         return _folder(name, expand_user(name))
     if _looks_like_path(name):
@@ -116,11 +116,6 @@ def _user_alias(entry: ModelAlias) -> ModelSource:
     return replace(source, name=entry.alias, kind="alias", dtype=entry.dtype)
 
 
-def _alias(name: str) -> ModelSource:
-    source = _hub(ALIASES[name])
-    return replace(source, name=name, kind="alias", config_path=ARCHITECTURES / f"{name}.json")
-
-
 def _folder(name: str, folder: Path) -> ModelSource:
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -133,21 +128,16 @@ def _folder(name: str, folder: Path) -> ModelSource:
 def _hub(repo_id: str) -> ModelSource:
     snapshot = cached_snapshot(repo_id)
     complete = snapshot is not None and has_all_weights(snapshot)
+    alias = next((alias for alias, target in ALIASES.items() if target == repo_id), None)
     return ModelSource(
         repo_id,
         "hub",
         repo_id,
         snapshot if complete else None,
-        shipped_architecture(repo_id),
+        None if alias is None else ARCHITECTURES / f"{alias}.json",
         "cached" if complete else "download",
         gated=repo_id.startswith(_GATED),
     )
-
-
-def shipped_architecture(repo_id: str) -> Path | None:
-    """Return the configuration that ships for a hub id, None if it has no built-in alias."""
-    name = next((alias for alias, target in ALIASES.items() if target == repo_id), None)
-    return None if name is None else ARCHITECTURES / f"{name}.json"
 
 
 def cached_snapshot(repo_id: str, file: str = "config.json") -> Path | None:
@@ -190,8 +180,11 @@ def read_config(source: ModelSource) -> dict[str, Any] | None:
     """
     snapshot = source.path or (cached_snapshot(source.repo_id) if source.repo_id else None)
     file = source.config_path if snapshot is None else snapshot / "config.json"
-    if file is None:
-        return None
+    return None if file is None else read_config_file(file)
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """Return a model's configuration. Raises `ModelError` if it is unreadable."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

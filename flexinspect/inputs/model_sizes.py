@@ -159,28 +159,25 @@ def plan_memory(
 def available_ram() -> int:
     """Return the bytes of RAM that this process can still allocate, including container limits."""
     free = int(psutil.virtual_memory().available)
-    limits = (_cgroup_v2_free(), _cgroup_v1_free())
+    limits = (_cgroup_free(*names) for names in _CGROUPS)
     return min([free, *(limit for limit in limits if limit is not None)])
 
 
-def _cgroup_v2_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+_CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Folder, limit and use of control groups, version 2 and 1."""
+
+
+def _cgroup_free(root: Path, limit: str, used: str) -> int | None:
     try:
-        limit = int((root / "memory.max").read_text())  # "max", no limit, raises ValueError
-        used = int((root / "memory.current").read_text())
+        # "max", no limit, raises ValueError
+        free = int((root / limit).read_text()) - int((root / used).read_text())
         stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        cache = int(stat.get("inactive_file", 0))  # the kernel reclaims it on demand
     except (OSError, ValueError):
         return None
-    return max(0, limit - used + cache)
-
-
-def _cgroup_v1_free(root: Path = Path("/sys/fs/cgroup/memory")) -> int | None:
-    try:
-        limit = int((root / "memory.limit_in_bytes").read_text())
-        used = int((root / "memory.usage_in_bytes").read_text())
-    except (OSError, ValueError):
-        return None
-    return max(0, limit - used)
+    return max(0, free + int(stat.get("inactive_file", 0)))  # the kernel reclaims this on demand
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -189,31 +186,17 @@ def read_header(path: Path) -> dict[str, Any]:
     Reads no tensor. Raises `ModelError` when the file is truncated or not a safetensors file.
     """
     try:
-        header = _parse_header(path)
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: Any = json.loads(file.read(length)) if length <= _MAX_HEADER else None
+        ends = [(int(t["data_offsets"][1]), math.prod(t["shape"])) for _, t in _tensors(header)]
+        is_damaged = path.stat().st_size < 8 + length + max(ends, default=(0, 0))[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise _damaged(path) from error
-    end = max((int(tensor["data_offsets"][1]) for _, tensor in _tensors(header)), default=0)
-    if path.stat().st_size < _header_length(path) + end:
+    if is_damaged:
         raise _damaged(path)
-    return header
-
-
-def _parse_header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _MAX_HEADER:
-            raise ValueError("header too long")
-        header = json.loads(file.read(length))
-    if not isinstance(header, dict):
-        raise TypeError("header is not an object")
-    for _, tensor in _tensors(header):
-        _ = int(tensor["data_offsets"][1]) + math.prod(tensor["shape"])
-    return header
-
-
-def _header_length(path: Path) -> int:
-    with path.open("rb") as file:
-        return 8 + int(struct.unpack("<Q", file.read(8))[0])
+    tensors: dict[str, Any] = header
+    return tensors
 
 
 def _tensors(header: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import importlib.util
 import os
-import queue
 import selectors
 import signal
 import socket
@@ -34,6 +33,9 @@ POLL_INTERVAL_S = 0.05
 
 MAX_STDERR_LINES = 40
 """Last lines of a process's stderr that are kept for error messages."""
+
+MAX_PRINTS = 1 << 16
+"""Last lines that the user's code printed in our own generation, kept until they are shown."""
 
 MAX_HEAD_CHARS = 4 << 20
 """Characters stored in the trace from the beginning of a program's output."""
@@ -68,9 +70,9 @@ class CaptureState:
     is_over: bool = False
     wants_terminal: bool = False
     n_terminal_requests: int = 0
-    pauses: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
-    debugger_messages: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
-    prints: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+    pauses: deque[str] = field(default_factory=deque)
+    debugger_messages: deque[str] = field(default_factory=deque)
+    prints: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_PRINTS))
 
 
 class Capture:
@@ -144,23 +146,23 @@ class Capture:
 
     def _on_message(self, facts: Mapping[str, Any]) -> None:
         """Update the state from a message of the process."""
-        if facts["kind"] == protocol.TRACE:
-            self.state.path = Path(facts["path"])
-            self.state.note = facts["note"]
-            self.state.recording = Path(facts["recording"])
-        elif facts["kind"] == protocol.ERROR:
-            self.state.error, self.state.hint = facts["message"], facts["hint"]
-        elif facts["kind"] == protocol.FINISHED:
-            self.state.path = Path(facts["path"]) if facts["path"] else None
-            self.state.note = facts["note"] or self.state.note
-            self.state.is_over = True
-        elif facts["kind"] == protocol.DEBUGGER:
-            self.state.debugger_messages.put(facts["text"])
-        elif facts["kind"] == protocol.TERMINAL:
-            self.state.wants_terminal = facts["wanted"]
-            self.state.n_terminal_requests += facts["wanted"]
-        elif facts["kind"] == protocol.STOPPED:
-            self.state.pauses.put(facts["text"])
+        kind, state = facts["kind"], self.state
+        if kind == protocol.TRACE:
+            state.path, state.note = Path(facts["path"]), facts["note"]
+            state.recording = Path(facts["recording"])
+        elif kind == protocol.ERROR:
+            state.error, state.hint = facts["message"], facts["hint"]
+        elif kind == protocol.FINISHED:
+            state.path = Path(facts["path"]) if facts["path"] else None
+            state.note = facts["note"] or state.note
+            state.is_over = True
+        elif kind == protocol.DEBUGGER:
+            state.debugger_messages.append(facts["text"])
+        elif kind == protocol.TERMINAL:
+            state.wants_terminal = facts["wanted"]
+            state.n_terminal_requests += facts["wanted"]
+        elif kind == protocol.STOPPED:
+            state.pauses.append(facts["text"])
 
     def grant_terminal(self) -> None:
         """Allow pdb in the process to use the terminal while `state.wants_terminal` is set."""
@@ -204,35 +206,32 @@ class GenerationProcess(Capture):
             errors="backslashreplace",
             start_new_session=True,
         )
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
         self._readers = [
             threading.Thread(target=self._read_stdout, args=(self._process.stdout,), daemon=True),
             threading.Thread(target=self._read_stderr, args=(self._process.stderr,), daemon=True),
         ]
         for reader in self._readers:
             reader.start()
-        self._send_job(job)
+        # Left open: the process learns from its end that the parent is gone.
+        with suppress(BrokenPipeError):  # it died at once; its exit code and stderr show why
+            self._write(job.to_json() + "\n")
 
-    def _send_job(self, job: Job) -> None:
-        assert self._process.stdin is not None
-        try:
-            # Left open: the process learns from its end that the parent is gone.
-            self._process.stdin.write(job.to_json() + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died at once; its exit code and stderr show why
+    def _write(self, text: str) -> None:
+        self._stdin.write(text)
+        self._stdin.flush()
 
     def detach(self) -> bool:
         """Let the process continue after the parent has ended."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(protocol.DETACH.decode())
-            self._process.stdin.close()
+            self._write(protocol.DETACH.decode())
+            self._stdin.close()
         except (BrokenPipeError, ValueError):
             return False  # it has just ended
         return True
 
     def poll(self) -> int | None:
-        """Return the exit code once the process has ended and all its output has been read."""
         code = self._process.poll()
         if code is not None:
             for reader in self._readers:
@@ -240,23 +239,19 @@ class GenerationProcess(Capture):
         return code
 
     def grant_terminal(self) -> None:
-        """Allow pdb to use the terminal: the process waits for a byte."""
         with suppress(OSError, ValueError):
-            assert self._process.stdin is not None
-            self._process.stdin.write(protocol.GRANT_TERMINAL.decode())
-            self._process.stdin.flush()
+            self._write(protocol.GRANT_TERMINAL.decode())
 
     def _read_stdout(self, stream: IO[str]) -> None:
         for line in stream:
             facts = protocol.parse_message(line)
             if facts is None:
-                self.state.prints.put(line.rstrip("\n"))
+                self.state.prints.append(line.rstrip("\n"))
             else:
                 self._on_message(facts)
 
     def _read_stderr(self, stream: IO[str]) -> None:
-        for line in stream:
-            self._stderr.append(line.rstrip("\n"))
+        self._stderr.extend(line.rstrip("\n") for line in stream)
 
 
 OutputItem = tuple[float, str, str]
@@ -352,10 +347,12 @@ class OutputRecorder:
             if not self._is_finished:
                 time.sleep(SEND_EVERY_S)
             self._wake.clear()
-            if not self._send(self._take_items()):
+            items = self._take_items()
+            if items and not self.send(protocol.OUTPUT, items=items):
                 return
-        self._send(self._take_items(last=True))
-        self._send_message(protocol.DRAINED)
+        if items := self._take_items(last=True):
+            self.send(protocol.OUTPUT, items=items)
+        self.send(protocol.DRAINED)
 
     def _take_items(self, *, last: bool = False) -> list[OutputItem]:
         with self._lock:
@@ -365,20 +362,14 @@ class OutputRecorder:
                 items.append((self._tail[0][0], self._tail[0][1], text))
             return [*items, *self._tail] if last else items
 
-    def _send(self, items: list[OutputItem]) -> bool:
-        return not items or self._send_message(protocol.OUTPUT, items=items)
-
-    def _send_message(self, kind: str, **facts: Any) -> bool:
+    def send(self, kind: str, **facts: Any) -> bool:
+        """Send a message to the program; False when it is gone."""
         try:
             with self._send_lock:
                 self._control.sendall((protocol.format_message(kind, **facts) + "\n").encode())
         except OSError:
             return False
         return True
-
-    def grant_terminal(self) -> None:
-        """Send the message that pdb may use the terminal."""
-        self._send_message(protocol.TERMINAL, wanted=True)
 
 
 def _append_merged(items: list[OutputItem], item: OutputItem) -> None:
@@ -420,7 +411,6 @@ class ScriptProcess(Capture):
         self._reader.start()
 
     def poll(self) -> int | None:
-        """Return the exit code once the program has ended and its output was passed on."""
         code = self._process.poll()
         return None if self._reader.is_alive() else code
 
@@ -435,11 +425,9 @@ class ScriptProcess(Capture):
                 self._process.send_signal(number)
 
     def grant_terminal(self) -> None:
-        """Allow pdb to use the terminal."""
-        self._recorder.grant_terminal()
+        self._recorder.send(protocol.TERMINAL, wanted=True)
 
     def show_output(self) -> None:
-        """Print the output that was held while the interface was open."""
         self._relay.release()
 
     def _read(self) -> None:
@@ -458,11 +446,8 @@ class ScriptProcess(Capture):
         self._process.wait()
 
     def _on_readable(self, selector: selectors.BaseSelector, source: Any, name: str) -> None:
-        if name == "control":
-            is_open = self._read_messages(selector)
-        else:
-            is_open = self._relay_output(source, name)
-        if not is_open:
+        is_control = name == "control"
+        if not (self._read_messages(selector) if is_control else self._relay_output(source, name)):
             selector.unregister(source)
             source.close()
 

@@ -18,6 +18,7 @@ from flexinspect.rules.attention.kernel_failures import (
     FailuresRule,
 )
 from flexinspect.rules.engine import RuleRunner
+from flexinspect.trace.file.location import delete_trace
 from flexinspect.trace.file.ownership import close_dead_trace
 from flexinspect.trace.file.side_files import LastKernelCall, take_last_call
 
@@ -25,11 +26,22 @@ _CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
 _KILL_SIGNAL = "SIGKILL"
 
 
-def close_crashed_trace(path: Path, process: Capture, code: int) -> bool:
+def finish_trace(process: Capture, code: int) -> Path | None:
+    """Return the trace of a process that ended with `code`, finished; None if it left none."""
+    state = process.state
+    if not state.is_over and state.recording is not None and state.recording.exists():
+        _close_crashed_trace(state.recording, process, code)
+        state.path = state.recording
+    elif state.is_over and state.path is None and state.recording is not None:
+        delete_trace(state.recording)  # and the files that our reader may have created beside it
+    return state.path if state.path is not None and state.path.exists() else None
+
+
+def _close_crashed_trace(path: Path, process: Capture, code: int) -> None:
     """Finish the trace of a process that ended with `code` without finishing it.
 
     A signal of a crash, but not one that we sent, adds an event and a finding with the kernel call
-    that was entered last. Returns whether the trace could be finished.
+    that was entered last.
     """
     call, name, reason = take_last_call(path), _signal_name(code), process.describe_exit(code)
     is_crash = name in _CRASH_SIGNALS or (name == _KILL_SIGNAL and not process.was_killed)
@@ -42,7 +54,7 @@ def close_crashed_trace(path: Path, process: Capture, code: int) -> bool:
         event = _crash_event(call, reason, name, (generation, step))
         return event, RuleRunner([FailuresRule()]).on_event(event)[0]
 
-    return close_dead_trace(path, reason, process.pid, explain)
+    close_dead_trace(path, reason, process.pid, explain)
 
 
 def _signal_name(code: int) -> str:
@@ -64,7 +76,7 @@ def _crash_event(
         return EventRecord(CRASHED_EVENT, f"{ended}; {last_step}.", at, *last, {"signal": name})
     generation = last[0] if call.generation is None else call.generation
     facts = {"signal": name, **asdict(call)}
-    if call.entered:
+    if call.is_running:
         text = f"{ended}: it had entered {_describe_call(call)}, which did not return."
         return EventRecord(NOT_RETURNED_EVENT, text, at, generation, call.step, facts)
     text = (
@@ -80,4 +92,4 @@ def _describe_call(call: LastKernelCall) -> str:
         if call.step is not None
         else "outside of a model"
     )
-    return f"{call.what} {where} ({plural(call.q_len, 'row')}, {plural(call.kv_len, 'key')})"
+    return f"{call.description} {where} ({plural(call.q_len, 'row')}, {plural(call.kv_len, 'key')})"

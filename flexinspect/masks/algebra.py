@@ -20,6 +20,7 @@ from flexinspect.records.prompt import Segment, SegmentKind
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int32]
+BlockStates = npt.NDArray[np.uint8]
 
 UNREACHABLE = 2**31 - 1
 """A local start beyond every key (the largest int32, as kernels index in int32): an empty row."""
@@ -58,6 +59,16 @@ class MaskSpec:
         return mask
 
 
+def spec_entries(spec: MaskSpec) -> dict[str, Any]:
+    """Return the entries of a declaration that describe a mask; see `declared_spec`."""
+    return {
+        "preset": spec.name,
+        "starts": spec.starts,
+        "prefix_stops": spec.prefix_stops,
+        "local_starts": spec.local_starts,
+    }
+
+
 def causal() -> MaskSpec:
     """Return the causal mask: every row attends to itself and all positions before it."""
     return MaskSpec("causal", (0,), (0,), (0,))
@@ -83,7 +94,7 @@ def preset(name: str, segments: Sequence[Segment], *, separators: str = "attache
 
 def declared_spec(declared: Mapping[str, Any]) -> MaskSpec | None:
     """Return the mask of a declaration, None if it describes none (a user's own `mask_mod`)."""
-    columns = [declared.get(name) for name in ("starts", "head", "low")]
+    columns = [declared.get(name) for name in ("starts", "prefix_stops", "local_starts")]
     if not all(isinstance(c, list | tuple) and all(type(n) is int for n in c) for c in columns):
         return None
     starts, prefix_stops, local_starts = (tuple(column or ()) for column in columns)
@@ -234,42 +245,21 @@ def row_block_tables(spec: MaskSpec, q_idx: int, n_kv: int) -> BlockTables:
 
 def stack_block_rows(chunks: Iterable[BoolArray]) -> BlockTables:
     """Return the block tables of a mask in chunks of at most `BLOCK_SIZE` rows, (rows, n_kv)."""
-    rows = [_block_row_tables(chunk) for chunk in chunks]
-    return BlockTables(np.stack([r[0] for r in rows]), np.stack([r[1] for r in rows]))
+    states = np.stack([block_row_states(chunk, BLOCK_SIZE, BLOCK_SIZE) for chunk in chunks])
+    return BlockTables(partial=states == 1, full=states == 2)
 
 
-def _block_row_tables(cells: BoolArray) -> tuple[BoolArray, BoolArray]:
-    n_rows, n_kv = cells.shape
-    edges = np.arange(0, n_kv, BLOCK_SIZE)
-    any_open: BoolArray = np.logical_or.reduceat(cells.any(axis=0), edges)
-    full: BoolArray = np.logical_and.reduceat(cells.all(axis=0), edges)
-    full[-1] &= n_kv % BLOCK_SIZE == 0
-    full &= n_rows == BLOCK_SIZE
-    return any_open & ~full, full
+def block_row_states(cells: BoolArray, size_q: int, size_kv: int) -> BlockStates:
+    """Return which cells of each block are open, uint8 (..., key blocks): 0 none, 1 some, 2 all.
 
-
-def expand_blocks(blocks: BoolArray, n_q: int, n_kv: int, size: tuple[int, int]) -> BoolArray:
-    """Expand a bool array over blocks to a mask of shape (n_q, n_kv)."""
-    return blocks.repeat(size[0], axis=0).repeat(size[1], axis=1)[:n_q, :n_kv]
-
-
-def executed_mask(
-    mask_mod_cells: BoolArray, tables: BlockTables, size: tuple[int, int], *, compiled: bool
-) -> BoolArray:
-    """Return the mask that the kernel applies, of the shape of `mask_mod_cells` (n_q, n_kv).
-
-    Uncompiled FlexAttention evaluates the `mask_mod` on every cell. Compiled FlexAttention computes
-    (partial block and `mask_mod`) or full block, and never visits other blocks. Tested against both
-    kernels; see the sources of `torch.nn.attention.flex_attention`.
+    `cells` are (..., at most `size_q` rows, keys): the rows of one row of blocks. A block that
+    extends beyond the mask counts at most as 1.
     """
-    if not compiled:
-        return mask_mod_cells
-    n_q, n_kv = mask_mod_cells.shape
-    partial = expand_blocks(tables.partial, n_q, n_kv, size)
-    full = expand_blocks(tables.full, n_q, n_kv, size)
-    return (partial & mask_mod_cells) | full
-
-
-def empty_rows(cells: BoolArray) -> npt.NDArray[np.intp]:
-    """Return the indices of the rows of a 2-D mask that attend to no key."""
-    return np.flatnonzero(~cells.any(axis=1))
+    n_rows, n_kv = cells.shape[-2:]
+    edges = np.arange(0, n_kv, size_kv)
+    states = np.logical_or.reduceat(cells.any(axis=-2), edges, axis=-1).astype(np.uint8)
+    if n_rows == size_q:
+        full = np.logical_and.reduceat(cells.all(axis=-2), edges, axis=-1)
+        full[..., -1] &= n_kv % size_kv == 0
+        states += full
+    return states

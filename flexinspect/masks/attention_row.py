@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.records.prompt import Segment
+from flexinspect.records.step import CallRecord
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -71,15 +72,23 @@ class LseCheck:
         return check_tolerance(self.kind, self.dtype)
 
     def describe(self) -> str:
-        """Return "gate 3e-06 (lse)" or "not checked", with the tolerance if the value is coarse."""
+        """Return "LSE error 3e-06" or "not checked", with the tolerance if the value is coarse."""
         if self.value is None:
             return "not checked"
         is_coarse = self.value > LSE_TOLERANCE and not self.is_failed
-        note = f", {self.dtype} rounds to {self.tolerance:g}" if is_coarse else ""
-        return f"gate {self.value:.0e} ({self.kind or 'lse'}{note})"
+        note = f" ({self.dtype} rounds to {self.tolerance:g})" if is_coarse else ""
+        checked = "output" if self.kind == "output" else "LSE"
+        return f"{checked} error {self.value:.0e}{note}"
 
 
 UNCHECKED = LseCheck()
+
+
+def recorded_check(call: CallRecord) -> LseCheck:
+    """Return the check that was made of a call during capture."""
+    return LseCheck(call.lse_error, call.check_kind, call.dtype)
+
+
 """The check of a row without a recorded log-sum-exp or output."""
 
 

@@ -44,17 +44,34 @@ def shift_keys(packed: PackedMask, n_keys: int, offset: int) -> PackedMask:
     return np.packbits(np.pad(bits, ((0, 0), (offset, 0))), axis=1)
 
 
-def pack_spec(spec: MaskSpec, positions: IntArray, n_keys: int) -> PackedMask:
-    """Return the rows of a mask at these positions, packed: uint8 (rows, ceil(n_keys / 8))."""
-    n_bytes = -(-n_keys // 8)
-    rows = np.zeros((len(positions), n_bytes), np.uint8)
-    for row, position in zip(rows, positions.tolist(), strict=True):
-        _set_leading_bits(row, min(position + 1, n_keys))
+def pack_spec(
+    spec: MaskSpec,
+    positions: npt.NDArray[np.integer],
+    n_keys: int,
+    *,
+    kv_offset: int = 0,
+    window: int | None = None,
+) -> PackedMask:
+    """Return the rows of a mask at these positions, packed: uint8 (rows, ceil(n_keys / 8)).
+
+    Key 0 is at position `kv_offset`. With a `window`, a row sees only so many keys up to its own.
+    """
+    rows = _pack_leading(positions + 1 - kv_offset, n_keys)
+    if window is not None:
+        rows &= ~_pack_leading(positions + 1 - window - kv_offset, n_keys)
     regions = np.maximum(np.searchsorted(spec.starts, positions, side="right") - 1, 0)
     for region in np.unique(regions).tolist():
         rows[regions == region] &= _pack_region(
-            spec.prefix_stops[region], spec.local_starts[region], n_keys
+            spec.prefix_stops[region] - kv_offset, spec.local_starts[region] - kv_offset, n_keys
         )
+    return rows
+
+
+def _pack_leading(stops: npt.NDArray[np.integer], n_keys: int) -> PackedMask:
+    """Return packed rows that see the keys below `stops`, one stop per row."""
+    rows = np.zeros((len(stops), -(-n_keys // 8)), np.uint8)
+    for row, stop in zip(rows, stops.tolist(), strict=True):
+        _set_leading_bits(row, min(stop, n_keys))
     return rows
 
 
@@ -94,11 +111,6 @@ class CellCounts:
         """Number of cells."""
         return int(self.row_counts.sum(dtype=np.int64))
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes in memory."""
-        return self.row_counts.nbytes + (0 if self.tiles is None else self.tiles.nbytes)
-
 
 @dataclass(frozen=True, slots=True)
 class MaskCounts:
@@ -115,14 +127,6 @@ class MaskCounts:
     group_counts: Counts
     lost: CellCounts | None = None
     leaked: CellCounts | None = None
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes in memory."""
-        planes = [plane for plane in (self.open, self.lost, self.leaked) if plane is not None]
-        return (
-            sum(p.n_bytes for p in planes) + self.key_counts.nbytes + self.group_counts.nbytes + 512
-        )
 
 
 @dataclass(frozen=True, slots=True)

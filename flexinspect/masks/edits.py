@@ -80,7 +80,9 @@ def apply_patches(
     n_rows, n_keys = out.shape[-2:]
     q_idx = np.arange(q_offset, q_offset + n_rows)
     for patch in patches:
-        rows = slice(*(min(max(at - q_offset, 0), n_rows) for at in _patch_rows(patch)))
+        rows = slice(
+            *(min(max(at - q_offset, 0), n_rows) for at in (patch.row_start, patch.row_stop))
+        )
         keys = slice(min(patch.key_start, n_keys), min(patch.key_stop, n_keys))
         if not patch.is_open:
             out[..., rows, keys] = False
@@ -88,10 +90,6 @@ def apply_patches(
         causal = np.arange(n_keys)[None, keys] <= q_idx[rows, None]
         out[..., rows, keys] |= causal
     return out
-
-
-def _patch_rows(patch: MaskPatch) -> tuple[int, int]:
-    return patch.row_start, patch.row_stop
 
 
 def changed_rows(before: PatchedMask, after: PatchedMask, n_rows: int) -> npt.NDArray[np.intp]:
@@ -104,7 +102,7 @@ def changed_rows(before: PatchedMask, after: PatchedMask, n_rows: int) -> npt.ND
         new = after.patches[len(before.patches) :]
         touched = np.zeros(n_rows, np.bool_)
         for patch in new:
-            touched[slice(*_patch_rows(patch))] = True
+            touched[patch.row_start : patch.row_stop] = True
         return np.flatnonzero(touched)
     rows = [
         start + np.flatnonzero(_differing_rows(before, after, start, stop, n_rows))

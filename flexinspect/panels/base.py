@@ -9,7 +9,7 @@ interface's thread, and `describe` returns it as text. So one panel serves the i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -43,6 +43,7 @@ class NoOptions:
 
 O_co = TypeVar("O_co")
 D = TypeVar("D")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,18 @@ class Picture:
     strips: list[Strip]
     note: str = ""
     alarm: bool = False
+
+
+CURSOR_MOVES = {
+    "cursor.up": (-1, 0),
+    "cursor.down": (1, 0),
+    "cursor.left": (0, -1),
+    "cursor.right": (0, 1),
+}
+"""The actions that move a cursor: by how many lines down, and by how many columns across."""
+
+Cell = tuple[int, int]
+"""A cell of a picture: its column and its line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +123,13 @@ class Panel(Generic[D, O_co]):
     """Whether it shows generated tokens, so that it does not apply to a training run."""
     actions: ClassVar[tuple[str, ...]] = ()
     """The actions (see `flexinspect.core.keyboard`) that `on_action` handles."""
+    initial_options: ClassVar[Any] = NoOptions()
+    """The options that the panel starts with."""
 
     def options(self) -> O_co:
         """Return the initial options of the panel."""
-        raise NotImplementedError
+        options: O_co = self.initial_options
+        return options
 
     def load(self, source: Source, request: Request[O_co]) -> D:
         """Read the data of the request. Runs in a worker thread."""
@@ -136,9 +152,23 @@ class Panel(Generic[D, O_co]):
     ) -> O_co | Navigate | None:
         """Handle the mouse at cell (x, y) of the picture; returns the same as `on_action`.
 
-        `click` is False when the mouse only moves over the cell.
+        `click` is False when the mouse only moves over the cell, which most panels ignore.
         """
+        return self.on_click((x, y), data, request) if click else None
+
+    def on_click(self, at: Cell, data: D, request: Request[O_co]) -> O_co | Navigate | None:
+        """Handle a click on a cell of the picture; returns the same as `on_action`."""
         return None
+
+
+def first_visible(at: int, room: int, total: int) -> int:
+    """Return the first of `room` visible items of `total`, with item `at` near the middle."""
+    return max(0, min(at - room // 2, total - room))
+
+
+def next_choice(choices: Sequence[T], current: T) -> T:
+    """Return the choice after `current`, the first one after the last."""
+    return choices[(choices.index(current) + 1) % len(choices)]
 
 
 @dataclass

@@ -19,9 +19,10 @@ from flexinspect.analysis.branch_comparison import (
     step_mask,
 )
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import Span, align_right, clip_text, line, wrap_paragraph
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
+    Cell,
     Help,
     Missing,
     Navigate,
@@ -37,7 +38,6 @@ from flexinspect.trace.query_results import BranchRow
 from flexinspect.trace.reader import TraceReader
 
 _STEP_WIDTH, _KL_WIDTH, _LOGIT_WIDTH = 5, 11, 8
-_MASK_BYTES = 512
 _MIN_COMPARISON_LINES = 4
 """Minimum lines of the comparison: its heading, two steps and the masks."""
 
@@ -90,10 +90,6 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
     )
     depends_on_size: ClassVar[bool] = True
 
-    def options(self) -> NoOptions:
-        """Return the initial options; there are none."""
-        return NoOptions()
-
     def load(self, source: Source, request: Request[NoOptions]) -> BranchesData:
         """Read the tree, and the steps of the branch that fit the height."""
         reader, place = source.reader, request.place
@@ -119,13 +115,17 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         lines += [_format_pair(pair) for pair in data.pairs]
         if data.diverged_at is not None:
             lines.append(f"The texts diverge at step {data.diverged_at}.")
-        return [*lines, *([_describe_masks(data)] if data.masks is not None else [])]
+        if data.masks is not None:
+            lines.append(_describe_masks(data.masks, data.place))
+        return lines
 
     def paint(self, data: BranchesData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the tree, then the steps, then how the masks differ."""
-        width, height = request.width, request.height
+        pen, height, current = Pen(theme, request.width), request.height, data.place.branch
         strips = [
-            _draw_node(node, data, width, theme)
+            pen.line(
+                (_format_node(node, current), "chosen" if node.row.branch == current else "text")
+            )
             for node in data.nodes[: _tree_height(data, height)]
         ]
         if data.compared is None:
@@ -133,28 +133,25 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
                 "There is no fork. While the model is running, F continues from a step with "
                 "another token, E with another mask."
             )
-            strips += wrap_paragraph(hint, width, theme.style("muted"))
-            return Picture(strips[:height], "one branch")
-        strips.append(_draw_heading(data.compared, width, theme))
-        strips += [_draw_pair(pair, data, width, theme) for pair in data.pairs]
+            return Picture([*strips, *pen.paragraph(hint, "muted")][:height], "one branch")
+        strips.append(_draw_heading(data.compared, pen))
+        strips += [_draw_pair(pair, data, pen) for pair in data.pairs]
         if data.masks is not None:
             strips[height - 1 :] = []
-            strips += _draw_mask_description(
-                _describe_masks(data), width, height - len(strips), theme
-            )
-        note = (
-            "the same tokens"
-            if data.diverged_at is None
-            else f"diverges at step {data.diverged_at}"
-        )
+            text = _describe_masks(data.masks, data.place)
+            paragraph = pen.paragraph(text, "muted")
+            fits = len(strips) + len(paragraph) <= height
+            strips += paragraph if fits else [pen.line((text, "muted"))]
+        note = "the same tokens"
+        if data.diverged_at is not None:
+            note = f"diverges at step {data.diverged_at}"
         return Picture(strips[:height], note)
 
-    def on_mouse(
-        self, x: int, y: int, data: BranchesData, request: Request[NoOptions], *, click: bool
+    def on_click(
+        self, at: Cell, data: BranchesData, request: Request[NoOptions]
     ) -> Navigate | None:
         """Go to the branch or the step that was clicked."""
-        if not click:
-            return None
+        y = at[1]
         n_nodes = min(len(data.nodes), _tree_height(data, request.height))
         if y < n_nodes:
             return Navigate(branch=data.nodes[y].row.branch)
@@ -183,7 +180,6 @@ def _compare_masks(
         return source.get_or_create(
             ("branches.mask", generation, owner, step, layer, head),
             lambda: step_mask(reader, generation, step, owner, layer, head),
-            lambda mask: _MASK_BYTES + (0 if mask is None else mask.cells.nbytes),
         )
 
     return mask_change(
@@ -198,15 +194,13 @@ def _load_pairs(reader: TraceReader, shown: BranchRow, step: int, room: int) -> 
     last = max((first_last[1] for first_last in bounds if first_last is not None), default=-1)
     n = max(room, 2)
     start = max(shown.fork_step or 0, min(step - n // 2, last + 1 - n))
-    return [_load_pair(reader, generation, both, s) for s in range(start, min(start + n, last + 1))]
-
-
-def _load_pair(reader: TraceReader, generation: int, both: tuple[int, int], step: int) -> StepPair:
-    base, own = (_load_step_text(reader, generation, branch, step) for branch in both)
-    change = None
-    if base is not None and own is not None:
-        change = step_change(reader, generation, step, *both)
-    return StepPair(step, base, own, change)
+    pairs = []
+    for number in range(start, min(start + n, last + 1)):
+        base, own = (_load_step_text(reader, generation, branch, number) for branch in both)
+        has_both = base is not None and own is not None
+        change = step_change(reader, generation, number, *both) if has_both else None
+        pairs.append(StepPair(number, base, own, change))
+    return pairs
 
 
 def _find_divergence(reader: TraceReader, shown: BranchRow) -> int | None:
@@ -231,34 +225,26 @@ def _format_node(node: BranchNode, current: int) -> str:
     row = node.row
     mark = "▸" if row.branch == current else " "
     stem = "  " * (node.depth - 1) + "└ " if node.depth else ""
-    origin = (
-        f" from step {row.fork_step}: {escape_unprintable(node.change_text)}"
-        if row.parent is not None
-        else ""
-    )
+    origin = ""
+    if row.parent is not None:
+        origin = f" from step {row.fork_step}: {escape_unprintable(node.change_text)}"
     answer = f" · {escape_unprintable(row.answer).strip()}" if row.answer.strip() else ""
     return f"{mark} {stem}branch {row.branch}{origin} · {row.state}{answer}"
-
-
-def _draw_node(node: BranchNode, data: BranchesData, width: int, theme: Theme) -> Strip:
-    style = theme.style("chosen" if node.row.branch == data.place.branch else "text")
-    return line([(_format_node(node, data.place.branch), style)], width, theme.style("text"))
 
 
 def _text_width(width: int) -> int:
     return max((width - _STEP_WIDTH - _KL_WIDTH - _LOGIT_WIDTH - 2) // 2, 6)
 
 
-def _draw_heading(row: BranchRow, width: int, theme: Theme) -> Strip:
-    text_width = _text_width(width)
+def _draw_heading(row: BranchRow, pen: Pen) -> Strip:
+    text_width = _text_width(pen.width)
     names = [f"branch {row.parent}", f"branch {row.branch}"]
     if max(map(len, names)) > text_width:
         names = [f"br {row.parent}", f"br {row.branch}"]
     parent, branch = (clip_text(name, text_width) for name in names)
     step = align_right("step", _STEP_WIDTH)
     figures = align_right("KL", _KL_WIDTH) + align_right("logit", _LOGIT_WIDTH)
-    heading = f"{step} {parent} {branch}{figures}"
-    return line([(heading, theme.style("muted"))], width, theme.style("text"))
+    return pen.line((f"{step} {parent} {branch}{figures}", "muted"))
 
 
 def _quote_text(text: str | None) -> str:
@@ -279,25 +265,24 @@ def _format_pair(pair: StepPair) -> str:
     return text
 
 
-def _draw_pair(pair: StepPair, data: BranchesData, width: int, theme: Theme) -> Strip:
-    text_width, text = _text_width(width), theme.style("text")
-    step_style = theme.style("chosen" if pair.step == data.place.step else "muted")
-    own_style = theme.style("warn") if pair.is_different else text
-    spans: list[Span] = [
-        (align_right(str(pair.step), _STEP_WIDTH) + " ", step_style),
-        (clip_text(_quote_text(pair.base), text_width) + " ", text),
-        (clip_text(_quote_text(pair.own), text_width), own_style),
-        (align_right(_format_kl(pair.change), _KL_WIDTH), text),
+def _draw_pair(pair: StepPair, data: BranchesData, pen: Pen) -> Strip:
+    text_width = _text_width(pen.width)
+    spans: list[NamedSpan] = [
+        (
+            align_right(str(pair.step), _STEP_WIDTH) + " ",
+            "chosen" if pair.step == data.place.step else "muted",
+        ),
+        (clip_text(_quote_text(pair.base), text_width) + " ", "text"),
+        (clip_text(_quote_text(pair.own), text_width), "warn" if pair.is_different else "text"),
+        (align_right(_format_kl(pair.change), _KL_WIDTH), "text"),
     ]
     if pair.change is not None:
-        spans.append((align_right(f"{pair.change.largest:.3g}", _LOGIT_WIDTH), text))
-    return line(spans, width, text)
+        spans.append((align_right(f"{pair.change.largest:.3g}", _LOGIT_WIDTH), "text"))
+    return pen.line(*spans)
 
 
-def _describe_masks(data: BranchesData) -> str:
-    masks = data.masks
-    assert masks is not None
-    where = f"(layer {masks.layer}, head {data.place.head}, up to this step)"
+def _describe_masks(masks: MaskChange, place: TracePlace) -> str:
+    where = f"(layer {masks.layer}, head {place.head}, up to this step)"
     if not masks.n_opened and not masks.n_closed:
         return f"Masks: the same in all {masks.n_rows} rows that both computed {where}."
     row, key = (*masks.opened, *masks.closed)[0]
@@ -305,10 +290,3 @@ def _describe_masks(data: BranchesData) -> str:
         f"Masks: {masks.n_opened} cells opened, {masks.n_closed} closed, "
         f"the first at row {row}, key {key} {where}."
     )
-
-
-def _draw_mask_description(text: str, width: int, room: int, theme: Theme) -> list[Strip]:
-    """Draw how the masks differ: wrapped if there is room, otherwise cut to one line."""
-    style = theme.style("muted")
-    lines = wrap_paragraph(text, width, style)
-    return lines if len(lines) <= room else [line([(text, style)], width, style)]

@@ -19,9 +19,19 @@ from flexinspect.analysis.reports.collect import (
     read_position_texts,
 )
 from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.drawing.text_lines import Span, clip_text, line, wrap_paragraph
+from flexinspect.drawing.text_lines import Pen, clip_text
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
+from flexinspect.panels.base import (
+    CURSOR_MOVES,
+    Cell,
+    Help,
+    Navigate,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+    first_visible,
+)
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.codec import plain_json
@@ -49,7 +59,6 @@ MAX_GROUPS = 500
 
 SEVERITY_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "muted"}
 _SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: "N"}
-_GROUP_BYTES = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +85,19 @@ def applied_rules(reader: TraceReader) -> tuple[str, ...]:
 
 def format_extent(group: FindingGroup) -> str:
     """Return "layers 0-27, steps 3-40: 1 064 times" for the places that the findings name."""
-    parts = []
-    if group.layers is not None:
-        parts.append(group.layers.describe("layer"))
-    if group.steps is not None:
-        parts.append(group.steps.describe("step"))
+    named = ((group.layers, "layer"), (group.steps, "step"))
+    parts = [span.describe(name) for span, name in named if span is not None]
     if group.generations.high > 0 or not parts:
         parts.append(group.generations.describe("generation"))
     return f"{', '.join(parts)}: {format_times(group.times)}"
 
 
-def describe_no_findings(data: FindingsData) -> list[str]:
+def describe_no_findings(data: FindingsData) -> str:
     """Return the sentence for a trace without findings, with the rules that ran."""
-    if data.rules:
-        names = ", ".join(map(escape_unprintable, data.rules))
-        return [
-            f"No finding so far: {plural(len(data.rules), 'rule')} checked every step ({names})."
-        ]
-    return ["No findings are recorded in this trace."]
+    if not data.rules:
+        return "No findings are recorded in this trace."
+    names = ", ".join(map(escape_unprintable, data.rules))
+    return f"No finding so far: {plural(len(data.rules), 'rule')} checked every step ({names})."
 
 
 def describe_finding(data: FindingsData) -> Iterator[tuple[str, str]]:
@@ -146,6 +150,7 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
 
     name: ClassVar[str] = "findings"
     title: ClassVar[str] = "Findings"
+    initial_options: ClassVar[FindingsOptions] = FindingsOptions()
     help: ClassVar[Help] = Help(
         "It shows the problems that the rules found in this trace, the worst first, with all "
         "findings of one kind on one line.",
@@ -154,17 +159,7 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         "Start with the errors (E): each says in one sentence what is wrong, and lists the "
         "evidence and how to confirm it.",
     )
-    actions: ClassVar[tuple[str, ...]] = (
-        "cursor.up",
-        "cursor.down",
-        "cursor.left",
-        "cursor.right",
-        "cursor.enter",
-    )
-
-    def options(self) -> FindingsOptions:
-        """Return the initial options: the first finding of the worst class."""
-        return FindingsOptions()
+    actions: ClassVar[tuple[str, ...]] = (*CURSOR_MOVES, "cursor.enter")
 
     def load(self, source: Source, request: Request[FindingsOptions]) -> FindingsData:
         """Count the findings by class, and read the selected one."""
@@ -185,7 +180,7 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
     def describe(self, data: FindingsData) -> list[str]:
         """Return the classes with their counts and places, then the selected finding."""
         if not data.groups:
-            return describe_no_findings(data)
+            return [describe_no_findings(data)]
         lines = [summarize_groups(data.groups).counts() + "."]
         lines += [
             f"{group.severity.value} {escape_unprintable(group.id)}: {format_extent(group)}."
@@ -197,17 +192,15 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
 
     def paint(self, data: FindingsData, request: Request[FindingsOptions], theme: Theme) -> Picture:
         """Draw the list, scrolled to the selected line, and the selected finding below it."""
-        width, height = request.width, request.height
+        pen, height = Pen(theme, request.width), request.height
         if not data.groups:
-            text = "\n".join(describe_no_findings(data))
-            return Picture(wrap_paragraph(text, width, theme.style("text"))[:height], "no findings")
-        top, n_rows = _visible_rows(data, height)
-        rows = range(top, min(top + n_rows, len(data.groups)))
-        strips = [_draw_group(data, index, width, theme) for index in rows]
-        separator = line([("─" * width, theme.style("muted"))], width)
-        strips = [*strips, separator, *_draw_finding(data, width, theme)][:height]
+            return Picture(pen.paragraph(describe_no_findings(data))[:height], "no findings")
+        rows = _visible_rows(data, height)
+        strips = [_draw_group(data, index, pen) for index in rows]
+        strips.append(pen.line(("─" * pen.width, "muted")))
+        strips += pen.paragraphs(describe_finding(data))
         summary = summarize_groups(data.groups)
-        return Picture(strips, summary.counts(), alarm=summary.errors > 0)
+        return Picture(strips[:height], summary.counts(), alarm=summary.errors > 0)
 
     def on_action(
         self, action: str, data: FindingsData, request: Request[FindingsOptions]
@@ -217,28 +210,27 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
             return None
         if action == "cursor.enter":
             return navigate_to_finding(data.chosen.finding) if data.chosen is not None else None
-        if action in ("cursor.up", "cursor.down"):
-            return _selection_at(data, data.selected + (1 if action == "cursor.down" else -1))
-        if action in ("cursor.left", "cursor.right"):
-            member = data.member + (1 if action == "cursor.right" else -1)
-            if not 0 <= member < data.groups[data.selected].count:
-                return None
-            return replace(_select_group(data, data.selected), member=member)
-        return None
+        down, across = CURSOR_MOVES.get(action, (0, 0))
+        if down:
+            return _select_group(data, data.selected + down)
+        member = data.member + across
+        if not across or not 0 <= member < data.groups[data.selected].count:
+            return None
+        selection = _select_group(data, data.selected)
+        return selection and replace(selection, member=member)
 
-    def on_mouse(
-        self, x: int, y: int, data: FindingsData, request: Request[FindingsOptions], *, click: bool
+    def on_click(
+        self, at: Cell, data: FindingsData, request: Request[FindingsOptions]
     ) -> FindingsOptions | Navigate | None:
         """Select the line that was clicked; a click on the selected one goes to its place."""
-        if not click or not data.groups:
+        y = at[1]
+        rows = _visible_rows(data, request.height)
+        if not 0 <= y < len(rows):
             return None
-        top, n_rows = _visible_rows(data, request.height)
-        index = top + y
-        if not 0 <= y < n_rows or index >= len(data.groups):
-            return None
+        index = rows[y]
         if index == data.selected and data.chosen is not None:
             return navigate_to_finding(data.chosen.finding)
-        return _selection_at(data, index)
+        return _select_group(data, index)
 
 
 # -- summary and navigation of the trace screen ---------------------------------------------------
@@ -279,9 +271,7 @@ def load_summary(source: Source, place: TracePlace) -> FindingSummary:
         return FindingSummary()
     counter, generation = findings_counter(source.reader), place.generation
     own = source.get_or_create(
-        ("findings.worst", counter, generation),
-        lambda: worst_finding(source.reader, generation),
-        lambda _: _GROUP_BYTES,
+        ("findings.worst", counter, generation), lambda: worst_finding(source.reader, generation)
     )
     worst = own if own is not None else finding_in_group(source.reader, groups[0], 0)
     return summarize_groups(
@@ -338,9 +328,7 @@ def load_groups(source: Source) -> tuple[FindingGroup, ...]:
     if counter == 0:
         return ()
     return source.get_or_create(
-        ("findings", counter),
-        lambda: tuple(finding_groups(source.reader, limit=MAX_GROUPS)),
-        lambda groups: _GROUP_BYTES * len(groups),
+        ("findings", counter), lambda: tuple(finding_groups(source.reader, limit=MAX_GROUPS))
     )
 
 
@@ -354,43 +342,33 @@ def _is_at(finding: Finding, place: TracePlace) -> bool:
 # -- drawing -------------------------------------------------------------------------------------
 
 
-def _select_group(data: FindingsData, selected: int) -> FindingsOptions:
+def _select_group(data: FindingsData, selected: int) -> FindingsOptions | None:
+    if not 0 <= selected < len(data.groups):
+        return None
     group = data.groups[selected]
     return FindingsOptions(selected, (group.severity.value, group.id))
 
 
-def _selection_at(data: FindingsData, selected: int) -> FindingsOptions | None:
-    return _select_group(data, selected) if 0 <= selected < len(data.groups) else None
-
-
-def _visible_rows(data: FindingsData, height: int) -> tuple[int, int]:
-    """Return the index of the first visible class and the number of lines, half of the height."""
+def _visible_rows(data: FindingsData, height: int) -> range:
+    """Return the indices of the visible classes, which take half of the height."""
     n_rows = min(len(data.groups), max(height // 2 - 1, 1))
-    return max(0, min(data.selected - n_rows // 2, len(data.groups) - n_rows)), n_rows
+    top = first_visible(data.selected, n_rows, len(data.groups))
+    return range(top, top + n_rows)
 
 
-def _draw_group(data: FindingsData, index: int, width: int, theme: Theme) -> Strip:
+def _draw_group(data: FindingsData, index: int, pen: Pen) -> Strip:
     group = data.groups[index]
     selected = index == data.selected
     name, extent = escape_unprintable(group.id), format_extent(group)
-    if width < 60:
+    if pen.width < 60:
         extent = extent.rpartition(": ")[2]
     else:
         longest = max(len(escape_unprintable(other.id)) for other in data.groups)
         name = f"{clip_text(name, min(longest, 28))}  {escape_unprintable(group.sentence)}"
-    room = max(width - cell_len(extent) - 5, 4)
-    spans: list[Span] = [
-        ("▸" if selected else " ", theme.style("chosen")),
-        (f"{_SEVERITY_LETTERS[group.severity]} ", theme.style(SEVERITY_STYLES[group.severity])),
-        (clip_text(name, room), theme.style("cursor" if selected else "text")),
-        (f"  {extent}", theme.style("muted")),
-    ]
-    return line(spans, width, theme.style("text"))
-
-
-def _draw_finding(data: FindingsData, width: int, theme: Theme) -> list[Strip]:
-    return [
-        strip
-        for text, style in describe_finding(data)
-        for strip in wrap_paragraph(text, width, theme.style(style))
-    ]
+    room = max(pen.width - cell_len(extent) - 5, 4)
+    return pen.line(
+        ("▸" if selected else " ", "chosen"),
+        (f"{_SEVERITY_LETTERS[group.severity]} ", SEVERITY_STYLES[group.severity]),
+        (clip_text(name, room), "cursor" if selected else "text"),
+        (f"  {extent}", "muted"),
+    )

@@ -14,10 +14,10 @@ from textual.strip import Strip
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.heatmap import CIVIDIS_MISSING, boxes, quantise
 from flexinspect.drawing.plots import format_number
-from flexinspect.drawing.text_lines import clip_text, join_blocks, line
+from flexinspect.drawing.text_lines import Pen, clip_text, join_blocks
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels import timeline
 from flexinspect.panels.base import (
+    Cell,
     Help,
     Missing,
     Navigate,
@@ -28,7 +28,7 @@ from flexinspect.panels.base import (
     require_training_facts,
 )
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import load_curve_span
+from flexinspect.panels.timeline import StepWindow, load_whole_run
 from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM
 
 _BAD_LEVEL, _MISSING_LEVEL = CIVIDIS_MISSING.size - 2, CIVIDIS_MISSING.size - 1
@@ -41,7 +41,7 @@ class GradientStripData:
 
     groups: tuple[str, ...]
     norms: npt.NDArray[np.float64]
-    span: timeline.CurveSpan
+    window: StepWindow
 
 
 class GradientStripPanel(Panel[GradientStripData, NoOptions]):
@@ -59,33 +59,27 @@ class GradientStripPanel(Panel[GradientStripData, NoOptions]):
     )
     depends_on_size: ClassVar[bool] = True
 
-    def options(self) -> NoOptions:
-        """Return the initial options; there are none."""
-        return NoOptions()
-
     def load(self, source: Source, request: Request[NoOptions]) -> GradientStripData:
         """Read the norms in as many points as there are columns."""
         place = request.place
         declared = tuple(map(str, require_training_facts(source, place).get("groups", [])))
         groups = source.reader.added_groups(place.generation) or declared
-        span = load_curve_span(
-            source.reader, place, max(request.width - _label_width(request.width), 1)
-        )
+        window = load_whole_run(source.reader, place, _strip_width(request.width))
         norms = source.reader.group_curve(
-            place.generation, span.first, span.n_steps, span.n_points, place.branch
+            place.generation, window.start, len(window), window.n_points, place.branch
         )
         if not norms:
             raise Missing("No gradient of this run is measured yet.")
-        return GradientStripData(groups, _norm_table(norms, len(groups), span.n_points), span)
+        return GradientStripData(groups, _norm_table(norms, len(groups), window.n_points), window)
 
     def describe(self, data: GradientStripData) -> list[str]:
         """Return a line for each group: its norm at the current step, and its range."""
-        span = data.span
-        lines = [f"Gradient norms by group, {span.format_steps()}; current step {span.current}."]
+        steps, current_step = data.window.format_steps(), data.window.current
+        lines = [f"Gradient norms by group, {steps}; current step {current_step}."]
         width = max(map(len, data.groups), default=0)
         for group, row in zip(data.groups, data.norms, strict=True):
             measured = row[np.isfinite(row) & (row >= 0)]
-            current = _format_group_norm(row[span.current_point])
+            current = _format_group_norm(row[data.window.current_point])
             low, high = (
                 format_number(float(f(measured))) if measured.size else "-"
                 for f in (np.min, np.max)
@@ -98,32 +92,27 @@ class GradientStripPanel(Panel[GradientStripData, NoOptions]):
 
     def paint(self, data: GradientStripData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw all groups, or if there is no room those with the highest and lowest norms."""
-        width, height = request.width, request.height
-        label, span = _label_width(width), data.span
-        rows = _choose_groups(data, height - 1)
-        levels = norm_levels(data.norms[rows])
-        cells = boxes(levels, CIVIDIS_MISSING, theme, cell_width=span.columns_per_point)
-        names = [_draw_group_name(data, row, label, theme) for row in rows]
-        current = span.current_point * span.columns_per_point + span.columns_per_point // 2
-        header = line(
-            [
-                (clip_text("group", label), theme.style("muted")),
-                (" " * current + "▼", theme.style("chosen")),
-            ],
-            width,
-        )
-        text = theme.style("text")
-        body = join_blocks(names, cells, text) if rows else []
-        strips = [header, *(strip.adjust_cell_length(width, text) for strip in body)]
+        pen, window = Pen(theme, request.width), data.window
+        rows, columns = _choose_groups(data, request.height - 1), _strip_width(request.width)
+        label = pen.resize(_label_width(request.width))
+        each = window.columns_per_point(columns)
+        cells = boxes(norm_levels(data.norms[rows]), CIVIDIS_MISSING, theme, cell_width=each)
+        names = [_draw_group_name(data, row, label) for row in rows]
+        mark = " " * window.current_column(columns) + "▼"
+        body = join_blocks(names, cells, pen.style("text")) if rows else []
+        strips = [pen.line((clip_text("group", label.width), "muted"), (mark, "chosen"))]
+        strips += [strip.adjust_cell_length(pen.width, pen.style("text")) for strip in body]
         more = len(data.groups) - len(rows)
-        note = span.format_steps() + (f", {more} more groups" if more else "")
-        return Picture(strips[:height], note, alarm=bool(np.isnan(data.norms).any()))
+        note = window.format_steps() + (f", {more} more groups" if more else "")
+        return Picture(strips[: request.height], note, alarm=bool(np.isnan(data.norms).any()))
 
-    def on_mouse(
-        self, x: int, y: int, data: GradientStripData, request: Request[NoOptions], *, click: bool
+    def on_click(
+        self, at: Cell, data: GradientStripData, request: Request[NoOptions]
     ) -> Navigate | None:
         """Go to the step of a column."""
-        step = data.span.step_at(x - _label_width(request.width)) if click and y > 0 else None
+        x, y = at
+        column = x - _label_width(request.width) if y > 0 else -1
+        step = data.window.step_at(column, _strip_width(request.width))
         return None if step is None else Navigate(step=step)
 
 
@@ -161,11 +150,14 @@ def _choose_groups(data: GradientStripData, room: int) -> list[int]:
     return sorted([*bright, *dark[:n_dark]])
 
 
-def _draw_group_name(data: GradientStripData, row: int, width: int, theme: Theme) -> Strip:
-    style = theme.style("bad" if np.isnan(data.norms[row]).any() else "text")
+def _draw_group_name(data: GradientStripData, row: int, pen: Pen) -> Strip:
     name = escape_unprintable(data.groups[row])
-    short = name if len(name) < width else "…" + name[-(width - 2) :]
-    return line([(clip_text(short, width), style)], width)
+    short = name if len(name) < pen.width else "…" + name[-(pen.width - 2) :]
+    return pen.line((short, "bad" if np.isnan(data.norms[row]).any() else "text"))
+
+
+def _strip_width(width: int) -> int:
+    return max(width - _label_width(width), 1)
 
 
 def _label_width(width: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -14,13 +13,22 @@ from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing import token_cells as tokencells
 from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, DIVERGING, Palette, quantise
 from flexinspect.drawing.plots import bar, format_number
-from flexinspect.drawing.text_lines import Span, align_right, clip_text, line, wrap_paragraph
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
-from flexinspect.drawing.token_cells import wrap_cells
-from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
+from flexinspect.drawing.token_cells import TokenCellRow, wrap_cells
+from flexinspect.panels.base import (
+    Cell,
+    Help,
+    Missing,
+    Navigate,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+    first_visible,
+)
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import (
     TokenWindow,
@@ -52,200 +60,6 @@ _MAX_CAVEAT_LINES = 4
 _CURRENT_STYLE = Style.parse("bold #000000 on #ffffff")
 
 
-def draw_header(data: GradientsData, width: int, theme: Theme) -> list[Strip]:
-    """Draw the target and the check, a line each, and the first findings."""
-    text = theme.style("text")
-    check_style = theme.style("good" if data.record.matches_recorded else "bad")
-    strips = [
-        line([(format_title(data), theme.style("title"))], width, text),
-        line([(format_check(data.record), check_style)], width, text),
-    ]
-    for finding in data.findings[:2]:
-        strips += wrap_paragraph(finding.sentence, width, theme.style("bad"))[:3]
-    return strips
-
-
-# -- attribution to segments and tokens ------------------------------------------------------------
-
-
-def draw_share_bars(data: GradientsData, width: int, theme: Theme) -> list[Strip]:
-    """Draw a line per segment: gradient times input, signed, and the share of the norms."""
-    shares = merge_separators(data.shares)
-    label = max(min(max((len(share.label) for share in shares), default=0) + 1, width // 3), 4)
-    room = max((width - label - 2 * _SHARE_WIDTH - 1) // 2, 0)
-    text, muted = theme.style("text"), theme.style("muted")
-    names = f"{clip_text('segment', label)}{align_right('input', _SHARE_WIDTH)} {' ' * room}"
-    strips = [line([(f"{names}{align_right('norm', _SHARE_WIDTH)}", muted)], width, text)]
-    largest = max((abs(s.signed) for s in shares if not math.isnan(s.signed)), default=0.0)
-    for share in shares:
-        spans = _share_line(share, label, room, largest or 1.0, theme)
-        strips.append(line(spans, width, text))
-    return strips
-
-
-def _share_line(
-    share: SegmentShare, label: int, room: int, largest: float, theme: Theme
-) -> list[Span]:
-    text, strong, muted = theme.style("text"), theme.style("strong"), theme.style("muted")
-    bar_style = text if theme.no_color else text + _sign_style(share.signed >= 0)
-    return [
-        (clip_text(share.label, label), muted if share.segment_color < 0 else text),
-        (align_right(format_percent(share.signed, sign=True), _SHARE_WIDTH), strong),
-        (f" {bar(abs(share.signed) / largest, room)}", bar_style),
-        (align_right(format_percent(share.norm), _SHARE_WIDTH), strong),
-        (bar(share.norm, room), muted),
-    ]
-
-
-@lru_cache(maxsize=2)
-def _sign_style(positive: bool) -> Style:
-    return Style(color=Color.from_rgb(*DIVERGING.rgb[-1 if positive else 0]))
-
-
-def layout_rows(data: GradientsData, width: int) -> list[tokencells.TokenCellRow]:
-    """Lay the tokens out in rows."""
-    return wrap_cells(token_cells(data.window, "segment"), width)
-
-
-def first_visible_row(rows: list[tokencells.TokenCellRow], data: GradientsData, height: int) -> int:
-    """Return the first row to draw, so that the row of the current token is the last one."""
-    current = data.window.current
-    at = next(
-        (i for i, row in enumerate(rows) if any(word.pos == current for word in row.cells)),
-        len(rows) - 1,
-    )
-    return max(0, min(at - height + 1, len(rows) - height))
-
-
-def draw_tokens(
-    data: GradientsData, width: int, height: int, theme: Theme, *, by_norm: bool
-) -> list[Strip]:
-    """Draw the tokens coloured by their contribution to the generated token, which is white."""
-    rows = layout_rows(data, width)
-    top, largest = first_visible_row(rows, data, height), data.largest(by_norm)
-    strips = []
-    for row in rows[top : top + height]:
-        spans = [
-            (word.text, _token_style(data, word.pos, largest, theme, by_norm=by_norm))
-            for word in row.cells
-        ]
-        strips.append(line(spans, width, theme.style("text")))
-    return strips
-
-
-def _token_style(
-    data: GradientsData, pos: int, largest: float, theme: Theme, *, by_norm: bool
-) -> Style:
-    own = data.record.tokens
-    if own is not None and pos == own.shape[1]:
-        return theme.style("cursor") if theme.no_color else _CURRENT_STYLE
-    value = data.value_at(pos, by_norm)
-    if value is None:
-        return theme.style("muted")
-    if not math.isfinite(value):
-        return theme.style("bad") if theme.no_color else BAD_CELL_STYLE
-    palette, low = (CIVIDIS, 0.0) if by_norm else (DIVERGING, -largest)
-    level = int(quantise(np.array([value]), low, largest, palette.size)[0])
-    if not largest:
-        level = palette.centre
-    return _colorless_style(level, palette) if theme.no_color else _cell_style(level, palette)
-
-
-def _colorless_style(level: int, palette: Palette) -> Style:
-    """Return bold for a contribution for the token, underline for one against it."""
-    share = (level - palette.centre) / (palette.size - 1 - palette.centre)
-    return Style(bold=share > 0.25, underline=share < -0.25)
-
-
-def _cell_style(level: int, palette: Palette) -> Style:
-    return Style(color=palette.text_color(level), bgcolor=Color.from_rgb(*palette.rgb[level]))
-
-
-def draw_caveat(width: int, theme: Theme) -> list[Strip]:
-    """Draw the meaning of the colours, and the limits of the attribution."""
-    legend = "Orange contributes to the token, blue acts against it."
-    if theme.no_color:
-        legend = "Bold contributes to the token, underlined acts against it."
-    return wrap_paragraph(f"{legend} {CAVEAT}", width, theme.style("muted"))
-
-
-# -- norms by layer --------------------------------------------------------------------------------
-
-
-def draw_norms(data: GradientsData, width: int, height: int, theme: Theme) -> list[Strip]:
-    """Draw the norms, a line per layer and a column per group, coloured by their logarithm."""
-    if not data.rows or not data.columns:
-        return []
-    each = max(min((width - LABEL_WIDTH) // len(data.columns), 10), 1)
-    text, muted = theme.style("text"), theme.style("muted")
-    names = "".join(align_right(name, each - 1) + " " for name in data.columns)
-    strips = [line([(" " * LABEL_WIDTH + names, muted)], width, text)]
-    bounds = [_log_bounds(data, at) for at in range(len(data.columns))]
-    top = first_visible_layer(data, height - 2)
-    for row in data.rows[top : top + max(height - 2, 1)]:
-        strips.append(line(_norm_line(row, data, each, bounds, theme), width, text))
-    rest = "  ".join(
-        f"{part} {format_number(norm)}" for part, norm in norms_outside_layers(data.record)
-    )
-    return [*strips, line([(f"outside: {rest}", muted)], width, text)][:height]
-
-
-def first_visible_layer(data: GradientsData, room: int) -> int:
-    """Return the index of the first layer to draw, so that the place's layer is visible."""
-    at = next((i for i, row in enumerate(data.rows) if row.layer == data.place.layer), 0)
-    return max(0, min(at - room // 2, len(data.rows) - room))
-
-
-def _norm_line(
-    row: LayerGradients,
-    data: GradientsData,
-    each: int,
-    bounds: Sequence[tuple[float, float]],
-    theme: Theme,
-) -> list[Span]:
-    here = row.layer == data.place.layer
-    bad_layers = {layer for f in data.findings for layer in (*f.layers, f.layer)}
-    mark = "!" if row.n_bad or row.layer in bad_layers else " "
-    label = f"{'▸' if here else ' '}{clip_text(row.label, LABEL_WIDTH - 3)}"
-    spans: list[Span] = [
-        (label, theme.style("chosen" if here else "muted")),
-        (f"{mark} ", theme.style("bad")),
-    ]
-    for value, ends in zip(row.norms, bounds, strict=True):
-        inside = align_right(format_number(value, each - 1) if each > 4 else "", each - 1)
-        spans += [(inside, _norm_style(value, ends, theme)), (" ", theme.style("text"))]
-    return spans
-
-
-def _log_bounds(data: GradientsData, column: int) -> tuple[float, float]:
-    """Return the logarithms of the smallest and the largest norm above 0.
-
-    The columns of parameters share their bounds; the hidden states have their own.
-    """
-    kind = data.columns[column] == HIDDEN_COLUMN
-    cells = [
-        norm
-        for row in data.rows
-        for norm, name in zip(row.norms, data.columns, strict=True)
-        if (name == HIDDEN_COLUMN) == kind
-    ]
-    values = [norm for norm in cells if norm is not None and 0 < norm < math.inf]
-    if not values:
-        return 0.0, 0.0
-    return math.log(min(values)), math.log(max(values))
-
-
-def _norm_style(value: float | None, bounds: tuple[float, float], theme: Theme) -> Style:
-    if value is None:
-        return theme.style("muted")
-    if not math.isfinite(value) or value == 0:
-        return theme.style("bad") if theme.no_color else BAD_CELL_STYLE
-    if theme.no_color:
-        return theme.style("text")
-    level = int(quantise(np.array([math.log(value)]), *bounds, CIVIDIS.size)[0])
-    return _cell_style(level, CIVIDIS)
-
-
 # -- data ------------------------------------------------------------------------------------------
 
 
@@ -268,8 +82,7 @@ class SegmentShare:
 class LayerGradients:
     """The norms of one layer by column; `n_bad` is its number of NaN and Inf."""
 
-    label: str
-    layer: int | None
+    layer: int
     norms: tuple[float | None, ...]
     n_bad: int
 
@@ -305,32 +118,6 @@ class GradientsData:
         return float(np.max(values, where=np.isfinite(values), initial=0.0))
 
 
-def load_gradients(source: Source, place: TracePlace, reach: int) -> GradientsData:
-    """Read the gradients of the place's step, and about `reach` tokens around it.
-
-    Raises `Missing` with the steps that have gradients when the step has none.
-    """
-    reader = source.reader
-    branch = branch_of_step(reader, place.generation, place.step, place.branch)
-    record = reader.gradients(place.generation, place.step, branch)
-    if record is None:
-        raise _missing_gradients(source, place, branch)
-    segments = tuple(reader.segments(place.generation, place.branch))
-    chosen = reader.step_tokens(place.generation, place.step, branch)
-    columns, rows = gradient_norms(record)
-    return GradientsData(
-        place=place,
-        record=record,
-        token=_quote(chosen[0].text if chosen else f"token {record.token_id}"),
-        rival=_load_rival(source, place, branch, record),
-        window=load_token_window(source, place, reach),
-        shares=segment_shares(record, segments),
-        columns=columns,
-        rows=rows,
-        findings=tuple(GradientsRule().on_gradients(record)),
-    )
-
-
 def _missing_gradients(source: Source, place: TracePlace, branch: int) -> Missing:
     others = steps_with_gradients(source.reader, place.generation, branch)
     if not others:
@@ -349,11 +136,11 @@ def _quote(text: str) -> str:
 
 
 def _load_rival(source: Source, place: TracePlace, branch: int, record: GradientRecord) -> str:
-    if record.rival is None:
+    if record.runner_up_id is None:
         return ""
     candidates = source.reader.candidates(place.generation, place.step, branch)
-    texts = (_quote(c.text) for c in candidates if c.token_id == record.rival)
-    return next(texts, f"token {record.rival}")
+    texts = (_quote(c.text) for c in candidates if c.token_id == record.runner_up_id)
+    return next(texts, f"token {record.runner_up_id}")
 
 
 def segment_shares(record: GradientRecord, segments: Sequence[Segment]) -> tuple[SegmentShare, ...]:
@@ -363,64 +150,50 @@ def segment_shares(record: GradientRecord, segments: Sequence[Segment]) -> tuple
     signed, norms = np.asarray(record.tokens, np.float64)
     with np.errstate(all="ignore"):
         signed, norms = signed / np.abs(signed).sum(), norms / norms.sum()
-    shares = []
-    for number, segment in enumerate(segments):
-        start, stop = segment.start, min(segment.stop, len(signed))
-        if start < stop:
-            shares.append(
-                SegmentShare(
-                    label=escape_unprintable(segment.label),
-                    segment_color=segment_color(number, segments),
-                    n_tokens=stop - start,
-                    signed=float(signed[start:stop].sum()),
-                    norm=float(norms[start:stop].sum()),
-                )
-            )
-    return tuple(shares)
+    spans = [slice(segment.start, min(segment.stop, len(signed))) for segment in segments]
+    return tuple(
+        SegmentShare(
+            label=escape_unprintable(segment.label),
+            segment_color=segment_color(number, segments),
+            n_tokens=span.stop - span.start,
+            signed=float(signed[span].sum()),
+            norm=float(norms[span].sum()),
+        )
+        for number, (segment, span) in enumerate(zip(segments, spans, strict=True))
+        if span.start < span.stop
+    )
 
 
 def gradient_norms(record: GradientRecord) -> tuple[tuple[str, ...], tuple[LayerGradients, ...]]:
     """Return the columns (parts, then the hidden states) and a row per layer."""
-    stats = record.stats
-    columns = tuple(
-        part for part in PARAMETER_PARTS if any(s.part == part for s in stats if _is_in_layer(s))
-    )
-    columns = (*columns, *((HIDDEN_COLUMN,) if record.layers is not None else ()))
-    hidden = [] if record.layers is None else [float(norm) for norm in record.layers]
-    layers = sorted({stat.layer for stat in stats if stat.layer is not None})
+    by_layer: dict[int, list[GradientStat]] = {}
+    for stat in record.stats:
+        if stat.layer is not None:
+            by_layer.setdefault(stat.layer, []).append(stat)
+    present = {stat.part for stats in by_layer.values() for stat in stats}
+    parts = tuple(part for part in PARAMETER_PARTS if part in present)
     rows = []
-    for layer in layers:
-        mine = [stat for stat in stats if stat.layer == layer]
-        norms: list[float | None] = [_joint_norm([s for s in mine if s.part == c]) for c in columns]
-        if hidden:
-            norms[-1] = hidden[layer + 1] if layer + 1 < len(hidden) else None
-        rows.append(LayerGradients(f"layer {layer}", layer, tuple(norms), _count_bad(mine)))
-    return columns, tuple(rows)
-
-
-def _is_in_layer(stat: GradientStat) -> bool:
-    return stat.layer is not None
+    for layer, stats in sorted(by_layer.items()):
+        norms = [_joint_norm(stats, part) for part in parts]
+        if record.layers is not None:
+            hidden = record.layers[layer + 1 : layer + 2]
+            norms.append(float(hidden[0]) if len(hidden) else None)
+        n_bad = sum(stat.n_nan + stat.n_inf for stat in stats)
+        rows.append(LayerGradients(layer, tuple(norms), n_bad))
+    return (*parts, *((HIDDEN_COLUMN,) if record.layers is not None else ())), tuple(rows)
 
 
 def norms_outside_layers(record: GradientRecord) -> list[tuple[str, float]]:
     """Return the norms of parameters outside of the layers, by part."""
     outside = [stat for stat in record.stats if stat.layer is None]
-    norms = (
-        (part, _joint_norm([stat for stat in outside if stat.part == part]))
-        for part in PARAMETER_PARTS
-    )
+    norms = ((part, _joint_norm(outside, part)) for part in PARAMETER_PARTS)
     return [(part, norm) for part, norm in norms if norm is not None]
 
 
-def _joint_norm(stats: Sequence[GradientStat]) -> float | None:
-    """Return the joint norm of the gradients of several parameters, None without any."""
-    if not stats:
-        return None
-    return float(np.sqrt(np.sum(np.square([stat.norm for stat in stats]))))
-
-
-def _count_bad(stats: Sequence[GradientStat]) -> int:
-    return sum(stat.n_nan + stat.n_inf for stat in stats)
+def _joint_norm(stats: Sequence[GradientStat], part: str) -> float | None:
+    """Return the joint norm of the gradients of a part's parameters, None without any."""
+    norms = [stat.norm for stat in stats if stat.part == part]
+    return float(np.sqrt(np.sum(np.square(norms)))) if norms else None
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -439,23 +212,8 @@ def format_check(record: GradientRecord) -> str:
     """Return whether the logits of the differentiated forward match the recorded ones."""
     matches = record.matches_recorded
     result = "check ✓ logits as recorded" if matches else "check ✗ not what ran: logits"
-    error = f"off by {record.gate:.1e} {'≤' if matches else '>'} {record.tolerance:.0e}"
+    error = f"off by {record.logits_error:.1e} {'≤' if matches else '>'} {record.tolerance:.0e}"
     return f"{result}, {error} of the largest; {record.path}"
-
-
-def describe_gradients(data: GradientsData) -> list[str]:
-    """Return the target, the check, segments, the strongest tokens, norms, and the findings."""
-    lines = [f"Gradient of the {format_title(data)}.", f"{format_check(data.record)}."]
-    if not data.record.matches_recorded:
-        return [*lines, "Nothing is shown.", *_finding_sentences(data)]
-    lines += [*_share_table(data), *_describe_strongest(data), *_norm_table(data)]
-    lines += _finding_sentences(data) or ["No gradient is NaN, Inf, exploding, vanishing or dead."]
-    scale = format_number(data.record.scale)
-    return [*lines, CAVEAT, f"It took {data.record.wall_ms:.0f} ms; norm at the logits {scale}."]
-
-
-def _finding_sentences(data: GradientsData) -> list[str]:
-    return [escape_unprintable(finding.sentence) for finding in data.findings]
 
 
 def _share_table(data: GradientsData) -> list[str]:
@@ -470,48 +228,41 @@ def _share_table(data: GradientsData) -> list[str]:
 
 def _describe_strongest(data: GradientsData) -> list[str]:
     """Return the loaded tokens that contribute most to the token, and most against it."""
-    values = [(data.value_at(token.pos, False), token) for token in data.window.tokens]
-    known = [(value, token) for value, token in values if value]
+    values = [(data.value_at(token.pos, False) or 0.0, token) for token in data.window.tokens]
     lines = []
     for name, sign in (("For", 1), ("Against", -1)):
-        ranked = [(sign * value, token) for value, token in known if sign * value > 0]
-        ranked.sort(key=lambda pair: -pair[0])
+        ranked = sorted((pair for pair in values if sign * pair[0] > 0), key=lambda p: -abs(p[0]))
         texts = [
-            f"{_quote(token.text or token.token)} at {token.pos} ({format_number(sign * size)})"
-            for size, token in ranked[:5]
+            f"{_quote(token.text or token.token)} at {token.pos} ({format_number(value)})"
+            for value, token in ranked[:5]
         ]
-        if texts:
-            lines.append(f"{name} it: {', '.join(texts)}.")
+        lines += [f"{name} it: {', '.join(texts)}."] if texts else []
     return lines
 
 
 def _norm_table(data: GradientsData) -> list[str]:
     head = f"{'':<10}{''.join(f'{name:>10}' for name in data.columns)}"
     rows = [
-        f"{row.label:<10}{''.join(f'{format_number(value):>10}' for value in row.norms)}"
+        f"{f'layer {row.layer}':<10}{''.join(f'{format_number(value):>10}' for value in row.norms)}"
         for row in data.rows
     ]
-    rest = ", ".join(
-        f"{part} {format_number(norm)}" for part, norm in norms_outside_layers(data.record)
-    )
+    outside = norms_outside_layers(data.record)
+    rest = ", ".join(f"{part} {format_number(norm)}" for part, norm in outside)
     return ["", "Norms:", head, *rows, f"Outside of the layers: {rest or 'none'}.", ""]
 
 
 def merge_separators(shares: Sequence[SegmentShare]) -> list[SegmentShare]:
     """Merge the shares of all separators to one at the end."""
-    merged = [share for share in shares if share.segment_color >= 0]
     separators = [share for share in shares if share.segment_color < 0]
-    if separators:
-        merged.append(
-            SegmentShare(
-                label="separators",
-                segment_color=-1,
-                n_tokens=sum(share.n_tokens for share in separators),
-                signed=sum(share.signed for share in separators),
-                norm=sum(share.norm for share in separators),
-            )
-        )
-    return merged
+    merged = SegmentShare(
+        label="separators",
+        segment_color=-1,
+        n_tokens=sum(share.n_tokens for share in separators),
+        signed=sum(share.signed for share in separators),
+        norm=sum(share.norm for share in separators),
+    )
+    others = [share for share in shares if share.segment_color >= 0]
+    return [*others, merged] if separators else others
 
 
 def format_percent(share: float, *, sign: bool = False) -> str:
@@ -542,6 +293,7 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
     name: ClassVar[str] = "gradients"
     needs_tokens: ClassVar[bool] = True
     title: ClassVar[str] = "Gradients"
+    initial_options: ClassVar[GradientsOptions] = GradientsOptions()
     help: ClassVar[Help] = Help(
         "It shows the gradient of this token's log-probability (or margin): at each token before "
         "it, summed per segment, and per layer and group of parameters.",
@@ -554,36 +306,61 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
     depends_on_size: ClassVar[bool] = True
     actions: ClassVar[tuple[str, ...]] = ("view.flip", "view.measure")
 
-    def options(self) -> GradientsOptions:
-        """Return the initial options: attribution by gradient times input."""
-        return GradientsOptions()
-
     def load(self, source: Source, request: Request[GradientsOptions]) -> GradientsData:
         """Read the gradients of the place's step, and the tokens that fit."""
+        reader, place = source.reader, request.place
         reach = max(request.width * request.height // 4, 64)
-        return load_gradients(source, request.place, reach)
+        branch = branch_of_step(reader, place.generation, place.step, place.branch)
+        record = reader.gradients(place.generation, place.step, branch)
+        if record is None:
+            raise _missing_gradients(source, place, branch)
+        segments = tuple(reader.segments(place.generation, place.branch))
+        chosen = reader.step_tokens(place.generation, place.step, branch)
+        columns, rows = gradient_norms(record)
+        return GradientsData(
+            place=place,
+            record=record,
+            token=_quote(chosen[0].text if chosen else f"token {record.token_id}"),
+            rival=_load_rival(source, place, branch, record),
+            window=load_token_window(source, place, reach),
+            shares=segment_shares(record, segments),
+            columns=columns,
+            rows=rows,
+            findings=tuple(GradientsRule().on_gradients(record)),
+        )
 
     def describe(self, data: GradientsData) -> list[str]:
         """Return the check, segments, strongest tokens, norms and findings as text."""
-        return describe_gradients(data)
+        lines = [f"Gradient of the {format_title(data)}.", f"{format_check(data.record)}."]
+        findings = [escape_unprintable(finding.sentence) for finding in data.findings]
+        if not data.record.matches_recorded:
+            return [*lines, "Nothing is shown.", *findings]
+        lines += [*_share_table(data), *_describe_strongest(data), *_norm_table(data)]
+        lines += findings or ["No gradient is NaN, Inf, exploding, vanishing or dead."]
+        scale = format_number(data.record.scale)
+        return [
+            *lines,
+            CAVEAT,
+            f"It took {data.record.wall_ms:.0f} ms; norm at the logits {scale}.",
+        ]
 
     def paint(
         self, data: GradientsData, request: Request[GradientsOptions], theme: Theme
     ) -> Picture:
         """Draw one of the two sides, or only the header if the check failed."""
-        width, height = request.width, request.height
-        strips = draw_header(data, width, theme)
+        pen, height, options = Pen(theme, request.width), request.height, request.options
+        strips = _draw_header(data, pen)
         if not data.record.matches_recorded:
             text = "Nothing is drawn: these are not the gradients of the recorded forward."
-            strips += wrap_paragraph(text, width, theme.style("text"))
-            return Picture(strips[:height], "not what ran", alarm=True)
-        if request.options.side == "where":
-            strips += draw_norms(data, width, height - len(strips), theme)
+            return Picture([*strips, *pen.paragraph(text)][:height], "not what ran", alarm=True)
+        room = height - len(strips)
+        if options.side == "where":
+            strips += _draw_norms(data, room, pen)
         else:
-            strips += _draw_attribution(data, request, height - len(strips), theme)
-        return Picture(
-            strips[:height], _format_note(data, request.options), alarm=bool(data.findings)
-        )
+            strips += _draw_attribution(data, room, pen, by_norm=options.by == "norm")
+        side = "norms per layer" if options.side == "where" else f"by {options.by}"
+        note = f"{side} · check {data.record.logits_error:.0e} · {data.record.wall_ms:.0f} ms"
+        return Picture(strips[:height], note, alarm=bool(data.findings))
 
     def on_action(
         self, action: str, data: GradientsData, request: Request[GradientsOptions]
@@ -596,69 +373,200 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
             return replace(options, by="norm" if options.by == "input" else "input")
         return None
 
-    def on_mouse(
-        self,
-        x: int,
-        y: int,
-        data: GradientsData,
-        request: Request[GradientsOptions],
-        *,
-        click: bool,
+    def on_click(
+        self, at: Cell, data: GradientsData, request: Request[GradientsOptions]
     ) -> Navigate | None:
         """Go to the clicked layer, or to the step or prompt position of the clicked token."""
-        if not click or not data.record.matches_recorded:
+        if not data.record.matches_recorded:
             return None
-        top = len(draw_header(data, request.width, Theme("none")))
+        x, y = at
+        pen = Pen(Theme("none"), request.width)
+        top = len(_draw_header(data, pen))
         if request.options.side == "where":
-            first = first_visible_layer(data, request.height - top - 2)
+            first = _first_layer(data, request.height - top - 2)
             index = y - top - 1 + first
             rows = data.rows if index >= first else ()
             return Navigate(layer=rows[index].layer) if index < len(rows) else None
-        return _navigate_to_token(x, y - top - _share_bars_height(data) - 1, data, request, top)
+        room = _tokens_height(data, request.height - top, pen)
+        rows_of_tokens = _layout_tokens(data, room, pen)
+        line = y - top - _share_bars_height(data) - 1
+        if not 0 <= line < min(room, len(rows_of_tokens)):
+            return None
+        return data.window.navigate_to(rows_of_tokens[line].cell_at(x))
+
+
+def _draw_header(data: GradientsData, pen: Pen) -> list[Strip]:
+    """Draw the target and the check, a line each, and the first findings."""
+    check_style = "good" if data.record.matches_recorded else "bad"
+    strips = [
+        pen.line((format_title(data), "title")),
+        pen.line((format_check(data.record), check_style)),
+    ]
+    for finding in data.findings[:2]:
+        strips += pen.paragraph(finding.sentence, "bad")[:3]
+    return strips
+
+
+# -- attribution to segments and tokens ------------------------------------------------------------
 
 
 def _share_bars_height(data: GradientsData) -> int:
     return len(merge_separators(data.shares)) + 1
 
 
-def _navigate_to_token(
-    x: int, y: int, data: GradientsData, request: Request[GradientsOptions], top: int
-) -> Navigate | None:
-    room = _tokens_height(data, request, request.height - top)
-    rows = layout_rows(data, request.width)
-    index = y + first_visible_row(rows, data, room)
-    cell = rows[index].cell_at(x) if 0 <= y < room and index < len(rows) else None
-    token = None if cell is None else data.window.token(cell.pos)
-    if token is None:
-        return None
-    return Navigate(step=0, pos=token.pos) if token.step is None else Navigate(step=token.step)
-
-
-def _tokens_height(data: GradientsData, request: Request[GradientsOptions], height: int) -> int:
+def _tokens_height(data: GradientsData, height: int, pen: Pen) -> int:
     """Return the lines for tokens: what the bars, the caveat and a blank line leave."""
-    n_caveat = len(_draw_caveat(request.width, height, Theme("none")))
-    return max(height - _share_bars_height(data) - 1 - n_caveat, 0)
+    return max(height - _share_bars_height(data) - 1 - len(_draw_caveat(height, pen)), 0)
 
 
-def _draw_caveat(width: int, height: int, theme: Theme) -> list[Strip]:
-    strips = draw_caveat(width, theme)
+def _draw_attribution(data: GradientsData, height: int, pen: Pen, *, by_norm: bool) -> list[Strip]:
+    caveat = _draw_caveat(height, pen)
+    strips = [*_draw_share_bars(data, pen), pen.line()]
+    room = _tokens_height(data, height, pen)
+    largest = data.largest(by_norm)
+    for row in _layout_tokens(data, room, pen) if room else ():
+        spans = [
+            (cell.text, _token_style(data, cell.pos, largest, pen, by_norm=by_norm))
+            for cell in row.cells
+        ]
+        strips.append(pen.line(*spans))
+    blank = max(height - len(strips) - len(caveat), 0)
+    return [*strips, *[pen.line()] * blank, *caveat]
+
+
+def _draw_caveat(height: int, pen: Pen) -> list[Strip]:
+    """Draw the meaning of the colours, and the limits of the attribution."""
+    legend = "Orange contributes to the token, blue acts against it."
+    if pen.theme.no_color:
+        legend = "Bold contributes to the token, underlined acts against it."
+    strips = pen.paragraph(f"{legend} {CAVEAT}", "muted")
     return strips if len(strips) <= _MAX_CAVEAT_LINES and height > 12 else strips[:1]
 
 
-def _draw_attribution(
-    data: GradientsData, request: Request[GradientsOptions], height: int, theme: Theme
-) -> list[Strip]:
-    width = request.width
-    strips = draw_share_bars(data, width, theme)
-    strips.append(line([], width, theme.style("text")))
-    room = _tokens_height(data, request, height)
-    by_norm = request.options.by == "norm"
-    strips += draw_tokens(data, width, room, theme, by_norm=by_norm) if room else []
-    blank = max(height - len(strips) - len(_draw_caveat(width, height, theme)), 0)
-    strips += [line([], width, theme.style("text"))] * blank
-    return [*strips, *_draw_caveat(width, height, theme)]
+def _draw_share_bars(data: GradientsData, pen: Pen) -> list[Strip]:
+    """Draw a line per segment: gradient times input, signed, and the share of the norms."""
+    shares = merge_separators(data.shares)
+    label = max(min(max((len(s.label) for s in shares), default=0) + 1, pen.width // 3), 4)
+    room = max((pen.width - label - 2 * _SHARE_WIDTH - 1) // 2, 0)
+    names = f"{clip_text('segment', label)}{align_right('input', _SHARE_WIDTH)} {' ' * room}"
+    strips = [pen.line((f"{names}{align_right('norm', _SHARE_WIDTH)}", "muted"))]
+    sizes = (abs(share.signed) for share in shares if not math.isnan(share.signed))
+    largest = max(sizes, default=0.0) or 1.0
+    for share in shares:
+        color = DIVERGING.rgb[-1 if share.signed >= 0 else 0]
+        tint = Style() if pen.theme.no_color else Style(color=Color.from_rgb(*color))
+        spans: list[NamedSpan] = [
+            (clip_text(share.label, label), "muted" if share.segment_color < 0 else "text"),
+            (align_right(format_percent(share.signed, sign=True), _SHARE_WIDTH), "strong"),
+            (f" {bar(abs(share.signed) / largest, room)}", pen.style("text") + tint),
+            (align_right(format_percent(share.norm), _SHARE_WIDTH), "strong"),
+            (bar(share.norm, room), "muted"),
+        ]
+        strips.append(pen.line(*spans))
+    return strips
 
 
-def _format_note(data: GradientsData, options: GradientsOptions) -> str:
-    side = "norms per layer" if options.side == "where" else f"by {options.by}"
-    return f"{side} · check {data.record.gate:.0e} · {data.record.wall_ms:.0f} ms"
+def _layout_tokens(data: GradientsData, height: int, pen: Pen) -> list[TokenCellRow]:
+    """Lay the tokens out in at most `height` rows; the last one has the current token."""
+    rows = wrap_cells(token_cells(data.window, "segment"), pen.width)
+    top = min(data.window.row_of_current(rows) - height + 1, len(rows) - height)
+    return rows[max(top, 0) :][:height]
+
+
+def _token_style(
+    data: GradientsData, pos: int, largest: float, pen: Pen, *, by_norm: bool
+) -> Style:
+    """Return the colour of a token's contribution; the generated token itself is white."""
+    own, plain = data.record.tokens, pen.theme.no_color
+    if own is not None and pos == own.shape[1]:
+        return pen.style("cursor") if plain else _CURRENT_STYLE
+    value = data.value_at(pos, by_norm)
+    if value is None:
+        return pen.style("muted")
+    if not math.isfinite(value):
+        return pen.style("bad") if plain else BAD_CELL_STYLE
+    palette, low = (CIVIDIS, 0.0) if by_norm else (DIVERGING, -largest)
+    level = int(quantise(np.array([value]), low, largest, palette.size)[0])
+    if not largest:
+        level = palette.centre
+    if plain:  # bold for a contribution for the token, underlined for one against it
+        share = (level - palette.centre) / (palette.size - 1 - palette.centre)
+        return Style(bold=share > 0.25, underline=share < -0.25)
+    return _cell_style(level, palette)
+
+
+def _cell_style(level: int, palette: Palette) -> Style:
+    return Style(color=palette.text_color(level), bgcolor=Color.from_rgb(*palette.rgb[level]))
+
+
+# -- norms by layer --------------------------------------------------------------------------------
+
+
+def _draw_norms(data: GradientsData, height: int, pen: Pen) -> list[Strip]:
+    """Draw the norms, a line per layer and a column per group, coloured by their logarithm."""
+    if not data.rows or not data.columns:
+        return []
+    each = max(min((pen.width - LABEL_WIDTH) // len(data.columns), 10), 1)
+    names = "".join(align_right(name, each - 1) + " " for name in data.columns)
+    bounds = [_log_bounds(data, is_hidden=name == HIDDEN_COLUMN) for name in data.columns]
+    top = _first_layer(data, height - 2)
+    shown = data.rows[top : top + max(height - 2, 1)]
+    outside = norms_outside_layers(data.record)
+    rest = "  ".join(f"{part} {format_number(norm)}" for part, norm in outside)
+    return [
+        pen.line((" " * LABEL_WIDTH + names, "muted")),
+        *(pen.line(*_norm_line(row, data, each, bounds, pen)) for row in shown),
+        pen.line((f"outside: {rest}", "muted")),
+    ][:height]
+
+
+def _first_layer(data: GradientsData, room: int) -> int:
+    """Return the index of the first layer to draw, so that the place's layer is visible."""
+    at = next((i for i, row in enumerate(data.rows) if row.layer == data.place.layer), 0)
+    return first_visible(at, room, len(data.rows))
+
+
+def _norm_line(
+    row: LayerGradients,
+    data: GradientsData,
+    each: int,
+    bounds: Sequence[tuple[float, float]],
+    pen: Pen,
+) -> list[NamedSpan]:
+    here = row.layer == data.place.layer
+    bad_layers = {layer for f in data.findings for layer in (*f.layers, f.layer)}
+    label = f"{'▸' if here else ' '}{clip_text(f'layer {row.layer}', LABEL_WIDTH - 3)}"
+    spans: list[NamedSpan] = [
+        (label, "chosen" if here else "muted"),
+        ("! " if row.n_bad or row.layer in bad_layers else "  ", "bad"),
+    ]
+    for value, ends in zip(row.norms, bounds, strict=True):
+        inside = align_right(format_number(value, each - 1) if each > 4 else "", each - 1)
+        spans += [(inside, _norm_style(value, ends, pen)), (" ", "text")]
+    return spans
+
+
+def _log_bounds(data: GradientsData, *, is_hidden: bool) -> tuple[float, float]:
+    """Return the logarithms of the smallest and the largest norm above 0.
+
+    The columns of parameters share their bounds; the hidden states have their own.
+    """
+    values = [
+        norm
+        for row in data.rows
+        for norm, name in zip(row.norms, data.columns, strict=True)
+        if (name == HIDDEN_COLUMN) == is_hidden and norm is not None and 0 < norm < math.inf
+    ]
+    return (math.log(min(values)), math.log(max(values))) if values else (0.0, 0.0)
+
+
+def _norm_style(value: float | None, bounds: tuple[float, float], pen: Pen) -> Style:
+    plain = pen.theme.no_color
+    if value is None:
+        return pen.style("muted")
+    if not math.isfinite(value) or value == 0:
+        return pen.style("bad") if plain else BAD_CELL_STYLE
+    if plain:
+        return pen.style("text")
+    level = int(quantise(np.array([math.log(value)]), *bounds, CIVIDIS.size)[0])
+    return _cell_style(level, CIVIDIS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -14,17 +15,21 @@ from textual.strip import Strip
 from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, CIVIDIS_MISSING, boxes, quantise
 from flexinspect.drawing.plots import format_number
-from flexinspect.drawing.text_lines import Span, align_right, line, wrap_paragraph
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
-from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import (
-    StepWindow,
-    columns_per_step,
-    drop_cut_span,
-    load_step_window,
-    step_at,
+from flexinspect.panels.base import (
+    Cell,
+    Help,
+    Missing,
+    Navigate,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+    next_choice,
 )
+from flexinspect.panels.panel_source import Source
+from flexinspect.panels.timeline import StepWindow, drop_cut_span, load_step_window
 from flexinspect.records.step import LayerStatRecord
 from flexinspect.trace.queries.range_queries import (
     NonfiniteOutput,
@@ -143,50 +148,6 @@ def format_kind(kind: str) -> str:
     return escape_unprintable(kind) or "layer"
 
 
-def load_layers(
-    source: Source, place: TracePlace, n_columns: int, measure: Statistic, chosen: str
-) -> LayersData:
-    """Read all statistics of the step, and one of the window of steps that fits in `n_columns`.
-
-    `chosen` is the kind of module to show. Raises `Missing` when there are no statistics in the
-    window and no NaN or Inf in the branch.
-    """
-    reader = source.reader
-    owner = branch_of_step(reader, place.generation, place.step, place.branch)
-    step_stats = tuple(reader.layer_stats(place.generation, place.step, owner))
-    max_steps = max(MAX_CELLS // max(len(step_stats), 1), 8)
-    window = load_step_window(reader, place, min(n_columns, max_steps))
-    span = (place.generation, window.start, window.stop, place.branch)
-    cells = layer_stats_range(reader, *span, statistic=measure)
-    first_bad = find_first_bad(source, place, window)
-    if not cells and first_bad is None:
-        raise Missing(
-            f"No layer statistics are recorded in {window.format_steps()}, and no NaN or Inf.",
-            "Level basic records only layers with NaN or Inf; record with --level advanced.",
-        )
-    lengths = {row.step: row.q_len for row in step_range(reader, *span)}
-    kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))
-    kind = chosen if chosen in kinds else "" if "" in kinds or not kinds else kinds[0]
-    shown = [cell for cell in cells if module_kind(cell.layer, cell.module) == kind]
-    layers = tuple(sorted({cell.layer for cell in shown}))
-    values, n_bad = stat_arrays(shown, window, layers)
-    if measure == "norm":
-        values /= np.sqrt([max(lengths.get(step, 1), 1) for step in window.steps])
-    return LayersData(
-        place=place,
-        window=window,
-        measure=measure,
-        kind=kind,
-        kinds=kinds,
-        layers=layers,
-        values=values,
-        n_bad=n_bad,
-        step_stats=step_stats,
-        rows=max(lengths.get(place.step, 1), 1),
-        first_bad=first_bad,
-    )
-
-
 def stat_arrays(
     cells: Sequence[StatCell], window: StepWindow, layers: Sequence[int]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
@@ -214,21 +175,13 @@ def find_first_bad(source: Source, place: TracePlace, window: StepWindow) -> Fir
         end = window.last + 1 if stop is None else min(stop, window.last + 1)
         for start in range(first, end, SCAN_STEPS):
             steps = (generation, start, min(start + SCAN_STEPS, end), branch)
-            output = _search_steps(source, steps, done=start + SCAN_STEPS <= window.last)
+            search = partial(first_nonfinite_output, reader, *steps)
+            is_done = start + SCAN_STEPS <= window.last
+            key = ("first bad output", steps)
+            output = source.get_or_create(key, search) if is_done else search()
             if output is not None:
                 return _with_details(reader, generation, branch, output)
     return None
-
-
-def _search_steps(
-    source: Source, steps: tuple[int, int, int, int], *, done: bool
-) -> NonfiniteOutput | None:
-    def search() -> NonfiniteOutput | None:
-        return first_nonfinite_output(source.reader, *steps)
-
-    if not done:
-        return search()
-    return source.get_or_create(("first bad output", steps), search, lambda _: 400)
 
 
 def _with_details(
@@ -236,12 +189,9 @@ def _with_details(
 ) -> FirstBadOutput:
     stats = reader.layer_stats(generation, output.step, branch)
     bad_layers = {stat.layer for stat in stats if stat.n_nan or stat.n_inf}
-    return FirstBadOutput(
-        step=output.step,
-        stat=output.stat,
-        n_values=_count_values(reader, generation, branch, output),
-        later=tuple(sorted(bad_layers - {output.stat.layer})),
-    )
+    later = tuple(sorted(bad_layers - {output.stat.layer}))
+    n_values = _count_values(reader, generation, branch, output)
+    return FirstBadOutput(output.step, output.stat, n_values, later)
 
 
 def _count_values(
@@ -256,19 +206,6 @@ def _count_values(
         return None
     total = step.q_len * hidden
     return total if total >= output.stat.n_nan + output.stat.n_inf else None
-
-
-def describe_layers(data: LayersData) -> list[str]:
-    """Return the first NaN or Inf, the current step as a table, and the range of the measure."""
-    span = f"steps {data.window.first}-{data.window.last}"
-    no_bad = f"No recorded layer output has NaN or Inf in {span}."
-    lines = [data.first_bad.sentence() if data.first_bad else no_bad]
-    lines += stat_table(data)
-    lines.append(_describe_range(data))
-    if len(data.kinds) > 1:
-        names = ", ".join(format_kind(kind) for kind in data.kinds)
-        lines.append(f"Modules recorded per layer: {names}; shown: {format_kind(data.kind)}.")
-    return lines
 
 
 def stat_table(data: LayersData) -> list[str]:
@@ -323,6 +260,7 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
 
     name: ClassVar[str] = "layers"
     title: ClassVar[str] = "Layers"
+    initial_options: ClassVar[LayersOptions] = LayersOptions()
     help: ClassVar[Help] = Help(
         "It shows one statistic of every layer's output at every step: norm, largest absolute "
         "value, mean, standard deviation, or NaN and Inf.",
@@ -334,29 +272,64 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
     depends_on_size: ClassVar[bool] = True
     actions: ClassVar[tuple[str, ...]] = ("view.measure", "view.flip", "cursor.enter")
 
-    def options(self) -> LayersOptions:
-        """Return the initial options: the norm of the layers themselves."""
-        return LayersOptions()
-
     def load(self, source: Source, request: Request[LayersOptions]) -> LayersData:
         """Read the window of steps that fits, and find the first NaN or Inf of the branch."""
-        options = request.options
-        columns = _grid_width(request.width)
-        return load_layers(source, request.place, columns, options.measure, options.module)
+        reader, place, options = source.reader, request.place, request.options
+        measure, chosen = options.measure, options.module
+        owner = branch_of_step(reader, place.generation, place.step, place.branch)
+        step_stats = tuple(reader.layer_stats(place.generation, place.step, owner))
+        max_steps = max(MAX_CELLS // max(len(step_stats), 1), 8)
+        window = load_step_window(reader, place, min(_grid_width(request.width), max_steps))
+        span = (place.generation, window.start, window.stop, place.branch)
+        cells = layer_stats_range(reader, *span, statistic=measure)
+        first_bad = find_first_bad(source, place, window)
+        if not cells and first_bad is None:
+            raise Missing(
+                f"No layer statistics are recorded in {window.format_steps()}, and no NaN or Inf.",
+                "Level basic records only layers with NaN or Inf; record with --level advanced.",
+            )
+        lengths = {row.step: row.q_len for row in step_range(reader, *span)}
+        kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))
+        kind = chosen if chosen in kinds else "" if "" in kinds or not kinds else kinds[0]
+        shown = [cell for cell in cells if module_kind(cell.layer, cell.module) == kind]
+        layers = tuple(sorted({cell.layer for cell in shown}))
+        values, n_bad = stat_arrays(shown, window, layers)
+        if measure == "norm":
+            values /= np.sqrt([max(lengths.get(step, 1), 1) for step in window.steps])
+        return LayersData(
+            place=place,
+            window=window,
+            measure=measure,
+            kind=kind,
+            kinds=kinds,
+            layers=layers,
+            values=values,
+            n_bad=n_bad,
+            step_stats=step_stats,
+            rows=max(lengths.get(place.step, 1), 1),
+            first_bad=first_bad,
+        )
 
     def describe(self, data: LayersData) -> list[str]:
         """Return the first NaN or Inf, the current step as a table, and the measure's range."""
-        return describe_layers(data)
+        span = f"steps {data.window.first}-{data.window.last}"
+        no_bad = f"No recorded layer output has NaN or Inf in {span}."
+        lines = [data.first_bad.sentence() if data.first_bad else no_bad]
+        lines += [*stat_table(data), _describe_range(data)]
+        if len(data.kinds) > 1:
+            names = ", ".join(format_kind(kind) for kind in data.kinds)
+            lines.append(f"Modules recorded per layer: {names}; shown: {format_kind(data.kind)}.")
+        return lines
 
     def paint(self, data: LayersData, request: Request[LayersOptions], theme: Theme) -> Picture:
         """Draw the grid with its legend, the place's layer, and the table if it fits."""
-        width, height = request.width, request.height
-        rows = layer_rows(data, _grid_height(data, width, height))
-        strips = [_axis(data, width, theme)] if data.layers else []
-        strips += _draw_grid(data, rows, width, theme)
-        strips += [_legend(data, rows, width, theme)] if data.layers else []
-        strips += _describe_current_layer(data, width, theme)
-        strips += _draw_stat_table(data, width, height - len(strips), theme)
+        pen, height = Pen(theme, request.width), request.height
+        rows = layer_rows(data, _grid_height(data, pen.width, height))
+        strips = [_axis(data, pen)] if data.layers else []
+        strips += _draw_grid(data, rows, pen)
+        strips += [_legend(data, rows, pen)] if data.layers else []
+        strips += _describe_current_layer(data, pen)
+        strips += _draw_stat_table(data, pen, height - len(strips))
         note = f"{MEASURES[data.measure]} · {data.window.format_steps()}"
         if data.first_bad:
             note = (
@@ -369,23 +342,22 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
     ) -> LayersOptions | Navigate | None:
         """Change the measure or the module, or go to the first NaN or Inf."""
         if action == "view.measure":
-            names = list(MEASURES)
-            following = names[(names.index(request.options.measure) + 1) % len(names)]
-            return replace(request.options, measure=following)
+            measure = next_choice(list(MEASURES), request.options.measure)
+            return replace(request.options, measure=measure)
         if action == "view.flip" and len(data.kinds) > 1:
-            kind = data.kinds[(data.kinds.index(data.kind) + 1) % len(data.kinds)]
-            return replace(request.options, module=kind)
+            return replace(request.options, module=next_choice(data.kinds, data.kind))
         if action == "cursor.enter" and data.first_bad:
             return Navigate(step=data.first_bad.step, layer=data.first_bad.stat.layer)
         return None
 
-    def on_mouse(
-        self, x: int, y: int, data: LayersData, request: Request[LayersOptions], *, click: bool
+    def on_click(
+        self, at: Cell, data: LayersData, request: Request[LayersOptions]
     ) -> Navigate | None:
         """Go to the step and layer of the cell that was clicked."""
+        x, y = at
         rows = layer_rows(data, _grid_height(data, request.width, request.height))
-        step = step_at(x - _LABEL_WIDTH, data.window, _grid_width(request.width))
-        if not click or step is None or not 1 <= y <= len(rows):
+        step = data.window.step_at(x - _LABEL_WIDTH, _grid_width(request.width))
+        if step is None or not 1 <= y <= len(rows):
             return None
         layers = [data.layers[index] for index in rows[y - 1]]
         return Navigate(
@@ -400,7 +372,7 @@ def _grid_width(width: int) -> int:
 
 def _grid_height(data: LayersData, width: int, height: int) -> int:
     """Return the lines of the grid: what the text leaves, and at least three fifths."""
-    n_text = len(_describe_current_layer(data, width, Theme("none")))
+    n_text = len(_describe_current_layer(data, Pen(Theme("none"), width)))
     return max(min(len(data.layers), max(height - 2 - n_text, height * 3 // 5, height - 5)), 1)
 
 
@@ -424,26 +396,26 @@ def layer_levels(data: LayersData) -> npt.NDArray[np.int64]:
     return levels
 
 
-def _draw_grid(data: LayersData, rows: list[range], width: int, theme: Theme) -> list[Strip]:
+def _draw_grid(data: LayersData, rows: list[range], pen: Pen) -> list[Strip]:
     if not rows:
         return []
     levels = np.stack([layer_levels(data)[row].max(axis=0) for row in rows])
     levels[levels < 0] = _MISSING_LEVEL
-    window, room = data.window, _grid_width(width)
-    each = columns_per_step(window, room)
+    window, room = data.window, _grid_width(pen.width)
+    each = window.columns_per_point(room)
     current = next((i for i, row in enumerate(rows) if _contains_current(data, row)), -1)
     cells = boxes(
         levels[:, : room // each].astype(np.uint8),
         CIVIDIS_MISSING,
-        theme,
+        pen.theme,
         cell_width=each,
         marked=(current, window.current - window.start),
     )
     strips = []
     for row, strip in zip(rows, cells, strict=True):
-        grid_row = _mark_bad(strip, data, row, each, theme)
-        parts = [_label(data, row, theme), grid_row, _value(data, row, theme)]
-        strips.append(Strip.join(parts).adjust_cell_length(width, theme.style("text")))
+        grid_row = _mark_bad(strip, data, row, each, pen)
+        parts = [_label(data, row, pen), grid_row, _value(data, row, pen)]
+        strips.append(Strip.join(parts).adjust_cell_length(pen.width, pen.style("text")))
     return strips
 
 
@@ -451,7 +423,7 @@ def _contains_current(data: LayersData, row: range) -> bool:
     return any(data.layers[index] == data.place.layer for index in row)
 
 
-def _mark_bad(strip: Strip, data: LayersData, row: range, each: int, theme: Theme) -> Strip:
+def _mark_bad(strip: Strip, data: LayersData, row: range, each: int, pen: Pen) -> Strip:
     """Return a row of cells with an X on the first NaN or Inf of the branch, if it is in it."""
     bad = data.first_bad
     if bad is None or bad.stat.layer not in [data.layers[index] for index in row]:
@@ -459,103 +431,84 @@ def _mark_bad(strip: Strip, data: LayersData, row: range, each: int, theme: Them
     at = (bad.step - data.window.start) * each + (each - 1) // 2
     if not 0 <= at < strip.cell_length:
         return strip
-    style = theme.style("cursor") if theme.no_color else BAD_CELL_STYLE
-    mark = Strip([Segment("X", style)], 1)
+    mark = Strip([Segment("X", pen.style("cursor") if pen.theme.no_color else BAD_CELL_STYLE)], 1)
     return Strip.join([strip.crop(0, at), mark, strip.crop(at + 1, strip.cell_length)])
 
 
-def _label(data: LayersData, row: range, theme: Theme) -> Strip:
+def _label(data: LayersData, row: range, pen: Pen) -> Strip:
     here = _contains_current(data, row)
     first, last = data.layers[row[0]], data.layers[row[-1]]
     name = str(first) if first == last else f"{first}-{last}"
     text = f"{'▸' if here else ' '}{align_right(name, _LABEL_WIDTH - 2)} "
-    return line([(text, theme.style("chosen" if here else "muted"))], _LABEL_WIDTH)
+    return pen.resize(_LABEL_WIDTH).line((text, "chosen" if here else "muted"))
 
 
-def _value(data: LayersData, row: range, theme: Theme) -> Strip:
+def _value(data: LayersData, row: range, pen: Pen) -> Strip:
     """Draw the row's value at the current step; the largest one where layers share a line."""
     column = data.window.current - data.window.start
     n_bad, values = data.n_bad[row, column], data.values[row, column]
-    if (n_bad < 0).all():
-        return line([(align_right("-", _VALUE_WIDTH), theme.style("muted"))], _VALUE_WIDTH)
-    if data.measure == "bad" or (n_bad > 0).any():
-        count = int(n_bad[n_bad > 0].sum())
-        style = theme.style("bad" if count else "muted")
-        return line([(align_right(f"{count} bad", _VALUE_WIDTH), style)], _VALUE_WIDTH)
     largest = values[np.nanargmax(np.abs(values))] if not np.isnan(values).all() else np.nan
-    return line(
-        [(" " + format_number(float(largest), _VALUE_WIDTH - 1), theme.style("text"))], _VALUE_WIDTH
-    )
+    text, style = format_number(float(largest), _VALUE_WIDTH - 1), "text"
+    if (n_bad < 0).all():
+        text, style = "-", "muted"
+    elif data.measure == "bad" or (n_bad > 0).any():
+        count = int(n_bad[n_bad > 0].sum())
+        text, style = f"{count} bad", "bad" if count else "muted"
+    return pen.resize(_VALUE_WIDTH).line((align_right(text, _VALUE_WIDTH), style))
 
 
-def _axis(data: LayersData, width: int, theme: Theme) -> Strip:
+def _axis(data: LayersData, pen: Pen) -> Strip:
     """Draw the line above the grid: the current step over its column."""
-    window, room = data.window, _grid_width(width)
-    each = columns_per_step(window, room)
+    window, room = data.window, _grid_width(pen.width)
+    each = window.columns_per_point(room)
     at = (window.current - window.start) * each + (each - 1) // 2
     name = f"step {window.current}"
     before = at >= len(name) + 1 and at + 1 + len(name) > room
     text = " " * (at - len(name)) + name + "▾" if before else " " * at + "▾" + name
-    spans: list[Span] = [
-        (align_right("layer", _LABEL_WIDTH - 1) + " ", theme.style("muted")),
-        (text, theme.style("chosen")),
-    ]
-    return line(spans, width, theme.style("text"))
+    return pen.line((align_right("layer", _LABEL_WIDTH - 1) + " ", "muted"), (text, "chosen"))
 
 
-def _legend(data: LayersData, rows: list[range], width: int, theme: Theme) -> Strip:
+def _legend(data: LayersData, rows: list[range], pen: Pen) -> Strip:
     low, high, logarithmic = data.scale()
-    text, muted = theme.style("text"), theme.style("muted")
     kind = f" of {format_kind(data.kind)}" if data.kind else ""
-    spans: list[Span] = [(f"{MEASURES[data.measure]}{kind} ", theme.style("title"))]
+    spans: list[NamedSpan] = [(f"{MEASURES[data.measure]}{kind} ", "title")]
     if data.measure != "bad":
-        spans += [
-            (f"{format_number(low)} ", text),
-            *_draw_scale(theme),
-            (f" {format_number(high)}", text),
-        ]
-        spans += [(" log", muted)] if logarithmic else []
+        ramp = np.linspace(0, CIVIDIS.size - 1, 8).astype(np.uint8)[None]
+        scale = boxes(ramp, CIVIDIS_MISSING, pen.theme, cell_width=1)[0]
+        spans.append((f"{format_number(low)} ", "text"))
+        spans += [(segment.text, segment.style or "text") for segment in scale]
+        spans.append((f" {format_number(high)}", "text"))
+        spans += [(" log", "muted")] if logarithmic else []
     remarks = []
     if (data.n_bad > 0).any():
-        remarks.append("! NaN/Inf" if theme.no_color else "red NaN/Inf")
+        remarks.append("! NaN/Inf" if pen.theme.no_color else "red NaN/Inf")
     if rows and len(rows[0]) > 1:
         remarks.append(f"highest of {len(rows[0])} layers")
     if (data.n_bad < 0).any():
-        remarks.append("· not recorded" if theme.no_color else "grey not recorded")
+        remarks.append("· not recorded" if pen.theme.no_color else "grey not recorded")
     for remark in remarks:
-        spans = [*drop_cut_span([*spans, (f"  {remark}", muted)], width)]
-    return line(spans, width, text)
+        spans = [*drop_cut_span([*spans, (f"  {remark}", "muted")], pen.width)]
+    return pen.line(*spans)
 
 
-def _draw_scale(theme: Theme) -> list[Span]:
-    ramp = np.linspace(0, CIVIDIS.size - 1, 8).astype(np.uint8)[None]
-    return [
-        (segment.text, segment.style or theme.style("text"))
-        for segment in boxes(ramp, CIVIDIS_MISSING, theme, cell_width=1)[0]
-    ]
-
-
-def _describe_current_layer(data: LayersData, width: int, theme: Theme) -> list[Strip]:
+def _describe_current_layer(data: LayersData, pen: Pen) -> list[Strip]:
     """Draw the first NaN or Inf and the statistics of the place's layer, as wrapped lines."""
-    strips: list[Strip] = []
-    if data.first_bad:
-        strips = wrap_paragraph(data.first_bad.sentence(), width, theme.style("bad"))
+    strips = pen.paragraph(data.first_bad.sentence(), "bad") if data.first_bad else []
     stat = data.current_stat()
     if stat is None:
         text = f"No statistics of layer {data.place.layer} at step {data.window.current}"
     else:
-        norm, low, high, mean, std = map(
-            format_number, (stat.norm, stat.min, stat.max, stat.mean, stat.std)
-        )
+        values = (stat.norm, stat.min, stat.max, stat.mean, stat.std)
+        norm, low, high, mean, std = map(format_number, values)
         text = f"Layer {stat.layer}: norm {norm}, {low} to {high}, mean {mean}, std {std}"
         if stat.n_nan or stat.n_inf:
             text += f", {stat.n_nan} NaN, {stat.n_inf} Inf"
-    return [*strips, *wrap_paragraph(f"{text}.", width, theme.style("muted"))]
+    return [*strips, *pen.paragraph(f"{text}.", "muted")]
 
 
-def _draw_stat_table(data: LayersData, width: int, room: int, theme: Theme) -> list[Strip]:
+def _draw_stat_table(data: LayersData, pen: Pen, room: int) -> list[Strip]:
     """Draw the modules of the current step as a table, if all of it fits."""
     rows = stat_table(data)[:-1]
-    if not data.step_stats or width < _TABLE_WIDTH or len(rows) > room:
+    if not data.step_stats or pen.width < _TABLE_WIDTH or len(rows) > room:
         return []
-    return [line([(row, theme.style("muted"))], width, theme.style("text")) for row in rows]
+    return [pen.line((row, "muted")) for row in rows]

@@ -12,21 +12,29 @@ from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.plots import bar, format_number, timeline
-from flexinspect.drawing.text_lines import Span, align_right, clip_text, line
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Help, Missing, Navigate, NoOptions, Panel, Picture, Request
+from flexinspect.panels.base import (
+    Cell,
+    Help,
+    Missing,
+    Navigate,
+    NoOptions,
+    Panel,
+    Picture,
+    Request,
+)
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
-    COLUMN_GAP,
-    MIN_TWO_COLUMN_WIDTH,
     Area,
     StepWindow,
+    draw_beside,
     draw_timeline,
-    draw_two_columns,
-    drop_cut_span,
+    is_two_column,
     left_width,
     load_step_window,
     navigate_to_step,
+    stack_timelines,
     timeline_columns,
 )
 from flexinspect.records.step import UNKNOWN, Candidate, LogitsRecord
@@ -36,23 +44,19 @@ from flexinspect.trace.query_results import StepRow
 SERIES: Mapping[str, Callable[[StepRow], float | None]] = {
     "entropy": lambda row: row.entropy,
     "margin": lambda row: row.margin,
-    "rank": lambda row: _known_rank(row.chosen_rank),
+    "rank": lambda row: None if (row.chosen_rank or 0) < 0 else row.chosen_rank,
 }
 """The timelines; without room for all of them the last ones are left out."""
 
-UNITS = {"entropy": "nats", "margin": "logits", "rank": ""}
+UNITS = {"entropy": " nats", "margin": " logits", "rank": ""}
 
 _SCORE_RTOL = 1e-5
 """Relative difference up to which a score counts as equal to the logit."""
 
-_MAX_PLOT_HEIGHT = 8
-"""Maximum lines of a timeline or the histogram, its title included."""
+_MAX_HISTOGRAM_HEIGHT = 8
+"""Maximum lines of the histogram, its title included."""
 
 _NUMBER_WIDTH = 7
-
-
-def _known_rank(rank: int | None) -> float | None:
-    return None if rank is None or rank < 0 else float(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +146,6 @@ def format_rank(rank: int) -> str:
     return "rank 0 (the best)" if rank == 0 else f"rank {rank}"
 
 
-def describe_logits(data: LogitsData) -> list[str]:
-    """Return the choice, the candidates as a table, and summaries of the timelines."""
-    record = data.record
-    lines = [_describe_choice(data), _describe_spread(record)]
-    lines += [problem] if (problem := describe_bad_logits(data)) else []
-    if not record.n_nan and record.n_inf and not problem:
-        lines.append(f"{record.n_inf} logits are -Inf: the model masked these tokens itself.")
-    lines += _describe_processors(data)
-    lines += (
-        ["", *_candidate_table(data), ""] if record.candidates else ["No candidates are recorded."]
-    )
-    lines += [_describe_series(data, name) for name in SERIES]
-    lines.append(_describe_histogram(record))
-    return lines
-
-
 def format_chosen(data: LogitsData) -> str:
     """Return the chosen token for use in a sentence."""
     if data.record.chosen_id == UNKNOWN:
@@ -181,24 +169,17 @@ def _describe_choice(data: LogitsData) -> str:
     )
 
 
-def _describe_spread(record: LogitsRecord) -> str:
-    return (
-        f"Entropy {format_number(record.entropy)} nats, margin {format_number(record.margin)} "
-        "(best logit minus second best)."
-    )
-
-
-def _describe_processors(data: LogitsData) -> list[str]:
+def _describe_processors(data: LogitsData) -> str:
     candidates = data.record.candidates
     if candidates and all(math.isnan(c.score) and not math.isnan(c.logit) for c in candidates):
-        return ["It is unknown whether logits processors changed these logits before the choice."]
+        return "It is unknown whether logits processors changed these logits before the choice."
     if not data.is_processed:
-        return ["The scores are the logits: no processor changed these candidates."]
+        return "The scores are the logits: no processor changed these candidates."
     n_filtered = sum(map(is_filtered, candidates))
     if not n_filtered:
-        return ["The processors changed the logits and filtered none of these candidates."]
+        return "The processors changed the logits and filtered none of these candidates."
     share = f"{n_filtered} of these {len(candidates)} candidates"
-    return [f"The processors filtered {share} (as top-k and top-p do: their score is -Inf)."]
+    return f"The processors filtered {share} (as top-k and top-p do: their score is -Inf)."
 
 
 def _candidate_table(data: LogitsData) -> list[str]:
@@ -285,10 +266,6 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
     )
     depends_on_size: ClassVar[bool] = True
 
-    def options(self) -> NoOptions:
-        """Return the initial options; there are none."""
-        return NoOptions()
-
     def load(self, source: Source, request: Request[NoOptions]) -> LogitsData:
         """Read the distribution of the step, and the scalar columns of the window's steps."""
         reader, place = source.reader, request.place
@@ -308,51 +285,51 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
 
     def describe(self, data: LogitsData) -> list[str]:
         """Return the choice, the candidates as a table, and summaries of the timelines."""
-        return describe_logits(data)
+        record, problem = data.record, describe_bad_logits(data)
+        entropy, margin = format_number(record.entropy), format_number(record.margin)
+        spread = f"Entropy {entropy} nats, margin {margin} (best logit minus second best)."
+        lines = [_describe_choice(data), spread]
+        if problem:
+            lines.append(problem)
+        elif record.n_inf and not record.n_nan:
+            lines.append(f"{record.n_inf} logits are -Inf: the model masked these tokens itself.")
+        lines.append(_describe_processors(data))
+        table = ["", *_candidate_table(data), ""]
+        lines += table if record.candidates else ["No candidates are recorded."]
+        lines += [_describe_series(data, name) for name in SERIES]
+        return [*lines, _describe_histogram(record)]
 
     def paint(self, data: LogitsData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the candidates, and as many timelines as there is room for."""
         layout = logits_layout(data, request.width, request.height)
-        left = _draw_candidates(data, layout, theme)
-        lines = [
+        pen = Pen(theme, request.width)
+        left = _draw_candidates(data, layout, pen.resize(left_width(request.width)))
+        timelines = [
             strip
-            for name in layout.timelines
-            for strip in _draw_titled_timeline(data, layout, name, theme)
+            for name, area in layout.timelines.items()
+            for strip in _draw_series(data, name, area, theme)
         ]
-        if layout.beside:
-            strips = draw_two_columns(left, lines, request.width, request.height, theme)
-        else:
-            strips = [*left, *lines]
+        strips = draw_beside(left, timelines, request.height, pen)
         problem = describe_bad_logits(data)
-        return Picture(strips[: request.height], problem or _format_note(data), alarm=bool(problem))
+        rank, steps = format_rank(data.record.chosen_rank), data.window.format_steps()
+        note = problem or f"{format_chosen(data)}, {rank} · {steps}"
+        return Picture(strips, note, alarm=bool(problem))
 
-    def on_mouse(
-        self, x: int, y: int, data: LogitsData, request: Request[NoOptions], *, click: bool
-    ) -> Navigate | None:
+    def on_click(self, at: Cell, data: LogitsData, request: Request[NoOptions]) -> Navigate | None:
         """Go to the step of a timeline's column."""
-        if not click:
-            return None
         areas = logits_layout(data, request.width, request.height).timelines.values()
-        return navigate_to_step(x, y, areas, data.window)
-
-
-def _format_note(data: LogitsData) -> str:
-    rank = format_rank(data.record.chosen_rank)
-    return f"{format_chosen(data)}, {rank} · {data.window.format_steps()}"
+        return navigate_to_step(at, areas, data.window)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsLayout:
-    """The layout of a picture: lines of candidates (header included) and of the histogram.
+    """The lines of candidates (their header included) and of the histogram, and the timelines.
 
-    The block of candidates is `left` wide, a timeline `columns`. `beside` is True when the
-    timelines are at the right of it. The areas of `timelines` exclude their titles.
+    The areas of the timelines exclude their titles; they are beside the rest if `is_wide`.
     """
 
-    left: int
-    columns: int
-    beside: bool
-    header: bool
+    is_wide: bool
+    has_header: bool
     rows: int
     histogram: int
     timelines: dict[str, Area]
@@ -360,164 +337,130 @@ class LogitsLayout:
 
 def logits_layout(data: LogitsData, width: int, height: int) -> LogitsLayout:
     """Lay out a picture of this size."""
-    wide = width >= MIN_TWO_COLUMN_WIDTH
-    header = height >= 5
-    needed = len(data.record.candidates) + (data.chosen is None) + header + 1
-    names = data.series_names
+    wide, names, has_header = is_two_column(width), data.series_names, height >= 5
+    rows = min(len(data.record.candidates) + (data.chosen is None) + has_header + 1, height)
     if wide:
-        rows, spare = min(needed, height), height
+        timelines = stack_timelines(names, width, 0, height)
     else:
         reserved = min(height // 2, 4 * len(names)) if height >= 8 else 0
-        rows = min(needed, height - reserved // len(names) * len(names))
-        spare = height - rows
-    names = names[: spare // 2]
-    each = min(spare // len(names), _MAX_PLOT_HEIGHT) if names else 0
-    x, y = (left_width(width) + COLUMN_GAP, 0) if wide else (0, rows)
-    areas = {
-        name: Area(x, y + each * i + 1, timeline_columns(width), each - 1)
-        for i, name in enumerate(names)
-    }
-    rest = height - rows - (1 if wide else each * len(names))
-    histogram = min(rest, _MAX_PLOT_HEIGHT) if data.record.histogram and rest >= 3 else 0
-    return LogitsLayout(
-        left=left_width(width),
-        columns=timeline_columns(width),
-        beside=wide,
-        header=header,
-        rows=rows,
-        histogram=histogram,
-        timelines=areas,
-    )
+        rows = min(rows, height - reserved // len(names) * len(names))
+        timelines = stack_timelines(names, width, rows, height - rows)
+    n_lines = 1 if wide else sum(area.height + 1 for area in timelines.values())
+    rest = height - rows - n_lines
+    histogram = min(rest, _MAX_HISTOGRAM_HEIGHT) if data.record.histogram and rest >= 3 else 0
+    return LogitsLayout(wide, has_header, rows, histogram, timelines)
 
 
-def _draw_candidates(data: LogitsData, layout: LogitsLayout, theme: Theme) -> list[Strip]:
-    strips = [_draw_summary(data, layout.left, theme)]
-    strips += [_draw_header(data, layout.left, theme)] if layout.header else []
+def _draw_candidates(data: LogitsData, layout: LogitsLayout, pen: Pen) -> list[Strip]:
+    strips = [_draw_summary(data, pen)]
+    strips += [_draw_header(data, pen)] if layout.has_header else []
     room = layout.rows - len(strips)
     shown = data.record.candidates[:room]
     if data.chosen not in shown and room > 0:
         shown = shown[: room - 1]
-    strips += [_draw_candidate(candidate, data, layout.left, theme) for candidate in shown]
+    strips += [_draw_candidate(candidate, data, pen) for candidate in shown]
     if data.chosen not in shown and room > 0:
-        strips.append(_draw_unlisted_choice(data, layout.left, theme))
-    if layout.histogram and layout.beside:
-        strips.append(line([], layout.left, theme.style("text")))
-    return [*strips, *_draw_histogram(data, layout, theme)]
+        strips.append(_draw_unlisted_choice(data, pen))
+    if not layout.histogram:
+        return strips
+    gap = [pen.line()] if layout.is_wide else []
+    return [*strips, *gap, *_draw_histogram(data, layout, pen)]
 
 
-def _draw_summary(data: LogitsData, width: int, theme: Theme) -> Strip:
-    text, strong, muted = theme.style("text"), theme.style("strong"), theme.style("muted")
+def _draw_summary(data: LogitsData, pen: Pen) -> Strip:
     record = data.record
-    spans: list[Span] = [
-        ("entropy ", muted),
-        (format_number(record.entropy), strong),
-        (" nats" if width >= 60 else "", muted),
-        ("  margin ", muted),
-        (format_number(record.margin), strong),
-        ("  rank ", muted),
+    return pen.line(
+        ("entropy ", "muted"),
+        (format_number(record.entropy), "strong"),
+        (" nats" if pen.width >= 60 else "", "muted"),
+        ("  margin ", "muted"),
+        (format_number(record.margin), "strong"),
+        ("  rank ", "muted"),
         (
             "?" if record.chosen_id == UNKNOWN else str(record.chosen_rank),
-            strong if record.chosen_rank == 0 else theme.style("warn"),
+            "strong" if record.chosen_rank == 0 else "warn",
         ),
-    ]
-    return line(spans, width, text)
+    )
 
 
 def _column_widths(data: LogitsData, width: int) -> tuple[int, bool, int]:
     """Return the columns of the token, whether logits fit, and the columns of the bar."""
-    fixed = 4 + (_NUMBER_WIDTH + 1) * (1 + data.is_processed) + (data.is_processed and 2)
-    spare = width - fixed
+    numbers = (_NUMBER_WIDTH + 1) * (1 + data.is_processed)
+    spare = width - 4 - numbers - (data.is_processed and 2)
     logits = spare >= 36
-    spare -= (_NUMBER_WIDTH + 1) * (1 + data.is_processed) if logits else 0
+    spare -= numbers if logits else 0
     name = max(min(spare * 3 // 5, 20), 1)
     return name, logits, max(spare - name - 1, 0)
 
 
-def _draw_header(data: LogitsData, width: int, theme: Theme) -> Strip:
-    name, logits, _ = _column_widths(data, width)
+def _draw_header(data: LogitsData, pen: Pen) -> Strip:
+    name, logits, _ = _column_widths(data, pen.width)
     titles = [("logit", _NUMBER_WIDTH)] * logits
     titles.append(("before" if data.is_processed else "prob", _NUMBER_WIDTH))
     if data.is_processed:
         titles += [("score", _NUMBER_WIDTH)] * logits
         titles.append(("after", _NUMBER_WIDTH + 2))
     columns = "".join(" " + align_right(title, columns) for title, columns in titles)
-    text = f"    {clip_text('token', name)}{columns}"
-    return line([(text, theme.style("muted"))], width, theme.style("text"))
+    return pen.line((f"    {clip_text('token', name)}{columns}", "muted"))
 
 
-def _draw_candidate(candidate: Candidate, data: LogitsData, width: int, theme: Theme) -> Strip:
-    name, logits, room = _column_widths(data, width)
+def _draw_candidate(candidate: Candidate, data: LogitsData, pen: Pen) -> Strip:
+    name, logits, room = _column_widths(data, pen.width)
     is_chosen = candidate.token_id == data.record.chosen_id
-    style = theme.style("chosen" if is_chosen else "text")
-    muted = theme.style("muted")
+    style = "chosen" if is_chosen else "text"
     share = probability(candidate.logprob)
-    spans: list[Span] = [
+    spans: list[NamedSpan] = [
         (f"{'*' if is_chosen else ' '}{candidate.rank:>2} ", style),
         (clip_text(token_label(candidate.text, candidate.token_id), name), style),
     ]
     if logits:
-        spans.append((" " + format_number(candidate.logit, _NUMBER_WIDTH), muted))
+        spans.append((" " + format_number(candidate.logit, _NUMBER_WIDTH), "muted"))
     spans.append((" " + format_number(share, _NUMBER_WIDTH), style))
     if data.is_processed:
         share = probability(candidate.score_logprob)
         if logits:
-            spans.append((" " + format_number(candidate.score, _NUMBER_WIDTH), muted))
+            spans.append((" " + format_number(candidate.score, _NUMBER_WIDTH), "muted"))
         after = align_right(_format_after(candidate), _NUMBER_WIDTH + 2)
-        spans.append((" " + after, muted if is_filtered(candidate) else style))
-    spans.append((" " + bar(share, room) if room else "", theme.style("accent")))
-    return line(spans, width, theme.style("text"))
+        spans.append((" " + after, "muted" if is_filtered(candidate) else style))
+    return pen.line(*spans, (" " + bar(share, room) if room else "", "accent"))
 
 
-def _draw_unlisted_choice(data: LogitsData, width: int, theme: Theme) -> Strip:
+def _draw_unlisted_choice(data: LogitsData, pen: Pen) -> Strip:
     """Draw the line of a chosen token that is not among the candidates shown."""
-    record, style = data.record, theme.style("chosen")
+    record = data.record
     if record.chosen_id == UNKNOWN:
-        return line([("  ? the chosen token is unknown", theme.style("muted"))], width)
-    name, logits, room = _column_widths(data, width)
+        return pen.line(("  ? the chosen token is unknown", "muted"))
+    name, logits, room = _column_widths(data, pen.width)
     chance = probability(record.chosen_logprob)
     rank = align_right(str(record.chosen_rank), 2) if record.chosen_rank < 100 else ".."
-    spans: list[Span] = [
-        (f"*{rank} ", style),
-        (clip_text(token_label(_chosen_text(data), record.chosen_id), name), style),
-        (" " * (_NUMBER_WIDTH + 1) if logits else "", style),
-        (" " + format_number(chance, _NUMBER_WIDTH), style),
-    ]
-    if data.is_processed:
-        return line(spans, width, theme.style("text"))
-    return line([*spans, (" " + bar(chance, room), theme.style("accent"))], width)
+    label = clip_text(token_label(_chosen_text(data), record.chosen_id), name)
+    blank = " " * (_NUMBER_WIDTH + 1) if logits else ""
+    chosen = f"*{rank} {label}{blank} {format_number(chance, _NUMBER_WIDTH)}"
+    length = "" if data.is_processed else " " + bar(chance, room)
+    return pen.line((chosen, "chosen"), (length, "accent"))
 
 
-def _draw_titled_timeline(
-    data: LogitsData, layout: LogitsLayout, name: str, theme: Theme
-) -> list[Strip]:
-    area, values = layout.timelines[name], data.series(name)
+def _draw_series(data: LogitsData, name: str, area: Area, theme: Theme) -> list[Strip]:
+    values = data.series(name)
     finite = [v for v in values.values() if v is not None and math.isfinite(v)]
-    limits = (
-        f"{format_number(min(finite))} to {format_number(max(finite))}"
-        if finite
-        else "no finite value"
-    )
-    current = format_number(values.get(data.window.current))
-    title: list[Span] = [
-        (f"{name} ", theme.style("title")),
-        (f"{current} {UNITS[name]}".rstrip(), theme.style("strong")),
-        (f"  {limits}", theme.style("muted")),
-        (f"  {data.window.format_steps()}", theme.style("muted")),
+    limits = "no finite value"
+    if finite:
+        limits = f"{format_number(min(finite))} to {format_number(max(finite))}"
+    title = [
+        (f"{name} ", "title"),
+        (f"{format_number(values.get(data.window.current))}{UNITS[name]}", "strong"),
+        (f"  {limits}", "muted"),
+        (f"  {data.window.format_steps()}", "muted"),
     ]
-    drawn = draw_timeline(values, data.window, area, theme)
-    return [line(drop_cut_span(title, layout.columns), layout.columns, theme.style("text")), *drawn]
+    return draw_timeline(title, map(values.get, data.window.steps), data.window, area, theme)
 
 
-def _draw_histogram(data: LogitsData, layout: LogitsLayout, theme: Theme) -> list[Strip]:
-    if not layout.histogram:
-        return []
+def _draw_histogram(data: LogitsData, layout: LogitsLayout, pen: Pen) -> list[Strip]:
     record = data.record
     low, high = format_number(record.histogram_min), format_number(record.histogram_max)
-    title: list[Span] = [
-        ("logits ", theme.style("title")),
-        (f"{low} to {high}, {sum(record.histogram)} of them, log counts", theme.style("muted")),
-    ]
+    about = f"{low} to {high}, {sum(record.histogram)} of them, log counts"
     heights = [math.log1p(count) if count > 0 else None for count in record.histogram]
     mark = find_bin(record, data.chosen.logit) if data.chosen else None
-    drawn = timeline(heights, layout.left, layout.histogram - 1, theme, marked=mark, style="muted")
-    return [line(title, layout.left, theme.style("text")), *drawn]
+    height = layout.histogram - 1
+    drawn = timeline(heights, pen.width, height, pen.theme, marked=mark, style="muted")
+    return [pen.line(("logits ", "title"), (about, "muted")), *drawn]

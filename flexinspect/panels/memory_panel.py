@@ -12,10 +12,11 @@ from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.plots import bar
-from flexinspect.drawing.text_lines import Span, align_right, clip_text, line, wrap_paragraph
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes
 from flexinspect.panels.base import (
+    Cell,
     Help,
     Missing,
     Navigate,
@@ -23,20 +24,18 @@ from flexinspect.panels.base import (
     Panel,
     Picture,
     Request,
-    TracePlace,
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
-    COLUMN_GAP,
-    MIN_TWO_COLUMN_WIDTH,
     Area,
     StepWindow,
+    draw_beside,
     draw_timeline,
-    draw_two_columns,
-    drop_cut_span,
+    is_two_column,
     left_width,
     load_step_window,
     navigate_to_step,
+    stack_timelines,
     timeline_columns,
 )
 from flexinspect.panels.token_window import load_segments
@@ -44,7 +43,6 @@ from flexinspect.records.prompt import Segment
 from flexinspect.records.step import MemoryRecord
 from flexinspect.trace.queries.range_queries import branch_of_step, memory_range
 from flexinspect.trace.query_results import StepRow
-from flexinspect.trace.reader import TraceReader
 
 FIGURES: Mapping[str, Callable[[MemoryRecord], int | None]] = {
     "RSS": lambda record: record.rss,
@@ -65,9 +63,6 @@ machines."""
 
 LEAK_FACTOR = 4
 """Memory must grow this many times faster than the KV cache to be reported as a leak."""
-
-_MAX_PLOT_HEIGHT = 8
-"""Maximum lines of a timeline, its title included."""
 
 _BYTES_WIDTH = 8
 
@@ -108,6 +103,11 @@ class MemoryData:
         """Return a figure for each loaded step."""
         return {step: FIGURES[name](self.records[step]) for step in sorted(self.records)}
 
+    def known(self, name: str) -> dict[int, int]:
+        """Return a figure for each step of the window at which it is known."""
+        values = self.series(name)
+        return {step: n for step in self.window.steps if (n := values.get(step)) is not None}
+
     def growth(self, name: str) -> dict[int, int]:
         """Return the growth of a figure since the step before, for each step where both are known.
 
@@ -120,28 +120,6 @@ class MemoryData:
             if step == before + 1 and old is not None and new is not None:
                 growth[step] = new - old
         return growth
-
-
-def load_memory(reader: TraceReader, place: TracePlace, n_columns: int) -> MemoryData:
-    """Read the memory of the window that fits in `n_columns`, of one step before, and the segments.
-
-    Raises `Missing` when the window has no memory.
-    """
-    window = load_step_window(reader, place, n_columns)
-    before = max(window.start - 1, window.first)
-    records = memory_range(reader, place.generation, before, window.stop, place.branch)
-    if not any(step in records for step in window.steps):
-        raise Missing(
-            f"No memory is recorded in {window.format_steps()}.",
-            "The memory hook records it at every level; 'flexinspect dump' shows whether it was "
-            "disabled.",
-        )
-    branch = branch_of_step(reader, place.generation, window.current, place.branch)
-    step = reader.step(place.generation, window.current, branch)
-    record = records.get(window.current)
-    segments = load_segments(reader, place)
-    parts = cache_parts(segments, step, record.kv_cache) if step and record else ()
-    return MemoryData(window, records, step, parts)
 
 
 def cache_parts(segments: Sequence[Segment], step: StepRow, kv_cache: int) -> tuple[CachePart, ...]:
@@ -221,23 +199,6 @@ def find_leak(data: MemoryData) -> MemoryLeak | None:
     return None
 
 
-def describe_memory(data: MemoryData) -> list[str]:
-    """Return a leak if there is one, the figures as a table, the cache by segment, and ranges."""
-    leak = find_leak(data)
-    lines = [leak.sentence(data.window)] if leak else []
-    current = data.window.current
-    if data.current_record is None:
-        lines.append(f"No memory is recorded at step {current}.")
-    if current == data.window.first:
-        lines.append(f"Memory at the end of step {current}, the first one: no growth yet.")
-    else:
-        lines.append(f"Memory at the end of step {current}, growth from step {current - 1}:")
-    lines += _figures_table(data)
-    lines += _describe_cache(data)
-    lines += [_describe_range(data, name) for name in data.figures if name != "model"]
-    return lines
-
-
 def figure_texts(data: MemoryData, name: str) -> tuple[str, str, str]:
     """Return a figure of the current step, its growth, and its median growth per step."""
     record = data.current_record
@@ -245,40 +206,6 @@ def figure_texts(data: MemoryData, name: str) -> tuple[str, str, str]:
         human_bytes(None if record is None else FIGURES[name](record)),
         format_growth(data.growth(name).get(data.window.current)),
         format_growth(median_growth(data, name)),
-    )
-
-
-def _figures_table(data: MemoryData) -> list[str]:
-    rows = [f"{'':<14}  {'now':>9}  {'growth':>9}  {'median growth per step':>22}"]
-    for name in data.figures:
-        now, growth, usual = figure_texts(data, name)
-        rows.append(f"{name:<14}  {now:>9}  {growth:>9}  {usual:>22}")
-    return rows
-
-
-def _describe_cache(data: MemoryData) -> list[str]:
-    if not data.parts or data.step_row is None:
-        return []
-    n_tokens = sum(part.n_tokens for part in data.parts)
-    key_bytes = human_bytes(round(sum(part.n_bytes for part in data.parts) / n_tokens))
-    width = max(len(part.label) for part in data.parts)
-    lines = [f"KV cache by segment: {data.step_row.kv_after} keys of {key_bytes} each."]
-    for part in data.parts:
-        tokens = "1 token " if part.n_tokens == 1 else f"{part.n_tokens} tokens"
-        lines.append(f"  {part.label:<{width}}  {tokens:>13}  {human_bytes(part.n_bytes):>8}")
-    return lines
-
-
-def _describe_range(data: MemoryData, name: str) -> str:
-    values = {
-        step: value
-        for step, value in data.series(name).items()
-        if value is not None and step in data.window.steps
-    }
-    low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-    return (
-        f"{name} in {data.window.format_steps()}: {human_bytes(values[low])} (step {low}) to "
-        f"{human_bytes(values[high])} (step {high}), by {human_bytes(values[high] - values[low])}."
     )
 
 
@@ -297,137 +224,153 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
     )
     depends_on_size: ClassVar[bool] = True
 
-    def options(self) -> NoOptions:
-        """Return the initial options; there are none."""
-        return NoOptions()
-
     def load(self, source: Source, request: Request[NoOptions]) -> MemoryData:
         """Read the memory of the window of steps that fits the width."""
-        return load_memory(source.reader, request.place, timeline_columns(request.width))
+        reader, place = source.reader, request.place
+        window = load_step_window(reader, place, timeline_columns(request.width))
+        before = max(window.start - 1, window.first)
+        records = memory_range(reader, place.generation, before, window.stop, place.branch)
+        if not any(step in records for step in window.steps):
+            raise Missing(
+                f"No memory is recorded in {window.format_steps()}.",
+                "The memory hook records it at every level; 'flexinspect dump' shows whether it "
+                "was disabled.",
+            )
+        branch = branch_of_step(reader, place.generation, window.current, place.branch)
+        step = reader.step(place.generation, window.current, branch)
+        record = records.get(window.current)
+        segments = load_segments(reader, place)
+        parts = cache_parts(segments, step, record.kv_cache) if step and record else ()
+        return MemoryData(window, records, step, parts)
 
     def describe(self, data: MemoryData) -> list[str]:
-        """Return a leak if there is one, the figures as a table, and the cache by segment."""
-        return describe_memory(data)
+        """Return a leak if there is one, the figures as a table, the cache by segment, ranges."""
+        leak, current = find_leak(data), data.window.current
+        lines = [leak.sentence(data.window)] if leak else []
+        if data.current_record is None:
+            lines.append(f"No memory is recorded at step {current}.")
+        if current == data.window.first:
+            lines.append(f"Memory at the end of step {current}, the first one: no growth yet.")
+        else:
+            lines.append(f"Memory at the end of step {current}, growth from step {current - 1}:")
+        lines.append(f"{'':<14}  {'now':>9}  {'growth':>9}  {'median growth per step':>22}")
+        for name in data.figures:
+            now, growth, usual = figure_texts(data, name)
+            lines.append(f"{name:<14}  {now:>9}  {growth:>9}  {usual:>22}")
+        lines += _describe_cache(data)
+        return lines + [_describe_range(data, name) for name in data.figures if name != "model"]
 
     def paint(self, data: MemoryData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the figures, then timelines and segments if there is room for them."""
-        width, height = request.width, request.height
-        layout = memory_layout(data, width, height)
-        leak = find_leak(data)
-        left = [] if layout.wide else _draw_leak_warning(data, width, theme)
-        left += _draw_figures(data, layout.left, theme)
-        lines = [
-            strip
-            for name in layout.timelines
-            for strip in _draw_titled_timeline(data, layout, name, theme)
+        pen, height = Pen(theme, request.width), request.height
+        left_pen = pen.resize(left_width(request.width))
+        areas = memory_areas(data, request.width, height)
+        timelines = [
+            strip for name, area in areas.items() for strip in _draw_figure(data, name, area, theme)
         ]
-        if layout.wide:
-            lines = [*_draw_leak_warning(data, layout.columns, theme), *lines]
-            left += _draw_cache_parts(data, layout.left, height - len(left), theme)
-            strips = draw_two_columns(left, lines, width, height, theme)
+        left = _draw_figures(data, left_pen)
+        if is_two_column(request.width):
+            warning = _draw_leak_warning(data, pen.resize(timeline_columns(request.width)))
+            timelines = [*warning, *timelines]
+            left += _draw_cache_parts(data, left_pen, height - len(left))
         else:
-            strips = [*left, *lines]
-            strips += _draw_cache_parts(data, width, height - len(strips), theme)
+            left = [*_draw_leak_warning(data, pen), *left]
+            timelines += _draw_cache_parts(data, pen, height - len(left) - len(timelines))
+        leak = find_leak(data)
         note = leak.format_note() if leak else data.window.format_steps()
-        return Picture(strips[:height], note, alarm=leak is not None)
+        return Picture(draw_beside(left, timelines, height, pen), note, alarm=leak is not None)
 
-    def on_mouse(
-        self, x: int, y: int, data: MemoryData, request: Request[NoOptions], *, click: bool
-    ) -> Navigate | None:
+    def on_click(self, at: Cell, data: MemoryData, request: Request[NoOptions]) -> Navigate | None:
         """Go to the step of a timeline's column."""
-        if not click:
-            return None
-        areas = memory_layout(data, request.width, request.height).timelines.values()
-        return navigate_to_step(x, y, areas, data.window)
+        areas = memory_areas(data, request.width, request.height).values()
+        return navigate_to_step(at, areas, data.window)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLayout:
-    """The layout of a picture; the areas of `timelines` exclude their titles."""
+def _describe_cache(data: MemoryData) -> list[str]:
+    if not data.parts or data.step_row is None:
+        return []
+    n_tokens = sum(part.n_tokens for part in data.parts)
+    key_bytes = human_bytes(round(sum(part.n_bytes for part in data.parts) / n_tokens))
+    width = max(len(part.label) for part in data.parts)
+    lines = [f"KV cache by segment: {data.step_row.kv_after} keys of {key_bytes} each."]
+    for part in data.parts:
+        tokens = "1 token " if part.n_tokens == 1 else f"{part.n_tokens} tokens"
+        lines.append(f"  {part.label:<{width}}  {tokens:>13}  {human_bytes(part.n_bytes):>8}")
+    return lines
 
-    left: int
-    columns: int
-    wide: bool
-    timelines: dict[str, Area]
+
+def _describe_range(data: MemoryData, name: str) -> str:
+    values = data.known(name)
+    low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+    return (
+        f"{name} in {data.window.format_steps()}: {human_bytes(values[low])} (step {low}) to "
+        f"{human_bytes(values[high])} (step {high}), by {human_bytes(values[high] - values[low])}."
+    )
 
 
-def memory_layout(data: MemoryData, width: int, height: int) -> MemoryLayout:
-    """Lay out a picture of this size."""
-    wide, columns = width >= MIN_TWO_COLUMN_WIDTH, timeline_columns(width)
+def memory_areas(data: MemoryData, width: int, height: int) -> dict[str, Area]:
+    """Return the areas of the timelines in a picture of this size, without their titles."""
     main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
-    names = [main, "KV cache"]
-    n_warning = len(_draw_leak_warning(data, columns, Theme("none")))
-    top = n_warning if wide else n_warning + len(data.figures) + 1
-    spare = height - top if wide else min(height - top, max((height - top) * 2 // 3, 6))
-    names = names[: max(spare // 2, 0)]
-    each = min(spare // len(names), _MAX_PLOT_HEIGHT if wide else 4) if names else 0
-    x = left_width(width) + COLUMN_GAP if wide else 0
-    areas = {
-        name: Area(x, top + each * index + 1, columns, each - 1) for index, name in enumerate(names)
-    }
-    return MemoryLayout(left_width(width), columns, wide, areas)
+    top = len(_draw_leak_warning(data, Pen(Theme("none"), timeline_columns(width))))
+    if is_two_column(width):
+        return stack_timelines([main, "KV cache"], width, top, height - top)
+    top += len(data.figures) + 1
+    room = min(height - top, max((height - top) * 2 // 3, 6))
+    return stack_timelines([main, "KV cache"], width, top, room, most=4)
 
 
-def _draw_leak_warning(data: MemoryData, width: int, theme: Theme) -> list[Strip]:
+def _draw_leak_warning(data: MemoryData, pen: Pen) -> list[Strip]:
     leak = find_leak(data)
-    return wrap_paragraph(leak.sentence(data.window), width, theme.style("warn")) if leak else []
+    return pen.paragraph(leak.sentence(data.window), "warn") if leak else []
 
 
-def _draw_figures(data: MemoryData, width: int, theme: Theme) -> list[Strip]:
+def _draw_figures(data: MemoryData, pen: Pen) -> list[Strip]:
     """Draw the figures of the current step: value, growth, median growth."""
-    text, muted = theme.style("text"), theme.style("muted")
-    name_width = min(max(width - 3 * (_BYTES_WIDTH + 1), 4), 16)
-    header = clip_text(f"step {data.window.current}", name_width)
-    header += "".join(f" {align_right(name, _BYTES_WIDTH)}" for name in ("now", "growth", "median"))
-    strips = [line([(header, muted)], width, text)]
-    for name in data.figures:
-        styles = (theme.style("strong"), text, muted)
-        spans: list[Span] = [(clip_text(name, name_width), theme.style("title"))]
-        for figure, style in zip(figure_texts(data, name), styles, strict=True):
-            spans.append((f" {align_right(figure, _BYTES_WIDTH)}", style))
-        strips.append(line(spans, width, text))
-    return strips
-
-
-def _draw_titled_timeline(
-    data: MemoryData, layout: MemoryLayout, name: str, theme: Theme
-) -> list[Strip]:
-    """Draw a figure over the window, scaled from its lowest value, which the title shows."""
-    area = layout.timelines[name]
-    values = {step: value for step, value in data.series(name).items() if value is not None}
-    shown = {step: value for step, value in values.items() if step in data.window.steps}
-    low, high = min(shown.values(), default=0), max(shown.values(), default=0)
-    title: list[Span] = [
-        (f"{name} ", theme.style("title")),
-        (f"from {human_bytes(low)} up by {human_bytes(high - low)}", theme.style("text")),
-        (f"  {data.window.format_steps()}", theme.style("muted")),
+    name_width = min(max(pen.width - 3 * (_BYTES_WIDTH + 1), 4), 16)
+    rows = [(f"step {data.window.current}", ("now", "growth", "median"), ("muted",) * 4)]
+    styles = ("title", "strong", "text", "muted")
+    rows += [(name, figure_texts(data, name), styles) for name in data.figures]
+    return [
+        pen.line(
+            (clip_text(name, name_width), styles[0]),
+            *(
+                (f" {align_right(figure, _BYTES_WIDTH)}", style)
+                for figure, style in zip(figures, styles[1:], strict=True)
+            ),
+        )
+        for name, figures, styles in rows
     ]
-    heights: dict[int, float | None] = {step: float(value - low) for step, value in shown.items()}
-    drawn = draw_timeline(heights, data.window, area, theme)
-    return [line(drop_cut_span(title, area.width), area.width, theme.style("text")), *drawn]
 
 
-def _draw_cache_parts(data: MemoryData, width: int, room: int, theme: Theme) -> list[Strip]:
+def _draw_figure(data: MemoryData, name: str, area: Area, theme: Theme) -> list[Strip]:
+    """Draw a figure over the window, scaled from its lowest value, which the title shows."""
+    values = data.known(name)
+    low, high = min(values.values(), default=0), max(values.values(), default=0)
+    title = [
+        (f"{name} ", "title"),
+        (f"from {human_bytes(low)} up by {human_bytes(high - low)}", "text"),
+        (f"  {data.window.format_steps()}", "muted"),
+    ]
+    heights = (float(values[n] - low) if n in values else None for n in data.window.steps)
+    return draw_timeline(title, heights, data.window, area, theme)
+
+
+def _draw_cache_parts(data: MemoryData, pen: Pen, room: int) -> list[Strip]:
     """Draw the cache by segment: the largest ones that fit, in order, and the rest in one line."""
     if room < 2 or not data.parts:
         return []
-    parts = _largest_parts(data.parts, room - 1)
-    title: list[Span] = [
-        ("KV cache by segment ", theme.style("title")),
-        ("(by length)", theme.style("muted")),
-    ]
+    strips = [pen.line(("KV cache by segment ", "title"), ("(by length)", "muted"))]
     largest = max(part.n_bytes for part in data.parts)
-    strips = [line(title, width, theme.style("text"))]
-    for part in parts:
+    name = min(max(pen.width // 3, 6), 18)
+    for part in _largest_parts(data.parts, room - 1):
         share = part.n_bytes / largest if largest and part in data.parts else 0.0
-        name = min(max(width // 3, 6), 18)
         figures = f" {align_right(human_bytes(part.n_bytes), _BYTES_WIDTH)} {part.n_tokens:>6} tok "
-        spans: list[Span] = [
-            (clip_text(part.label, name), theme.style("text")),
-            (figures, theme.style("muted")),
-            (bar(share, max(width - name - len(figures), 0)), theme.style("accent")),
+        spans: list[NamedSpan] = [
+            (clip_text(part.label, name), "text"),
+            (figures, "muted"),
+            (bar(share, max(pen.width - name - len(figures), 0)), "accent"),
         ]
-        strips.append(line(spans, width, theme.style("text")))
+        strips.append(pen.line(*spans))
     return strips
 
 
@@ -435,8 +378,7 @@ def _largest_parts(parts: tuple[CachePart, ...], room: int) -> list[CachePart]:
     if len(parts) <= room:
         return list(parts)
     ranked = sorted(range(len(parts)), key=lambda index: -parts[index].n_tokens)
-    shown = sorted(ranked[: room - 1])
     rest = [parts[index] for index in ranked[room - 1 :]]
     n_tokens = sum(part.n_tokens for part in rest)
     others = CachePart(f"{len(rest)} others", n_tokens, sum(part.n_bytes for part in rest))
-    return [*(parts[index] for index in shown), others]
+    return [*(parts[index] for index in sorted(ranked[: room - 1])), others]

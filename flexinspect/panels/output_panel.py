@@ -11,9 +11,9 @@ from rich.cells import cell_len, chop_cells
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import line, wrap_paragraph
+from flexinspect.drawing.text_lines import Pen
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Help, Missing, Panel, Picture, Request, TracePlace
+from flexinspect.panels.base import CURSOR_MOVES, Help, Missing, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.queries.search_queries import last_output
 from flexinspect.trace.query_results import OutputRow
@@ -60,6 +60,7 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
 
     name: ClassVar[str] = "output"
     title: ClassVar[str] = "Output"
+    initial_options: ClassVar[OutputOptions] = OutputOptions()
     help: ClassVar[Help] = Help(
         "It shows what a program of yours printed, up to the current step; the built-in "
         "generation loop prints nothing.",
@@ -69,10 +70,6 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
         "wrong; a traceback is at the end.",
     )
     actions: ClassVar[tuple[str, ...]] = ("cursor.up", "cursor.down")
-
-    def options(self) -> OutputOptions:
-        """Return the initial options: both streams, at the current step."""
-        return OutputOptions()
 
     def load(self, source: Source, request: Request[OutputOptions]) -> OutputData:
         """Read the lines; they are cached until there are new ones."""
@@ -110,22 +107,19 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
 
     def paint(self, data: OutputData, request: Request[OutputOptions], theme: Theme) -> Picture:
         """Draw the lines that end at the current step, or at the scrolled position."""
-        width, height = request.width, request.height
+        pen, height = Pen(theme, request.width), request.height
         if not data.lines:
-            empty = wrap_paragraph("No output on this stream.", width, theme.style("text"))
-            return Picture(empty[:height])
-        bottom = _last_visible(data, request.options)
-        strips: list[Strip] = []
-        top = bottom + 1
+            return Picture(pen.paragraph("No output on this stream.")[:height])
+        last = top = _last_visible(data, request.options)
+        strips = _draw_line(data, top, pen)
         while top > 0 and len(strips) < height:
             top -= 1
-            strips = [*_draw_line(data, top, width, theme), *strips]
-        strips, last = strips[-height:], bottom
+            strips = [*_draw_line(data, top, pen), *strips]
+        strips = strips[-height:]
         while len(strips) < height and last + 1 < len(data.lines):
             last += 1
-            strips += _draw_line(data, last, width, theme)
-        note = f"lines {top + 1}-{last + 1} of {len(data.lines)}"
-        return Picture(strips[:height], note)
+            strips += _draw_line(data, last, pen)
+        return Picture(strips[:height], f"lines {top + 1}-{last + 1} of {len(data.lines)}")
 
     def on_action(
         self, action: str, data: OutputData, request: Request[OutputOptions]
@@ -134,7 +128,7 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
         if action not in self.actions or not data.lines:
             return None
         bottom = _last_visible(data, request.options)
-        move = max(request.height // 3, 1) * (1 if action == "cursor.down" else -1)
+        move = max(request.height // 3, 1) * CURSOR_MOVES[action][0]
         moved = max(0, min(bottom + move, len(data.lines) - 1))
         return replace(request.options, scroll=moved - data.anchor) if moved != bottom else None
 
@@ -146,14 +140,11 @@ def _last_visible(data: OutputData, options: OutputOptions) -> int:
 def _find_anchor(source: Source, place: TracePlace, lines: tuple[OutputLine, ...]) -> int:
     """Return the index of the last line up to the step; the newest step includes later lines."""
     newest = source.reader.last_step(place.generation)
-    if newest is None or (place.step >= newest and _is_last(source, place.generation)):
+    later = (row for row in source.reader.generations() if row.generation > place.generation)
+    if newest is None or (place.step >= newest and not any(later)):
         return max(len(lines) - 1, 0)
     step = (place.generation, place.step)
     return max(bisect_right(lines, step, key=lambda printed: printed.step) - 1, 0)
-
-
-def _is_last(source: Source, generation: int) -> bool:
-    return all(row.generation <= generation for row in source.reader.generations())
 
 
 def _split_lines(rows: Iterable[OutputRow]) -> list[OutputLine]:
@@ -188,17 +179,13 @@ def _format_origin(printed: OutputLine) -> str:
     return f"{printed.stream}, generation {printed.step[0]} step {printed.step[1]}"
 
 
-def _draw_line(data: OutputData, index: int, width: int, theme: Theme) -> list[Strip]:
+def _draw_line(data: OutputData, index: int, pen: Pen) -> list[Strip]:
     """Draw one printed line, wrapped to as many rows as it needs."""
     printed = data.lines[index]
-    mark = "▸" if printed.step == data.current_step else " "
     is_err = printed.stream == "stderr"
-    style = theme.style("warn" if is_err else "text")
-    text, room = escape_unprintable(printed.text), max(width - _MARGIN, 1)
-    parts = chop_cells(text, room) if cell_len(text) > room else [text]
-    head = [(mark, theme.style("chosen")), ("!" if is_err else " ", theme.style("warn"))]
-    blank = [(" " * _MARGIN, theme.style("text"))]
-    return [
-        line([*(blank if number else head), (part, style)], width, theme.style("text"))
-        for number, part in enumerate(parts)
-    ]
+    text, room = escape_unprintable(printed.text), max(pen.width - _MARGIN, 1)
+    first, *others = chop_cells(text, room) if cell_len(text) > room else [text]
+    style = "warn" if is_err else "text"
+    mark = "▸" if printed.step == data.current_step else " "
+    head = pen.line((mark, "chosen"), ("!" if is_err else " ", "warn"), (first, style))
+    return [head, *(pen.line((" " * _MARGIN, "text"), (part, style)) for part in others)]

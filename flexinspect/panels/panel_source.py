@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
+
+import numpy as np
 
 from flexinspect.trace.reader import TraceReader
 
@@ -14,6 +17,20 @@ T = TypeVar("T")
 
 CACHE_BYTES = 96 << 20
 """Maximum size of the cache; the least recently used value is dropped first."""
+
+
+def estimate_bytes(value: Any) -> int:
+    """Estimate the memory of a value: that of its arrays, and 64 bytes for every other object."""
+    if isinstance(value, np.ndarray):
+        return 128 + value.nbytes
+    parts: Iterable[Any] = ()
+    if isinstance(value, list | tuple):
+        parts = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif is_dataclass(value):
+        parts = (getattr(value, field.name) for field in fields(value))
+    return 64 + sum(map(estimate_bytes, parts)) + (len(value) if isinstance(value, str) else 0)
 
 
 class _KeyLock:
@@ -37,11 +54,14 @@ class Source:
         self._lock = threading.Lock()
         self._key_locks: dict[Hashable, _KeyLock] = {}
 
-    def get_or_create(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+    def get_or_create(
+        self, key: Hashable, make: Callable[[], T], size: Callable[[T], int] | None = None
+    ) -> T:
         """Return the cached value of `key`, or compute it with `make` and cache it.
 
         Threads that ask for the same key meanwhile wait for the one computation. `size` returns
-        the bytes of a value; one larger than `CACHE_BYTES` is not cached.
+        the bytes of a value, by default `estimate_bytes`; one larger than `CACHE_BYTES` is not
+        cached.
         """
         with self._lock:
             if key in self._cache:
@@ -52,7 +72,7 @@ class Source:
                 if key in self._cache:
                     return self._cache[key][0]  # type: ignore[no-any-return]
             value = make()
-            self._store(key, value, size(value))
+            self._store(key, value, (size or estimate_bytes)(value))
             return value
 
     @contextmanager

@@ -12,10 +12,11 @@ from typing import ClassVar
 from rich.style import Style
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import Span, line, wrap_paragraph
+from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.drawing.text_lines import NamedSpan, Pen
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
+    Cell,
     Help,
     Missing,
     Navigate,
@@ -24,8 +25,10 @@ from flexinspect.panels.base import (
     Picture,
     Request,
     TracePlace,
+    first_visible,
 )
 from flexinspect.panels.panel_source import Source
+from flexinspect.panels.timeline import StepWindow, step_window
 from flexinspect.records import prompt
 from flexinspect.records.step import PATHS, BuildRecord, CallRecord, MaskRecord
 from flexinspect.trace.queries.range_queries import (
@@ -40,6 +43,7 @@ from flexinspect.trace.queries.range_queries import (
 from flexinspect.trace.reader import TraceReader
 
 PATH_LETTERS: Mapping[str, str] = dict(zip(PATHS, "FCSE?", strict=True))
+_PATH_NAMES = {letter: path for path, letter in PATH_LETTERS.items()}
 NO_CALL = "·"
 MAX_MASKS = 6
 
@@ -81,7 +85,7 @@ class StepDetails:
 
 @dataclass(frozen=True, slots=True)
 class PathData:
-    """The map of a window of steps, `start <= step < stop`, and the current step in detail.
+    """The map of a window of steps, and the current step in detail.
 
     `letters` maps (step, layer) to the letter of the path, `usual_letters` a step to that of most
     of its layers. `current_paths` and `previous_paths` are those of the current step and the one
@@ -89,9 +93,7 @@ class PathData:
     """
 
     place: TracePlace
-    start: int
-    stop: int
-    last: int
+    window: StepWindow
     layers: tuple[int, ...]
     letters: Mapping[tuple[int, int], str]
     usual_letters: Mapping[int, str]
@@ -111,57 +113,9 @@ class PathData:
         letters = ((layer, self.letters.get((step, layer))) for layer in self.layers)
         return [layer for layer, letter in letters if letter not in (None, usual)]
 
-    def format_steps(self) -> str:
-        """Return "steps 3-9 of 0-40"."""
-        shown, recorded = range(self.start, self.stop), range(self.last + 1)
-        return f"{_format_step_list(shown)} of {format_ranges(recorded)}"
-
     def layer_letters(self, layer: int) -> str:
         """Return a layer's letters, one per step of the window."""
-        steps = range(self.start, self.stop)
-        return "".join(self.letters.get((step, layer), NO_CALL) for step in steps)
-
-
-def load_paths(reader: TraceReader, place: TracePlace, n_columns: int) -> PathData:
-    """Read the window of steps that fits in `n_columns` (one query) and the current step.
-
-    Raises `Missing` when no step, or no call of these steps, is recorded.
-    """
-    last = newest_step(reader, place.generation, place.branch)
-    if last is None:
-        raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
-    start, stop = step_bounds_around(place.step, last, n_columns)
-    paths = step_paths(
-        reader, place.generation, max(min(start, place.step - 1), 0), stop, place.branch
-    )
-    if not any(path.step >= start for path in paths):
-        raise Missing(
-            f"No attention call is recorded in steps {format_ranges(range(start, stop))}.",
-            "The attention hook records them at every level; 'flexinspect dump' shows whether it "
-            "was disabled.",
-        )
-    letters, usual_letters = path_map(paths)
-    current = tuple(path for path in paths if path.step == place.step)
-    previous = tuple(path for path in paths if path.step == place.step - 1)
-    return PathData(
-        place=place,
-        start=start,
-        stop=stop,
-        last=last,
-        layers=tuple(sorted({layer for _, layer in letters})),
-        letters=letters,
-        usual_letters=usual_letters,
-        current_paths=current,
-        previous_paths=previous,
-        details=_load_details(reader, place, (*current, *previous)),
-    )
-
-
-def step_bounds_around(step: int, last: int, n_columns: int) -> tuple[int, int]:
-    """Return the range of steps around `step` that fits in `n_columns`, within 0 to `last`."""
-    size = min(max(n_columns, 1), _MAX_STEPS, last + 1)
-    start = max(0, min(step - size // 2, last + 1 - size))
-    return start, start + size
+        return "".join(self.letters.get((step, layer), NO_CALL) for step in self.window.steps)
 
 
 def path_map(paths: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dict[int, str]]:
@@ -204,13 +158,17 @@ def _load_details(reader: TraceReader, place: TracePlace, paths: Iterable[StepPa
         declared_mask=generation.mask if has_declaration else "",
         backends=tuple(dict.fromkeys(call.backend for call in calls)),
         lse_errors=_lse_errors(calls),
-        lse_check_kind=next((call.gate_kind for call in calls if call.gate_kind), ""),
+        lse_check_kind=next((call.check_kind for call in calls if call.check_kind), ""),
         masks=masks,
         n_new=len(reader.fingerprints(*key)),
         compiled=tuple(f"{row.event.kind}: {row.event.text}" for row in events),
         graphs_counted=bool(reader.run().get("graphs_counted")),
-        suppressed_exceptions=_layers_by_text((call.swallowed, call.layer) for call in calls),
-        masks_passed_to_layer=_layers_by_text((call.handed, call.layer) for call in calls),
+        suppressed_exceptions=_layers_by_text(
+            (call.suppressed_exception, call.layer) for call in calls
+        ),
+        masks_passed_to_layer=_layers_by_text(
+            (call.mask_passed_to_layer, call.layer) for call in calls
+        ),
         builds=tuple(reader.builds(*key)),
     )
 
@@ -228,8 +186,8 @@ def _lse_errors(calls: Iterable[CallRecord]) -> dict[int, float]:
     """Return the largest error of the LSE check per layer; NaN counts as the largest."""
     errors: dict[int, float] = {}
     for call in calls:
-        if call.gate is not None:
-            errors[call.layer] = _largest_error([call.gate, errors.get(call.layer, 0.0)])
+        if call.lse_error is not None:
+            errors[call.layer] = _largest_error([call.lse_error, errors.get(call.layer, 0.0)])
     return errors
 
 
@@ -261,14 +219,34 @@ class PathPanel(Panel[PathData, NoOptions]):
     )
     depends_on_size: ClassVar[bool] = True
 
-    def options(self) -> NoOptions:
-        """Return the initial options; there are none."""
-        return NoOptions()
-
     def load(self, source: Source, request: Request[NoOptions]) -> PathData:
         """Read the window of steps that fits the width, in one query, and the current step."""
-        return load_paths(
-            source.reader, request.place, request.width - _LABEL_WIDTH - _LSE_CHECK_WIDTH
+        reader, place = source.reader, request.place
+        n_columns = request.width - _LABEL_WIDTH - _LSE_CHECK_WIDTH
+        last = newest_step(reader, place.generation, place.branch)
+        if last is None:
+            raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
+        window = step_window(place.step, 0, last, n_columns, most=_MAX_STEPS)
+        first = max(min(window.start, place.step - 1), 0)
+        paths = step_paths(reader, place.generation, first, window.stop, place.branch)
+        if not any(path.step >= window.start for path in paths):
+            raise Missing(
+                f"No attention call is recorded in {window.format_steps()}.",
+                "The attention hook records them at every level; 'flexinspect dump' shows whether "
+                "it was disabled.",
+            )
+        letters, usual_letters = path_map(paths)
+        current = tuple(path for path in paths if path.step == place.step)
+        previous = tuple(path for path in paths if path.step == place.step - 1)
+        return PathData(
+            place=place,
+            window=window,
+            layers=tuple(sorted({layer for _, layer in letters})),
+            letters=letters,
+            usual_letters=usual_letters,
+            current_paths=current,
+            previous_paths=previous,
+            details=_load_details(reader, place, (*current, *previous)),
         )
 
     def describe(self, data: PathData) -> list[str]:
@@ -277,29 +255,26 @@ class PathPanel(Panel[PathData, NoOptions]):
 
     def paint(self, data: PathData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the map, and as much of the description of the step as there is room for."""
-        width, height = request.width, request.height
-        room = _map_height(data, request)
+        pen, room = Pen(theme, request.width), _map_height(data, request)
         rows, top = shown_rows(data, room)
-        strips = [_axis(data, width, theme)]
-        strips += [_map_row(data, row, width, theme) for row in rows[top : top + room]]
-        strips.append(_legend(data, width, theme))
-        strips += _draw_description(data, width, theme)
+        strips = [_axis(data, pen)]
+        strips += [_map_row(data, row, pen) for row in rows[top : top + room]]
+        strips += [_legend(data, pen), *_draw_description(data, pen)]
         warnings = describe_warnings(data)
-        note = warnings[0] if warnings else data.format_steps()
-        return Picture(strips[:height], escape_unprintable(note), alarm=bool(warnings))
+        note = warnings[0] if warnings else data.window.format_steps()
+        return Picture(strips[: request.height], escape_unprintable(note), alarm=bool(warnings))
 
-    def on_mouse(
-        self, x: int, y: int, data: PathData, request: Request[NoOptions], *, click: bool
-    ) -> Navigate | None:
+    def on_click(self, at: Cell, data: PathData, request: Request[NoOptions]) -> Navigate | None:
         """Go to the step and layer of the cell that was clicked."""
+        x, y = at
         room = _map_height(data, request)
         rows, top = shown_rows(data, room)
         column = (x - _LABEL_WIDTH) // _cell_width(data, request.width)
         index = top + y - 1
-        if not click or x < _LABEL_WIDTH or not 1 <= y <= room or index >= len(rows):
+        if x < _LABEL_WIDTH or not 1 <= y <= room or index >= len(rows):
             return None
-        step = data.start + column
-        if step >= data.stop:
+        step = data.window.start + column
+        if step >= data.window.stop:
             return None
         layers = rows[index][0]
         layer = data.place.layer if data.place.layer in layers else layers[0]
@@ -308,7 +283,7 @@ class PathPanel(Panel[PathData, NoOptions]):
 
 def _map_height(data: PathData, request: Request[NoOptions]) -> int:
     """Return the lines of the map: what the description leaves, and at least three fifths."""
-    n_text = len(_draw_description(data, request.width, Theme("none")))
+    n_text = len(_draw_description(data, Pen(Theme("none"), request.width)))
     height = request.height
     return max(min(height - 2, max(height * 3 // 5, height - 2 - n_text)), 0)
 
@@ -319,33 +294,30 @@ def shown_rows(data: PathData, room: int) -> tuple[list[LayerRow], int]:
     if len(rows) > room:
         rows = merge_layers(data)
     current = next((i for i, (layers, _) in enumerate(rows) if data.place.layer in layers), 0)
-    return rows, max(0, min(current - room // 2, len(rows) - room))
+    return rows, first_visible(current, room, len(rows))
 
 
 def _cell_width(data: PathData, width: int) -> int:
-    fits = (width - _LABEL_WIDTH - _LSE_CHECK_WIDTH) // max(data.stop - data.start, 1)
+    fits = (width - _LABEL_WIDTH - _LSE_CHECK_WIDTH) // len(data.window)
     return max(1, min(fits, 3))
 
 
-def _axis(data: PathData, width: int, theme: Theme) -> Strip:
-    cell = _cell_width(data, width)
-    n_cells = (data.stop - data.start) * cell
+def _axis(data: PathData, pen: Pen) -> Strip:
+    window, cell = data.window, _cell_width(data, pen.width)
+    n_cells = len(window) * cell
     marks = [" "] * (n_cells + 8)
-    current = (data.place.step - data.start) * cell + cell // 2
+    offset = cell // 2  # above the letter, which is in the middle of its cell
+    current = (data.place.step - window.start) * cell + offset
     if 0 <= current < n_cells:
         _write_marks(marks, current, f"▾{data.place.step}")
-    offset = cell // 2  # above the letter, which is in the middle of its cell
     stride = 10 if cell == 1 else 5 if cell == 2 else 2
-    for step in range(-(-data.start // stride) * stride, data.stop, stride):
-        at = (step - data.start) * cell + offset
-        if at + len(str(step)) <= n_cells and all(
-            mark == " " for mark in marks[max(at - 1, 0) : at + len(str(step)) + 1]
-        ):
+    for step in range(-(-window.start // stride) * stride, window.stop, stride):
+        at = (step - window.start) * cell + offset
+        end = at + len(str(step))
+        if end <= n_cells and set(marks[max(at - 1, 0) : end + 1]) == {" "}:
             _write_marks(marks, at, str(step))
-    axis = "".join(marks)[: n_cells + (8 if not data.details.lse_errors else 0)]
-    check = " check" if data.details.lse_errors else ""
-    text = f"{'step':<{_LABEL_WIDTH}}{axis}{check}"
-    return line([(text, theme.style("muted"))], width, theme.style("text"))
+    n_shown, check = (n_cells, " check") if data.details.lse_errors else (n_cells + 8, "")
+    return pen.line((f"{'step':<{_LABEL_WIDTH}}{''.join(marks)[:n_shown]}{check}", "muted"))
 
 
 def _write_marks(marks: list[str], at: int, text: str) -> None:
@@ -353,24 +325,23 @@ def _write_marks(marks: list[str], at: int, text: str) -> None:
     marks[at : at + len(text)] = text
 
 
-def _map_row(data: PathData, row: LayerRow, width: int, theme: Theme) -> Strip:
+def _map_row(data: PathData, row: LayerRow, pen: Pen) -> Strip:
     layers, letters = row
     current = data.place.layer in layers
     label = f"{'▸' if current else ' '}{format_ranges(layers)}"[: _LABEL_WIDTH - 1]
-    spans: list[Span] = [(label.ljust(_LABEL_WIDTH), theme.style("chosen" if current else "muted"))]
-    cell = _cell_width(data, width)
+    spans: list[NamedSpan] = [(label.ljust(_LABEL_WIDTH), "chosen" if current else "muted")]
+    cell = _cell_width(data, pen.width)
     styled = [
-        (letter, _cell_style(data, data.start + column, letter, theme))
-        for column, letter in enumerate(letters)
+        (letter, _cell_style(data, step, letter, pen.theme))
+        for step, letter in zip(data.window.steps, letters, strict=True)
     ]
     for style, run in groupby(styled, key=lambda pair: pair[1]):
         spans.append(("".join(letter.center(cell) for letter, _ in run), style))
-    all_errors = data.details.lse_errors
-    errors = [all_errors[layer] for layer in layers if layer in all_errors]
+    errors = [error for layer, error in data.details.lse_errors.items() if layer in layers]
     if errors:
         worst = _largest_error(errors)
-        spans.append((f" {worst:.0e}" if worst else " 0", theme.style("muted")))
-    return line(spans, width, theme.style("text"))
+        spans.append((f" {worst:.0e}" if worst else " 0", "muted"))
+    return pen.line(*spans)
 
 
 def _cell_style(data: PathData, step: int, letter: str, theme: Theme) -> Style:
@@ -383,87 +354,59 @@ def _cell_style(data: PathData, step: int, letter: str, theme: Theme) -> Style:
     return theme.style("text") if theme.no_color else theme.segment_style(_PATH_COLORS[letter])
 
 
-def _legend(data: PathData, width: int, theme: Theme) -> Strip:
-    spans: list[Span] = []
+def _legend(data: PathData, pen: Pen) -> Strip:
+    spans: list[NamedSpan] = []
     for path in data.paths:
         letter = PATH_LETTERS[path]
-        style = (
-            theme.style("strong") if theme.no_color else theme.segment_style(_PATH_COLORS[letter])
-        )
-        spans += [(letter, style), (f" {path}  ", theme.style("muted"))]
-    return line(spans, width, theme.style("text"))
+        color = pen.theme.segment_style(_PATH_COLORS[letter])
+        spans.append((letter, "strong" if pen.theme.no_color else color))
+        spans.append((f" {path}  ", "muted"))
+    return pen.line(*spans)
 
 
-def _draw_description(data: PathData, width: int, theme: Theme) -> list[Strip]:
-    texts = [(text, "bad") for text in describe_warnings(data)]
-    texts += [(text, "text") for text in describe_step(data)]
-    return [
-        strip for text, style in texts for strip in wrap_paragraph(text, width, theme.style(style))
-    ]
+def _draw_description(data: PathData, pen: Pen) -> list[Strip]:
+    warnings = ((text, "bad") for text in describe_warnings(data))
+    return pen.paragraphs([*warnings, *((text, "text") for text in describe_step(data))])
 
 
 def _path_name(letter: str) -> str:
-    return next((path for path, known in PATH_LETTERS.items() if known == letter), "nothing")
+    return _PATH_NAMES.get(letter, "nothing")
 
 
 def _format_layers(layers: Sequence[int]) -> str:
     return f"{'Layers' if len(set(layers)) > 1 else 'Layer'} {format_ranges(layers)}"
 
 
-def _format_step_list(steps: Sequence[int]) -> str:
-    return f"{'steps' if len(steps) > 1 else 'step'} {format_ranges(steps)}"
-
-
 def describe_warnings(data: PathData) -> list[str]:
     """Return the layers whose path differs from that of the others, the current step first."""
-    lines = [
-        *_describe_suppressed(data),
-        *_describe_odd_layers(data),
-        *_describe_missing_flex(data),
-    ]
-    steps_by_layers: dict[tuple[int, ...], list[int]] = {}
-    for step in range(data.start, data.stop):
-        odd = tuple(data.odd_layers(step))
-        if odd and step != data.place.step:
-            steps_by_layers.setdefault(odd, []).append(step)
-    for layers, steps in list(steps_by_layers.items())[:5]:
-        where = _format_step_list(steps)
-        lines.append(f"{_format_layers(layers)} differed from the other layers at {where}.")
-    return lines
-
-
-def _describe_suppressed(data: PathData) -> list[str]:
-    return [
-        f"{_format_layers(layers)} ran {_format_paths(data, layers)} because the program "
-        f"suppressed an exception: {escape_unprintable(error)}"
-        for error, layers in data.details.suppressed_exceptions.items()
-    ]
-
-
-def _format_paths(data: PathData, layers: Sequence[int]) -> str:
-    letters = {data.letters.get((data.place.step, layer), "") for layer in layers}
-    return " and ".join(sorted(map(_path_name, letters)))
-
-
-def _describe_odd_layers(data: PathData) -> list[str]:
-    step, lines = data.place.step, []
+    lines = []
+    for error, layers in data.details.suppressed_exceptions.items():
+        letters = {data.letters.get((data.place.step, layer), "") for layer in layers}
+        lines.append(
+            f"{_format_layers(layers)} ran {' and '.join(sorted(map(_path_name, letters)))} "
+            f"because the program suppressed an exception: {escape_unprintable(error)}"
+        )
+    step, usual = data.place.step, data.usual_letters.get(data.place.step)
     for path in PATHS:
         odd = [n for n in data.odd_layers(step) if data.letters[step, n] == PATH_LETTERS[path]]
         if odd:
-            usual = _path_name(data.usual_letters[step])
-            lines.append(
-                f"{_format_layers(odd)} ran {path} at step {step}; most layers ran {usual}."
-            )
+            most = f"most layers ran {_path_name(usual or '')}"
+            lines.append(f"{_format_layers(odd)} ran {path} at step {step}; {most}.")
+    mask = data.details.declared_mask
+    if mask and usual is not None and usual not in _FLEX_LETTERS:
+        lines.append(
+            f"Step {step} ran {_path_name(usual)}, not FlexAttention, although the mask "
+            f"{escape_unprintable(mask)} was declared."
+        )
+    steps_by_layers: dict[tuple[int, ...], list[int]] = {}
+    for other in data.window.steps:
+        layers = tuple(data.odd_layers(other))
+        if layers and other != step:
+            steps_by_layers.setdefault(layers, []).append(other)
+    for layers, steps in list(steps_by_layers.items())[:5]:
+        where = f"{'steps' if len(steps) > 1 else 'step'} {format_ranges(steps)}"
+        lines.append(f"{_format_layers(layers)} differed from the other layers at {where}.")
     return lines
-
-
-def _describe_missing_flex(data: PathData) -> list[str]:
-    step, declared = data.place.step, data.details.declared_mask
-    usual = data.usual_letters.get(step)
-    if not declared or usual is None or usual in _FLEX_LETTERS:
-        return []
-    ran, mask = _path_name(usual), escape_unprintable(declared)
-    return [f"Step {step} ran {ran}, not FlexAttention, although the mask {mask} was declared."]
 
 
 def describe_step(data: PathData) -> list[str]:
@@ -472,27 +415,26 @@ def describe_step(data: PathData) -> list[str]:
     if not data.current_paths:
         return [f"No attention call is recorded at step {step}."]
     phase = f" ({escape_unprintable(details.phase)})" if details.phase else ""
-    return [
-        f"Step {step}{phase} of generation {data.place.generation}:",
-        *_describe_path_change(data),
-        *_describe_masks(data),
-        *_describe_replaced_masks(details),
-        *_describe_builds(details),
-        _describe_mask_change(data),
-        f"Masks first seen at this step: {details.n_new}.",
-        *_describe_compiling(details),
-        _describe_lse_check(details),
-        f"Backend: {', '.join(map(escape_unprintable, details.backends)) or 'unknown'}.",
-    ]
-
-
-def _describe_path_change(data: PathData) -> list[str]:
-    step = data.place.step
+    lines = [f"Step {step}{phase} of generation {data.place.generation}:"]
     current, previous = data.usual_letters.get(step), data.usual_letters.get(step - 1)
-    if current is None or previous is None or current == previous:
-        return []
-    before, now = _path_name(previous), _path_name(current)
-    return [f"Most layers ran {now} at this step and {before} at the one before."]
+    if current is not None and previous not in (None, current):
+        before, now = _path_name(previous or ""), _path_name(current)
+        lines.append(f"Most layers ran {now} at this step and {before} at the one before.")
+    lines += _describe_masks(data)
+    lines += [
+        f"{_format_layers(layers)} received the mask '{escape_unprintable(mask)}', but its kernel "
+        "received another one."
+        for mask, layers in details.masks_passed_to_layer.items()
+    ]
+    lines += [_describe_builds(details.builds)] if details.builds else []
+    lines += [_describe_mask_change(data), f"Masks first seen at this step: {details.n_new}."]
+    compiled = "; ".join(map(escape_unprintable, details.compiled))
+    lines += [f"During this step: {compiled}."] if compiled else []
+    if "recompil" not in compiled.lower():
+        found = "none in this step" if details.graphs_counted else "not recorded"
+        lines.append(f"Recompiles: {found}.")
+    backends = ", ".join(map(escape_unprintable, details.backends)) or "unknown"
+    return [*lines, _describe_lse_check(details), f"Backend: {backends}."]
 
 
 def _describe_masks(data: PathData) -> list[str]:
@@ -505,25 +447,14 @@ def _describe_masks(data: PathData) -> list[str]:
     return [*lines, f"And {more} more kinds of calls."] if more > 0 else lines
 
 
-def _describe_replaced_masks(details: StepDetails) -> list[str]:
-    return [
-        f"{_format_layers(layers)} received the mask '{escape_unprintable(mask)}', but its kernel "
-        f"received another one."
-        for mask, layers in details.masks_passed_to_layer.items()
-    ]
-
-
-def _describe_builds(details: StepDetails) -> list[str]:
-    if not details.builds:
-        return []
-    ms = sum(build.wall_ms for build in details.builds if build.wall_ms == build.wall_ms)
-    growth = sum(build.peak_growth for build in details.builds) / (1 << 20)
-    sizes = {(build.q_len, build.kv_len) for build in details.builds}
-    sizes_text = ", ".join(f"{q} x {kv}" for q, kv in sorted(sizes)[:3])
+def _describe_builds(builds: Sequence[BuildRecord]) -> str:
+    ms = sum(build.wall_ms for build in builds if build.wall_ms == build.wall_ms)
+    growth = sum(build.peak_growth for build in builds) / (1 << 20)
+    sizes = sorted({(build.q_len, build.kv_len) for build in builds})
+    sizes_text = ", ".join(f"{q} x {kv}" for q, kv in sizes[:3])
     peak = f"; peak memory grew by {growth:.0f} MiB" if growth >= 1 else ""
-    n = len(details.builds)
-    masks = f"{n} block mask{'s were' if n > 1 else ' was'} built"
-    return [f"{masks} for this step ({sizes_text}) in {ms:.1f} ms{peak}."]
+    masks = f"{plural(len(builds), 'block mask')} {'were' if len(builds) > 1 else 'was'} built"
+    return f"{masks} for this step ({sizes_text}) in {ms:.1f} ms{peak}."
 
 
 def format_mask(mask: MaskRecord | None) -> str:
@@ -535,8 +466,8 @@ def format_mask(mask: MaskRecord | None) -> str:
         parts.append(escape_unprintable(mask.kind))
     if mask.block_q is not None:
         parts.append(f"block {mask.block_q}x{mask.block_kv}")
-    if mask.rule:
-        parts.append(f"mask_mod {short_mask_mod(mask.rule)}")
+    if mask.mask_mod:
+        parts.append(f"mask_mod {short_mask_mod(mask.mask_mod)}")
     return ", " + ", ".join(parts)
 
 
@@ -577,24 +508,9 @@ def _masks_by_layer(paths: Iterable[StepPath]) -> dict[int, tuple[str, ...]]:
 def _mask_mods(fingerprints: Iterable[str], masks: Mapping[str, MaskRecord]) -> set[str]:
     """Return the mask_mods of some masks, nothing if any of them is unknown."""
     records = [masks.get(fingerprint) for fingerprint in fingerprints]
-    if any(mask is None or not mask.rule for mask in records):
+    if any(mask is None or not mask.mask_mod for mask in records):
         return set()
-    return {short_mask_mod(mask.rule or "") for mask in records if mask is not None}
-
-
-def _describe_compiling(details: StepDetails) -> list[str]:
-    """Describe the compiles of the step, and whether there were recompiles."""
-    lines = (
-        [f"During this step: {'; '.join(map(escape_unprintable, details.compiled))}."]
-        if details.compiled
-        else []
-    )
-    if any("recompil" in text.lower() for text in details.compiled):
-        return lines
-    return [
-        *lines,
-        f"Recompiles: {'none in this step' if details.graphs_counted else 'not recorded'}.",
-    ]
+    return {short_mask_mod(mask.mask_mod or "") for mask in records if mask is not None}
 
 
 def _describe_lse_check(details: StepDetails) -> str:
@@ -610,9 +526,9 @@ def _describe_lse_check(details: StepDetails) -> str:
 
 def describe_map(data: PathData) -> list[str]:
     """Return the map as text, at most 60 lines: the steps of each path, by layers."""
-    lines = [f"{data.format_steps().capitalize()}, by layers:"]
+    lines = [f"{data.window.format_steps().capitalize()}, by layers:"]
     for layers, letters in merge_layers(data):
-        parts, step = [], data.start
+        parts, step = [], data.window.start
         for letter, run in groupby(letters):
             n = len(list(run))
             parts.append(f"{_path_name(letter)} at {format_ranges(range(step, step + n))}")

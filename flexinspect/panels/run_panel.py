@@ -17,11 +17,12 @@ import numpy as np
 from rich.cells import cell_len, chop_cells, set_cell_size
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import Span, clip_text, line
+from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes, human_count
 from flexinspect.panels.base import (
+    CURSOR_MOVES,
     Help,
     Panel,
     Picture,
@@ -61,10 +62,10 @@ _MAX_ANSWER_CHARS = 240
 class RunFacts:
     """The facts of the diagram and the manifest; facts that are not recorded are empty or None.
 
-    `decode` is a window of decode steps around the place, `decode_time` the number of decode steps
-    and their milliseconds in the whole branch; `n_steps` counts all steps. `calls` are those of
-    the current step, or of the first one of the window. `open_share` is the share of open cells of
-    `mask`. `is_correct` says whether the answer is one of the expected ones, None if unknown.
+    `decode_time` is the number of decode steps and their milliseconds in the whole branch;
+    `n_steps` counts all steps. `calls` are those of the current step, or of one near it.
+    `open_share` is the share of open cells of `mask`. `is_correct` says whether the answer is one
+    of the expected ones, None if unknown.
     """
 
     run: Mapping[str, Any]
@@ -79,7 +80,6 @@ class RunFacts:
     is_correct: bool | None = None
     prefill: StepRow | None = None
     n_steps: int = 0
-    decode: tuple[StepRow, ...] = ()
     decode_time: tuple[int, float] = (0, 0.0)
     prefill_calls: tuple[CallRecord, ...] = ()
     calls: tuple[CallRecord, ...] = ()
@@ -105,30 +105,22 @@ class Box:
 
 def generation_stages(facts: RunFacts) -> list[Box]:
     """Return the stages of a generation, in order, with printable text."""
-    stages = (
-        ("input", _input_lines(facts)),
-        ("concatenation", _concatenation_lines(facts)),
-        ("mask", _mask_lines(facts)),
-        ("patch", _patch_lines(facts)),
-        ("prefill", _prefill_lines(facts)),
-        ("decode loop ↻", _decode_lines(facts)),
-    )
     lines, style = _text_lines(facts)
     return [
-        *(make_box(title, box_lines) for title, box_lines in stages),
+        make_box("input", _input_lines(facts)),
+        make_box("concatenation", _concatenation_lines(facts)),
+        make_box("mask", _mask_lines(facts)),
+        make_box("patch", _patch_lines(facts)),
+        make_box("prefill", _prefill_lines(facts)),
+        make_box("decode loop ↻", _decode_lines(facts)),
         make_box("text", lines, style),
     ]
 
 
 def make_box(title: str, lines: Iterable[str], style: str = "title") -> Box:
     """Return a stage with printable lines; empty lines are left out."""
-    return Box(title, _printable_lines(lines), style)
-
-
-def _printable_lines(lines: Iterable[str]) -> tuple[str, ...]:
-    return tuple(
-        escape_unprintable(_truncate(text, _MAX_LINE_CHARS).strip()) for text in lines if text
-    ) or ("not recorded",)
+    shown = (_truncate(text, _MAX_LINE_CHARS).strip() for text in lines if text)
+    return Box(title, tuple(map(escape_unprintable, shown)) or ("not recorded",), style)
 
 
 def _truncate(text: str, most: int) -> str:
@@ -141,7 +133,7 @@ def _input_lines(facts: RunFacts) -> list[str]:
     n = sum(segment.kind is SegmentKind.PARAPHRASE for segment in facts.segments)
     return [
         f"{source or ''} {about.sample_id if about else ''}",
-        f"{n} paraphrase{'' if n == 1 else 's'}" if facts.segments else "",
+        plural(n, "paraphrase") if facts.segments else "",
         f"“{facts.question}”" if facts.question else "",
     ]
 
@@ -162,7 +154,7 @@ def _concatenation_lines(facts: RunFacts) -> list[str]:
         f"{n_tokens} tokens in {len(prompt)} segments",
         f"positions {positions}" if positions else "",
         *named,
-        f"and {n_between} separator{'' if n_between == 1 else 's'}" if n_between else "",
+        f"and {plural(n_between, 'separator')}" if n_between else "",
     ]
 
 
@@ -219,7 +211,7 @@ def _decode_lines(facts: RunFacts) -> list[str]:
     n_decode = max(facts.n_steps - (facts.prefill is not None), 0)
     n_timed, total_ms = facts.decode_time
     ratio = facts.fact("cost", "ratio")
-    lines = [f"{n_decode} step{'' if n_decode == 1 else 's'}"]
+    lines = [plural(n_decode, "step")]
     if n_timed and math.isfinite(total_ms) and total_ms > 0:
         lines.append(f"{total_ms / n_timed:.1f} ms per step")
         lines.append(f"{1e3 * n_timed / total_ms:.1f} tokens/s")
@@ -233,7 +225,8 @@ def _text_lines(facts: RunFacts) -> tuple[list[str], str]:
     if about is None:
         return [], "title"
     answer, expected = _truncate(facts.answer, _MAX_ANSWER_CHARS), about.expected
-    lines = [f"“{answer}”" if answer else "nothing yet" if _is_recording(branch) else "(nothing)"]
+    is_recording = branch is not None and branch.state == "recording"
+    lines = [f"“{answer}”" if answer else "nothing yet" if is_recording else "(nothing)"]
     style = "title"
     if expected:
         named = (_truncate(text, _MAX_ANSWER_CHARS // 4) for text in expected[:4])
@@ -241,58 +234,56 @@ def _text_lines(facts: RunFacts) -> tuple[list[str], str]:
         if facts.is_correct is not None:
             lines.append("✓ correct" if facts.is_correct else "✗ not an expected answer")
             style = "good" if facts.is_correct else "bad"
-    if branch is not None:
-        reason = f", {branch.stop_reason}" if branch.stop_reason else ""
-        lines.append(f"{branch.state}{reason}")
-    return lines, style
+    return [*lines, _format_state(branch)], style
 
 
-def _is_recording(branch: BranchRow | None) -> bool:
-    return branch is not None and branch.state == "recording"
+def _format_state(branch: BranchRow | None) -> str:
+    if branch is None:
+        return ""
+    return f"{branch.state}, {branch.stop_reason}" if branch.stop_reason else branch.state
 
 
 # -- drawing -------------------------------------------------------------------------------------
 
 
-def draw_diagram(stages: Sequence[Box], width: int, theme: Theme) -> list[Strip]:
+def draw_diagram(stages: Sequence[Box], pen: Pen) -> list[Strip]:
     """Draw the boxes from left to right, in as many rows as they need."""
-    per_row = max(1, min(len(stages), (width + _BOX_GAP) // (_MIN_BOX_WIDTH + _BOX_GAP)))
+    per_row = max(1, min(len(stages), (pen.width + _BOX_GAP) // (_MIN_BOX_WIDTH + _BOX_GAP)))
     n_rows = -(-len(stages) // per_row)
     per_row = -(-len(stages) // n_rows)  # rows of equal length
-    each = max((width - _BOX_GAP * (per_row - 1)) // per_row, 1)
+    each = max((pen.width - _BOX_GAP * (per_row - 1)) // per_row, 1)
     strips: list[Strip] = []
     for start in range(0, len(stages), per_row):
         row = stages[start : start + per_row]
-        strips += _draw_box_row(row, each, width, theme)
+        strips += _draw_box_row(row, each, pen)
         if start + per_row < len(stages):
-            strips.append(_draw_connector(len(row), each, width, theme))
+            strips.append(_draw_connector(len(row), each, pen))
     return strips
 
 
-def _draw_box_row(row: Sequence[Box], box: int, width: int, theme: Theme) -> list[Strip]:
+def _draw_box_row(row: Sequence[Box], box: int, pen: Pen) -> list[Strip]:
     texts = [_wrap_lines(stage.lines, box - 4) for stage in row]
     height = max(map(len, texts))
-    edge, body = theme.style("muted"), theme.style("text")
-    lines: list[list[Span]] = [[] for _ in range(height + 2)]
+    lines: list[list[NamedSpan]] = [[] for _ in range(height + 2)]
     for index, (stage, text) in enumerate(zip(row, texts, strict=True)):
         if index:
-            for number, spans_ in enumerate(lines):
-                spans_.append(("──▶" if number == 1 else " " * _BOX_GAP, edge))
+            for number, spans in enumerate(lines):
+                spans.append(("──▶" if number == 1 else " " * _BOX_GAP, "muted"))
         title = clip_text(f" {stage.title} ", min(cell_len(stage.title) + 2, max(box - 3, 0)))
         rest = "─" * (box - 3 - cell_len(title))
-        lines[0] += [("╭─", edge), (title, theme.style(stage.style)), (f"{rest}╮", edge)]
+        lines[0] += [("╭─", "muted"), (title, stage.style), (f"{rest}╮", "muted")]
         for number in range(height):
             shown = clip_text(text[number] if number < len(text) else "", max(box - 4, 0))
-            lines[number + 1] += [("│ ", edge), (shown, body), (" │", edge)]
-        lines[-1].append((f"╰{'─' * (box - 2)}╯", edge))
-    return [line(spans_, width, body) for spans_ in lines]
+            lines[number + 1] += [("│ ", "muted"), (shown, "text"), (" │", "muted")]
+        lines[-1].append((f"╰{'─' * (box - 2)}╯", "muted"))
+    return [pen.line(*spans) for spans in lines]
 
 
-def _draw_connector(n_boxes: int, box: int, width: int, theme: Theme) -> Strip:
+def _draw_connector(n_boxes: int, box: int, pen: Pen) -> Strip:
     """Draw the line from the end of a row of boxes to the start of the next one."""
     first, last = box // 2, (n_boxes - 1) * (box + _BOX_GAP) + box // 2
     text = "▼" if first == last else f"▼{'─' * (last - first - 1)}╯"
-    return line([(" " * first + text, theme.style("muted"))], width, theme.style("text"))
+    return pen.line((" " * first + text, "muted"))
 
 
 def _wrap_lines(texts: Iterable[str], width: int) -> list[str]:
@@ -304,19 +295,16 @@ def _wrap_lines(texts: Iterable[str], width: int) -> list[str]:
     return rows if len(rows) <= _MAX_BOX_LINES * 2 else [*rows[: _MAX_BOX_LINES * 2 - 1], "…"]
 
 
-def draw_facts_table(pairs: Iterable[tuple[str, str]], width: int, theme: Theme) -> list[Strip]:
+def _draw_facts(facts: Sequence[tuple[str, str]], pen: Pen) -> list[Strip]:
     """Draw names and values as two columns; long values are wrapped."""
-    listed = list(pairs)
-    longest = max((cell_len(name) for name, _ in listed), default=0)
-    label = min(longest + 2, max(width // 3, 10), max(width - 1, 0))
-    muted, plain = theme.style("muted"), theme.style("text")
+    longest = max((cell_len(name) for name, _ in facts), default=0)
+    label = min(longest + 2, max(pen.width // 3, 10), max(pen.width - 1, 0))
     strips = []
-    for name, value in listed:
-        rows = _wrap_lines([value], max(width - label, 1)) or [""]
-        for number, row in enumerate(rows):
-            head = clip_text("" if number else name, max(label - 1, 0))
-            shown = set_cell_size(head, label)
-            strips.append(line([(shown, muted), (row, plain)], width, plain))
+    for name, value in facts:
+        head = clip_text(name, max(label - 1, 0))
+        for row in _wrap_lines([value], max(pen.width - label, 1)) or [""]:
+            strips.append(pen.line((set_cell_size(head, label), "muted"), (row, "text")))
+            head = ""
     return strips
 
 
@@ -328,16 +316,8 @@ _MAX_VALUE_CHARS = 2000
 _MAX_DEPTH = 5
 
 _FIRST_KEYS = (
-    "model",
-    "level",
-    "compiled",
-    "threads",
-    "seed",
-    "versions",
-    "host",
-    "git",
-    "job",
-    "cost",
+    *("model", "level", "compiled", "threads", "seed"),
+    *("versions", "host", "git", "job", "cost"),
 )
 """Keys of the manifest that are shown first; all others follow in their order."""
 
@@ -357,6 +337,7 @@ class RunPanel(Panel[RunFacts, RunOptions]):
 
     name: ClassVar[str] = "run"
     title: ClassVar[str] = "Run"
+    initial_options: ClassVar[RunOptions] = RunOptions()
     help: ClassVar[Help] = Help(
         "It shows the stages of this generation from the sample to the answer, with the recorded "
         "numbers of each stage, and below them the manifest of the run.",
@@ -366,10 +347,6 @@ class RunPanel(Panel[RunFacts, RunOptions]):
         "FlexAttention, and that the answer is the expected one.",
     )
     actions: ClassVar[tuple[str, ...]] = ("cursor.up", "cursor.down")
-
-    def options(self) -> RunOptions:
-        """Return the initial options: not scrolled."""
-        return RunOptions()
 
     def load(self, source: Source, request: Request[RunOptions]) -> RunFacts:
         """Read the manifest and the facts of one generation, independent of its length."""
@@ -388,15 +365,13 @@ class RunPanel(Panel[RunFacts, RunOptions]):
 
     def paint(self, data: RunFacts, request: Request[RunOptions], theme: Theme) -> Picture:
         """Draw the diagram and the manifest, scrolled by the offset."""
-        strips = _draw_all(data, request.width, theme)
+        strips = _draw_all(data, Pen(theme, request.width))
         offset = _clamp_offset(request.options.offset, len(strips), request.height)
         shown = strips[offset : offset + request.height]
-        stop = offset + len(shown)
-        where = f", lines {offset + 1}-{stop} of {len(strips)}" if len(strips) > len(shown) else ""
-        alarm = data.state == "failed"
-        return Picture(
-            shown, escape_unprintable(f"{data.state or 'state unknown'}{where}"), alarm=alarm
-        )
+        note = data.state or "state unknown"
+        if len(strips) > len(shown):
+            note += f", lines {offset + 1}-{offset + len(shown)} of {len(strips)}"
+        return Picture(shown, escape_unprintable(note), alarm=data.state == "failed")
 
     def on_action(
         self, action: str, data: RunFacts, request: Request[RunOptions]
@@ -404,18 +379,18 @@ class RunPanel(Panel[RunFacts, RunOptions]):
         """Scroll by a third of the height."""
         if action not in self.actions:
             return None
-        n_lines = len(_draw_all(data, request.width, Theme("none")))
-        move = max(request.height // 3, 1) * (1 if action == "cursor.down" else -1)
+        n_lines = len(_draw_all(data, Pen(Theme("none"), request.width)))
+        move = max(request.height // 3, 1) * CURSOR_MOVES[action][0]
         here = _clamp_offset(request.options.offset, n_lines, request.height)
         offset = _clamp_offset(here + move, n_lines, request.height)
         return RunOptions(offset) if offset != request.options.offset else None
 
 
-def _draw_all(data: RunFacts, width: int, theme: Theme) -> list[Strip]:
+def _draw_all(data: RunFacts, pen: Pen) -> list[Strip]:
     return [
-        *draw_diagram(run_stages(data), width, theme),
-        line([], width, theme.style("text")),
-        *draw_facts_table(manifest_rows(data), width, theme),
+        *draw_diagram(run_stages(data), pen),
+        pen.line(),
+        *_draw_facts(manifest_rows(data), pen),
     ]
 
 
@@ -439,21 +414,22 @@ def _load_generation_facts(
 ) -> RunFacts:
     reader, generation = source.reader, place.generation
     segments = reader.segments(generation, place.branch) or reader.segments(generation)
-    start = max(place.step - _WINDOW_STEPS // 2, 1)
-    decode = step_range(reader, generation, start, start + _WINDOW_STEPS, place.branch)
     first = reader.steps(generation, 0, limit=1)
     newest = newest_step(reader, generation, place.branch)
     prefill = first[0] if first and first[0].phase == "prefill" else None
     prefill_calls = reader.calls(generation, prefill.step) if prefill else []
     owner = branch_of_step(reader, generation, place.step, place.branch)
     calls = reader.calls(generation, place.step, owner) if place.step else []
-    if not calls and decode:
-        calls = reader.calls(generation, decode[0].step, decode[0].branch)
-    mask = _first_mask([*prefill_calls, *calls])
+    if not calls:
+        start = max(place.step - _WINDOW_STEPS // 2, 1)
+        near = step_range(reader, generation, start, start + _WINDOW_STEPS, place.branch)
+        calls = reader.calls(generation, near[0].step, near[0].branch) if near else []
+    masks = (call.mask for call in (*prefill_calls, *calls) if call.mask is not None)
+    mask = next(masks, None)
     summary = reader.mask_summary(mask) if mask is not None else None
     row, branch = reader.generation(generation), branches.get(place.branch)
     answer = _load_answer(reader, place, branch, segments)
-    state = row.state if branch is None else branch.state
+    own, state = (generation, place.branch), row.state if branch is None else branch.state
     return replace(
         base,
         generation=row,
@@ -461,26 +437,18 @@ def _load_generation_facts(
         segments=tuple(segments),
         question=_load_question(reader, generation, segments),
         answer=answer,
-        is_correct=is_answer_correct(
-            source, (generation, place.branch), state, answer, row.expected
-        ),
+        is_correct=is_answer_correct(source, own, state, answer, row.expected),
         prefill=prefill,
         n_steps=0 if newest is None else newest + 1,
-        decode=tuple(step for step in decode if step.phase != "prefill"),
         decode_time=source.get_or_create(
-            ("decode time", generation, place.branch, reader.last_step(generation, place.branch)),
-            lambda: decode_phase_time(reader, generation, place.branch),
-            lambda _: 64,
+            ("decode time", *own, reader.last_step(*own)),
+            lambda: decode_phase_time(reader, *own),
         ),
         prefill_calls=tuple(prefill_calls),
         calls=tuple(calls),
         mask=summary,
         open_share=_load_open_share(source, mask) if mask is not None else None,
     )
-
-
-def _first_mask(calls: Iterable[CallRecord]) -> str | None:
-    return next((call.mask for call in calls if call.mask is not None), None)
 
 
 def _load_open_share(source: Source, fingerprint: str) -> float | None:
@@ -495,17 +463,17 @@ def _load_open_share(source: Source, fingerprint: str) -> float | None:
             return None
         return float(np.count_nonzero(mask.cells) / mask.cells.size)
 
-    return source.get_or_create(("open share", fingerprint), count, lambda _: 64)
+    return source.get_or_create(("open share", fingerprint), count)
 
 
 def _load_question(reader: TraceReader, generation: int, segments: Iterable[Segment]) -> str:
     """Return the text of the first paraphrase, or without one of the first segment."""
-    candidates = list(segments)
-    paraphrases = [s for s in candidates if s.kind is SegmentKind.PARAPHRASE]
-    for segment in (paraphrases or candidates)[:1]:
-        tokens = reader.tokens(generation, 0, segment.start, segment.stop, limit=_MAX_TOKENS)
-        return "".join(token.text for token in tokens).strip()
-    return ""
+    ordered = sorted(segments, key=lambda segment: segment.kind is not SegmentKind.PARAPHRASE)
+    if not ordered:
+        return ""
+    start, stop = ordered[0].start, ordered[0].stop
+    tokens = reader.tokens(generation, 0, start, stop, limit=_MAX_TOKENS)
+    return "".join(token.text for token in tokens).strip()
 
 
 def _load_answer(
@@ -534,15 +502,12 @@ def manifest_rows(facts: RunFacts) -> list[tuple[str, str]]:
     for key in ("started_at", "ended_at"):
         if key in run:
             found.append((key, _format_time(run[key])))
-    keys = [
-        *(key for key in _FIRST_KEYS if key in run),
-        *(key for key in run if key not in _FIRST_KEYS),
-    ]
-    for key in keys:
-        if key not in _FORMATTED_KEYS:
+    for key in dict.fromkeys((*_FIRST_KEYS, *run)):
+        if key in run and key not in _FORMATTED_KEYS:
             found += _flatten(key, run[key])
     shown = [
-        (escape_unprintable(name), _shorten_value(value)) for name, value in found[:_MAX_FACTS]
+        (escape_unprintable(name), escape_unprintable(_truncate(value, _MAX_VALUE_CHARS)))
+        for name, value in found[:_MAX_FACTS]
     ]
     more = len(found) - _MAX_FACTS
     return [*shown, ("…", f"{more} more facts")] if more > 0 else shown
@@ -558,11 +523,6 @@ def _flatten(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]
         yield name, value or '""'
     else:
         yield name, "none" if value is None else plain_json(value)
-
-
-def _shorten_value(text: str) -> str:
-    short = text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}…"
-    return escape_unprintable(short)
 
 
 def _format_time(value: Any) -> str:
@@ -599,16 +559,15 @@ def _model_lines(facts: RunFacts, about: Mapping[str, Any]) -> list[str]:
 def _loop_lines(facts: RunFacts) -> list[str]:
     ratio = facts.fact("cost", "ratio")
     return [
-        f"{facts.n_steps} step{'' if facts.n_steps == 1 else 's'}",
+        plural(facts.n_steps, "step"),
         f"level {facts.fact('level')}" if facts.fact("level") else "",
         f"capture {100 * ratio:.1f} % of it" if isinstance(ratio, int | float) else "",
     ]
 
 
 def _outcome_lines(facts: RunFacts) -> list[str]:
-    branch, wrong = facts.branch, facts.fact("training", "anomaly_steps")
-    reason = f", {branch.stop_reason}" if branch is not None and branch.stop_reason else ""
+    wrong = facts.fact("training", "anomaly_steps")
     return [
-        f"{branch.state}{reason}" if branch is not None else "",
-        f"{wrong} wrong step{'' if wrong == 1 else 's'}" if is_count(wrong) else "",
+        _format_state(facts.branch),
+        plural(wrong, "wrong step") if is_count(wrong) else "",
     ]

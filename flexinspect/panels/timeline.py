@@ -1,26 +1,22 @@
-"""Timelines over steps: which steps fit in a width, how they are drawn, and what a click selects.
-
-`StepWindow` is a window of steps around the current one, for generations; `CurveSpan` is a whole
-run in buckets of steps, for training runs.
-"""
+"""Timelines over steps: which steps fit in a width, their drawing, and what a click selects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
 from textual.strip import Strip
 
 from flexinspect.drawing.plots import timeline
-from flexinspect.drawing.text_lines import Span, join_blocks, line
+from flexinspect.drawing.text_lines import NamedSpan, Pen, join_blocks
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Missing, Navigate, TracePlace
+from flexinspect.panels.base import Cell, Missing, Navigate, TracePlace, first_visible
 from flexinspect.trace.queries.range_queries import step_bounds
 from flexinspect.trace.reader import TraceReader
 
 MAX_WINDOW_STEPS = 256
-"""Maximum number of steps in a window."""
+"""Maximum number of steps in a window of single steps."""
 
 MAX_STEP_WIDTH = 4
 """Maximum number of columns of one step."""
@@ -31,16 +27,23 @@ MIN_TWO_COLUMN_WIDTH = 84
 COLUMN_GAP = 3
 """Blank columns between the two."""
 
+_MAX_PLOT_HEIGHT = 8
+"""Maximum lines of a timeline, its title included."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """Steps `start <= step < stop` around `current`; steps `first` to `last` are recorded."""
+    """Steps `start <= step < stop` around `current`; steps `first` to `last` are recorded.
+
+    A timeline has `n_points` values, each of one step or of a bucket of neighbouring steps.
+    """
 
     start: int
     stop: int
     current: int
     first: int
     last: int
+    n_points: int
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -51,23 +54,43 @@ class StepWindow:
         return range(self.start, self.stop)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all steps are in the window."""
-        return self.start <= self.first and self.stop > self.last
+    def current_point(self) -> int:
+        """Index of the value of the current step."""
+        return (self.current - self.start) * self.n_points // len(self)
+
+    def columns_per_point(self, width: int) -> int:
+        """Return the columns of one value: more than one where there are few."""
+        return max(1, min(width // self.n_points, MAX_STEP_WIDTH))
+
+    def current_column(self, width: int) -> int:
+        """Return the column in the middle of the current value."""
+        each = self.columns_per_point(width)
+        return self.current_point * each + each // 2
+
+    def step_at(self, x: int, width: int) -> int | None:
+        """Return the first step at a column of a timeline of this width, None outside of it."""
+        drawn = min(self.n_points * self.columns_per_point(width), width)
+        if not 0 <= x < drawn:
+            return None
+        return self.start + -(-(x * self.n_points // drawn) * len(self) // self.n_points)
 
     def format_steps(self) -> str:
-        """Return "step 4", "steps 0-40" or "steps 3-9 of 0-40"."""
-        many = len(self) > 1
-        shown = f"steps {self.start}-{self.stop - 1}" if many else f"step {self.start}"
-        return shown if self.is_whole else f"{shown} of {self.first}-{self.last}"
+        """Return "step 4", "steps 0-40", "steps 3-9 of 0-40" or "steps 0-499, 5 per column"."""
+        shown = f"steps {self.start}-{self.stop - 1}" if len(self) > 1 else f"step {self.start}"
+        if self.start > self.first or self.stop <= self.last:
+            shown += f" of {self.first}-{self.last}"
+        per = len(self) / self.n_points
+        return f"{shown}, {per:.0f} per column" if per > 1.5 else shown
 
 
-def step_window(step: int, first: int, last: int, n_columns: int) -> StepWindow:
+def step_window(
+    step: int, first: int, last: int, n_columns: int, most: int = MAX_WINDOW_STEPS
+) -> StepWindow:
     """Return the steps that fit in `n_columns`, around `step` and within `first` to `last`."""
     current = min(max(step, first), last)
-    size = min(max(n_columns, 1), MAX_WINDOW_STEPS, last - first + 1)
-    start = max(first, min(current - size // 2, last + 1 - size))
-    return StepWindow(start, start + size, current, first, last)
+    size = min(max(n_columns, 1), most, last - first + 1)
+    start = first + first_visible(current - first, size, last - first + 1)
+    return StepWindow(start, start + size, current, first, last, size)
 
 
 def load_step_window(reader: TraceReader, place: TracePlace, n_columns: int) -> StepWindow:
@@ -76,6 +99,17 @@ def load_step_window(reader: TraceReader, place: TracePlace, n_columns: int) -> 
     if bounds is None:
         raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
     return step_window(place.step, *bounds, n_columns)
+
+
+def load_whole_run(reader: TraceReader, place: TracePlace, n_columns: int) -> StepWindow:
+    """Return all recorded steps in at most `n_columns` points. Raises `Missing` without any."""
+    bounds = step_bounds(reader, place.generation, place.branch)
+    if bounds is None:
+        raise Missing("No training step is recorded yet.", "Wait for the first one.")
+    first, last = bounds
+    n_points = max(min(n_columns, last - first + 1), 1)
+    current = min(max(place.step, first), last)
+    return StepWindow(first, last + 1, current, first, last, n_points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,133 +121,79 @@ class Area:
     width: int
     height: int
 
-    def __contains__(self, cell: tuple[int, int]) -> bool:
+    def __contains__(self, cell: Cell) -> bool:
         x, y = cell
         return 0 <= x - self.x < self.width and 0 <= y - self.y < self.height
 
 
+def is_two_column(width: int) -> bool:
+    """Whether the timelines of a picture of this width are beside the rest of the panel."""
+    return width >= MIN_TWO_COLUMN_WIDTH
+
+
 def left_width(width: int) -> int:
     """Return the columns of the part beside or above the timelines."""
-    return (width - COLUMN_GAP) // 2 if width >= MIN_TWO_COLUMN_WIDTH else width
+    return (width - COLUMN_GAP) // 2 if is_two_column(width) else width
 
 
 def timeline_columns(width: int) -> int:
     """Return the columns of the timelines in a picture of this width."""
-    return width - left_width(width) - COLUMN_GAP if width >= MIN_TWO_COLUMN_WIDTH else width
+    return width - left_width(width) - COLUMN_GAP if is_two_column(width) else width
 
 
-def draw_two_columns(
-    left: Sequence[Strip], timelines: Sequence[Strip], width: int, height: int, theme: Theme
+def stack_timelines(
+    names: Sequence[str], width: int, top: int, room: int, most: int = _MAX_PLOT_HEIGHT
+) -> dict[str, Area]:
+    """Return the areas of timelines in `room` lines from line `top` on, without their titles.
+
+    Each has at most `most` lines with its title; those without room for two are left out.
+    """
+    names = names[: max(room // 2, 0)]
+    each = min(room // len(names), most) if names else 0
+    x = left_width(width) + COLUMN_GAP if is_two_column(width) else 0
+    return {
+        name: Area(x, top + each * index + 1, timeline_columns(width), each - 1)
+        for index, name in enumerate(names)
+    }
+
+
+def draw_beside(
+    left: Sequence[Strip], timelines: Sequence[Strip], height: int, pen: Pen
 ) -> list[Strip]:
-    """Draw a picture of this size with timelines, `timeline_columns` wide, at its right."""
-    plain = theme.style("text")
-    gap = [line([], COLUMN_GAP, plain)] * height
-    empty = line([], timeline_columns(width), plain)
-    filled = [*timelines, *[empty] * (height - len(timelines))]
-    return join_blocks(join_blocks(left, gap, plain), filled, plain)
+    """Draw timelines beside the rest of a panel, or below it in a narrow picture."""
+    if not is_two_column(pen.width):
+        return [*left, *timelines][:height]
+    gap = [pen.resize(COLUMN_GAP).line()] * height
+    empty = [pen.resize(timeline_columns(pen.width)).line()] * (height - len(timelines))
+    plain = pen.style("text")
+    return join_blocks(join_blocks(left, gap, plain), [*timelines, *empty], plain)[:height]
 
 
-def navigate_to_step(x: int, y: int, areas: Iterable[Area], window: StepWindow) -> Navigate | None:
+def navigate_to_step(at: Cell, areas: Iterable[Area], window: StepWindow) -> Navigate | None:
     """Return the step at a cell of a timeline as a place to go to, None outside of all areas."""
-    for area in areas:
-        if (x, y) in area:
-            step = step_at(x - area.x, window, area.width)
-            return None if step is None else Navigate(step=step)
-    return None
-
-
-def columns_per_step(window: StepWindow, width: int) -> int:
-    """Return the columns of one step: more than one where there are few steps."""
-    return max(1, min(width // len(window), MAX_STEP_WIDTH))
+    steps = (window.step_at(at[0] - area.x, area.width) for area in areas if at in area)
+    step = next(steps, None)
+    return None if step is None else Navigate(step=step)
 
 
 def draw_timeline(
-    values: Mapping[int, float | None],
+    title: Sequence[NamedSpan],
+    values: Iterable[float | None],
     window: StepWindow,
     area: Area,
     theme: Theme,
     *,
     style: str = "accent",
 ) -> list[Strip]:
-    """Draw the values of the window's steps, by step; the current step is marked."""
-    each = columns_per_step(window, area.width)
-    columns = [values.get(step) for step in window.steps for _ in range(each)]
-    middle = (window.current - window.start) * each + each // 2
-    return timeline(columns, area.width, area.height, theme, marked=middle, style=style)
+    """Draw a title, unless it is empty, and one value per point; the current one is marked."""
+    each = window.columns_per_point(area.width)
+    columns = [value for value in values for _ in range(each)]
+    marked = window.current_column(area.width)
+    plot = timeline(columns, area.width, area.height, theme, marked=marked, style=style)
+    heading = Pen(theme, area.width).line(*drop_cut_span(title, area.width))
+    return [heading, *plot] if title else plot
 
 
-def drop_cut_span(spans: Sequence[Span], width: int) -> Sequence[Span]:
+def drop_cut_span(spans: Sequence[NamedSpan], width: int) -> Sequence[NamedSpan]:
     """Return the spans of a title, without the last one if they are wider than `width`."""
     return spans if sum(cell_len(text) for text, _ in spans) <= width else spans[:-1]
-
-
-def step_at(x: int, window: StepWindow, width: int) -> int | None:
-    """Return the step at a column of a timeline of this width, None outside of it."""
-    each = columns_per_step(window, width)
-    drawn = min(len(window) * each, width)
-    if not 0 <= x < drawn:
-        return None
-    return window.start + x * len(window) // drawn
-
-
-@dataclass(frozen=True, slots=True)
-class CurveSpan:
-    """Steps `first` to `last` in `n_points` buckets of `columns_per_point` columns each.
-
-    `current` is the step of the place.
-    """
-
-    first: int
-    last: int
-    current: int
-    n_points: int
-    columns_per_point: int
-
-    @property
-    def n_steps(self) -> int:
-        """Number of steps."""
-        return self.last - self.first + 1
-
-    @property
-    def current_point(self) -> int:
-        """Index of the bucket of the current step."""
-        return (self.current - self.first) * self.n_points // self.n_steps
-
-    def step_at(self, column: int) -> int | None:
-        """Return the first step at a column, None outside of the curve."""
-        if not 0 <= column < self.n_points * self.columns_per_point:
-            return None
-        return self.first + -(-(column // self.columns_per_point) * self.n_steps // self.n_points)
-
-    def format_steps(self) -> str:
-        """Return "steps 0-499", or "steps 0-499, 5 per column"."""
-        shown = f"steps {self.first}-{self.last}"
-        per = self.n_steps / self.n_points
-        return f"{shown}, {per:.0f} per column" if per > 1.5 else shown
-
-
-def load_curve_span(reader: TraceReader, place: TracePlace, columns: int) -> CurveSpan:
-    """Return all recorded steps in at most `columns` buckets. Raises `Missing` without any."""
-    bounds = step_bounds(reader, place.generation, place.branch)
-    if bounds is None:
-        raise Missing("No training step is recorded yet.", "Wait for the first one.")
-    first, last = bounds
-    n_points = max(min(columns, last - first + 1), 1)
-    each = max(1, min(columns // n_points, MAX_STEP_WIDTH))
-    return CurveSpan(first, last, min(max(place.step, first), last), n_points, each)
-
-
-def draw_curve(
-    values: Mapping[int, float | None],
-    span: CurveSpan,
-    area: Area,
-    theme: Theme,
-    *,
-    style: str = "accent",
-) -> list[Strip]:
-    """Draw values by bucket; the bucket of the current step is marked."""
-    columns = [
-        values.get(point) for point in range(span.n_points) for _ in range(span.columns_per_point)
-    ]
-    middle = span.current_point * span.columns_per_point + span.columns_per_point // 2
-    return timeline(columns, area.width, area.height, theme, marked=middle, style=style)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from flexinspect.drawing.token_cells import TokenCell, display_text
-from flexinspect.panels.base import Missing, TracePlace
+from flexinspect.drawing.token_cells import TokenCell, TokenCellRow, display_text
+from flexinspect.panels.base import Missing, Navigate, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
@@ -66,6 +66,18 @@ class TokenWindow:
                 return chunk.tokens[pos - chunk.tokens[0].pos]
         return None
 
+    def row_of_current(self, rows: Sequence[TokenCellRow]) -> int:
+        """Return the index of the row with the current token, the last one if none has it."""
+        has_current = (any(cell.pos == self.current for cell in row.cells) for row in rows)
+        return next((i for i, found in enumerate(has_current) if found), len(rows) - 1)
+
+    def navigate_to(self, cell: TokenCell | None) -> Navigate | None:
+        """Return the step that chose a token, or the position of a token of the prompt."""
+        token = None if cell is None else self.token(cell.pos)
+        if token is None:
+            return None
+        return Navigate(step=0, pos=token.pos) if token.step is None else Navigate(step=token.step)
+
     def step_of(self, token: TokenRecord) -> StepRow | None:
         """Return the step that chose a token, None for a token of the prompt."""
         if token.step is None:
@@ -116,19 +128,12 @@ def _load_chunk(source: Source, place: TracePlace, number: int, last: int) -> To
     if (number + 1) * CHUNK_TOKENS > last:
         return _read_chunk(source.reader, place, number)
     key = ("tokens", place.generation, place.branch, number)
-    return source.get_or_create(
-        key, lambda: _read_chunk(source.reader, place, number), lambda _: 64 << 10
-    )
+    return source.get_or_create(key, lambda: _read_chunk(source.reader, place, number))
 
 
 def _read_chunk(reader: TraceReader, place: TracePlace, number: int) -> TokenChunk:
-    tokens = read_tokens(
-        reader,
-        place.generation,
-        place.branch,
-        number * CHUNK_TOKENS,
-        (number + 1) * CHUNK_TOKENS,
-    )
+    span = (number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
+    tokens = read_tokens(reader, place.generation, place.branch, *span)
     chosen = [token.step for token in tokens if token.step is not None]
     bounds = (min(chosen), max(chosen) + 1) if chosen else (0, 0)
     steps = step_range(reader, place.generation, *bounds, place.branch)
@@ -137,14 +142,31 @@ def _read_chunk(reader: TraceReader, place: TracePlace, number: int) -> TokenChu
 
 def token_cells(window: TokenWindow, colour: str) -> list[TokenCell]:
     """Return the window's tokens as cells; `colour` is "segment", "probability" or "entropy"."""
-    cells: list[TokenCell] = []
-    for chunk in window.chunks:
-        if colour not in chunk.cells:
-            chunk.cells[colour] = [
-                _token_cell(token, chunk, window.segments, colour) for token in chunk.tokens
-            ]
-        cells += chunk.cells[colour]
-    return cells
+    return [
+        cell for chunk in window.chunks for cell in _chunk_cells(chunk, window.segments, colour)
+    ]
+
+
+def load_token_cells(
+    source: Source, place: TracePlace, segments: Sequence[Segment], positions: Iterable[int]
+) -> dict[int, TokenCell]:
+    """Return the token cells at some positions, coloured by segment, where there are tokens."""
+    last = last_pos(source.reader, place.generation, place.branch)
+    needed = {pos for pos in positions if 0 <= pos <= (-1 if last is None else last)}
+    found: dict[int, TokenCell] = {}
+    for number in sorted({pos // CHUNK_TOKENS for pos in needed}):
+        chunk = _load_chunk(source, place, number, last or 0)
+        cells = _chunk_cells(chunk, segments, "segment")
+        found |= {cell.pos: cell for cell in cells if cell.pos in needed}
+    return found
+
+
+def _chunk_cells(chunk: TokenChunk, segments: Sequence[Segment], colour: str) -> list[TokenCell]:
+    if colour not in chunk.cells:
+        chunk.cells[colour] = [
+            _token_cell(token, chunk, segments, colour) for token in chunk.tokens
+        ]
+    return chunk.cells[colour]
 
 
 def _token_cell(
@@ -152,14 +174,13 @@ def _token_cell(
 ) -> TokenCell:
     text, invisible = display_text(token.token, token.text, special=token.special)
     step = chunk.by_step.get(token.step) if token.step is not None else None
-    heat = None if step is None else uncertainty(step, colour)
     return TokenCell(
         pos=token.pos,
         text=text,
         segment_color=segment_color(token.segment, segments),
         special=token.special,
         invisible=invisible,
-        heat=heat,
+        heat=None if step is None else uncertainty(step, colour),
     )
 
 
@@ -209,4 +230,4 @@ def is_answer_correct(
     from flexinspect.inputs.datasets import is_correct_answer
 
     key = ("right", *branch, state)
-    return source.get_or_create(key, lambda: is_correct_answer(answer, expected), lambda _: 64)
+    return source.get_or_create(key, lambda: is_correct_answer(answer, expected))

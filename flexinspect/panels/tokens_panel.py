@@ -11,10 +11,20 @@ from typing import Literal
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import Span, line
+from flexinspect.drawing.text_lines import NamedSpan, Pen
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, display_text, token_style, wrap_cells
-from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
+from flexinspect.panels.base import (
+    Cell,
+    Help,
+    Navigate,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+    first_visible,
+    next_choice,
+)
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import (
     TokenWindow,
@@ -66,6 +76,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
 
     name = "tokens"
     title = "Tokens"
+    initial_options = TokensOptions()
     needs_tokens = True
     help = Help(
         "It shows the prompt and the generated text token by token, with one colour per segment.",
@@ -77,10 +88,6 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
     )
     depends_on_size = True
     actions = ("view.measure",)
-
-    def options(self) -> TokensOptions:
-        """Return the initial options: coloured by probability."""
-        return TokensOptions()
 
     def load(self, source: Source, request: Request[TokensOptions]) -> TokensData:
         """Read the tokens that fit around the place, and their steps."""
@@ -113,26 +120,27 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
             if segment.kind != SegmentKind.GENERATED:
                 lines.append(_format_segment(number, segment, data))
         generated = [token for token in window.tokens if token.step is not None]
-        lines.append("Generated:" if generated else f"Generated: {_format_no_tokens(window)}.")
+        nothing = "nothing yet"
+        if not _is_whole(window):
+            nothing = f"no token of positions {window.start} to {window.stop - 1}"
+        lines.append("Generated:" if generated else f"Generated: {nothing}.")
         lines += [_format_generated(token, data) for token in generated]
         return [*lines, _format_verdict(data)[0]]
 
     def paint(self, data: TokensData, request: Request[TokensOptions], theme: Theme) -> Picture:
         """Draw the rows around the current token, then the answer and the expected one."""
-        width, height = request.width, request.height
-        rows = _layout_rows(data.window, request)
-        footer = [_verdict_line(data, width, theme)] if height > 3 else []
-        if height > 6:
-            footer.insert(0, _token_line(data, width, theme))
+        pen, height, current = Pen(theme, request.width), request.height, data.window.current
+        footer = [_token_line(data, pen)] if height > 6 else []
+        footer += [pen.line(_format_verdict(data))] if height > 3 else []
         room = height - len(footer)
-        top = _first_row(rows, data.window.current, room)
-        text = theme.style("text")
         strips = [
-            line(row.spans(theme, current=data.window.current, marked=frozenset()), width, text)
-            for row in rows[top : top + room]
+            pen.line(*row.spans(theme, current=current, marked=frozenset()))
+            for row in _visible_rows(data.window, request, room)
         ]
-        strips += [line([], width, text)] * (room - len(strips))
-        return Picture([*strips, *footer][:height], _note(data, request))
+        strips += [pen.line()] * (room - len(strips))
+        extent = "" if _is_whole(data.window) else ", around this step"
+        note = f"{data.window.n_tokens} tokens{extent} · colour: {request.options.colour}"
+        return Picture([*strips, *footer][:height], note)
 
     def on_action(
         self, action: str, data: TokensData, request: Request[TokensOptions]
@@ -140,40 +148,25 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         """`view.measure`: colour by the next measure."""
         if action != "view.measure":
             return None
-        following = (COLOURS.index(request.options.colour) + 1) % len(COLOURS)
-        return replace(request.options, colour=COLOURS[following])
+        return replace(request.options, colour=next_choice(COLOURS, request.options.colour))
 
-    def on_mouse(
-        self, x: int, y: int, data: TokensData, request: Request[TokensOptions], *, click: bool
+    def on_click(
+        self, at: Cell, data: TokensData, request: Request[TokensOptions]
     ) -> Navigate | None:
         """Go to the step that chose the clicked token, or select a token of the prompt."""
-        if not click:
-            return None
-        rows = _layout_rows(data.window, request)
+        x, y = at
         room = request.height - (request.height > 3) - (request.height > 6)
-        index = _first_row(rows, data.window.current, room) + y
-        cell = rows[index].cell_at(x) if 0 <= index < len(rows) and y < room else None
-        if cell is None:
-            return None
-        token = data.window.token(cell.pos)
-        if token is None:
-            return None
-        if token.step is not None:
-            return Navigate(step=token.step)
-        return Navigate(step=0, pos=token.pos)
+        rows = _visible_rows(data.window, request, room)
+        return data.window.navigate_to(rows[y].cell_at(x)) if 0 <= y < len(rows) else None
 
 
-def _layout_rows(window: TokenWindow, request: Request[TokensOptions]) -> list[TokenCellRow]:
-    return wrap_cells(token_cells(window, request.options.colour), request.width)
-
-
-def _first_row(rows: list[TokenCellRow], current: int | None, height: int) -> int:
-    """Return the index of the first row to draw, so that the current one is near the middle."""
-    index = next(
-        (i for i, row in enumerate(rows) if any(cell.pos == current for cell in row.cells)),
-        len(rows) - 1,
-    )
-    return max(0, min(index - height // 2, len(rows) - height))
+def _visible_rows(
+    window: TokenWindow, request: Request[TokensOptions], height: int
+) -> list[TokenCellRow]:
+    """Return the rows to draw, the one with the current token near the middle."""
+    rows = wrap_cells(token_cells(window, request.options.colour), request.width)
+    top = first_visible(window.row_of_current(rows), height, len(rows))
+    return rows[top : top + max(height, 0)]
 
 
 def _is_whole(window: TokenWindow) -> bool:
@@ -209,7 +202,7 @@ def _load_previews(
         stop = min(segment.stop, segment.start + PREVIEW_TOKENS)
         read = partial(read_tokens, source.reader, *branch, segment.start, stop)
         key = ("beginning", *branch, segment.start, stop)
-        previews[number] = source.get_or_create(key, read, lambda tokens: 512 * (1 + len(tokens)))
+        previews[number] = source.get_or_create(key, read)
     return previews
 
 
@@ -230,12 +223,6 @@ def _format_segment(number: int, segment: Segment, data: TokensData) -> str:
     before = "…" if start > segment.start else ""
     after = "…" if end < stop else ""
     return f"{escape_unprintable(segment.label)} [{segment.start}, {stop}): {before}{text}{after}"
-
-
-def _format_no_tokens(window: TokenWindow) -> str:
-    if _is_whole(window):
-        return "nothing yet"
-    return f"no token of positions {window.start} to {window.stop - 1}"
 
 
 def _display_text(token: TokenRecord) -> str:
@@ -268,33 +255,23 @@ def _format_verdict(data: TokensData) -> tuple[str, str]:
     return f"answer: {answer}; expected: {expected} ({verdict})", style
 
 
-def _verdict_line(data: TokensData, width: int, theme: Theme) -> Strip:
-    text, style = _format_verdict(data)
-    return line([(text, theme.style(style))], width, theme.style("text"))
-
-
-def _token_line(data: TokensData, width: int, theme: Theme) -> Strip:
+def _token_line(data: TokensData, pen: Pen) -> Strip:
     """Draw the properties of the current token in one line."""
-    window, text = data.window, theme.style("text")
+    window = data.window
     token = None if window.current is None else window.token(window.current)
     if token is None:
-        return line([("this step chose no token", theme.style("muted"))], width, text)
+        return pen.line(("this step chose no token", "muted"))
     segment = segment_at(window.segments, token.pos)
     cell = token_cells(window, "segment")[token.pos - window.start]
-    spans: list[Span] = [
-        (cell.text, token_style(cell, theme)),
-        (f" {token.pos}", theme.style("strong")),
-        (f" id {token.token_id}", text),
-        (f" {escape_unprintable(segment.label)}" if segment else "", theme.style("muted")),
+    spans: list[NamedSpan] = [
+        (cell.text, token_style(cell, pen.theme)),
+        (f" {token.pos}", "strong"),
+        (f" id {token.token_id}", "text"),
+        (f" {escape_unprintable(segment.label)}" if segment else "", "muted"),
     ]
     if token.position_id != token.pos:
-        spans.append((f" position id {token.position_id}", theme.style("accent")))
+        spans.append((f" position id {token.position_id}", "accent"))
     step = window.step_of(token)
     if step is not None and step.chosen_logprob is not None:
-        spans.append((f" p {math.exp(min(step.chosen_logprob, 0)):.3f}", text))
-    return line(spans, width, text)
-
-
-def _note(data: TokensData, request: Request[TokensOptions]) -> str:
-    extent = "" if _is_whole(data.window) else ", around this step"
-    return f"{data.window.n_tokens} tokens{extent} · colour: {request.options.colour}"
+        spans.append((f" p {math.exp(min(step.chosen_logprob, 0)):.3f}", "text"))
+    return pen.line(*spans)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any, ClassVar
 
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.core.text import escape_unprintable, format_ranges, plural
 from flexinspect.drawing.plots import format_number
-from flexinspect.drawing.text_lines import clip_text, line, wrap_paragraph
+from flexinspect.drawing.text_lines import Pen, clip_text
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels import timeline
 from flexinspect.panels.base import (
+    Cell,
     Help,
     Missing,
     Navigate,
@@ -28,14 +28,15 @@ from flexinspect.panels.base import (
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
-    COLUMN_GAP,
-    MIN_TWO_COLUMN_WIDTH,
     Area,
-    CurveSpan,
-    draw_curve,
-    draw_two_columns,
+    StepWindow,
+    draw_beside,
+    draw_timeline,
+    is_two_column,
     left_width,
-    load_curve_span,
+    load_whole_run,
+    navigate_to_step,
+    stack_timelines,
     timeline_columns,
 )
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
@@ -50,7 +51,6 @@ LOG_SCALE_RATIO = 1e3
 """Ratio of the highest to the lowest value from which a curve is drawn logarithmically."""
 
 _NAME_WIDTH = 15
-_MAX_CURVE_HEIGHT = 8
 
 Curve = Mapping[int, float | None]
 """Values by point."""
@@ -62,7 +62,7 @@ class TrainingData:
 
     step: TrainingStepRecord
     run_facts: Mapping[str, Any]
-    span: timeline.CurveSpan
+    window: StepWindow
     points: Mapping[int, CurvePoint]
 
     def values(self, name: str) -> dict[int, float | None]:
@@ -86,27 +86,23 @@ class TrainingPanel(Panel[TrainingData, NoOptions]):
     )
     depends_on_size: ClassVar[bool] = True
 
-    def options(self) -> NoOptions:
-        """Return the initial options; there are none."""
-        return NoOptions()
-
     def load(self, source: Source, request: Request[NoOptions]) -> TrainingData:
         """Read the step, and the curves in as many points as there are columns."""
         place, reader = request.place, source.reader
         facts = require_training_facts(source, place)
-        span = load_curve_span(reader, place, timeline_columns(request.width))
-        step = reader.training_step(place.generation, span.current, place.branch)
+        window = load_whole_run(reader, place, timeline_columns(request.width))
+        step = reader.training_step(place.generation, window.current, place.branch)
         if step is None:
-            raise Missing(f"Step {span.current} is not a training step.")
+            raise Missing(f"Step {window.current} is not a training step.")
         points = reader.training_curve(
             place.generation,
-            span.first,
-            span.n_steps,
-            span.n_points,
+            window.start,
+            len(window),
+            window.n_points,
             place.branch,
             n_rates=len(step.learning_rates),
         )
-        return TrainingData(step, facts, span, points)
+        return TrainingData(step, facts, window, points)
 
     def describe(self, data: TrainingData) -> list[str]:
         """Return the problem of the step if there is one, its facts, and the ranges of curves."""
@@ -118,58 +114,49 @@ class TrainingPanel(Panel[TrainingData, NoOptions]):
     def paint(self, data: TrainingData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the facts with the curves beside or below them."""
         width, height = request.width, request.height
-        areas = curve_areas(data, width, height)
-        problem, column = _describe_problem(data), left_width(width)
-        left = wrap_paragraph(problem, column, theme.style("bad")) if problem else []
-        text, muted = theme.style("text"), theme.style("muted")
-        for name, value in step_facts(data):
-            left.append(line([(clip_text(name, _NAME_WIDTH), muted), (value, text)], column, text))
+        pen, problem = Pen(theme, width), _describe_problem(data)
+        left_pen = pen.resize(left_width(width))
+        left = left_pen.paragraph(problem, "bad") if problem else []
+        left += [
+            left_pen.line((clip_text(name, _NAME_WIDTH), "muted"), (value, "text"))
+            for name, value in step_facts(data)
+        ]
         curves = [
             strip
-            for name, area in areas.items()
-            for strip in _draw_titled_curve(data, name, area, theme)
+            for name, area in curve_areas(data, width, height).items()
+            for strip in _draw_curve(data, name, area, theme)
         ]
-        if width >= MIN_TWO_COLUMN_WIDTH:
-            strips = draw_two_columns(left[:height], curves[:height], width, height, theme)
-        else:
-            strips = [*left[: max(height - len(curves), 0)], *curves]
-        return Picture(strips[:height], data.span.format_steps(), alarm=bool(problem))
+        room = height if is_two_column(width) else max(height - len(curves), 0)
+        strips = draw_beside(left[:room], curves[:height], height, pen)
+        return Picture(strips, data.window.format_steps(), alarm=bool(problem))
 
-    def on_mouse(
-        self, x: int, y: int, data: TrainingData, request: Request[NoOptions], *, click: bool
+    def on_click(
+        self, at: Cell, data: TrainingData, request: Request[NoOptions]
     ) -> Navigate | None:
         """Go to the step of a curve's column."""
-        for area in curve_areas(data, request.width, request.height).values():
-            if click and (x, y) in area:
-                step = data.span.step_at(x - area.x)
-                return None if step is None else Navigate(step=step)
-        return None
+        areas = curve_areas(data, request.width, request.height).values()
+        return navigate_to_step(at, areas, data.window)
 
 
 def curve_areas(data: TrainingData, width: int, height: int) -> dict[str, Area]:
     """Return the areas of the curves, without their titles."""
-    wide, columns = width >= MIN_TWO_COLUMN_WIDTH, timeline_columns(width)
+    if is_two_column(width):
+        return stack_timelines(CURVE_NAMES, width, 0, height)
     n_facts = len(step_facts(data)) + (1 if _describe_problem(data) else 0)
-    room = height if wide else max(height - min(n_facts, height // 2), 0)
-    names = CURVE_NAMES[: max(room // 2, 0)]
-    each = min(room // len(names), _MAX_CURVE_HEIGHT if wide else 4) if names else 0
-    x = left_width(width) + COLUMN_GAP if wide else 0
-    top = 0 if wide else height - each * len(names)
-    if not wide:
-        top = min(top, n_facts)
-    return {
-        name: Area(x, top + each * index + 1, columns, each - 1) for index, name in enumerate(names)
-    }
+    room = max(height - min(n_facts, height // 2), 0)
+    areas = stack_timelines(CURVE_NAMES, width, 0, room, most=4)
+    top = min(height - sum(area.height + 1 for area in areas.values()), n_facts)
+    return {name: replace(area, y=area.y + top) for name, area in areas.items()}
 
 
 def step_facts(data: TrainingData) -> list[tuple[str, str]]:
     """Return the facts of the step as (name, value)."""
     step = data.step
-    rates = " ".join(map(_format_rate, step.learning_rates)) or "-"
+    rates = ("unknown" if math.isnan(rate) else format_number(rate) for rate in step.learning_rates)
     loss = f"{format_number(step.loss)} ({step.loss_source})" if step.has_loss else "not reported"
     facts = [
         ("loss", loss),
-        ("learning rate", rates),
+        ("learning rate", " ".join(rates) or "-"),
         ("gradient norm", _format_norm(step)),
         ("parameters", _format_counts(step)),
         ("micro-batches", str(step.n_backward)),
@@ -191,10 +178,6 @@ def step_facts(data: TrainingData) -> list[tuple[str, str]]:
     ]
 
 
-def _format_rate(rate: float) -> str:
-    return "unknown" if math.isnan(rate) else format_number(rate)
-
-
 def _format_norm(step: TrainingStepRecord) -> str:
     if step.total_norm is None:
         return "not measured in this step"
@@ -210,7 +193,7 @@ def _format_counts(step: TrainingStepRecord) -> str:
         (step.n_exploding, "exploding"),
         (step.n_vanishing, "vanishing"),
         (step.n_dead, "dead"),
-        (step.n_sick, "non-finite"),
+        (step.n_nonfinite, "non-finite"),
     )
     return ", ".join(
         [f"{step.n_parameters} with gradient", *(f"{n} {name}" for n, name in counts if n)]
@@ -229,8 +212,8 @@ def _format_times(step: TrainingStepRecord) -> str:
 
 
 def _describe_problem(data: TrainingData) -> str:
-    producer = data.step.producer
-    return f"Step {data.span.current}: {describe_producer(producer)}" if producer else ""
+    producer = data.step.anomaly_origin
+    return f"Step {data.window.current}: {describe_producer(producer)}" if producer else ""
 
 
 def describe_producer(producer: AnomalyOrigin) -> str:
@@ -245,8 +228,8 @@ def describe_producer(producer: AnomalyOrigin) -> str:
         "explosion": f"the gradient of {name} explodes ({detail}).",
         "vanishing": f"the gradient of {name} vanishes ({detail}).",
     }
-    others = plural(producer.n_carriers, "other")
-    inherited = f" {others} only propagate it." if producer.n_carriers else ""
+    others = plural(producer.n_affected, "other")
+    inherited = f" {others} only propagate it." if producer.n_affected else ""
     return texts.get(producer.kind, f"{escape_unprintable(producer.kind)} {name}.") + inherited
 
 
@@ -260,7 +243,7 @@ def _curve_value(name: str, point: CurvePoint) -> float | None:
 
 def _describe_curve(data: TrainingData, name: str) -> list[str]:
     """Return sentences about the range of a curve over the run."""
-    steps, curves = data.span.format_steps(), rate_curves(data.points)
+    steps, curves = data.window.format_steps(), rate_curves(data.points)
     if name == LEARNING_RATE and len(curves) > 1:
         return [
             f"{name} of group {groups} in {steps}: {format_range(curve)}."
@@ -282,34 +265,35 @@ def _log_ratio(value: float | None, low: float) -> float | None:
     return math.log10(max(value / low, 1.0))
 
 
-def _draw_titled_curve(data: TrainingData, name: str, area: Area, theme: Theme) -> list[Strip]:
+def _draw_curve(data: TrainingData, name: str, area: Area, theme: Theme) -> list[Strip]:
     rates = rate_curves(data.points) if name == LEARNING_RATE else []
     if len(rates) > 1:
-        return draw_rates(rates, data.span, area, theme)
+        return _draw_rates(rates, data.window, area, theme)
     low, high = _curve_range(data, name)
-    title = [
-        (f"{name} ", theme.style("title")),
-        (f"{format_number(low)} to {format_number(high)}", theme.style("text")),
-    ]
-    style, values = "good" if name == LEARNING_RATE else "accent", data.values(name)
+    title = [(f"{name} ", "title"), (f"{format_number(low)} to {format_number(high)}", "text")]
+    curve = data.values(name)
     if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
-        title.append(("  logarithmic", theme.style("muted")))
-        values = {index: _log_ratio(value, low) for index, value in values.items()}
-    curve = draw_curve(values, data.span, area, theme, style=style)
-    return [line(title, area.width, theme.style("text")), *curve]
+        title.append(("  logarithmic", "muted"))
+        curve = {index: _log_ratio(value, low) for index, value in curve.items()}
+    style = "good" if name == LEARNING_RATE else "accent"
+    points = map(curve.get, range(data.window.n_points))
+    return draw_timeline(title, points, data.window, area, theme, style=style)
 
 
 def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:
     """Return the distinct learning rate curves, each with the groups that have it: "0-2, 4"."""
     curves: list[tuple[Curve, list[int]]] = []
     for group in range(max((len(point.rates) for point in points.values()), default=0)):
-        values = {index: _group_rate(point, group) for index, point in points.items()}
+        values = {
+            index: point.rates[group] if group < len(point.rates) else None
+            for index, point in points.items()
+        }
         same = next((groups for curve, groups in curves if curve == values), None)
         if same is None:
             curves.append((values, [group]))
         else:
             same.append(group)
-    return [(_format_groups(groups), curve) for curve, groups in curves]
+    return [(format_ranges(groups), curve) for curve, groups in curves]
 
 
 def format_range(curve: Curve) -> str:
@@ -323,39 +307,26 @@ def _bounds(curve: Curve) -> tuple[float | None, float | None]:
     return min(known, default=None), max(known, default=None)
 
 
-def draw_rates(
-    curves: list[tuple[str, Curve]], span: CurveSpan, area: Area, theme: Theme
+def _draw_rates(
+    curves: list[tuple[str, Curve]], window: StepWindow, area: Area, theme: Theme
 ) -> list[Strip]:
     """Draw curves below each other, as many as there are rows, under a title with their ranges."""
     shown = curves[: max(area.height, 0)]
     strips: list[Strip] = []
     for i, (_, curve) in enumerate(shown):
         height = area.height * (i + 1) // len(shown) - area.height * i // len(shown)
-        rows = Area(area.x, area.y, area.width, height)
-        strips += draw_curve(curve, span, rows, theme, style=CURVE_STYLES[i % len(CURVE_STYLES)])
+        rows, style = replace(area, height=height), CURVE_STYLES[i % len(CURVE_STYLES)]
+        points = map(curve.get, range(window.n_points))
+        strips += draw_timeline((), points, window, rows, theme, style=style)
     more = f" and {len(curves) - len(shown)} more" if len(shown) < len(curves) else ""
-    return [_draw_title(shown, more, area.width, theme), *strips]
+    return [_draw_rates_title(shown, more, Pen(theme, area.width)), *strips]
 
 
-def _draw_title(curves: Sequence[tuple[str, Curve]], more: str, width: int, theme: Theme) -> Strip:
+def _draw_rates_title(curves: Sequence[tuple[str, Curve]], more: str, pen: Pen) -> Strip:
     """Draw the range of each curve, or only its highest rate where there is no room."""
     title = "learning rate, group"
     texts = [f" {groups}: {format_range(curve)}" for groups, curve in curves]
-    if len(title) + sum(map(len, texts)) + len(more) > width:
+    if len(title) + sum(map(len, texts)) + len(more) > pen.width:
         title = "learning rate up to"
         texts = [f" {groups}: {format_number(_bounds(curve)[1])}" for groups, curve in curves]
-    spans = [(title, theme.style("title"))]
-    spans += [
-        (text, theme.style(CURVE_STYLES[i % len(CURVE_STYLES)])) for i, text in enumerate(texts)
-    ]
-    return line([*spans, (more, theme.style("muted"))], width, theme.style("text"))
-
-
-def _group_rate(point: CurvePoint, group: int) -> float | None:
-    return point.rates[group] if group < len(point.rates) else None
-
-
-def _format_groups(groups: list[int]) -> str:
-    runs = groupby(enumerate(groups), key=lambda pair: pair[1] - pair[0])
-    ends = [[group for _, group in run] for _, run in runs]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
+    return pen.line((title, "title"), *zip(texts, cycle(CURVE_STYLES)), (more, "muted"))

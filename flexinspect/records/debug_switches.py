@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -47,41 +47,26 @@ def parse_level(level: str) -> DebugLevel:
         raise UsageError(f"The debug level {level!r} is unknown; the levels are {known}.") from None
 
 
-def _switch_field(description: str) -> Any:
-    return field(default=False, metadata={"what": description})
-
-
 @dataclass(frozen=True, slots=True)
 class DebugSwitches:
-    """The thirteen switches, off by default; the section [debugging] of the settings names them."""
+    """The thirteen switches, off by default; the section [debugging] of the settings names them.
 
-    enable_autograd_anomaly: bool = _switch_field(
-        "autograd names the forward operation that made a NaN"
-    )
-    enable_autograd_profiler: bool = _switch_field(
-        "torch.profiler over windows of steps, as a table"
-    )
-    enable_tensorboard_profiler: bool = _switch_field("the same windows, exported for TensorBoard")
-    debug_memory_usage: bool = _switch_field("memory of the process and of CUDA, each batch")
-    debug_gradient_norms: bool = _switch_field(
-        "norms of all gradients, NaN, Inf, explosion, vanishing"
-    )
-    debug_forward_pass: bool = _switch_field(
-        "shapes of inputs and outputs, loss and device, each batch"
-    )
-    debug_backward_pass: bool = _switch_field(
-        "which parameters have gradients, and how far they moved"
-    )
-    debug_device_placement: bool = _switch_field(
-        "devices of parameters and inputs, CUDA's own figures"
-    )
-    debug_mixed_precision: bool = _switch_field("autocast and the gradient scaler, each batch")
-    debug_data_loading: bool = _switch_field(
-        "datasets, splits, batches, and the wait for each batch"
-    )
-    debug_validation: bool = _switch_field("samples, batches, loss and memory of a validation")
-    debug_early_stopping: bool = _switch_field("patience, the value watched, and what was decided")
-    debug_lr_scheduling: bool = _switch_field("the scheduler, the learning rate, and its changes")
+    docs/debugger-api.md says what each of them logs.
+    """
+
+    enable_autograd_anomaly: bool = False
+    enable_autograd_profiler: bool = False
+    enable_tensorboard_profiler: bool = False
+    debug_memory_usage: bool = False
+    debug_gradient_norms: bool = False
+    debug_forward_pass: bool = False
+    debug_backward_pass: bool = False
+    debug_device_placement: bool = False
+    debug_mixed_precision: bool = False
+    debug_data_loading: bool = False
+    debug_validation: bool = False
+    debug_early_stopping: bool = False
+    debug_lr_scheduling: bool = False
 
     def status(self) -> dict[str, bool]:
         """Return each switch by its full name."""
@@ -97,10 +82,6 @@ class DebugSwitches:
 
 SWITCHES = tuple(each.name for each in fields(DebugSwitches))
 """The full names, in order."""
-
-SWITCH_DESCRIPTIONS: Mapping[str, str] = {
-    each.name: each.metadata["what"] for each in fields(DebugSwitches)
-}
 
 
 def short_name(switch: str) -> str:

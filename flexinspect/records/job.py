@@ -4,12 +4,87 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from typing import Any, Literal, Self
 
+from flexinspect.core.addresses import LOOPBACK, bind_problem, format_address, is_loopback
 from flexinspect.core.errors import UsageError
-from flexinspect.records.debugger_options import DebuggerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class DebuggerOptions:
+    """The requested debugger: `port` is None without debugpy, 0 for any free port.
+
+    `wait` holds the run until a client is attached. `pdb` uses pdb on the terminal named `tty`.
+    """
+
+    host: str = LOOPBACK
+    port: int | None = None
+    wait: bool = False
+    pdb: bool = False
+    tty: str | None = None
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether any debugger is requested."""
+        return self.pdb or self.port is not None
+
+
+def check_debugger(options: DebuggerOptions, *, is_exposed: bool) -> bool:
+    """Check the options before the run; return whether other machines can reach the debugger.
+
+    Raises `UsageError` for an address that other machines can reach unless `is_exposed`, for a port
+    that is in use, for waiting without debugpy, and for pdb without a terminal or beside debugpy.
+    """
+    if options.wait and options.port is None:
+        raise UsageError(
+            "--wait-for-client waits for a client of debugpy, and --debugpy is not given.",
+            hint="Add --debugpy 5678.",
+        )
+    if options.port is not None and options.pdb:
+        raise UsageError(
+            "--pdb and --debugpy exclude each other: one debugger traces the process.",
+            hint="Leave one of them out.",
+        )
+    if options.pdb and options.tty is None:
+        raise UsageError(
+            "--pdb needs a terminal, and there is none here.",
+            hint="Run it in a terminal, or attach with --debugpy 5678.",
+        )
+    if options.port is None:
+        return False
+    is_open = not is_loopback(options.host)
+    if is_open and not is_exposed:
+        raise UsageError(
+            f"--debugpy {format_address(options.host, options.port)} would let other machines "
+            "attach, and a client can run any code in the process.",
+            hint="Use 127.0.0.1 (an SSH tunnel reaches it), or confirm with --debugpy-expose.",
+        )
+    if problem := bind_problem(options.host, options.port):
+        raise UsageError(
+            f"--debugpy cannot listen on {format_address(options.host, options.port)}: {problem}.",
+            hint="Choose another port; --debugpy 0 takes any free one.",
+        )
+    return is_open
+
+
+def listening_message(host: str, port: int, *, waiting: bool) -> str:
+    """Return the sentence where debugpy listens, and whether the run waits for a client."""
+    wait = "; nothing runs before a client has attached" if waiting else ""
+    return f"debugpy listens on {format_address(host, port)}{wait}"
+
+
+def controlling_terminal() -> str | None:
+    """Return the name of the terminal of stdin and stderr, None when they are not on one."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    try:
+        return os.ttyname(sys.stdin.fileno())
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +120,45 @@ OnBreak = Literal["wait", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One run of the ensemble generation. Field names are those of the command line's flags.
+class CaptureJob:
+    """What every run under capture has; it travels to its process as one line of JSON.
 
-    `serving` is host, port and secret token of a control server over TCP.
+    `serving` is host, port and secret token of a control server over TCP. `threads` is None for the
+    default number.
     """
 
     out: str
+    _: KW_ONLY
+    level: str = "advanced"
+    layers: str | None = None
+    threads: int | None = None
+    overwrite: bool = False
+    breakpoints: tuple[str, ...] = ()
+    on_break: OnBreak = "wait"
+    control: bool = True
+    serving: tuple[str, int, str] | None = None
+    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
+    argv: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the job as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read a job back. Raises `UsageError` when it is not one."""
+        try:
+            facts: dict[str, Any] = json.loads(text)
+            names = {f.name for f in fields(cls)} & {*facts}
+            return cls(**{name: _FROM_JSON.get(name, _unchanged)(facts[name]) for name in names})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UsageError(f"The capture process cannot read its job: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Job(CaptureJob):
+    """One run of the ensemble generation. Field names are those of the command line's flags."""
+
     model: str = "demo"
     dataset: str = "demo"
     prompts: tuple[str, ...] = ()
@@ -67,45 +174,14 @@ class Job:
     positions: str = "contiguous"
     max_new_tokens: int = 32
     stop: str = "newline"
-    level: str = "advanced"
-    layers: str | None = None
     compile: bool | None = None
     grads: str | None = None
     grads_steps: str = "all"
     detect_anomaly: bool = False
-    threads: int | None = None
     trust_remote_code: bool = False
-    overwrite: bool = False
-    breakpoints: tuple[str, ...] = ()
-    on_break: OnBreak = "wait"
     hold: bool = False
-    control: bool = True
-    serving: tuple[str, int, str] | None = None
     texts: PromptTexts = field(default_factory=PromptTexts)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
-    argv: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """Return the job as one line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        """Read a job back. Raises `UsageError` when it is not one."""
-        try:
-            data: dict[str, Any] = json.loads(text)
-            known = {f.name for f in fields(cls)}
-            values = {name: value for name, value in data.items() if name in known}
-            values["texts"] = PromptTexts(**values.get("texts", {}))
-            values["sampling"] = SamplingOptions(**values.get("sampling", {}))
-            values["debugger"] = DebuggerOptions.from_dict(values.get("debugger"))
-            for name in ("prompts", "argv", "breakpoints"):
-                values[name] = tuple(values.get(name, ()))
-            values["serving"] = _parse_serving(values)
-            return cls(**values)
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"The capture process cannot read its job: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,51 +194,54 @@ class Declaration:
 
 
 @dataclass(frozen=True, slots=True)
-class ScriptJob:
+class ScriptJob(CaptureJob):
     """A user's program that is run under capture.
 
     `program` is a file, or the name of a module when `is_module`; `args` are its arguments.
-    `threads` is None for torch's default. `git` is the state of the current folder.
+    `git` is the state of the current folder.
     """
 
-    out: str
     program: str
     is_module: bool = False
     args: tuple[str, ...] = ()
-    level: str = "advanced"
-    layers: str | None = None
-    threads: int | None = None
-    overwrite: bool = False
-    breakpoints: tuple[str, ...] = ()
-    on_break: OnBreak = "wait"
-    control: bool = True
-    serving: tuple[str, int, str] | None = None
     declaration: Declaration = field(default_factory=Declaration)
-    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
-    argv: tuple[str, ...] = ()
     git: Mapping[str, Any] | None = None
 
-    def to_json(self) -> str:
-        """Return the job as one line of JSON."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> ScriptJob:
-        """Read a job back. Raises `UsageError` when it is not one."""
-        try:
-            values: dict[str, Any] = json.loads(text)
-            declaration = values.pop("declaration")
-            segments = (s if isinstance(s, str) else tuple(s) for s in declaration.pop("segments"))
-            values["debugger"] = DebuggerOptions.from_dict(values.get("debugger"))
-            for name in ("args", "argv", "breakpoints"):
-                values[name] = tuple(values[name])
-            values["serving"] = _parse_serving(values)
-            return cls(**values, declaration=Declaration(tuple(segments), **declaration))
-        except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"The capture process cannot read its job: {error}") from error
+def _unchanged(value: Any) -> Any:
+    return value
 
 
-_STEP_DIGITS = 6
+def _read_declaration(segments: list[Any], **facts: Any) -> Declaration:
+    return Declaration(tuple(s if isinstance(s, str) else tuple(s) for s in segments), **facts)
+
+
+_FROM_JSON: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("prompts", "args", "argv", "breakpoints"), tuple),
+    "texts": lambda facts: PromptTexts(**facts),
+    "sampling": lambda facts: SamplingOptions(**facts),
+    "debugger": lambda facts: DebuggerOptions(**facts),
+    "declaration": lambda facts: _read_declaration(**facts),
+    "serving": lambda serving: None if serving is None else tuple(serving),
+}
+"""What makes the value of a field from JSON, which has no tuples and no classes."""
+
+_MAX_NUMBER = 1 << 20
+"""No step or layer is as large; larger ranges are not built."""
+
+
+def _parse_ranges(text: str, flag: str, hint: str) -> Iterator[tuple[str, int, int]]:
+    """Yield each part of "0,3,5-7" with its first and its last number, at most `_MAX_NUMBER`."""
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            what = flag.rpartition("-")[2]
+            raise UsageError(
+                f"{flag} {text} is not a list of {what}: '{part}' is not a number or range.",
+                hint=hint,
+            )
+        low, high = (int(n.lstrip("0")[:8] or 0) for n in (first, last if dash else first))
+        yield part, min(low, _MAX_NUMBER), min(high, _MAX_NUMBER)
 
 
 def parse_steps(text: str) -> frozenset[int] | None:
@@ -170,27 +249,17 @@ def parse_steps(text: str) -> frozenset[int] | None:
     if text == "all":
         return None
     chosen: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(
-                f"--grads-steps {text} is not a list of steps: '{part}' is not a number or range.",
-                hint="Write for instance --grads-steps 0,5-7, or all.",
-            )
-        if max(len(first), len(last)) > _STEP_DIGITS:
+    hint = "Write for instance --grads-steps 0,5-7, or all."
+    for part, low, high in _parse_ranges(text, "--grads-steps", hint):
+        if max(low, high) == _MAX_NUMBER:
             raise UsageError(
                 f"--grads-steps {text}: no generation has a step as late as in '{part}'.",
                 hint="Write all for every step.",
             )
-        chosen.update(range(int(first), int(last if dash else first) + 1))
+        chosen.update(range(low, high + 1))
     if not chosen:
         raise UsageError(f"--grads-steps {text} names no step.", hint="Write 5-7, not 7-5.")
     return frozenset(chosen)
-
-
-def _parse_serving(values: Mapping[str, Any]) -> tuple[str, int, str] | None:
-    serving = values.get("serving")
-    return None if serving is None else (str(serving[0]), int(serving[1]), str(serving[2]))
 
 
 def parse_layers(text: str | None, n_layers: int) -> tuple[int, ...] | None:
@@ -201,19 +270,10 @@ def parse_layers(text: str | None, n_layers: int) -> tuple[int, ...] | None:
     if text is None or text == "all":
         return None
     chosen: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        try:
-            low, high = int(first), int(last if dash else first)
-        except ValueError:
+    for _, low, high in _parse_ranges(text, "--layers", "Write for instance --layers 0,3,5-7."):
+        if low <= high and high >= n_layers:  # before a range of any length is built
             raise UsageError(
-                f"--layers {text} is not a list of layers: '{part}' is not a number or range.",
-                hint="Write for instance --layers 0,3,5-7.",
-            ) from None
-        if low <= high and not 0 <= low <= high < n_layers:  # before a range of any length is built
-            outside = low if low < 0 else max(low, n_layers)
-            raise UsageError(
-                f"--layers {text}: layer {outside} does not exist; "
+                f"--layers {text}: layer {max(low, n_layers)} does not exist; "
                 f"this model has layers 0 to {n_layers - 1}."
             )
         chosen.update(range(low, high + 1))

@@ -194,7 +194,7 @@ class TokenizerFacts:
     special: Mapping[str, int] = field(default_factory=dict)
 
 
-DECLARED_SEGMENT_KEYS = ("pieces", "words")
+DECLARED_SEGMENT_KEYS = ("segments", "tokenizer")
 """The keys of `GenerationRecord.declared` that do not describe a mask."""
 
 
@@ -211,7 +211,7 @@ def declaration_entries(
         "special": dict(tokenizer.special) or None,
     }
     words = {name: value for name, value in facts.items() if value is not None}
-    parts = {"pieces": [_segment_to_json(piece) for piece in segments], "words": words}
+    parts = {"segments": [_segment_to_json(piece) for piece in segments], "tokenizer": words}
     return {name: part for name, part in parts.items() if part}
 
 
@@ -231,13 +231,13 @@ def declared_segments(declared: Mapping[str, Any]) -> tuple[DeclaredSegment, ...
             text=piece.get("text"),
             ids=tuple(piece.get("ids", ())),
         )
-        for piece in declared.get("pieces", ())
+        for piece in declared.get("segments", ())
     )
 
 
 def declared_tokenizer(declared: Mapping[str, Any]) -> TokenizerFacts:
     """Return the tokenizer facts of a declaration."""
-    words = declared.get("words", {})
+    words = declared.get("tokenizer", {})
     return TokenizerFacts(
         bos=words.get("bos"),
         eos=tuple(words.get("eos", ())),

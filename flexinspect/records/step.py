@@ -37,7 +37,7 @@ STANDALONE_MASKS = "masks built, and no call after them"
 TRAIN = "train"
 """The phase of an optimizer step; the other phases are those of generation."""
 PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
-MASK_ARRAYS = ("cells", "averaged", "partial", "full", "ruled")
+MASK_ARRAYS = ("cells", "uniform_rows", "partial", "full", "mask_mod_blocks")
 """The fields of `MaskRecord` that hold arrays, in the order they are stored."""
 
 
@@ -127,11 +127,11 @@ class CallRecord:
     head_dim: int
     dtype: str
     scale: float | None
-    gate: float | None = None
-    gate_kind: str | None = None
+    lse_error: float | None = None
+    check_kind: str | None = None
     softcap: float | None = None
-    handed: str | None = None
-    swallowed: str | None = None
+    mask_passed_to_layer: str | None = None
+    suppressed_exception: str | None = None
     causal: bool | None = None
     window: int | None = None
 
@@ -149,7 +149,7 @@ class BuildRecord:
     heads: int | None
     q_len: int
     kv_len: int
-    rule: str
+    mask_mod: str
     wall_ms: float
     peak_growth: int
 
@@ -240,14 +240,14 @@ class MaskRecord:
     kv_offset: int = 0
     block_q: int | None = None
     block_kv: int | None = None
-    rule: str | None = None
-    rule_source: str | None = None
+    mask_mod: str | None = None
+    mask_mod_source: str | None = None
     compiled: bool = False
     cells: npt.NDArray[np.bool_] | None = None
-    averaged: npt.NDArray[np.bool_] | None = None
+    uniform_rows: npt.NDArray[np.bool_] | None = None
     partial: npt.NDArray[np.bool_] | None = None
     full: npt.NDArray[np.bool_] | None = None
-    ruled: npt.NDArray[np.uint8] | None = None
+    mask_mod_blocks: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,8 +356,9 @@ class BranchRecord:
 
     * "token": another token was chosen at `fork_step` ("token_id", "text", and "instead_id",
       "instead_text" of the parent; "token_ids" for several tokens),
-    * "mask": "edits" as text, "rule" in words, "declared" as in a declaration, "changed_rows" (the
-      number of rows of earlier steps that differ), "recomputed" (whether all keys were recomputed),
+    * "mask": "edits" as text, "mask_mod" in words, "declared" as in a declaration, "changed_rows"
+      (the number of rows of earlier steps that differ), "recomputed" (whether all keys were
+      recomputed),
     * "replay": a restored state did not continue as recorded ("why": sentences).
 
     `recomputed` is true when the input of the first own step is the whole sequence.

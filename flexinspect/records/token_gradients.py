@@ -59,11 +59,11 @@ class GradientRecord:
     value: float
     scale: float
     path: str
-    gate: float
+    logits_error: float
     tolerance: float
     wall_ms: float
     branch: int = 0
-    rival: int | None = None
+    runner_up_id: int | None = None
     n_unreached: int = 0
     anomaly: str | None = None
     stats: tuple[GradientStat, ...] = ()
@@ -73,4 +73,4 @@ class GradientRecord:
     @property
     def matches_recorded(self) -> bool:
         """Whether the forward of the gradients reproduced the recorded logits."""
-        return self.gate <= self.tolerance
+        return self.logits_error <= self.tolerance

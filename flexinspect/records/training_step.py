@@ -1,4 +1,4 @@
-"""Records of tensors, gradients and training steps, without torch.
+"""Records of gradients and training steps, without torch.
 
 Norms are Euclidean. None means that a value was not measured, NaN that it is NaN.
 """
@@ -6,8 +6,8 @@ Norms are Euclidean. None means that a value was not measured, NaN that it is Na
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from operator import gt
 
 EXPLODING_NORM = 10.0
@@ -17,39 +17,7 @@ VANISHING_NORM = 1e-6
 """A parameter whose gradient norm is below this (and not 0) vanishes."""
 
 LOSS_FROM_OUTPUT = "output"
-LOSS_REPORTED = "told"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorStats:
-    """Statistics of one tensor; min to std are those of its finite values, NaN without any."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    n_bytes: int
-    n_nan: int
-    n_inf: int
-    min_value: float
-    max_value: float
-    mean_value: float
-    std_value: float
-
-    @property
-    def has_nan(self) -> bool:
-        """Whether a value is NaN."""
-        return self.n_nan > 0
-
-    @property
-    def has_inf(self) -> bool:
-        """Whether a value is infinite."""
-        return self.n_inf > 0
-
-    @property
-    def has_nonfinite(self) -> bool:
-        """Whether a value is not finite."""
-        return self.has_nan or self.has_inf
+LOSS_REPORTED = "reported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +56,6 @@ class ParameterGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupGradient:
-    """The gradients of one layer or module together; `norm` is NaN or Inf if one is non-finite."""
-
-    group: str
-    norm: float
-    n_parameters: int
-    n_nonfinite: int
-
-
-@dataclass(frozen=True, slots=True)
 class AnomalyOrigin:
     """Where an anomaly of a step came from, as far as the step shows.
 
@@ -109,7 +67,7 @@ class AnomalyOrigin:
 
     kind: str
     name: str
-    n_carriers: int = 0
+    n_affected: int = 0
     detail: str = ""
 
 
@@ -117,16 +75,17 @@ class AnomalyOrigin:
 class TrainingStepRecord:
     """One optimizer step: its loss, its gradients, and its time.
 
-    `loss_source` is "told" (the user reported the loss), "output" (the `.loss` of the model's
+    `loss_source` is "reported" (by the user), "output" (the `.loss` of the model's
     output, the mean over micro-batches), or empty when the loss is unknown, and `loss` NaN. A
     learning rate that the optimizer does not show is NaN. `total_norm` is the norm of the gradients
     that the optimizer received, `norm_before_clip` the norm before `clip_grad_norm_`, and
     `max_norm` its limit; each is None when not observed. `group_norms` are in the order of the
     run's groups; `group_ratios` are the norm of each group's update over the norm of its weights,
     from a sample of rows for large parameters. `gradients` are the recorded ones; the counts are of
-    all parameters (`n_sick`: with NaN or Inf in the gradient). `data_ms` is the time in the watched
-    loader, `other_ms` the time outside of forward, backward, optimizer and loader (and of our wait
-    for a GPU, where a pass takes only the time to launch it). `detail` is how much was measured.
+    all parameters (`n_nonfinite`: with NaN or Inf in the gradient). `data_ms` is the time in the
+    watched loader, `other_ms` the time outside of forward, backward, optimizer and loader (and of
+    our wait for a GPU, where a pass takes only the time to launch it). `detail` is how much was
+    measured.
     """
 
     loss: float
@@ -139,11 +98,11 @@ class TrainingStepRecord:
     n_exploding: int = 0
     n_vanishing: int = 0
     n_dead: int = 0
-    n_sick: int = 0
+    n_nonfinite: int = 0
     group_norms: tuple[float, ...] = ()
     group_ratios: tuple[float, ...] = ()
     gradients: tuple[ParameterGradient, ...] = ()
-    producer: AnomalyOrigin | None = None
+    anomaly_origin: AnomalyOrigin | None = None
     n_backward: int = 0
     forward_ms: float = 0.0
     backward_ms: float = 0.0
@@ -182,7 +141,7 @@ class TrainingStepRecord:
 
         Gradients of a step that the scaler skipped do not count: it finds its scale that way.
         """
-        has_nonfinite = self.n_sick > 0 and not self.is_skipped
+        has_nonfinite = self.n_nonfinite > 0 and not self.is_skipped
         return self.is_loss_anomaly or self.is_explosion or self.is_vanishing or has_nonfinite
 
 
@@ -196,42 +155,19 @@ class TrainingSummary:
     gradient_vanishing: int = 0
     loss_anomalies: int = 0
 
-    @property
-    def anomaly_rate(self) -> float:
-        """Share of steps with any anomaly; 0 before the first step."""
-        return self._rate(self.anomaly_steps)
-
-    @property
-    def loss_anomaly_rate(self) -> float:
-        """Share of steps with a non-finite loss."""
-        return self._rate(self.loss_anomalies)
-
-    @property
-    def gradient_explosion_rate(self) -> float:
-        """Share of steps with an exploding gradient."""
-        return self._rate(self.gradient_explosions)
-
-    @property
-    def gradient_vanishing_rate(self) -> float:
-        """Share of steps with a vanishing gradient."""
-        return self._rate(self.gradient_vanishing)
-
     def as_dict(self) -> dict[str, int | float]:
-        """Return counts and rates by the names under which they are published."""
-        return {
-            "total_steps": self.total_steps,
-            "anomaly_steps": self.anomaly_steps,
-            "gradient_explosions": self.gradient_explosions,
-            "gradient_vanishing": self.gradient_vanishing,
-            "loss_anomalies": self.loss_anomalies,
-            "anomaly_rate": self.anomaly_rate,
-            "loss_anomaly_rate": self.loss_anomaly_rate,
-            "gradient_explosion_rate": self.gradient_explosion_rate,
-            "gradient_vanishing_rate": self.gradient_vanishing_rate,
-        }
+        """Return counts, and rates relative to `total_steps`, by their published names."""
+        counts = {each.name: getattr(self, each.name) for each in fields(TrainingSummary)}
+        n_steps = self.total_steps or 1
+        return counts | {rate: counts[count] / n_steps for rate, count in _RATES.items()}
 
-    def _rate(self, count: int) -> float:
-        return count / self.total_steps if self.total_steps else 0.0
+
+_RATES = {
+    "anomaly_rate": "anomaly_steps",
+    "loss_anomaly_rate": "loss_anomalies",
+    "gradient_explosion_rate": "gradient_explosions",
+    "gradient_vanishing_rate": "gradient_vanishing",
+}
 
 
 @dataclass(slots=True)
@@ -252,14 +188,6 @@ class TrainingSummaryCounter:
         )
 
 
-def summarise(steps: Iterable[TrainingStepRecord]) -> TrainingSummary:
-    """Return the summary of some steps."""
-    counter = TrainingSummaryCounter()
-    for step in steps:
-        counter.add(step)
-    return counter.summary
-
-
 def is_warming_up(before: Sequence[float], now: Sequence[float]) -> bool:
     """Tell whether a learning rate rises; gradients behind a gate that starts at 0 start small."""
     return any(map(gt, now, before))
@@ -276,27 +204,6 @@ def group_of(name: str) -> str:
         if part.isdigit():
             return ".".join(parts[: index + 1])
     return ".".join(parts[:-1]) or "(model)"
-
-
-def gradient_groups(gradients: Iterable[ParameterGradient]) -> list[GroupGradient]:
-    """Return the groups of some gradients, in the order in which they first appear."""
-    by_group: dict[str, list[ParameterGradient]] = {}
-    for gradient in gradients:
-        by_group.setdefault(gradient.group or group_of(gradient.name), []).append(gradient)
-    return [
-        GroupGradient(
-            group=group,
-            norm=total_norm(members),
-            n_parameters=len(members),
-            n_nonfinite=sum(member.has_nonfinite for member in members),
-        )
-        for group, members in by_group.items()
-    ]
-
-
-def total_norm(gradients: Iterable[ParameterGradient]) -> float:
-    """Return the norm of all gradients together; NaN or Inf if one is non-finite."""
-    return combined_norm([gradient.norm for gradient in gradients])
 
 
 def combined_norm(norms: Sequence[float]) -> float:

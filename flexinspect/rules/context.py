@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from flexinspect.core.text import Positions, plural, printable
+from flexinspect.core.text import Positions, format_layers, plural, printable
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import MaskSpec
 from flexinspect.records import prompt
@@ -137,16 +138,15 @@ class RuleContext:
 
     def format_rows(self, positions: Positions) -> str:
         """Return `12 rows of paraphrase 2 and separator 2`, positions ascending."""
-        labels = self._labels_at(positions)
-        if len(labels) > 2:
-            labels = [labels[0], f"{len(labels) - 1} other segments"]
-        return plural(len(positions), "row") + (f" of {' and '.join(labels)}" if labels else "")
+        labels = self.labels_at(positions)
+        of = f" of {abbreviate_labels(labels)}" if labels else ""
+        return plural(len(positions), "row") + of
 
     def format_first_position(self, positions: Positions) -> str:
         """Return `first: position 14 "What"`, without "first" for a single position."""
         return ("first: " if len(positions) > 1 else "") + self.format_position(int(positions[0]))
 
-    def _labels_at(self, positions: Positions) -> list[str]:
+    def labels_at(self, positions: Positions) -> list[str]:
         """Return the labels of the segments that hold some of the positions, in order."""
         last = len(self._segments) - 1
         out = []
@@ -155,8 +155,30 @@ class RuleContext:
             if index < last:  # the last segment has no end
                 inside &= positions < segment.stop
             if inside.any():
-                out.append(printable(segment.label))
+                out.append(segment.label)
         return out
+
+
+def abbreviate_labels(labels: Sequence[str]) -> str:
+    """Return `paraphrase 1 and paraphrase 2`, or `paraphrase 1 and 2 other segments`."""
+    names = [printable(label) for label in labels]
+    return " and ".join(names if len(names) < 3 else [names[0], f"{len(names) - 1} other segments"])
+
+
+def step_array(step: StepRecord, stream: str) -> npt.NDArray[Any] | None:
+    """Return the first array of a stream of a step, or None."""
+    return next((record.array for record in step.arrays if record.stream == stream), None)
+
+
+def read_unpadded(step: StepRecord) -> algebra.BoolArray | None:
+    """Return which positions of batch row 0 the received 2D attention mask keeps, or None."""
+    mask = step_array(step, "inputs.mask")
+    return None if mask is None or not len(mask) else np.asarray(mask[0], np.bool_)
+
+
+def format_step_layers(layers: Iterable[int], step: StepRecord) -> str:
+    """Return `layer 3`, `layers 0-2` or `all 8 layers`, of the layers with calls in a step."""
+    return format_layers(sorted(set(layers)), len({call.layer for call in step.calls}))
 
 
 def _find_declared_mask(generation: GenerationRecord) -> DeclaredMask | None:
@@ -165,7 +187,7 @@ def _find_declared_mask(generation: GenerationRecord) -> DeclaredMask | None:
         return DeclaredMask(spec)
     if _has_mask_declaration(generation):
         return None
-    if _count_segments(generation.segments, SegmentKind.PARAPHRASE) < 2:
+    if sum(segment.kind is SegmentKind.PARAPHRASE for segment in generation.segments) < 2:
         return None
     return DeclaredMask(algebra.preset("segment-isolation", generation.segments), assumed=True)
 
@@ -174,10 +196,6 @@ def _has_mask_declaration(generation: GenerationRecord) -> bool:
     return not {*generation.declared} <= {*prompt.DECLARED_SEGMENT_KEYS}
 
 
-def _count_segments(segments: Iterable[Segment], kind: SegmentKind) -> int:
-    return sum(segment.kind is kind for segment in segments)
-
-
 def _mask_nbytes(mask: MaskRecord) -> int:
-    arrays = (mask.cells, mask.averaged, mask.partial, mask.full, mask.ruled)
+    arrays = (mask.cells, mask.uniform_rows, mask.partial, mask.full, mask.mask_mod_blocks)
     return 512 + sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))

@@ -2,7 +2,8 @@
 
 In reading order:
 
-- `FindingKind`: severity and explanation of one finding id.
+- `FindingKind`: severity and explanation of one finding id; `finding_kinds` reads those of
+  `findings.toml`, which describes every built-in id.
 - `Rule`: the base class of all rules, built-in and third-party.
 - `RuleRunner`: runs the rules of one run on its steps, events and gradients.
 - `CAUSES` and `link_causes`: which findings of one step follow from which others.
@@ -18,12 +19,17 @@ finished trace (see `flexinspect.analysis.offline_rules`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
 from typing import Any, ClassVar
 
 from flexinspect.core import plugins
+from flexinspect.core.text import MAX_LISTED_POSITIONS
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
 from flexinspect.records.token_gradients import GradientRecord
@@ -56,6 +62,23 @@ class FindingKind:
     keeps_latest: bool = False
 
 
+@cache
+def _read_findings_file() -> dict[str, dict[str, Any]]:
+    path = Path(__file__).with_name("findings.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def finding_kinds(*ids: str) -> dict[str, FindingKind]:
+    """Return the kinds of these ids, as `findings.toml` describes them."""
+    file = _read_findings_file()
+    return {id_: _read_kind(file[id_], file["queries"]) for id_ in ids}
+
+
+def _read_kind(fields: Mapping[str, Any], queries: Mapping[str, str]) -> FindingKind:
+    query = queries.get(fields["query"], fields["query"])
+    return FindingKind(**{**fields, "severity": Severity(fields["severity"]), "query": query})
+
+
 class Rule:
     """Base class of a rule: checks the steps of one run, generation by generation.
 
@@ -80,54 +103,64 @@ class Rule:
         """Reset the state of the last generation; the steps of `context.generation` follow."""
         self.context = context
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterable[Finding]:
         """Return the findings of a step. Steps come in order, each once."""
         return ()
 
-    def on_event(self, event: EventRecord) -> Sequence[Finding]:
+    def on_event(self, event: EventRecord) -> Iterable[Finding]:
         """Return the findings of an event that belongs to no recorded step, such as a failed call.
 
         An event that belongs to no generation may come before the first generation starts.
         """
         return ()
 
-    def on_gradients(self, gradients: GradientRecord) -> Sequence[Finding]:
+    def on_gradients(self, gradients: GradientRecord) -> Iterable[Finding]:
         """Return the findings in the gradients of a token; they come after all steps."""
         return ()
 
-    def on_generation_end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Iterable[Finding]:
         """Return the findings that need the whole generation."""
         return ()
 
     def finding(
         self,
-        step: StepRecord,
+        place: StepRecord | EventRecord | None,
         finding_id: str,
         sentence: str,
         *,
         severity: Severity | None = None,
-        layers: Collection[int] = (),
+        layers: Iterable[int] = (),
         head: int | None = None,
-        positions: Sequence[int] = (),
+        positions: Iterable[int] = (),
         evidence: Mapping[str, Any] | None = None,
         series: str = "",
+        query: str = "",
     ) -> Finding:
-        """Return a finding of a step, with the severity of its kind unless `severity` is given."""
+        """Return a finding of a step, of an event, or of the whole generation (None).
+
+        It has the severity of its kind unless `severity` is given, and the first
+        `MAX_LISTED_POSITIONS` positions. `query` replaces the query of the kind; like that one it
+        is SQL, or a name in `findings.toml`.
+        """
+        generation = None if place is None else place.generation
+        if generation is None:
+            generation = self.context.generation.generation
         sorted_layers = tuple(sorted(set(layers)))
-        return Finding(
+        found = Finding(
             id=finding_id,
             severity=severity or self.findings[finding_id].severity,
             sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
+            generation=generation,
+            branch=place.branch if isinstance(place, StepRecord) else 0,
+            step=None if place is None else place.step,
             layer=sorted_layers[0] if sorted_layers else None,
             head=head,
-            positions=tuple(positions),
+            positions=tuple(int(pos) for pos in islice(positions, MAX_LISTED_POSITIONS)),
             evidence=dict(evidence or {}),
             layers=sorted_layers if len(sorted_layers) > 1 else (),
             series=series,
         )
+        return replace(found, query=_format_query(query, found)) if query else found
 
 
 class RuleRunner:
@@ -191,7 +224,7 @@ class RuleRunner:
             self._reported.clear()
         where = f"the beginning of generation {generation.generation}"
 
-        def start(rule: Rule) -> Sequence[Finding]:
+        def start(rule: Rule) -> Iterable[Finding]:
             rule.on_generation_start(self._context)
             return ()
 
@@ -246,25 +279,29 @@ class RuleRunner:
         return self._split_repeats(findings)[0], failures
 
     def _call_rules(
-        self, call: Callable[[Rule], Sequence[Finding]], where: str, step: StepRecord | None
+        self, call: Callable[[Rule], Iterable[Finding]], where: str, step: StepRecord | None
     ) -> tuple[list[Finding], tuple[EventRecord, ...]]:
         findings: list[Finding] = []
         failures: list[EventRecord] = []
         for rule in tuple(self._rules):
             try:
-                new = call(rule)
-                if new:
-                    checked = map(self._with_branch, _validate_findings(rule, new))
-                    findings += [_fill_from_kind(rule, finding) for finding in checked]
+                findings += [self._complete(rule, finding) for finding in call(rule) or ()]
             except Exception as error:
                 failures.append(self._disable_rule(rule, error, where, step))
         return findings, tuple(failures)
 
-    def _with_branch(self, finding: Finding) -> Finding:
-        """Return a finding with the branch of this runner unless it has one."""
-        if finding.branch or not self._branch:
-            return finding
-        return replace(finding, branch=self._branch)
+    def _complete(self, rule: Rule, finding: Finding) -> Finding:
+        """Return a finding with this branch and the texts of its kind where it has none of its own.
+
+        Raises `TypeError` for a finding that the trace cannot store, because writing its whole step
+        would fail.
+        """
+        if not isinstance(finding, Finding) or not isinstance(finding.severity, Severity):
+            raise TypeError(f"{type(finding).__name__} is not a Finding with a Severity")
+        kind = rule.findings.get(finding.id)
+        if kind is None:
+            raise TypeError(f"the rule does not declare the finding {finding.id}")
+        return fill_from_kind(kind, replace(finding, branch=finding.branch or self._branch))
 
     def _split_repeats(
         self, findings: Sequence[Finding]
@@ -295,29 +332,15 @@ class RuleRunner:
         text = f"The rule '{_rule_name(rule)}' failed at {where} and is off: {reason}"
         generation = self._context.generation.generation
         step_number = None if step is None else step.step
-        return EventRecord("rule-off", text, time.time(), generation, step_number)
+        return EventRecord("rule-disabled", text, time.time(), generation, step_number)
 
 
 def _rule_name(rule: Rule) -> str:
     return str(getattr(rule, "name", type(rule).__name__))
 
 
-def _validate_findings(rule: Rule, findings: Sequence[Any]) -> list[Finding]:
-    """Return findings that the trace can store. Raises `TypeError` for any other.
-
-    An invalid finding would make writing its whole step fail.
-    """
-    for finding in findings:
-        if not isinstance(finding, Finding) or not isinstance(finding.severity, Severity):
-            raise TypeError(f"{type(finding).__name__} is not a Finding with a Severity")
-        if finding.id not in rule.findings:
-            raise TypeError(f"the rule does not declare the finding {finding.id}")
-    return list(findings)
-
-
-def _fill_from_kind(rule: Rule, finding: Finding) -> Finding:
+def fill_from_kind(kind: FindingKind, finding: Finding) -> Finding:
     """Return a finding with the texts of its kind where it has none of its own."""
-    kind = rule.findings[finding.id]
     return replace(
         finding,
         why=finding.why or kind.why,
@@ -328,8 +351,9 @@ def _fill_from_kind(rule: Rule, finding: Finding) -> Finding:
 
 
 def _format_query(query: str, finding: Finding) -> str:
-    """Return a kind's query for one finding. A step or layer that it lacks matches any."""
-    return query.format(
+    """Return a query, named or itself, for a finding. A step or layer that it lacks matches any."""
+    sql: str = _read_findings_file()["queries"].get(query, query)
+    return sql.format(
         generation=finding.generation,
         branch=finding.branch,
         step="step" if finding.step is None else finding.step,
@@ -408,7 +432,8 @@ class LoadedRules:
     @property
     def finding_kinds(self) -> dict[str, FindingKind]:
         """The kind of each finding id, sorted by id."""
-        return finding_kinds_of(self.rules)
+        kinds = {id_: kind for rule in self.rules for id_, kind in rule.findings.items()}
+        return dict(sorted(kinds.items()))
 
 
 def load_rules() -> LoadedRules:
@@ -421,9 +446,3 @@ def load_rules() -> LoadedRules:
         except Exception as error:
             failed[name] = f"It could not be created: {type(error).__name__}: {error}"
     return LoadedRules(tuple(rules), failed)
-
-
-def finding_kinds_of(rules: Iterable[Rule]) -> dict[str, FindingKind]:
-    """Return the kind of each finding id of some rules, sorted by id."""
-    kinds = {id_: kind for rule in rules for id_, kind in rule.findings.items()}
-    return dict(sorted(kinds.items()))

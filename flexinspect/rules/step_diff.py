@@ -7,7 +7,7 @@ received the same tokens; for steps with different inputs only the chosen token 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, MaskRecord, StepRecord
+from flexinspect.rules.context import read_unpadded
 from flexinspect.rules.masks.mask_views import broadcast_rows
 
 ROUNDING_LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
@@ -105,6 +106,69 @@ class StepDifference:
         return max(self.layers, key=lambda layer: layer.difference, default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class RunDifference:
+    """The differences between the steps of two runs of the same prompt.
+
+    `steps` are those that both have, up to and including the first with another input or token.
+    `limit` is the largest difference between layers that rounding explains.
+    """
+
+    steps: tuple[StepDifference, ...] = ()
+    limit: float = 0.0
+
+    @property
+    def divergence(self) -> StepDifference | None:
+        """The step after which the two runs continue with different tokens."""
+        return next((step for step in self.steps if step.is_diverged), None)
+
+    @property
+    def first_difference(self) -> StepDifference | None:
+        """The first step in which anything differs."""
+        return next((step for step in self.steps if not step.is_same), None)
+
+    @property
+    def first_beyond_rounding(self) -> StepDifference | None:
+        """The first step with a difference that rounding does not explain."""
+        return next((step for step in self.steps if self._is_beyond_rounding(step)), None)
+
+    def _is_beyond_rounding(self, step: StepDifference) -> bool:
+        worst = step.worst
+        has_other_input = bool(step.lengths or step.positions or step.masks)
+        return has_other_input or (worst is not None and worst.difference > self.limit)
+
+    @property
+    def jump(self) -> int | None:
+        """The layer that adds most of the first difference beyond rounding, None if none does."""
+        step = self.first_beyond_rounding
+        jump = None if step is None else find_jump(step.layers, self.limit)
+        return None if jump is None else jump.layer
+
+
+def compare_runs(
+    a: Iterable[StepRecord],
+    b: Iterable[StepRecord],
+    find_masks: tuple[FindMask, FindMask],
+    real: RealPositions = None,
+) -> RunDifference:
+    """Compare the steps of two runs of the same prompt; `real` defaults to that of the first."""
+    differences: list[StepDifference] = []
+    limit = 0.0
+    for one, other in zip(a, b, strict=False):
+        if not differences:
+            limit, real = rounding_limit(one, other), real_positions(one) if real is None else real
+        differences.append(compare_steps(one, other, find_masks, real=real))
+        if differences[-1].is_diverged or differences[-1].lengths:
+            break  # the inputs differ from here on
+    return RunDifference(tuple(differences), limit)
+
+
+def real_positions(step: StepRecord) -> RealPositions:
+    """Return which positions of the prompt are not padding, from the recorded attention mask."""
+    real = read_unpadded(step)
+    return None if real is None or real.all() else real
+
+
 def compare_steps(
     a: StepRecord,
     b: StepRecord,
@@ -120,12 +184,14 @@ def compare_steps(
     lengths = _compare_lengths(a, b)
     same_lengths = not lengths
     entered, left, logit_change = _compare_candidates(a.logits, b.logits)
+    id_a, id_b = _chosen_id(a), _chosen_id(b)
+    tokens = None if id_a is None or id_b is None else (id_a, id_b)
     margins = None
     if a.logits is not None and b.logits is not None:
         margins = (a.logits.margin, b.logits.margin)
     return StepDifference(
         step=a.step,
-        tokens=_chosen_pair(a, b),
+        tokens=tokens,
         logits=logit_change,
         margins=margins,
         entered=entered,
@@ -179,11 +245,6 @@ def _format_runs(positions: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{first}-{first + n - 1}" if n > 1 else f"{first}" for first, n in positions)
 
 
-def _chosen_pair(a: StepRecord, b: StepRecord) -> tuple[int, int] | None:
-    chosen = (_chosen_id(a), _chosen_id(b))
-    return None if chosen[0] is None or chosen[1] is None else (chosen[0], chosen[1])
-
-
 def _chosen_id(step: StepRecord) -> int | None:
     logits = step.logits
     if logits is None:
@@ -215,18 +276,13 @@ def _compare_masks(
 ) -> tuple[MaskDifference, ...]:
     """Return the layers whose executed masks differ, grouped by their pair of masks."""
     of_a, of_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
-    differences: dict[tuple[str | None, str | None], MaskDifference | None] = {}
     layers: dict[tuple[str | None, str | None], list[int]] = {}
     for layer in sorted(of_a.keys() & of_b.keys()):
-        key = (of_a[layer], of_b[layer])
-        if key not in differences:
-            differences[key] = _mask_difference(key, find_masks, a, real)
-        if differences[key] is not None:
-            layers.setdefault(key, []).append(layer)
+        layers.setdefault((of_a[layer], of_b[layer]), []).append(layer)
     return tuple(
         replace(difference, layers=tuple(which))
-        for key, which in layers.items()
-        if (difference := differences[key]) is not None
+        for pair, which in layers.items()
+        if (difference := _mask_difference(pair, find_masks, a, real)) is not None
     )
 
 
@@ -298,7 +354,11 @@ def _compare_layers(
     """
     states = _hidden_differences(a, b, real)
     if not states and real is None:
-        states = {layer: (change, False) for layer, change in _stat_differences(a, b).items()}
+        of_a, of_b = ({stat.layer: stat for stat in step.layer_stats} for step in (a, b))
+        states = {
+            layer: (_relative_change(of_a[layer], of_b[layer]), False)
+            for layer in of_a.keys() & of_b.keys()
+        }
     differences, previous = [], 0.0
     for layer, (difference, exact) in sorted(states.items()):
         differences.append(LayerDifference(layer, difference, difference - previous, exact))
@@ -331,13 +391,6 @@ def _to_float32(array: npt.NDArray[np.generic], dtype: str | None) -> npt.NDArra
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)
-
-
-def _stat_differences(a: StepRecord, b: StepRecord) -> Mapping[int, float]:
-    of_a, of_b = ({stat.layer: stat for stat in step.layer_stats} for step in (a, b))
-    return {
-        layer: _relative_change(of_a[layer], of_b[layer]) for layer in of_a.keys() & of_b.keys()
-    }
 
 
 def _relative_change(one: LayerStatRecord, other: LayerStatRecord) -> float:

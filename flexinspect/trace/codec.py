@@ -15,14 +15,14 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from enum import Enum
+from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
     MASK_ARRAYS,
-    Array,
     BuildRecord,
     CallRecord,
     Candidate,
@@ -177,385 +177,25 @@ Statement = tuple[str, Sequence[Any]]
 RowKey = tuple[int, int, int]
 """Generation, branch, step."""
 
-MAX_ROWS_PER_INSERT = 128
-"""Rows in one statement at most; keeps the number of parameters below SQLite's limit."""
-
-_MAX_ARRAYS_PER_INSERT = 8
-_MAX_GRADIENTS_PER_INSERT = 64
-
-_FIRST_LOGITS_COLUMN = schema.STEPS.names.index("entropy")
-_CHOSEN_COLUMN = schema.STEPS.names.index("chosen_id")
-_HISTOGRAM_COLUMNS = schema.STEPS.names.index("histogram_min")
-_N_LOGITS_COLUMNS = len(schema.STEPS.names) - _FIRST_LOGITS_COLUMN
-_TRAINING_GRAD_COLUMNS = schema.GRADS.names[3 : schema.GRADS.names.index("n_inf") + 1]
-"""Columns of `grads` that a training step fills in, after the key."""
-
-# What is written at every step, without a look at the kinds of columns: an attrgetter reads all
-# fields of a record in C.
-_call_values = attrgetter(*schema.CALLS.names[4:])
-_build_values = attrgetter(*schema.BUILDS.names[4:])
-_stat_values = attrgetter(*schema.LAYER_STATS.names[4:])
-_candidate_values = attrgetter(*schema.CANDIDATES.names[3:])
-_memory_values = attrgetter(*schema.MEMORY.names[3:])
-_mask_values = attrgetter(*schema.MASKS.names[3:-1])
-_parameter_values = attrgetter(*schema.GRADS.names[3:])
-_training_gradient_values = attrgetter(*_TRAINING_GRAD_COLUMNS)
-_gradient_values = attrgetter(*schema.GRADIENTS.names[3:])
-_token_values = attrgetter(*schema.TOKENS.names[2:-2])
-_step_values = attrgetter(*schema.STEPS.names[: schema.STEPS.names.index("first_pos")])
-_logits_values = attrgetter(*schema.STEPS.names[_FIRST_LOGITS_COLUMN:-1])
-
-
-def encode_step(record: StepRecord, known_masks: Collection[str]) -> list[Statement]:
-    """Return the statements of a step, without masks whose fingerprint is in `known_masks`."""
-    key = (record.generation, record.branch, record.step)
-    out: list[Statement] = []
-    _add_step_row(out, record)
-    if record.tokens:
-        encode_tokens(out, key[:2], record.tokens)
-    if record.logits is not None:
-        _add_candidates(out, key, record.logits)
-    if record.inputs is not None:
-        _add_insert(out, schema.INPUTS, [*key, *_inputs_values(record.inputs)], 1)
-    _add_calls(out, key, record.calls)
-    _add_builds(out, key, record.builds)
-    _add_layer_stats(out, key, record)
-    if record.memory is not None:
-        _add_insert(out, schema.MEMORY, [*key, *_memory_values(record.memory)], 1)
-    if record.training is not None:
-        out += encode_training_step(key, record.training)
-    if record.masks or record.arrays:
-        _add_masks_and_arrays(out, key, _new_masks(record, known_masks), record)
-    encode_findings(out, record.findings, key)
-    encode_repeats(out, record.repeats, key)
-    encode_events(out, record.events, key)
-    return out
-
-
-def encode_gradients(record: GradientRecord) -> list[Statement]:
-    """Return the statements of a token's gradients; its step may have been written long ago."""
-    from flexinspect.trace.arrays import encode_array
-
-    key = (record.generation, record.branch, record.step)
-    out: list[Statement] = []
-    _add_insert(out, schema.GRADIENTS, [*key, *_gradient_values(record)], 1)
-    flat: list[Any] = []
-    for stat in record.stats:
-        flat += (*key, *_parameter_values(stat))
-    _add_insert(out, schema.GRADS, flat, len(record.stats))
-    wide: list[Any] = []
-    for number, name in enumerate(("tokens", "layers"), schema.FIRST_GRADIENT_ARRAY):
-        array = getattr(record, name)
-        if array is not None:
-            _add_array_rows(
-                wide, (*key, number), (f"grads.{name}", None, None), encode_array(array)
-            )
-    width = len(schema.ARRAYS.columns)
-    _add_insert(out, schema.ARRAYS, wide, len(wide) // width, batch=_MAX_ARRAYS_PER_INSERT)
-    return out
-
-
-def encode_generation_start(record: GenerationRecord) -> list[Statement]:
-    """Return the statements of a new generation with its first branch."""
-    out: list[Statement] = []
-    _add_insert(out, schema.GENERATIONS, _encode_row(schema.GENERATIONS, record), 1)
-    out += encode_branch_start(record.generation, 0, None, None, record.started_at)
-    encode_segments(out, (record.generation, 0), record.segments)
-    encode_tokens(out, (record.generation, 0), record.tokens)
-    return out
-
-
-def encode_branch_start(
-    generation: int,
-    branch: int,
-    parent: int | None,
-    fork_step: int | None,
-    at: float,
-    change: Mapping[str, Any] | None = None,
-) -> list[Statement]:
-    """Return the statements of a new branch."""
-    row = BranchRow(
-        generation=generation,
-        branch=branch,
-        parent=parent,
-        fork_step=fork_step,
-        state="recording",
-        answer="",
-        stop_reason="",
-        started_at=at,
-        ended_at=None,
-        change=change or {},
-    )
-    return [(insert_sql(schema.BRANCHES, 1), _encode_row(schema.BRANCHES, row))]
-
-
-def encode_generation_end(record: GenerationEnd) -> list[Statement]:
-    """Return the statements that end a branch of a generation and replace its segments."""
-    which = (record.generation, record.branch)
-    how = (record.state, record.answer, record.stop_reason, _nan_as_text(record.ended_at))
-    out: list[Statement] = [(schema.END_BRANCH, [*how, *which])]
-    if record.segments:
-        out.append((schema.DROP_SEGMENTS, which))
-        encode_segments(out, which, record.segments)
-    return out
-
-
-def encode_trace_end(state: str, facts: Mapping[str, Any]) -> list[Statement]:
-    """Return the statements that end a trace: branches still open end in `state`."""
-    out: list[Statement] = [(schema.END_OPEN_BRANCHES, [state, time.time()])]
-    return out + encode_run_facts({**facts, "state": state})
-
-
-def encode_run_facts(facts: Mapping[str, Any]) -> list[Statement]:
-    """Return the statements that set facts of the manifest."""
-    return [(schema.SET_FACT, (str(key), to_json(value))) for key, value in facts.items()]
-
-
-def encode_segments(
-    out: list[Statement], which: tuple[int, int], records: Iterable[Segment]
-) -> None:
-    """Add the statements of the segments of a branch."""
-    flat: list[Any] = []
-    n_rows = 0
-    for number, record in enumerate(records):
-        kind = getattr(record.kind, "value", record.kind)  # sqlite3 is slow with an enum
-        flat += (*which, number)
-        flat += _encode_row(schema.SEGMENTS, record, skip=3, kind=kind)
-        n_rows += 1
-    _add_insert(out, schema.SEGMENTS, flat, n_rows)
-
-
-def encode_tokens(
-    out: list[Statement], which: Sequence[int], records: Sequence[TokenRecord]
-) -> None:
-    """Add the statements of tokens of a branch."""
-    flat: list[Any] = []
-    for record in records:
-        flat += (*which, *_token_values(record), 1 if record.special else 0, record.step)
-    _add_insert(out, schema.TOKENS, flat, len(records))
-
-
-def encode_findings(
-    out: list[Statement], records: Iterable[Finding], key: RowKey | None = None
-) -> None:
-    """Add the statements of findings. Those of a step (`key`) take their place from it."""
-    for record in records:
-        generation, branch, step = record.generation, record.branch, record.step
-        if key is not None:
-            generation, branch, step = *key[:2], key[2] if step is None else step
-        row = _encode_row(
-            schema.FINDINGS,
-            record,
-            skip=1,
-            generation=generation,
-            branch=branch,
-            step=step,
-            severity=str(record.severity.value),
-        )
-        out.append((insert_sql(schema.FINDINGS, 1, skip=1), row))
-
-
-def encode_repeats(out: list[Statement], records: Iterable[Repeat], key: RowKey) -> None:
-    """Add the statements that count findings of earlier steps again in this step."""
-    generation, branch, step = key
-    for record in records:
-        news = (record.sentence or None, to_json(record.evidence) if record.evidence else None)
-        within = generation if record.generation is None else record.generation
-        row = [step, *news, within, branch, record.id, record.series]
-        out.append((schema.REPEAT_FINDING, row))
-
-
-def encode_review(rule: str, generation: int, at: float, wall_ms: float) -> Statement:
-    """Return the statement that records that a rule has reviewed a generation."""
-    row = [rule, generation, at, wall_ms]
-    return insert_sql(schema.REVIEWS, 1), row
-
-
-def encode_events(
-    out: list[Statement], records: Iterable[EventRecord], key: RowKey | None = None
-) -> None:
-    """Add the statements of events. Those of a step (`key`) take missing places from it."""
-    for record in records:
-        generation, branch, step = record.generation, None, record.step
-        if key is not None:
-            generation = key[0] if generation is None else generation
-            branch, step = key[1], key[2] if step is None else step
-        row = _encode_row(
-            schema.EVENTS, record, skip=1, generation=generation, branch=branch, step=step
-        )
-        out.append((insert_sql(schema.EVENTS, 1, skip=1), row))
-
-
-def encode_output(out: list[Statement], records: Iterable[OutputRecord]) -> None:
-    """Add the statements of what the program printed."""
-    for record in records:
-        row = _encode_row(schema.OUTPUT, record, skip=1)
-        out.append((insert_sql(schema.OUTPUT, 1, skip=1), row))
-
-
-def _encode_row(table: Table, record: Any, *, skip: int = 0, **values: Any) -> list[Any]:
-    """Return the columns of a row after the first `skip`: the fields of the same names.
-
-    `values` replace fields and are stored as they are.
-    """
-    return [
-        values[column.name]
-        if column.name in values
-        else _WRITERS_BY_KIND.get(column.kind, _as_is)(getattr(record, column.name))
-        for column in table.columns[skip:]
-    ]
-
-
-def _as_is(value: Any) -> Any:
-    return value
-
-
-def _add_step_row(out: list[Statement], record: StepRecord) -> None:
-    logits = record.logits
-    row = [*_step_values(record), *_position_bounds(record.tokens)]
-    if logits is None:
-        row += (None,) * _N_LOGITS_COLUMNS
-    else:
-        # The text of a list of ints is JSON already, at a third of the price.
-        row += (*_logits_values(logits), str([*map(int, logits.histogram)]))
-    _add_insert(out, schema.STEPS, row, 1)
-
-
-def _position_bounds(records: Sequence[TokenRecord]) -> tuple[int | None, int | None]:
-    if not records:
-        return None, None
-    positions = [record.pos for record in records]
-    return min(positions), max(positions)
-
-
-def _add_candidates(out: list[Statement], key: RowKey, logits: LogitsRecord) -> None:
-    flat: list[Any] = []
-    for record in logits.candidates:
-        flat += key
-        flat += _candidate_values(record)
-    _add_insert(out, schema.CANDIDATES, flat, len(logits.candidates))
-
-
-def _inputs_values(record: InputsRecord) -> tuple[Any, ...]:
-    # The text of lists of ints is JSON already.
-    lists = ([*map(list, record.positions)], [*record.cached_before], [*record.cached_after])
-    return record.batch, *map(str, lists)
-
-
-def _add_calls(out: list[Statement], key: RowKey, records: Sequence[CallRecord]) -> None:
-    flat: list[Any] = []
-    for number, record in enumerate(records):
-        row = _call_values(record)
-        scale, gate, cap = record.scale, record.gate, record.softcap
-        if gate != gate or scale != scale or cap != cap:
-            row = tuple(map(_nan_as_text, row))
-        flat += (*key, number)
-        flat += row
-    _add_insert(out, schema.CALLS, flat, len(records))
-
-
-def _add_builds(out: list[Statement], key: RowKey, records: Sequence[BuildRecord]) -> None:
-    flat: list[Any] = []
-    for number, record in enumerate(records):
-        flat += (*key, number, *_build_values(record))
-    _add_insert(out, schema.BUILDS, flat, len(records))
-
-
-def _add_layer_stats(out: list[Statement], key: RowKey, record: StepRecord) -> None:
-    flat: list[Any] = []
-    for number, stat in enumerate(record.layer_stats):
-        flat += (*key, number)
-        flat += _stat_values(stat)
-    _add_insert(out, schema.LAYER_STATS, flat, len(record.layer_stats))
-
-
-def _add_masks_and_arrays(
-    out: list[Statement], key: RowKey, masks: Sequence[MaskRecord], record: StepRecord
-) -> None:
-    from flexinspect.trace.arrays import encode_array
-
-    flat: list[Any] = []
-    about: list[Any] = []
-    number = 0
-    for mask in masks:
-        about += (*key, *_mask_values(mask), 1 if mask.compiled else 0)
-        for stream, stored in _mask_arrays(mask):
-            _add_array_rows(flat, (*key, number), (stream, None, mask.fingerprint), stored)
-            number += 1
-    for wide in record.arrays:
-        stored = encode_array(wide.array, wide.dtype)
-        _add_array_rows(flat, (*key, number), (wide.stream, wide.layer, None), stored)
-        number += 1
-    _add_insert(out, schema.MASKS, about, len(masks))
-    width = len(schema.ARRAYS.columns)
-    _add_insert(out, schema.ARRAYS, flat, len(flat) // width, batch=_MAX_ARRAYS_PER_INSERT)
-
-
-def _new_masks(record: StepRecord, known_masks: Collection[str]) -> list[MaskRecord]:
-    return list(
-        {m.fingerprint: m for m in record.masks if m.fingerprint not in known_masks}.values()
-    )
-
-
-def _mask_arrays(mask: MaskRecord) -> Iterable[tuple[str, EncodedArray]]:
-    from flexinspect.trace.arrays import encode_array
-
-    for name in MASK_ARRAYS:
-        array = getattr(mask, name)
-        if array is not None:
-            yield f"mask.{name}", encode_array(array)
-
-
-def _add_array_rows(
-    flat: list[Any], key: Sequence[int], what: Sequence[Any], stored: EncodedArray
-) -> None:
-    form = (stored.dtype, stored.item, stored.shape, stored.codec)
-    for number, data in enumerate(stored.chunks):
-        flat += (*key, number, *what, *form, zlib.crc32(data), data)
-
-
-def _nan_as_text(value: Any) -> Any:
-    """SQLite would store a NaN as NULL, which means "none" in a column of kind "real?"."""
-    return "nan" if value != value else value
-
-
-_WRITERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
-    "bool": int,
-    "real?": _nan_as_text,
-    "json": to_json,
-    "json?": lambda value: None if value is None else to_json(value),
-}
-"""What makes a field into a value of a column, for kinds that do not store it as it is."""
-
-
-def _add_insert(
-    out: list[Statement],
-    table: Table,
-    flat: list[Any],
-    n_rows: int,
-    *,
-    batch: int = MAX_ROWS_PER_INSERT,
-) -> None:
-    """Add the INSERT of `n_rows` rows, whose values follow each other in `flat`."""
-    if not n_rows:
-        return
-    if n_rows <= batch:
-        out.append((insert_sql(table, n_rows), flat))
-        return
-    size = len(flat) // n_rows * batch
-    for start in range(0, len(flat), size):
-        part = flat[start : start + size]
-        n_part = len(part) * n_rows // len(flat)
-        out.append((insert_sql(table, n_part), part))
-
-
 SqlRow = Sequence[Any]
 E = TypeVar("E", bound=Enum)
 R = TypeVar("R")
 
+MAX_ROWS_PER_INSERT = 128
+"""Rows in one statement at most; keeps the number of parameters below SQLite's limit."""
+
+_MAX_ARRAYS_PER_INSERT = 8
+
+
+# -- values of columns ----------------------------------------------------------------------------
+
 
 class DamagedValueError(Exception):
     """A stored value that cannot have been recorded; the reader raises a `TraceError` for it."""
+
+
+_NAN_TEXT = "nan"
+"""A NaN in a column of kind "real?", because NULL, as which SQLite would store it, means "none"."""
 
 
 def decode_row(table: Table, row: SqlRow, *, skip: int = 0) -> list[Any]:
@@ -593,13 +233,9 @@ def decode_column(kind: str, values: SqlRow, name: str) -> list[Any]:
 
     Raises `DamagedValueError` for a wrong type.
     """
-    read = _READERS_BY_KIND[kind.replace("json", "text")]
-    try:
-        return [read(value) for value in values]
-    except (ValueError, TypeError) as error:
-        raise DamagedValueError(
-            f"a row of {name} holds a value of a wrong type ({error})"
-        ) from None
+    if kind.removesuffix("?") in schema.JSON_KINDS:
+        kind = "text?" if kind.endswith("?") else "text"
+    return decode_values((kind,) * len(values), values, name)
 
 
 def _reader_of_types(*types: type) -> Callable[[Any], Any]:
@@ -624,7 +260,7 @@ def _read_optional_real(value: Any) -> float | None:
         return value
     if type(value) is int:  # an ANY column keeps an int as one
         return float(value)
-    if value == "nan":
+    if value == _NAN_TEXT:
         return math.nan
     raise ValueError(f"a {type(value).__name__}")
 
@@ -639,6 +275,34 @@ def _read_json(value: Any) -> Any:
     return from_json(_READERS_BY_KIND["text"](value))
 
 
+def _read_list(value: Any, *types: type) -> list[Any]:
+    return _check_list(_read_json(value), *types)
+
+
+def _check_list(value: Any, *types: type) -> list[Any]:
+    if not isinstance(value, list) or any(type(item) not in types for item in value):
+        raise DamagedValueError(f"a list of {types[-1].__name__} holds something else")
+    return value
+
+
+def _read_runs(value: Any) -> tuple[tuple[int, ...], ...]:
+    runs = tuple(tuple(_check_list(run, int)) for run in _read_list(value, list))
+    if any(len(run) != 2 for run in runs):
+        raise DamagedValueError("a run of position ids is not a pair")
+    return runs
+
+
+def _read_object(value: Any) -> dict[str, Any]:
+    found = _read_json(value)
+    if not isinstance(found, dict):
+        raise DamagedValueError("an object holds something else")
+    return found
+
+
+def _or_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else read(value)
+
+
 _READERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
     "int": _reader_of_types(int),
     "int?": _reader_of_types(int, type(None)),
@@ -648,118 +312,395 @@ _READERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
     "text": _reader_of_types(str),
     "text?": _reader_of_types(str, type(None)),
     "json": _read_json,
-    "json?": lambda value: None if value is None else _read_json(value),
+    "object": _read_object,
+    "texts": lambda value: tuple(_read_list(value, str)),
+    "ints": lambda value: tuple(_read_list(value, int)),
+    "floats": lambda value: tuple(map(float, _read_list(value, int, float))),
+    "runs": _read_runs,
     "blob": _reader_of_types(bytes),
 }
+_READERS_BY_KIND |= {f"{kind}?": _or_none(_READERS_BY_KIND[kind]) for kind in schema.NULLABLE_KINDS}
 
 
-def _record_decoder(
-    record: type[R],
-    table: Table,
-    *,
-    skip: int,
-    stop: int | None = None,
-    **converters: Callable[[Any], Any],
-) -> Callable[[SqlRow], R]:
-    """Return a function that makes a record of the cleaned columns `skip` to `stop` of a row.
+# The text of a list of numbers is JSON already, at a third of the price of `json.dumps`.
 
-    These columns must be the first fields of the record, by name and in order, which is checked
-    here once, so that a row is passed by position. `converters` are by column.
+
+def _ints_to_json(values: Iterable[int]) -> str:
+    return str([*map(int, values)])
+
+
+def _floats_to_json(values: Sequence[float]) -> str:
+    return str([*values]) if all(map(math.isfinite, values)) else to_json([*values])
+
+
+def _runs_to_json(values: Iterable[Sequence[int]]) -> str:
+    return str([[int(first), int(n)] for first, n in values])
+
+
+_WRITERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
+    "bool": int,
+    **dict.fromkeys(schema.JSON_KINDS, to_json),
+    "ints": _ints_to_json,
+    "floats": _floats_to_json,
+    "runs": _runs_to_json,
+}
+"""What makes a field into a value of a column, for kinds that do not store it as it is."""
+_WRITERS_BY_KIND |= {f"{kind}?": _or_none(_WRITERS_BY_KIND[kind]) for kind in schema.NULLABLE_KINDS}
+
+
+# -- rows of tables -------------------------------------------------------------------------------
+
+
+class RowFormat(Generic[R]):
+    """How records of one class are the rows of a table: columns are fields of the same name.
+
+    Columns before `skip` are the key of the row, and those from `stop` on are not of the record:
+    NULL when it is written. `conversions` are for columns whose field has a type of its own: a
+    function for writing and one for reading.
     """
-    names = table.names[skip:stop]
-    if names != tuple(field.name for field in fields(cast(Any, record)))[: len(names)]:
-        raise TypeError(f"the columns of {table.name} are not the fields of {record.__name__}")
-    conversions = [(names.index(name), convert) for name, convert in converters.items()]
 
-    def decode(values: SqlRow) -> R:
-        if not conversions:
-            return record(*values)
-        row = list(values)
-        for index, convert in conversions:
-            row[index] = convert(row[index])
-        return record(*row)
+    def __init__(
+        self,
+        record: type[R],
+        table: Table,
+        *,
+        skip: int = 0,
+        stop: int | None = None,
+        **conversions: tuple[Callable[[Any], Any], Callable[[Any], Any]],
+    ) -> None:
+        self.table, self.skip, self.stop = table, skip, stop
+        self._record = record
+        columns = table.columns[skip:stop]
+        self._names = tuple(column.name for column in columns)
+        fields_ = [field.name for field in fields(cast(Any, record))]
+        if not {*fields_}.issuperset(self._names):
+            raise TypeError(f"the columns of {table.name} are not the fields of {record.__name__}")
+        self._is_positional = self._names == tuple(fields_[: len(self._names)])
+        plain = {c.name: _WRITERS_BY_KIND[c.kind] for c in columns if c.kind in _WRITERS_BY_KIND}
+        writers = plain | {name: write for name, (write, _) in conversions.items()}
+        self._writers = [(self._names.index(name), write) for name, write in writers.items()]
+        self._readers = [(self._names.index(n), read) for n, (_, read) in conversions.items()]
+        self._nan_columns = [i for i, column in enumerate(columns) if column.kind == "real?"]
+        self._padding = (None,) * (len(table.columns) - skip - len(columns))
+        # An attrgetter reads all fields of a record in C; this runs at every step.
+        self._get_values = attrgetter(*self._names)
+        is_plain = not (self._writers or self._nan_columns or self._padding)
+        self.encode: Callable[[Any], Sequence[Any]] = (
+            self._get_values if is_plain else self._encode_converted
+        )
+        """Returns the columns from `skip` on of anything that has the fields."""
 
-    return decode
+    def _encode_converted(self, record: Any) -> Sequence[Any]:
+        row = [*self._get_values(record), *self._padding]
+        for index, write in self._writers:
+            row[index] = write(row[index])
+        for index in self._nan_columns:
+            if row[index] != row[index]:
+                row[index] = _NAN_TEXT
+        return row
+
+    def decode(self, values: SqlRow, **others: Any) -> R:
+        """Return the record of cleaned columns; `others` are its fields that are no columns."""
+        if self._readers:
+            values = [*values]
+            for index, read in self._readers:
+                values[index] = read(values[index])
+        if self._is_positional:
+            return self._record(*values, **others)
+        return self._record(**dict(zip(self._names, values, strict=True)), **others)
 
 
-def _named(table: Table, values: SqlRow, *, skip: int = 0) -> dict[str, Any]:
-    """Return the values of a row after the first `skip` columns by the names of their columns."""
-    return dict(zip(table.names[skip:], values, strict=True))
+def _enum_conversion(kind: type[E]) -> tuple[Callable[[Any], str], Callable[[str], E]]:
+    def read(value: str) -> E:
+        try:
+            return kind(value)
+        except ValueError:
+            raise DamagedValueError(f"{value!r} is not a {kind.__name__}") from None
+
+    return str, read
 
 
-def _check_enum(kind: type[E], value: str) -> E:
+def _read_origin(value: Mapping[str, Any] | None) -> AnomalyOrigin | None:
     try:
-        return kind(value)
-    except ValueError:
-        raise DamagedValueError(f"{value!r} is not a {kind.__name__}") from None
+        return None if value is None else AnomalyOrigin(**value)
+    except TypeError as error:
+        raise DamagedValueError(f"not an anomaly origin ({error})") from None
 
 
-def _check_list(value: Any, kind: type) -> list[Any]:
-    if not isinstance(value, list) or any(type(item) is not kind for item in value):
-        raise DamagedValueError(f"a list of {kind.__name__} holds something else")
-    return value
+def _write_origin(origin: AnomalyOrigin | None) -> str | None:
+    return None if origin is None else to_json(asdict(origin))
 
 
-def _check_ints(value: Any) -> tuple[int, ...]:
-    return tuple(_check_list(value, int))
+_FIRST_LOGITS_COLUMN = schema.STEPS.names.index("entropy")
+_CHOSEN_COLUMN = schema.STEPS.names.index("chosen_id")
+_HISTOGRAM_COLUMNS = schema.STEPS.names.index("histogram_min")
+_N_LOGITS_COLUMNS = len(schema.STEPS.names) - _FIRST_LOGITS_COLUMN
 
-
-def _check_position_runs(value: Any) -> tuple[tuple[int, ...], ...]:
-    runs = tuple(_check_ints(run) for run in _check_list(value, list))
-    if any(len(run) != 2 for run in runs):
-        raise DamagedValueError("a run of position ids is not a pair")
-    return runs
-
-
-def _check_dict(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise DamagedValueError("an object holds something else")
-    return value
-
-
-def _check_flag(value: Any) -> bool | None:
-    return None if value is None else bool(value)
-
-
-def _check_segment_kind(value: str) -> SegmentKind:
-    return _check_enum(SegmentKind, value)
-
-
-# Each takes the cleaned columns after those that `skip` leaves out.
-decode_token = _record_decoder(TokenRecord, schema.TOKENS, skip=2)
-decode_segment = _record_decoder(Segment, schema.SEGMENTS, skip=3, kind=_check_segment_kind)
-decode_branch = _record_decoder(BranchRow, schema.BRANCHES, skip=0, change=_check_dict)
-decode_candidate = _record_decoder(Candidate, schema.CANDIDATES, skip=3)
-decode_inputs = _record_decoder(
-    InputsRecord,
-    schema.INPUTS,
+GENERATION_ROWS = RowFormat(GenerationRow, schema.GENERATIONS)
+BRANCH_ROWS = RowFormat(BranchRow, schema.BRANCHES)
+SEGMENT_ROWS = RowFormat(Segment, schema.SEGMENTS, skip=3, kind=_enum_conversion(SegmentKind))
+TOKEN_ROWS = RowFormat(TokenRecord, schema.TOKENS, skip=2)
+CANDIDATE_ROWS = RowFormat(Candidate, schema.CANDIDATES, skip=3)
+INPUTS_ROWS = RowFormat(InputsRecord, schema.INPUTS, skip=3)
+CALL_ROWS = RowFormat(CallRecord, schema.CALLS, skip=4)
+BUILD_ROWS = RowFormat(BuildRecord, schema.BUILDS, skip=4)
+LAYER_STAT_ROWS = RowFormat(LayerStatRecord, schema.LAYER_STATS, skip=4)
+MEMORY_ROWS = RowFormat(MemoryRecord, schema.MEMORY, skip=3)
+MASK_ROWS = RowFormat(MaskRecord, schema.MASKS, skip=3)
+GRADIENT_ROWS = RowFormat(GradientRecord, schema.GRADIENTS)
+GRADIENT_STAT_ROWS = RowFormat(GradientStat, schema.GRADS, skip=3)
+TRAINING_ROWS = RowFormat(
+    TrainingStepRecord,
+    schema.TRAINING_STEPS,
     skip=3,
-    positions=_check_position_runs,
-    cached_before=_check_ints,
-    cached_after=_check_ints,
+    anomaly_origin=(_write_origin, _read_origin),
 )
-decode_call = _record_decoder(CallRecord, schema.CALLS, skip=4, causal=_check_flag)
-decode_build = _record_decoder(BuildRecord, schema.BUILDS, skip=4)
-decode_layer_stat = _record_decoder(LayerStatRecord, schema.LAYER_STATS, skip=4)
-decode_memory = _record_decoder(MemoryRecord, schema.MEMORY, skip=3)
-decode_gradient_stat = _record_decoder(GradientStat, schema.GRADS, skip=3)
-decode_mask = _record_decoder(MaskRecord, schema.MASKS, skip=3)
-_decode_step_row = _record_decoder(StepRow, schema.STEPS, skip=0, stop=_HISTOGRAM_COLUMNS)
+OUTPUT_ROWS = RowFormat(OutputRecord, schema.OUTPUT, skip=1)
+_PARAMETER_ROWS = RowFormat(ParameterGradient, schema.GRADS, skip=3, stop=8)
+_FINDING_ROWS = RowFormat(Finding, schema.FINDINGS, skip=4, severity=_enum_conversion(Severity))
+_EVENT_ROWS = RowFormat(EventRecord, schema.EVENTS, skip=4)
+_STEP_ROWS = RowFormat(StepRow, schema.STEPS, stop=_HISTOGRAM_COLUMNS)
+_LOGITS_ROWS = RowFormat(LogitsRecord, schema.STEPS, skip=_FIRST_LOGITS_COLUMN)
+_step_values = attrgetter(*schema.STEPS.names[: schema.STEPS.names.index("first_pos")])
+
+
+def _add_rows(
+    out: list[Statement], rows: RowFormat[Any], key: Sequence[Any], records: Sequence[Any]
+) -> None:
+    """Add the INSERT of records, numbered from 0 if their table has a column for it."""
+    first = 1 if rows.table.is_numbered_by_sqlite else 0
+    is_numbered = rows.skip - first > len(key)
+    flat: list[Any] = []
+    for number, record in enumerate(records):
+        flat += (*key, number) if is_numbered else key
+        flat += rows.encode(record)
+    _add_insert(out, rows.table, flat, len(records))
+
+
+def _add_insert(
+    out: list[Statement],
+    table: Table,
+    flat: list[Any],
+    n_rows: int,
+    *,
+    batch: int = MAX_ROWS_PER_INSERT,
+) -> None:
+    """Add the INSERT of `n_rows` rows, whose values follow each other in `flat`."""
+    skip = 1 if table.is_numbered_by_sqlite else 0
+    width = len(table.columns) - skip
+    for start in range(0, n_rows, batch):
+        n = min(batch, n_rows - start)
+        part = flat if n == n_rows else flat[start * width : (start + n) * width]
+        out.append((insert_sql(table, n, skip=skip), part))
+
+
+# -- statements that write records ----------------------------------------------------------------
+
+
+def encode_step(record: StepRecord, known_masks: Collection[str]) -> list[Statement]:
+    """Return the statements of a step, without masks whose fingerprint is in `known_masks`."""
+    key = (record.generation, record.branch, record.step)
+    out: list[Statement] = []
+    positions = [token.pos for token in record.tokens]
+    row = [*_step_values(record), min(positions, default=None), max(positions, default=None)]
+    row += _LOGITS_ROWS.encode(record.logits) if record.logits else (None,) * _N_LOGITS_COLUMNS
+    _add_insert(out, schema.STEPS, row, 1)
+    _add_rows(out, TOKEN_ROWS, key[:2], record.tokens)
+    if record.logits is not None:
+        _add_rows(out, CANDIDATE_ROWS, key, record.logits.candidates)
+    if record.inputs is not None:
+        _add_rows(out, INPUTS_ROWS, key, (record.inputs,))
+    _add_rows(out, CALL_ROWS, key, record.calls)
+    _add_rows(out, BUILD_ROWS, key, record.builds)
+    _add_rows(out, LAYER_STAT_ROWS, key, record.layer_stats)
+    if record.memory is not None:
+        _add_rows(out, MEMORY_ROWS, key, (record.memory,))
+    if record.training is not None:
+        _add_rows(out, TRAINING_ROWS, key, (record.training,))
+        _add_rows(out, _PARAMETER_ROWS, key, record.training.gradients)
+    if record.masks or record.arrays:
+        _add_masks_and_arrays(out, key, record, known_masks)
+    out += encode_findings(record.findings, key)
+    out += encode_repeats(record.repeats, key)
+    out += encode_events(record.events, key)
+    return out
+
+
+def _add_masks_and_arrays(
+    out: list[Statement], key: RowKey, record: StepRecord, known_masks: Collection[str]
+) -> None:
+    from flexinspect.trace.arrays import encode_array
+
+    masks = {m.fingerprint: m for m in record.masks if m.fingerprint not in known_masks}
+    flat: list[Any] = []
+    owned = (
+        (f"mask.{name}", None, mask.fingerprint, getattr(mask, name), None)
+        for mask in masks.values()
+        for name in MASK_ARRAYS
+    )
+    of_step = ((each.stream, each.layer, None, each.array, each.dtype) for each in record.arrays)
+    number = 0
+    for stream, layer, owner, array, dtype in chain(owned, of_step):
+        if array is not None:
+            _add_array(flat, (*key, number), (stream, layer, owner), encode_array(array, dtype))
+            number += 1
+    _add_rows(out, MASK_ROWS, key, [*masks.values()])
+    _add_arrays(out, flat)
+
+
+def _add_array(
+    flat: list[Any], key: Sequence[int], about: Sequence[Any], stored: EncodedArray
+) -> None:
+    form = (stored.dtype, stored.item, stored.shape, stored.codec)
+    for number, data in enumerate(stored.chunks):
+        flat += (*key, number, *about, *form, zlib.crc32(data), data)
+
+
+def _add_arrays(out: list[Statement], flat: list[Any]) -> None:
+    n_rows = len(flat) // len(schema.ARRAYS.columns)
+    _add_insert(out, schema.ARRAYS, flat, n_rows, batch=_MAX_ARRAYS_PER_INSERT)
+
+
+def encode_gradients(record: GradientRecord) -> list[Statement]:
+    """Return the statements of a token's gradients; its step may have been written long ago."""
+    from flexinspect.trace.arrays import encode_array
+
+    key = (record.generation, record.branch, record.step)
+    out: list[Statement] = []
+    _add_rows(out, GRADIENT_ROWS, (), (record,))
+    _add_rows(out, GRADIENT_STAT_ROWS, key, record.stats)
+    flat: list[Any] = []
+    for number, name in enumerate(("tokens", "layers"), schema.FIRST_GRADIENT_ARRAY):
+        array = getattr(record, name)
+        if array is not None:
+            about = (f"grads.{name}", None, None)
+            _add_array(flat, (*key, number), about, encode_array(array))
+    _add_arrays(out, flat)
+    return out
+
+
+def encode_generation_start(record: GenerationRecord) -> list[Statement]:
+    """Return the statements of a new generation with its first branch."""
+    place = (record.generation, 0)
+    out: list[Statement] = []
+    _add_rows(out, GENERATION_ROWS, (), (record,))
+    out += encode_branch_start(*place, None, None, record.started_at, segments=record.segments)
+    _add_rows(out, TOKEN_ROWS, place, record.tokens)
+    return out
+
+
+def encode_branch_start(
+    generation: int,
+    branch: int,
+    parent: int | None,
+    fork_step: int | None,
+    at: float,
+    change: Mapping[str, Any] | None = None,
+    segments: Sequence[Segment] = (),
+) -> list[Statement]:
+    """Return the statements of a new branch."""
+    row = BranchRow(
+        generation=generation,
+        branch=branch,
+        parent=parent,
+        fork_step=fork_step,
+        state="recording",
+        answer="",
+        stop_reason="",
+        started_at=at,
+        ended_at=None,
+        change=change or {},
+    )
+    out: list[Statement] = []
+    _add_rows(out, BRANCH_ROWS, (), (row,))
+    _add_rows(out, SEGMENT_ROWS, (generation, branch), segments)
+    return out
+
+
+def encode_generation_end(record: GenerationEnd) -> list[Statement]:
+    """Return the statements that end a branch of a generation and replace its segments."""
+    which = (record.generation, record.branch)
+    ended_at = record.ended_at if record.ended_at == record.ended_at else _NAN_TEXT
+    how = (record.state, record.answer, record.stop_reason, ended_at)
+    out: list[Statement] = [(schema.END_BRANCH, [*how, *which])]
+    if record.segments:
+        out.append((schema.DROP_SEGMENTS, which))
+        _add_rows(out, SEGMENT_ROWS, which, record.segments)
+    return out
+
+
+def encode_trace_end(state: str, facts: Mapping[str, Any]) -> list[Statement]:
+    """Return the statements that end a trace: branches still open end in `state`."""
+    out: list[Statement] = [(schema.END_OPEN_BRANCHES, [state, time.time()])]
+    return out + encode_run_facts({**facts, "state": state})
+
+
+def encode_run_facts(facts: Mapping[str, Any]) -> list[Statement]:
+    """Return the statements that set facts of the manifest."""
+    return [(schema.SET_FACT, (str(key), to_json(value))) for key, value in facts.items()]
+
+
+def encode_findings(records: Iterable[Finding], key: RowKey | None = None) -> list[Statement]:
+    """Return the statements of findings. Those of a step (`key`) take their place from it."""
+    out: list[Statement] = []
+    for record in records:
+        place = (record.generation, record.branch, record.step)
+        if key is not None:
+            place = (*key[:2], key[2] if record.step is None else record.step)
+        _add_rows(out, _FINDING_ROWS, place, (record,))
+    return out
+
+
+def encode_repeats(records: Iterable[Repeat], key: RowKey) -> list[Statement]:
+    """Return the statements that count findings of earlier steps again in this step."""
+    generation, branch, step = key
+    out: list[Statement] = []
+    for record in records:
+        news = (record.sentence or None, to_json(record.evidence) if record.evidence else None)
+        within = generation if record.generation is None else record.generation
+        row = [step, *news, within, branch, record.id, record.series]
+        out.append((schema.REPEAT_FINDING, row))
+    return out
+
+
+def encode_review(rule: str, generation: int, at: float, wall_ms: float) -> Statement:
+    """Return the statement that records that a rule has reviewed a generation."""
+    row = [rule, generation, at, wall_ms]
+    return insert_sql(schema.REVIEWS, 1), row
+
+
+def encode_events(records: Iterable[EventRecord], key: RowKey | None = None) -> list[Statement]:
+    """Return the statements of events. Those of a step (`key`) take missing places from it."""
+    out: list[Statement] = []
+    for record in records:
+        generation, branch, step = record.generation, None, record.step
+        if key is not None:
+            generation = key[0] if generation is None else generation
+            branch, step = key[1], key[2] if step is None else step
+        _add_rows(out, _EVENT_ROWS, (generation, branch, step), (record,))
+    return out
+
+
+def encode_output(records: Iterable[OutputRecord]) -> list[Statement]:
+    """Return the statements of what the program printed."""
+    out: list[Statement] = []
+    _add_rows(out, OUTPUT_ROWS, (), [*records])
+    return out
+
+
+# -- records from cleaned rows --------------------------------------------------------------------
 
 
 def decode_generation(values: SqlRow) -> GenerationRow:
     """Return a generation from all its cleaned columns, then all of its first branch."""
     n_columns = len(schema.GENERATIONS.columns)
-    first_branch = decode_branch(values[n_columns:])
-    row = _named(schema.GENERATIONS, values[:n_columns])
-    row["expected"] = tuple(_check_list(row["expected"], str))
-    row["declared"] = _check_dict(row["declared"])
-    return GenerationRow(
-        **row,
-        state=first_branch.state,
-        answer=first_branch.answer,
-        stop_reason=first_branch.stop_reason,
-        ended_at=first_branch.ended_at,
+    branch = BRANCH_ROWS.decode(values[n_columns:])
+    return GENERATION_ROWS.decode(
+        values[:n_columns],
+        state=branch.state,
+        answer=branch.answer,
+        stop_reason=branch.stop_reason,
+        ended_at=branch.ended_at,
     )
 
 
@@ -768,7 +709,7 @@ def decode_step(values: SqlRow) -> StepRow:
     row = list(values[:_HISTOGRAM_COLUMNS])
     if not has_logits(values):
         row[_FIRST_LOGITS_COLUMN:] = [None] * (_HISTOGRAM_COLUMNS - _FIRST_LOGITS_COLUMN)
-    return _decode_step_row(row)
+    return _STEP_ROWS.decode(row)
 
 
 def has_logits(values: SqlRow) -> bool:
@@ -778,54 +719,34 @@ def has_logits(values: SqlRow) -> bool:
 
 def decode_logits(values: SqlRow, candidates: tuple[Candidate, ...]) -> LogitsRecord:
     """Return the distribution of a step from all its cleaned columns."""
-    row = _named(schema.STEPS, values[_FIRST_LOGITS_COLUMN:], skip=_FIRST_LOGITS_COLUMN)
-    if None in row.values():
+    row = values[_FIRST_LOGITS_COLUMN:]
+    if None in row:
         raise DamagedValueError("a row of steps has only a part of its logits")
-    row["histogram"] = _check_ints(row["histogram"])
-    return LogitsRecord(**row, candidates=candidates)
-
-
-def decode_gradients(
-    values: SqlRow, stats: tuple[GradientStat, ...], arrays: dict[str, Array]
-) -> GradientRecord:
-    """Return a token's gradients from all its cleaned columns, its parameters and its arrays."""
-    return GradientRecord(
-        **_named(schema.GRADIENTS, values),
-        stats=stats,
-        tokens=arrays.get("grads.tokens"),
-        layers=arrays.get("grads.layers"),
-    )
+    return _LOGITS_ROWS.decode(row, candidates=candidates)
 
 
 def decode_finding(values: SqlRow) -> FindingRow:
     """Return a finding from all its cleaned columns."""
-    row = _named(schema.FINDINGS, values)
-    number = row.pop("finding")
-    row["severity"] = _check_enum(Severity, row["severity"])
-    row["positions"], row["layers"] = _check_ints(row["positions"]), _check_ints(row["layers"])
-    row["evidence"] = _check_dict(row["evidence"])
-    return FindingRow(number, Finding(**row))
+    number, generation, branch, step, *rest = values
+    place = {"generation": generation, "branch": branch, "step": step}
+    return FindingRow(number, _FINDING_ROWS.decode(rest, **place))
 
 
 def decode_event(values: SqlRow) -> EventRow:
     """Return an event from all its cleaned columns."""
-    row = _named(schema.EVENTS, values)
-    number, branch = row.pop("event"), row.pop("branch")
-    row["data"] = _check_dict(row["data"])
-    return EventRow(number, branch, EventRecord(**row))
+    number, generation, branch, step, *rest = values
+    return EventRow(number, branch, _EVENT_ROWS.decode(rest, generation=generation, step=step))
 
 
 def decode_output(values: SqlRow) -> OutputRow:
     """Return a piece of output from all its cleaned columns."""
-    row = _named(schema.OUTPUT, values)
-    return OutputRow(row.pop("number"), OutputRecord(**row))
+    return OutputRow(values[0], OUTPUT_ROWS.decode(values[1:]))
 
 
 def decode_array_info(values: SqlRow) -> ArrayInfo:
     """Return an array's facts from a row of `schema.LIST_ARRAYS`."""
-    kinds = ("int", "text", "int?", "text", "json", "text", "int")
-    number, stream, layer, dtype, shape, codec, n_bytes = decode_values(kinds, values, "arrays")
-    return ArrayInfo(number, stream, layer, dtype, _check_ints(shape), codec, n_bytes)
+    kinds = ("int", "text", "int?", "text", "ints", "text", "int")
+    return ArrayInfo(*decode_values(kinds, values, "arrays"))
 
 
 def decode_chunk(values: SqlRow) -> ArrayChunk:
@@ -837,68 +758,10 @@ def decode_chunk(values: SqlRow) -> ArrayChunk:
     return ArrayChunk(*values)
 
 
-def encode_training_step(key: RowKey, record: TrainingStepRecord) -> list[Statement]:
-    """Return the statements of a training step with its gradients."""
-    out: list[Statement] = [
-        (insert_sql(schema.TRAINING_STEPS, 1), [*key, *_training_values(record)])
-    ]
-    n_empty = len(schema.GRADS.columns) - len(key) - len(_TRAINING_GRAD_COLUMNS)
-    for start in range(0, len(record.gradients), _MAX_GRADIENTS_PER_INSERT):
-        part = record.gradients[start : start + _MAX_GRADIENTS_PER_INSERT]
-        flat: list[Any] = []
-        for gradient in part:
-            flat += (*key, *_training_gradient_values(gradient), *(None,) * n_empty)
-        out.append((insert_sql(schema.GRADS, len(part)), flat))
-    return out
-
-
-def _training_values(record: TrainingStepRecord) -> list[Any]:
-    return _encode_row(
-        schema.TRAINING_STEPS,
-        record,
-        skip=3,
-        learning_rates=_floats_to_json(record.learning_rates),
-        group_norms=_floats_to_json(record.group_norms),
-        group_ratios=_floats_to_json(record.group_ratios),
-        producer=None if record.producer is None else to_json(asdict(record.producer)),
-    )
-
-
-def _floats_to_json(values: Sequence[float]) -> str:
-    if all(map(math.isfinite, values)):
-        return str([*values])  # JSON already, at a third of the price
-    return to_json([*values])
-
-
-def decode_training_step(
-    values: Sequence[Any], gradients: Sequence[ParameterGradient] = ()
-) -> TrainingStepRecord:
-    """Return a training step from the cleaned columns after its key. Raises `ValueError`."""
-    row = _named(schema.TRAINING_STEPS, values, skip=3)
-    for name in ("learning_rates", "group_norms", "group_ratios"):
-        row[name] = _decode_floats(row[name])
-    if row["producer"] is not None:
-        row["producer"] = _decode_origin(row["producer"])
-    return TrainingStepRecord(**row, gradients=tuple(gradients))
-
-
-def decode_parameter_gradient(values: Sequence[Any]) -> ParameterGradient:
-    """Return a parameter's gradient from the cleaned columns `name` to `n_inf`."""
-    name, norm, largest, n_nan, n_inf = values
+def decode_parameter_gradient(row: SqlRow) -> ParameterGradient:
+    """Return a parameter's gradient from the columns `name` to `n_inf` as they are stored."""
+    name, norm, largest, n_nan, n_inf = decode_row(schema.GRADS, row, skip=3)
     is_missing = largest != largest and not n_nan
     return ParameterGradient(
         name, norm, None if is_missing else largest, n_nan, n_inf, group_of(name)
     )
-
-
-def _decode_floats(values: Any) -> tuple[float, ...]:
-    if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
-        raise ValueError("a list of numbers holds something else")
-    return tuple(map(float, values))
-
-
-def _decode_origin(value: Any) -> AnomalyOrigin:
-    try:
-        return AnomalyOrigin(**value)
-    except TypeError as error:
-        raise ValueError(f"not a producer ({error})") from None

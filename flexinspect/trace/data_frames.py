@@ -3,7 +3,7 @@
 | kind of column | pandas | polars |
 |---|---|---|
 | int, bool, real | int64, bool, float64 | Int64, Boolean, Float64 |
-| int that may be NULL | Int64 | Int64 |
+| int, bool that may be NULL | Int64, boolean | Int64, Boolean |
 | real where NULL means "none" | Float64: NaN stays NaN, none is NA | Float64: NaN, null |
 | text, and JSON as text | string | String |
 
@@ -120,7 +120,13 @@ def _pandas_array(pandas: Any, kind: str, values: list[Any]) -> Any:
         none = np.array([value is None for value in values], np.bool_)
         floats = np.array([0.0 if value is None else value for value in values], np.float64)
         return pandas.arrays.FloatingArray(floats, none)
-    dtypes = {"int": "int64", "int?": "Int64", "bool": "bool", "real": "float64"}
+    dtypes = {
+        "int": "int64",
+        "int?": "Int64",
+        "bool": "bool",
+        "bool?": "boolean",
+        "real": "float64",
+    }
     return pandas.array(values, dtype=dtypes.get(kind, "string"))
 
 
@@ -128,7 +134,7 @@ def _build_polars(polars: Any, values: ColumnValues) -> Any:
     dtypes = {
         **dict.fromkeys(("int", "int?"), polars.Int64),
         **dict.fromkeys(("real", "real?"), polars.Float64),
-        "bool": polars.Boolean,
+        **dict.fromkeys(("bool", "bool?"), polars.Boolean),
     }
     return polars.DataFrame(
         [

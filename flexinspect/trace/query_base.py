@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from flexinspect.core.errors import TraceError
 from flexinspect.trace import codec
+from flexinspect.trace.codec import RowFormat
 from flexinspect.trace.file.connections import TraceConnections
 from flexinspect.trace.schema import Table, select_sql
 
@@ -35,7 +36,18 @@ class TraceQueries:
         self.path = Path(path).absolute()
         self._connections = TraceConnections(self.path)
 
-    def _records(
+    def _records(self, rows: RowFormat[T], rest: str, params: Sequence[Any] = ()) -> list[T]:
+        """Return the records of the rows that `rest` (behind FROM) selects."""
+        return self._made(rows.decode, rows.table, rest, params, skip=rows.skip)
+
+    def _records_of_step(
+        self, rows: RowFormat[T], generation: int, step: int, branch: int
+    ) -> list[T]:
+        """Return the records of a step, in the order of their key."""
+        order = ", ".join(rows.table.key[2:])
+        return self._records(rows, f"{WHERE_STEP} ORDER BY {order}", (generation, branch, step))
+
+    def _made(
         self,
         make: Callable[[Sequence[Any]], T],
         table: Table,
@@ -45,6 +57,7 @@ class TraceQueries:
         skip: int = 0,
         stop: int | None = None,
     ) -> list[T]:
+        """Return what `make` makes of the cleaned columns of each row."""
         rows = self._select(table, rest, params, skip=skip, stop=stop)
         return [self._decode(make, row) for row in rows]
 

@@ -39,6 +39,9 @@ from flexinspect.trace.query_results import ArrayInfo, BranchRow, GenerationRow,
 from flexinspect.trace.reader_queries import TrainingQueries
 from flexinspect.trace.step_loader import ALL_STREAMS, load_steps, read_arrays, with_arrays
 
+Lineage = tuple[tuple[int, int, int | None], ...]
+"""(branch, first step, step after the last) of a branch and its parents, newest first."""
+
 
 def open_trace(path: str | Path) -> TraceReader:
     """Open the trace at `path`.
@@ -57,6 +60,7 @@ class TraceReader(TrainingQueries):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
+        self.known_lineages: dict[tuple[int, int], Lineage] = {}
         self._added = False
         self._live = self.state == "recording"
         if not self._live and in_wal_mode(self.path):
@@ -98,6 +102,11 @@ class TraceReader(TrainingQueries):
         return has_changed
 
     @property
+    def format_version(self) -> int:
+        """The version of the trace format in which the file was written."""
+        return self._connections.version
+
+    @property
     def state(self) -> str:
         """recording, finished, interrupted or failed. The state of a killed run stays recording."""
         rows = self._select(schema.RUN, "WHERE key = 'state'")
@@ -131,19 +140,13 @@ class TraceReader(TrainingQueries):
 
     def branches(self, generation: int) -> list[BranchRow]:
         """Return the branches of a generation, in order."""
-        return self._records(
-            codec.decode_branch,
-            schema.BRANCHES,
-            "WHERE generation = ? ORDER BY branch",
-            (generation,),
-        )
+        rest = "WHERE generation = ? ORDER BY branch"
+        return self._records(codec.BRANCH_ROWS, rest, (generation,))
 
     def segments(self, generation: int, branch: int = 0) -> list[Segment]:
         """Return the segments of a branch, in order."""
         rest = f"{WHERE_BRANCH} ORDER BY segment"
-        return self._records(
-            codec.decode_segment, schema.SEGMENTS, rest, (generation, branch), skip=3
-        )
+        return self._records(codec.SEGMENT_ROWS, rest, (generation, branch))
 
     def tokens(
         self,
@@ -157,7 +160,7 @@ class TraceReader(TrainingQueries):
         """Return the tokens at `start <= pos < stop` (None: to the end), at most `limit`."""
         rest = f"{WHERE_BRANCH} AND pos >= ? AND pos < ? ORDER BY pos LIMIT ?"
         params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
-        return self._records(codec.decode_token, schema.TOKENS, rest, params, skip=2)
+        return self._records(codec.TOKEN_ROWS, rest, params)
 
     def step_tokens(self, generation: int, step: int, branch: int = 0) -> list[TokenRecord]:
         """Return the tokens that a step chose."""
@@ -193,7 +196,7 @@ class TraceReader(TrainingQueries):
         """Return the steps `start <= step < stop` (None: to the end), at most `limit` of them."""
         rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
         params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
-        return self._records(codec.decode_step, schema.STEPS, rest, params, stop=-3)
+        return self._made(codec.decode_step, schema.STEPS, rest, params, stop=-3)
 
     def step(self, generation: int, step: int, branch: int = 0) -> StepRow | None:
         """Return one step, None when it is not recorded."""
@@ -202,9 +205,7 @@ class TraceReader(TrainingQueries):
 
     def candidates(self, generation: int, step: int, branch: int = 0) -> list[Candidate]:
         """Return the top-k tokens of a step, best first."""
-        key = (generation, branch, step)
-        rest = f"{WHERE_STEP} ORDER BY rank"
-        return self._records(codec.decode_candidate, schema.CANDIDATES, rest, key, skip=3)
+        return self._records_of_step(codec.CANDIDATE_ROWS, generation, step, branch)
 
     def logits(self, generation: int, step: int, branch: int = 0) -> LogitsRecord | None:
         """Return the distribution of a step with its candidates, None when not captured."""
@@ -217,34 +218,24 @@ class TraceReader(TrainingQueries):
 
     def inputs(self, generation: int, step: int, branch: int = 0) -> InputsRecord | None:
         """Return a step's forward input and cached lengths, None when not captured."""
-        key = (generation, branch, step)
-        rows = self._records(codec.decode_inputs, schema.INPUTS, WHERE_STEP, key, skip=3)
+        rows = self._records_of_step(codec.INPUTS_ROWS, generation, step, branch)
         return rows[0] if rows else None
 
     def calls(self, generation: int, step: int, branch: int = 0) -> list[CallRecord]:
         """Return the attention calls of a step, in the order they ran."""
-        key = (generation, branch, step)
-        return self._records(
-            codec.decode_call, schema.CALLS, f"{WHERE_STEP} ORDER BY call", key, skip=4
-        )
+        return self._records_of_step(codec.CALL_ROWS, generation, step, branch)
 
     def builds(self, generation: int, step: int, branch: int = 0) -> list[BuildRecord]:
         """Return the block masks that user code built for a step, in order."""
-        key = (generation, branch, step)
-        return self._records(
-            codec.decode_build, schema.BUILDS, f"{WHERE_STEP} ORDER BY build", key, skip=4
-        )
+        return self._records_of_step(codec.BUILD_ROWS, generation, step, branch)
 
     def layer_stats(self, generation: int, step: int, branch: int = 0) -> list[LayerStatRecord]:
         """Return the statistics of a step's modules, in the order captured."""
-        key = (generation, branch, step)
-        rest = f"{WHERE_STEP} ORDER BY number"
-        return self._records(codec.decode_layer_stat, schema.LAYER_STATS, rest, key, skip=4)
+        return self._records_of_step(codec.LAYER_STAT_ROWS, generation, step, branch)
 
     def memory(self, generation: int, step: int, branch: int = 0) -> MemoryRecord | None:
         """Return the memory at the end of a step, None when not captured."""
-        key = (generation, branch, step)
-        rows = self._records(codec.decode_memory, schema.MEMORY, WHERE_STEP, key, skip=3)
+        rows = self._records_of_step(codec.MEMORY_ROWS, generation, step, branch)
         return rows[0] if rows else None
 
     def gradients(self, generation: int, step: int, branch: int = 0) -> GradientRecord | None:
@@ -261,7 +252,7 @@ class TraceReader(TrainingQueries):
         """
         rest, params = place_condition(generation, branch, step)
         rest += " ORDER BY generation, branch, step, fingerprint"
-        return self._records(codec.decode_mask, schema.MASKS, rest, params, skip=3)
+        return self._records(codec.MASK_ROWS, rest, params)
 
     def fingerprints(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
@@ -275,8 +266,7 @@ class TraceReader(TrainingQueries):
 
     def mask_summary(self, fingerprint: str) -> MaskRecord | None:
         """Return a mask without its arrays, None for an unknown fingerprint."""
-        rest = "WHERE fingerprint = ?"
-        rows = self._records(codec.decode_mask, schema.MASKS, rest, (fingerprint,), skip=3)
+        rows = self._records(codec.MASK_ROWS, "WHERE fingerprint = ?", (fingerprint,))
         return rows[0] if rows else None
 
     def mask(self, fingerprint: str) -> MaskRecord | None:
@@ -357,13 +347,7 @@ class TraceReader(TrainingQueries):
         ]
 
 
-_TABLE_EXISTS_SQL = "SELECT count(*) FROM sqlite_schema WHERE type = 'table' AND name = ?"
 _GRADIENT_ARRAYS = "owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
-
-
-def has_gradient_tables(reader: TraceReader) -> bool:
-    """Tell whether a trace has the tables of gradients; early traces of version 1 do not."""
-    return bool(reader._query_int(_TABLE_EXISTS_SQL, (schema.GRADIENTS.name,)))
 
 
 def read_gradients(
@@ -371,24 +355,24 @@ def read_gradients(
 ) -> GradientRecord | None:
     """Return the gradients of the token that a step generated, None when there are none."""
     key = (generation, branch, step)
-    rows = reader._select(schema.GRADIENTS, WHERE_STEP, key) if has_gradient_tables(reader) else []
+    rows = reader._select(schema.GRADIENTS, WHERE_STEP, key)
     if not rows:
         return None
-    stats = reader._records(
-        codec.decode_gradient_stat, schema.GRADS, f"{WHERE_STEP} ORDER BY layer, name", key, skip=3
-    )
+    rest = f"{WHERE_STEP} ORDER BY layer, name"
+    stats = reader._records(codec.GRADIENT_STAT_ROWS, rest, key)
     arrays_by_stream = {
         record.stream: record.array for record in reader._step_arrays(key, _GRADIENT_ARRAYS)
     }
-    return reader._decode(
-        lambda row: codec.decode_gradients(row, tuple(stats), arrays_by_stream), rows[0]
-    )
+    others = {
+        "stats": tuple(stats),
+        "tokens": arrays_by_stream.get("grads.tokens"),
+        "layers": arrays_by_stream.get("grads.layers"),
+    }
+    return reader._decode(lambda row: codec.GRADIENT_ROWS.decode(row, **others), rows[0])
 
 
 def steps_with_gradients(reader: TraceReader, generation: int, branch: int = 0) -> list[int]:
     """Return the steps of a branch whose tokens have gradients, in order."""
-    if not has_gradient_tables(reader):
-        return []
     sql = f"SELECT step FROM gradients {WHERE_BRANCH} ORDER BY step"
     return [int(step) for (step,) in reader._query(sql, (generation, branch))]
 

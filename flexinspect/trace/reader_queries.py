@@ -44,9 +44,7 @@ class FindingQueries(TraceQueries):
         """Return findings with their numbers, those above `after_id`, at most `limit`."""
         where, params = place_condition(generation, branch, step)
         rest = f"{where or 'WHERE true'} AND finding > ? ORDER BY finding LIMIT ?"
-        return self._records(
-            codec.decode_finding, schema.FINDINGS, rest, [*params, after_id, limit]
-        )
+        return self._made(codec.decode_finding, schema.FINDINGS, rest, [*params, after_id, limit])
 
     def reviews(self) -> list[tuple[str, int]]:
         """Return (rule, generation) of each review: a rule that ran after the recording."""
@@ -82,24 +80,24 @@ class FindingQueries(TraceQueries):
         used = {sql: value for sql, value in conditions.items() if value is not None}
         params = [*used.values(), limit]
         rest = f"WHERE {' AND '.join(used)} ORDER BY event LIMIT ?"
-        return self._records(codec.decode_event, schema.EVENTS, rest, params)
+        return self._made(codec.decode_event, schema.EVENTS, rest, params)
 
     def output(self, after_id: int = 0, *, limit: int = -1) -> list[OutputRow]:
         """Return the pieces of printed output whose number is above `after_id`, in order."""
         rest = "WHERE number > ? ORDER BY number LIMIT ?"
-        return self._records(codec.decode_output, schema.OUTPUT, rest, (after_id, limit))
+        return self._made(codec.decode_output, schema.OUTPUT, rest, (after_id, limit))
 
 
 _RATE_SQL = ", max(json_extract(learning_rates, '$[{}]'))"
 _CURVE_SQL = (
     "SELECT (step - ?) * ? / ? AS bucket, min(step), max(loss), max(total_norm), "
-    "max(loss IS NULL AND loss_source <> ''), max(n_sick > 0){} "
+    "max(loss IS NULL AND loss_source <> ''), max(n_nonfinite > 0){} "
     f"FROM training_steps {WHERE_BRANCH} GROUP BY bucket ORDER BY bucket"
 )
 _NONFINITE_STEPS_SQL = (
     "SELECT step FROM (SELECT step, row_number() OVER "
     "(PARTITION BY (step - ?) * ? / ? ORDER BY step) AS nth "
-    f"FROM training_steps {WHERE_BRANCH} AND n_sick > 0) WHERE nth <= ?"
+    f"FROM training_steps {WHERE_BRANCH} AND n_nonfinite > 0) WHERE nth <= ?"
 )
 _GROUP_NORMS_SQL = (
     "SELECT (step - ?) * ? / ? AS bucket, key, max(value), max(type = 'object') "
@@ -109,7 +107,8 @@ _GROUP_NORMS_SQL = (
 )
 _NEWEST_GROUPS_SQL = (
     "SELECT key, value FROM json_each((SELECT json_extract(data, '$.groups') FROM events "
-    "WHERE generation = ? AND kind = 'parameters' ORDER BY event DESC LIMIT 1)) ORDER BY key"
+    "WHERE generation = ? AND kind = 'parameters-changed' ORDER BY event DESC LIMIT 1)) ORDER BY "
+    "key"
 )
 MAX_RATES = 8
 """Number of parameter groups of an optimizer whose learning rates are read for a curve."""
@@ -144,7 +143,7 @@ class TrainingQueries(FindingQueries):
         rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step"
         params = (generation, branch, start, OPEN_END if stop is None else stop)
         rows = self._select(schema.TRAINING_STEPS, rest, params, skip=2)
-        return {row[0]: self._decode(_training_step, row[1:]) for row in rows}
+        return {row[0]: self._decode(codec.TRAINING_ROWS.decode, row[1:]) for row in rows}
 
     def training_step(
         self, generation: int, step: int, branch: int = 0
@@ -155,7 +154,9 @@ class TrainingQueries(FindingQueries):
         if not rows:
             return None
         gradients = self.training_gradients(generation, step, branch)
-        return self._decode(lambda row: _training_step(row, gradients), rows[0])
+        return self._decode(
+            lambda row: codec.TRAINING_ROWS.decode(row, gradients=tuple(gradients)), rows[0]
+        )
 
     def training_gradients(
         self, generation: int, step: int, branch: int = 0
@@ -163,7 +164,7 @@ class TrainingQueries(FindingQueries):
         """Return the parameter gradients that were recorded for a training step."""
         key = (generation, branch, step)
         sql = f"SELECT name, norm, max, n_nan, n_inf FROM grads {WHERE_STEP} ORDER BY name"
-        return [self._decode(_parameter_gradient, row) for row in self._query(sql, key)]
+        return [self._decode(codec.decode_parameter_gradient, row) for row in self._query(sql, key)]
 
     def training_curve(
         self,
@@ -222,17 +223,3 @@ def _curve_value(value: Any) -> float | None:
     if isinstance(value, str):
         return math.nan
     return None if value is None else float(value)
-
-
-def _parameter_gradient(row: Sequence[Any]) -> ParameterGradient:
-    kinds = ("text", "real", "real", "int", "int")
-    return codec.decode_parameter_gradient(codec.decode_values(kinds, row, "grads"))
-
-
-def _training_step(
-    row: Sequence[Any], gradients: Sequence[ParameterGradient] = ()
-) -> TrainingStepRecord:
-    try:
-        return codec.decode_training_step(row, gradients)
-    except ValueError as error:
-        raise codec.DamagedValueError(str(error)) from None

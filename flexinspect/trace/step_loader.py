@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,10 @@ from flexinspect.records.step import (
     StepRecord,
 )
 from flexinspect.trace import arrays, codec, schema
+from flexinspect.trace.codec import RowFormat
 from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, TraceQueries
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader_queries import TrainingQueries
-from flexinspect.trace.schema import Table
 
 STEPS_PER_READ = 64
 """Steps that `load_steps` reads at most, by default."""
@@ -32,15 +32,22 @@ STEPS_PER_READ = 64
 ALL_STREAMS = ("*",)
 """The streams that mean all arrays of a step."""
 
-_TABLES_OF_STEP: tuple[tuple[Table, str, Callable[[Sequence[Any]], Any], int], ...] = (
-    (schema.CANDIDATES, "rank", codec.decode_candidate, 3),
-    (schema.INPUTS, "step", codec.decode_inputs, 3),
-    (schema.CALLS, "call", codec.decode_call, 4),
-    (schema.BUILDS, "build", codec.decode_build, 4),
-    (schema.LAYER_STATS, "number", codec.decode_layer_stat, 4),
-    (schema.MEMORY, "step", codec.decode_memory, 3),
+_ROWS_OF_STEP: tuple[RowFormat[Any], ...] = (
+    codec.CANDIDATE_ROWS,
+    codec.INPUTS_ROWS,
+    codec.CALL_ROWS,
+    codec.BUILD_ROWS,
+    codec.LAYER_STAT_ROWS,
+    codec.MEMORY_ROWS,
 )
-"""Tables of a step: their order within it, what makes records of rows, and the width of the key."""
+
+_STEP_SCALARS = (
+    *("generation", "branch", "step", "phase", "q_len", "kv_before", "kv_after"),
+    *("started_at", "wall_ms", "capture_ms"),
+)
+_SEVERAL_PER_STEP = ("tokens", "calls", "builds", "layer_stats", "masks", "arrays", "events")
+_ONE_PER_STEP = ("inputs", "memory", "training")
+"""The fields of a step's record: of its own row, several of another table, and at most one."""
 
 _STEP_RANGE = f"{WHERE_BRANCH} AND step >= ? AND step <= ?"
 _ARRAY_KEY_KINDS = ("int", "int", "text", "int?", "text?", "int")
@@ -127,29 +134,11 @@ def _build_step(
     def of(name: str) -> Sequence[Any]:
         return tables[name].get(step.step, ())
 
-    return StepRecord(
-        generation=step.generation,
-        step=step.step,
-        phase=step.phase,
-        q_len=step.q_len,
-        kv_before=step.kv_before,
-        kv_after=step.kv_after,
-        started_at=step.started_at,
-        wall_ms=step.wall_ms,
-        capture_ms=step.capture_ms,
-        branch=step.branch,
-        logits=_build_logits(reader, row, of("candidates")),
-        tokens=tuple(of("tokens")),
-        inputs=next(iter(of("inputs")), None),
-        calls=tuple(of("calls")),
-        builds=tuple(of("builds")),
-        layer_stats=tuple(of("layer_stats")),
-        memory=next(iter(of("memory")), None),
-        masks=tuple(of("masks")),
-        arrays=tuple(of("arrays")),
-        training=next(iter(of("training")), None),
-        events=tuple(of("events")),
-    )
+    scalars: dict[str, Any] = {name: getattr(step, name) for name in _STEP_SCALARS}
+    several: dict[str, Any] = {name: tuple(of(name)) for name in _SEVERAL_PER_STEP}
+    one: dict[str, Any] = {name: next(iter(of(name)), None) for name in _ONE_PER_STEP}
+    logits = _build_logits(reader, row, of("candidates"))
+    return StepRecord(**scalars, **several, **one, logits=logits)
 
 
 def _build_logits(
@@ -167,8 +156,7 @@ def _read_tables(
     first = steps[0]
     place = (first.generation, first.branch, first.step, steps[-1].step)
     tables: dict[str, RowsByStep] = {
-        table.name: _read_table(reader, place, table, order, make, skip)
-        for table, order, make, skip in _TABLES_OF_STEP
+        rows.table.name: _read_table(reader, place, rows) for rows in _ROWS_OF_STEP
     }
     stored = _read_stored_arrays(reader, place, streams)
     tables["arrays"] = {
@@ -186,17 +174,11 @@ def _read_tables(
     return tables
 
 
-def _read_table(
-    reader: TraceQueries,
-    place: Sequence[int],
-    table: Table,
-    order: str,
-    make: Callable[[Sequence[Any]], Any],
-    skip: int,
-) -> RowsByStep:
+def _read_table(reader: TraceQueries, place: Sequence[int], rows: RowFormat[Any]) -> RowsByStep:
     found: dict[int, list[Any]] = defaultdict(list)
-    for row in reader._select(table, f"{_STEP_RANGE} ORDER BY step, {order}", place, skip=2):
-        found[row[0]].append(reader._decode(make, row[skip - 2 :]))
+    rest = f"{_STEP_RANGE} ORDER BY {', '.join(rows.table.key[2:])}"
+    for row in reader._select(rows.table, rest, place, skip=2):
+        found[row[0]].append(reader._decode(rows.decode, row[rows.skip - 2 :]))
     return found
 
 
@@ -216,12 +198,10 @@ def _read_stored_arrays(
 def _read_masks(
     reader: TraceQueries, place: Sequence[int], stored: Mapping[int, Sequence[StoredArray]]
 ) -> RowsByStep:
-    found: dict[int, list[Any]] = defaultdict(list)
-    rest = f"{_STEP_RANGE} ORDER BY step, fingerprint"
-    for step, *values in reader._select(schema.MASKS, rest, place, skip=2):
-        mask = reader._decode(codec.decode_mask, values)
-        found[step].append(with_arrays(mask, stored.get(step, ())))
-    return found
+    return {
+        step: [with_arrays(mask, stored.get(step, ())) for mask in masks]
+        for step, masks in _read_table(reader, place, codec.MASK_ROWS).items()
+    }
 
 
 def _read_tokens(reader: TraceQueries, steps: Sequence[StepRow]) -> RowsByStep:
@@ -233,7 +213,7 @@ def _read_tokens(reader: TraceQueries, steps: Sequence[StepRow]) -> RowsByStep:
         return found
     rest = f"{WHERE_BRANCH} AND pos >= ? AND pos <= ? ORDER BY pos"
     params = (steps[0].generation, steps[0].branch, first, last)
-    for token in reader._records(codec.decode_token, schema.TOKENS, rest, params, skip=2):
+    for token in reader._records(codec.TOKEN_ROWS, rest, params):
         if token.step is not None:
             found[token.step].append(token)
     return found
@@ -242,10 +222,8 @@ def _read_tokens(reader: TraceQueries, steps: Sequence[StepRow]) -> RowsByStep:
 def _read_events(reader: TraceQueries, place: Sequence[int]) -> RowsByStep:
     """Return the events that were written with steps; the others have no branch."""
     found: dict[int, list[Any]] = defaultdict(list)
-    rows = reader._records(
-        codec.decode_event, schema.EVENTS, f"{_STEP_RANGE} ORDER BY event", place
-    )
-    for row in rows:
+    rest = f"{_STEP_RANGE} ORDER BY event"
+    for row in reader._made(codec.decode_event, schema.EVENTS, rest, place):
         if row.event.step is not None:
             found[row.event.step].append(row.event)
     return found

@@ -14,10 +14,7 @@ from flexinspect.records.finding import Finding
 from flexinspect.records.step import (
     MASK_ARRAYS,
     TRAIN,
-    BuildRecord,
-    CallRecord,
     InputsRecord,
-    LayerStatRecord,
     LogitsRecord,
     MaskRecord,
     MemoryRecord,
@@ -27,16 +24,13 @@ from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.trace.codec import plain_json
 from flexinspect.trace.query_results import (
-    ArrayInfo,
     BranchRow,
     EventRow,
-    FindingRow,
     GenerationRow,
     OutputRow,
     StepRow,
 )
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.schema import VERSION
 
 T = TypeVar("T")
 
@@ -87,11 +81,9 @@ class DumpSelection:
         if self.step is not None:
             yield from self.reader.steps(*place, self.step, self.step + 1)
             return
-
-        def fetch(start: int) -> list[StepRow]:
-            return self.reader.steps(*place, start, limit=PAGE_ROWS)
-
-        yield from self._pages(fetch, lambda row: row.step)
+        yield from self._pages(
+            lambda start: self.reader.steps(*place, start, limit=PAGE_ROWS), lambda row: row.step
+        )
 
     def tokens(self, branch: BranchRow) -> Iterator[TokenRecord]:
         """Yield the tokens of a branch, of the selected step only if one is selected."""
@@ -99,11 +91,9 @@ class DumpSelection:
         if self.step is not None:
             yield from self.reader.step_tokens(place[0], self.step, place[1])
             return
-
-        def fetch(start: int) -> list[TokenRecord]:
-            return self.reader.tokens(*place, start, limit=PAGE_ROWS)
-
-        yield from self._pages(fetch, lambda row: row.pos)
+        yield from self._pages(
+            lambda start: self.reader.tokens(*place, start, limit=PAGE_ROWS), lambda row: row.pos
+        )
 
     def masks(self) -> Iterator[MaskRecord]:
         """Yield the masks, with arrays, that the selected steps introduced or used."""
@@ -135,28 +125,26 @@ class DumpSelection:
             yield from self._findings({**place, "step": self.step})
 
     def _findings(self, place: Mapping[str, Any]) -> Iterator[Finding]:
-        def fetch(start: int) -> list[FindingRow]:
-            return self.reader.finding_rows(start - 1, limit=PAGE_ROWS, **place)
-
-        for row in self._pages(fetch, lambda row: row.id):
+        for row in self._pages(
+            lambda start: self.reader.finding_rows(start - 1, limit=PAGE_ROWS, **place),
+            lambda row: row.id,
+        ):
             yield row.finding
 
     def events(self) -> Iterator[EventRow]:
         """Yield the events of the selected generations and steps."""
-
-        def fetch(start: int) -> list[EventRow]:
-            place = {"generation": self.generation, "step": self.step}
-            return self.reader.events(start - 1, limit=PAGE_ROWS, **place)
-
-        yield from self._pages(fetch, lambda row: row.id)
+        yield from self._pages(
+            lambda start: self.reader.events(
+                start - 1, generation=self.generation, step=self.step, limit=PAGE_ROWS
+            ),
+            lambda row: row.id,
+        )
 
     def output(self) -> Iterator[OutputRow]:
         """Yield the program's output: all of it, or what was printed in the selected steps."""
-
-        def fetch(start: int) -> list[OutputRow]:
-            return self.reader.output(start - 1, limit=PAGE_ROWS)
-
-        for row in self._pages(fetch, lambda row: row.id):
+        for row in self._pages(
+            lambda start: self.reader.output(start - 1, limit=PAGE_ROWS), lambda row: row.id
+        ):
             place = (row.output.generation, row.output.step)
             wanted = (self.generation, self.step)
             if all(want in (None, have) for want, have in zip(wanted, place, strict=True)):
@@ -200,8 +188,8 @@ def dump_json(what: DumpSelection) -> Iterator[str]:
 def mask_facts(mask: MaskRecord) -> dict[str, dict[str, Any] | None]:
     """Return the shape of each array of a mask and how many elements are not 0.
 
-    None stands for an array that was not captured. The non-zero elements of `ruled` are the blocks
-    in which the mask_mod opens at least one cell.
+    None stands for an array that was not captured. The non-zero elements of `mask_mod_blocks` are
+    the blocks in which the mask_mod opens at least one cell.
     """
     arrays = {name: getattr(mask, name) for name in MASK_ARRAYS}
     return {
@@ -279,16 +267,8 @@ def _event_dict(row: EventRow) -> dict[str, Any]:
 
 TableRows = Iterable[Sequence[Any]]
 
-_TOKEN_HEADERS = ("pos", "id", "position id", "segment", "step", "special", "token", "text")
-_CANDIDATE_HEADERS = ("rank", "id", "logit", "logprob", "score", "score logprob", "text")
-_CALL_HEADERS = (
-    *("layer", "path", "backend", "mask", "batch", "heads", "kv heads", "q", "kv", "head dim"),
-    *("dtype", "scale", "gate", "gate kind", "handed", "swallowed", "causal", "window"),
-)
-_BUILD_HEADERS = ("layer", "batch", "heads", "q", "kv", "ms", "peak growth", "rule")
-_STAT_HEADERS = ("layer", "module", "nan", "inf", "bad row", "min", "max", "mean", "std", "norm")
-_GRADIENT_HEADERS = ("layer", "part", "parameter", "norm", "max", "nan", "inf")
-_ARRAY_HEADERS = ("#", "stream", "layer", "dtype", "shape", "codec", "bytes")
+_TEXT_FIELDS = ("token", "text")
+"""Fields that are quoted, because spaces in them count."""
 
 
 def dump_text(what: DumpSelection) -> Iterator[str]:
@@ -308,7 +288,7 @@ def quote_visible(text: str) -> str:
 
 
 def _trace_lines(what: DumpSelection) -> Iterator[str]:
-    yield f"trace  version {VERSION}  {escape_unprintable(what.reader.state)}"
+    yield f"trace  version {what.reader.format_version}  {escape_unprintable(what.reader.state)}"
     yield ""
     yield "run"
     run = [(escape_unprintable(key), plain_json(value)) for key, value in what.reader.run().items()]
@@ -357,20 +337,10 @@ def _branch_lines(what: DumpSelection, branch: BranchRow) -> Iterator[str]:
     ]
     heads = ("#", "start", "stop", "owner", "kind", "label")
     yield from _titled_table("segments", heads, segments, indent=4)
-    yield from _titled_table("tokens", _TOKEN_HEADERS, _token_rows(what, branch), indent=4)
+    names = "pos token_id position_id segment step special token text"
+    yield from _record_table("tokens", names, what.tokens(branch), indent=4)
     for row in what.steps(branch):
         yield from _step_lines(what.reader, row)
-
-
-def _token_rows(what: DumpSelection, branch: BranchRow) -> Iterator[Sequence[Any]]:
-    for row in what.tokens(branch):
-        numbers = (row.pos, row.token_id, row.position_id, row.segment, row.step)
-        yield (
-            *numbers,
-            "special" if row.special else "-",
-            quote_visible(row.token),
-            quote_visible(row.text),
-        )
 
 
 def _step_lines(reader: TraceReader, row: StepRow) -> Iterator[str]:
@@ -391,19 +361,20 @@ def _step_lines(reader: TraceReader, row: StepRow) -> Iterator[str]:
     training = reader.training_step(*key) if row.phase == TRAIN else None
     if training is not None:
         yield from _training_lines(training)
-    yield from _titled_table("calls", _CALL_HEADERS, map(_call_row, reader.calls(*key)), indent=6)
-    yield from _titled_table(
-        "builds", _BUILD_HEADERS, map(_build_row, reader.builds(*key)), indent=6
+    names = (
+        "layer path backend mask batch q_heads kv_heads q_len kv_len head_dim dtype scale "
+        "lse_error check_kind mask_passed_to_layer suppressed_exception causal window"
     )
-    yield from _titled_table(
-        "layer_stats", _STAT_HEADERS, map(_stat_row, reader.layer_stats(*key)), indent=6
-    )
+    yield from _record_table("calls", names, reader.calls(*key), indent=6)
+    names = "layer batch heads q_len kv_len wall_ms peak_growth mask_mod"
+    yield from _record_table("builds", names, reader.builds(*key), indent=6)
+    names = "layer module n_nan n_inf bad_row min max mean std norm"
+    yield from _record_table("layer_stats", names, reader.layer_stats(*key), indent=6)
     gradients = reader.gradients(*key)
     if gradients is not None:
         yield from _gradients_lines(gradients)
-    yield from _titled_table(
-        "arrays", _ARRAY_HEADERS, map(_array_row, reader.arrays(*key)), indent=6
-    )
+    names = "number stream layer dtype shape codec n_bytes"
+    yield from _record_table("arrays", names, reader.arrays(*key), indent=6)
 
 
 def _training_lines(row: TrainingStepRecord) -> Iterator[str]:
@@ -416,12 +387,11 @@ def _training_lines(row: TrainingStepRecord) -> Iterator[str]:
     total, before, limit = map(_format_cell, norms)
     yield f"      norm     {total}  before clipping {before}  limit {limit}"
     counts = f"{row.n_exploding} explode  {row.n_vanishing} vanish  {row.n_dead} dead"
-    yield f"      params   {row.n_parameters}  {counts}  {row.n_sick} not finite"
-    if row.producer is not None:
-        kind, name = escape_unprintable(row.producer.kind), escape_unprintable(row.producer.name)
-        yield f"      producer {kind} {name}  carriers {row.producer.n_carriers}"
-    rows = ((g.name, g.norm, g.max, g.n_nan, g.n_inf) for g in row.gradients)
-    yield from _titled_table("grads", ("name", "norm", "max", "nan", "inf"), rows, indent=6)
+    yield f"      params   {row.n_parameters}  {counts}  {row.n_nonfinite} not finite"
+    if row.anomaly_origin is not None:
+        kind, name = map(escape_unprintable, (row.anomaly_origin.kind, row.anomaly_origin.name))
+        yield f"      origin   {kind} {name}  affected {row.anomaly_origin.n_affected}"
+    yield from _record_table("grads", "name norm max n_nan n_inf", row.gradients, indent=6)
 
 
 def _inputs_lines(row: InputsRecord) -> Iterator[str]:
@@ -435,27 +405,6 @@ def _inputs_lines(row: InputsRecord) -> Iterator[str]:
     yield f"      cached   before {before}  after {after}"
 
 
-def _call_row(c: CallRecord) -> Sequence[Any]:
-    about = (c.layer, c.path, c.backend, c.mask, c.batch, c.q_heads, c.kv_heads, c.q_len, c.kv_len)
-    last = (c.head_dim, c.dtype, c.scale, c.gate, c.gate_kind, c.handed, c.swallowed)
-    return [*map(_visible_cell, (*about, *last, c.causal, c.window))]
-
-
-def _build_row(b: BuildRecord) -> Sequence[Any]:
-    about = (b.layer, b.batch, b.heads, b.q_len, b.kv_len, b.wall_ms, b.peak_growth, b.rule)
-    return [*map(_visible_cell, about)]
-
-
-def _stat_row(s: LayerStatRecord) -> Sequence[Any]:
-    counts = (s.n_nan, s.n_inf, s.bad_row)
-    return s.layer, escape_unprintable(s.module), *counts, s.min, s.max, s.mean, s.std, s.norm
-
-
-def _array_row(a: ArrayInfo) -> Sequence[Any]:
-    shape = " × ".join(map(str, a.shape)) or "scalar"
-    return [*map(_visible_cell, (a.number, a.stream, a.layer, a.dtype, shape, a.codec, a.n_bytes))]
-
-
 def _logits_lines(row: LogitsRecord) -> Iterator[str]:
     logprob = _format_cell(row.chosen_logprob)
     chosen = f"chosen {row.chosen_id}  rank {row.chosen_rank}  logprob {logprob}"
@@ -464,11 +413,8 @@ def _logits_lines(row: LogitsRecord) -> Iterator[str]:
     counts = " ".join(map(str, row.histogram))
     ends = f"{_format_cell(row.histogram_min)} to {_format_cell(row.histogram_max)}"
     yield f"      histogram  {ends}  {counts}"
-    candidates = [
-        (c.rank, c.token_id, c.logit, c.logprob, c.score, c.score_logprob, quote_visible(c.text))
-        for c in row.candidates
-    ]
-    yield from _titled_table("candidates", _CANDIDATE_HEADERS, candidates, indent=6)
+    names = "rank token_id logit logprob score score_logprob text"
+    yield from _record_table("candidates", names, row.candidates, indent=6)
 
 
 def _memory_line(row: MemoryRecord) -> str:
@@ -481,30 +427,19 @@ def _memory_line(row: MemoryRecord) -> str:
 
 
 def _gradients_lines(row: GradientRecord) -> Iterator[str]:
-    to = "" if row.rival is None else f" to {row.rival}"
+    to = "" if row.runner_up_id is None else f" to {row.runner_up_id}"
     target, path = escape_unprintable(row.target), escape_unprintable(row.path)
-    numbers = (row.value, row.gate, row.tolerance, row.scale, row.wall_ms)
-    value, gate, tolerance, scale, wall_ms = map(_format_cell, numbers)
+    numbers = (row.value, row.logits_error, row.tolerance, row.scale, row.wall_ms)
+    value, error, tolerance, scale, wall_ms = map(_format_cell, numbers)
     yield (
         f"      gradients  of the {target} of {row.token_id}{to}, {value}  {path}  "
-        f"gate {gate} of {tolerance}  at the logits {scale}  {wall_ms} ms  "
+        f"error {error} of {tolerance}  at the logits {scale}  {wall_ms} ms  "
         f"unreached {row.n_unreached}"
     )
     if row.anomaly is not None:
         yield f"      anomaly  {quote_visible(row.anomaly)}"
-    stats = [
-        (
-            s.layer,
-            _visible_cell(s.part),
-            escape_unprintable(s.name),
-            s.norm,
-            s.max,
-            s.n_nan,
-            s.n_inf,
-        )
-        for s in row.stats
-    ]
-    yield from _titled_table("grads", _GRADIENT_HEADERS, stats, indent=6)
+    names = "layer part name norm max n_nan n_inf"
+    yield from _record_table("grads", names, row.stats, indent=6)
 
 
 def _mask_lines(mask: MaskRecord) -> Iterator[str]:
@@ -516,9 +451,10 @@ def _mask_lines(mask: MaskRecord) -> Iterator[str]:
         f"{escape_unprintable(mask.fingerprint)}  {escape_unprintable(mask.kind)}  {size}  "
         f"offset {mask.q_offset}{keys}  {blocks}  {how}"
     )
-    yield f"  rule     {_visible_cell(mask.rule) or '-'}  {_visible_cell(mask.rule_source) or '-'}"
+    mask_mod, source = map(_visible_cell, (mask.mask_mod, mask.mask_mod_source))
+    yield f"  mask_mod  {mask_mod or '-'}  {source or '-'}"
     for name, facts in mask_facts(mask).items():
-        yield f"  {name:8} " + (f"{facts['shape']}  {facts['open']} open" if facts else "-")
+        yield f"  {name:15}  " + (f"{facts['shape']}  {facts['open']} open" if facts else "-")
 
 
 def _finding_lines(found: Finding) -> Iterator[str]:
@@ -570,6 +506,23 @@ def _format_time(at: float | None) -> str:
         return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):
         return _format_cell(at)
+
+
+def _record_table(title: str, names: str, records: Iterable[Any], *, indent: int) -> Iterator[str]:
+    """Yield a titled table of records; `names` are those of their fields that are shown."""
+    heads = names.split()
+    rows = ([_field_cell(name, getattr(record, name)) for name in heads] for record in records)
+    return _titled_table(title, heads, rows, indent=indent)
+
+
+def _field_cell(name: str, value: Any) -> Any:
+    if name in _TEXT_FIELDS:
+        return quote_visible(value)
+    if name == "shape":
+        return " × ".join(map(str, value)) or "scalar"
+    if name == "special":
+        return "special" if value else "-"
+    return _visible_cell(value)
 
 
 def _titled_table(

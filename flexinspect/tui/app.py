@@ -27,6 +27,8 @@ from flexinspect.tui.trace_session import TraceSession
 
 # What opening a trace does not show is imported on first use.
 if TYPE_CHECKING:
+    from textual.notifications import SeverityLevel
+
     from flexinspect.records.job import Job, ScriptJob
     from flexinspect.tui.screens.start_screen import JobFactory
 
@@ -82,7 +84,6 @@ class InspectorApp(App[None]):
             self.push_screen(StartScreen(self._open_target, self._make_job))
 
     def on_unmount(self) -> None:
-        """Close the trace."""
         if self.session is not None:
             self.session.close()
 
@@ -132,6 +133,18 @@ class InspectorApp(App[None]):
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Remove all colours under `NO_COLOR`."""
         return (_NO_COLOR_FILTER,) if self.no_color else super().get_line_filters()
+
+    def notify(
+        self,
+        message: str,
+        *,
+        title: str = "",
+        severity: SeverityLevel = "information",
+        timeout: float | None = None,
+        markup: bool = False,
+    ) -> None:
+        """Show a notification, whose text is never markup: it may contain text of a model."""
+        super().notify(message, title=title, severity=severity, timeout=timeout, markup=False)
 
     def keys_of(self, name: str) -> str:
         """Return the configured keys of an action, as the help displays them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from typing import Any
 
 from textual import events
 from textual.app import ComposeResult
@@ -12,7 +13,7 @@ from textual.reactive import reactive
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import N_DIGITS
-from flexinspect.panels.base import TracePlace, is_training_trace
+from flexinspect.panels.base import Panel, TracePlace, is_training_trace
 from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
 from flexinspect.tui import saved_state
 from flexinspect.tui.panel_view import PanelView
@@ -49,9 +50,9 @@ def loadable_panels(names: tuple[str, ...]) -> list[str]:
     return loadable[:MAX_SLOTS]
 
 
-def _panel_title(name: str) -> Content:
+def _panel_title(panel: Panel[Any, Any]) -> Content:
     """Return the title of a panel, with the number that its digit key has."""
-    panel, number = load_panel(name), panel_number(name)
+    number = panel_number(panel.name)
     return Content(f"{number} {panel.title}" if number <= N_DIGITS else panel.title)
 
 
@@ -80,29 +81,24 @@ class Slot(Container):
 
     def __init__(self, name: str, session: TraceSession, pool: Executor) -> None:
         super().__init__(classes="slot")
-        self.panel_name = name
         self.view = PanelView(load_panel(name), session, pool, self._show_note)
         self._shown_note = ("", False)
 
     def compose(self) -> ComposeResult:
-        """Yield the view of the panel."""
-        self.border_title = _panel_title(self.panel_name)
+        self.border_title = _panel_title(self.view.panel)
         self.view.set_reactive(PanelView.place, self.place)
         yield self.view
 
     def watch_place(self, place: TracePlace) -> None:
-        """Pass the place on to the panel."""
         self.view.place = place
 
     def watch_version(self, version: int) -> None:
-        """Pass the version on to the panel."""
         self.view.version = version
 
     def replace(self, name: str) -> None:
         """Show another panel in this frame. Raises `FlexInspectError` if it does not load."""
         self.view.show_panel(load_panel(name))
-        self.panel_name = name
-        self.border_title = _panel_title(name)
+        self.border_title = _panel_title(self.view.panel)
         self._show_note("", False)
 
     def _show_note(self, note: str, alarm: bool) -> None:
@@ -181,17 +177,17 @@ class Slots(Container):
 
     def _swap_panel(self, target_slot: Slot, name: str) -> None:
         """Put a panel into a frame; a hidden frame that had it gets the other panel."""
-        other = next((slot for slot in self._all_slots() if slot.panel_name == name), None)
-        before = target_slot.panel_name
+        other = next((s for s in self._all_slots() if s.view.panel.name == name), None)
+        before = target_slot.view.panel.name
         target_slot.replace(name)
         if other is not None:
             other.replace(before)
         self._save_layout()
 
     def _save_layout(self) -> None:
-        names = tuple(slot.panel_name for slot in self._all_slots())
         if self._is_training:
             return  # not the panels that the user chose for generations
+        names = tuple(slot.view.panel.name for slot in self._all_slots())
         alone = "" if self._maximized is None else names[self._maximized]
         saved_state.save_state(panels=names, slots=self._n_requested, alone=alone)
 
@@ -210,7 +206,6 @@ class Slots(Container):
         self.lay_out()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Lay out for the new size."""
         self.lay_out()
 
     def lay_out(self) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from textual import events
-from textual.geometry import Size
 from textual.message import Message
 from textual.reactive import reactive
 from textual.screen import Screen
@@ -33,6 +32,9 @@ from flexinspect.tui.trace_session import TraceSession
 PanelLoadRequest = tuple[Panel[Any, Any], Request[Any], int]
 """A panel, its request, and the version of the trace to load it from."""
 
+PlaceLoadRequest = tuple[TracePlace, int]
+"""A place, and the version of the trace to load it from."""
+
 LoadResult = tuple[Any, tuple[list[str], str] | None]
 """The loaded data; or None, with lines that explain why and their style."""
 
@@ -41,15 +43,43 @@ NoteCallback = Callable[[str, bool], None]
 """Receives the note of a new picture, and whether it is an alarm."""
 
 
-class PanelView(Canvas, can_focus=True):
-    """A panel on the screen, bound to the screen's `place` and `version`.
+class LoadedCanvas(Canvas):
+    """A canvas bound to the screen's `place` and `version`, whose data a `loader` loads.
 
-    While a load runs, only the newest request is kept, so loads never queue up. Any exception of a
-    panel is shown in place of the panel and does not end the interface.
+    While a load runs, only the newest request is kept, so loads never queue up.
     """
 
     place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False, init=False)
+    loader: Loader[Any, Any]
+
+    def on_mount(self) -> None:
+        self.run_worker(self.loader.run(), exclusive=True)
+        self.loader.request_load()
+
+    def watch_place(self) -> None:
+        self.loader.request_load()
+
+    def watch_version(self) -> None:
+        self.loader.request_load()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.repaint()
+
+    def place_request(self) -> PlaceLoadRequest:
+        """Return the current request of lines that depend on nothing but the place."""
+        return self.place, self.version
+
+    def preload(self, place: TracePlace) -> None:
+        """Load the data of a place that the user will probably visit next."""
+        self.loader.preload((place, self.version))
+
+
+class PanelView(LoadedCanvas, can_focus=True):
+    """A panel on the screen.
+
+    Any exception of a panel is shown in place of the panel and does not end the interface.
+    """
 
     @dataclass
     class NavigationRequest(Message):
@@ -65,66 +95,38 @@ class PanelView(Canvas, can_focus=True):
         self.panel = panel
         self._note = note
         self._session = session
-        self._options: Any = panel.options()
-        self._loader = Loader(pool, self._next_request, self._load_panel, self._show_loaded)
+        self.options: Any = panel.options()
+        self.loader = Loader(pool, self._next_request, self._load_panel, self._show_loaded)
         self._request: Request[Any] | None = None
         self._data: Any = None
         self._error: tuple[list[str], str] | None = None
 
-    @property
-    def loader(self) -> Loader[Any, Any]:
-        """The loader of the panel, idle once everything requested has been painted."""
-        return self._loader
-
-    @property
-    def options(self) -> Any:
-        """The current options of the panel."""
-        return self._options
-
-    def on_mount(self) -> None:
-        """Start the loader."""
-        self.run_worker(self._loader.run(), exclusive=True)
-
-    def watch_place(self) -> None:
-        """Load the new place."""
-        self.request_load()
-
-    def watch_version(self) -> None:
-        """Load from the new version of the trace."""
-        self.request_load()
-
-    def request_load(self) -> None:
-        """Load and paint as soon as possible."""
-        self._loader.request_load()
-
     def on_show(self) -> None:
         """Load again: the place may have changed while the view was hidden."""
-        self.request_load()
+        self.loader.request_load()
 
     def on_resize(self, event: events.Resize) -> None:
         """Paint in the new size; load again if the data depend on it."""
         if self.panel.depends_on_size or self._request is None:
-            self.request_load()
+            self.loader.request_load()
         else:
             self._request = self._make_request()
             self.repaint()
 
     def preload(self, place: TracePlace) -> None:
-        """Load the data of a place that the user will probably visit next."""
         if not self._is_hidden():
-            self._loader.preload((self.panel, self._make_request(place), self.version))
+            self.loader.preload((self.panel, self._make_request(place), self.version))
 
     def _make_request(self, place: TracePlace | None = None) -> Request[Any]:
-        size: Size = self.size
-        width, height = max(size.width, 1), max(size.height, 1)
-        return Request(place or self.place, self._options, width, height)
+        width, height = max(self.size.width, 1), max(self.size.height, 1)
+        return Request(place or self.place, self.options, width, height)
 
     def show_panel(self, panel: Panel[Any, Any]) -> None:
         """Replace the panel."""
-        self.panel, self._options = panel, panel.options()
+        self.panel, self.options = panel, panel.options()
         self._request = self._data = self._error = None
         self.show(())
-        self.request_load()
+        self.loader.request_load()
 
     def _is_hidden(self) -> bool:
         hidden = self.parent is not None and not getattr(self.parent, "display", True)
@@ -187,37 +189,33 @@ class PanelView(Canvas, can_focus=True):
 
     def handle_action(self, action: str) -> None:
         """Pass an action on to the panel."""
-        if self._data is not None and self._error is None and self._request is not None:
-            self._apply_result(
-                self._call_panel(self.panel.on_action, action, self._data, self._make_request())
-            )
+        self._call_panel(self.panel.on_action, action)
 
-    def _call_panel(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call_panel(self, handler: Callable[..., Any], *event: Any, **options: Any) -> None:
+        """Call a handler of the panel, and apply the place or the options that it returns."""
+        if self._data is None or self._error is not None or self._request is None:
+            return
         try:
-            return call(*args, **kwargs)
+            result = handler(*event, self._data, self._make_request(), **options)
         except FlexInspectError as error:
-            self.notify(error.sentence(), severity="error", markup=False)
+            self.notify(error.sentence(), severity="error")
         except Exception as error:
-            self.notify(
-                "\n".join(_describe_failure(self.panel, error)), severity="error", markup=False
-            )
-        return None
-
-    def _apply_result(self, result: Any) -> None:
-        if isinstance(result, Navigate):
-            self.post_message(self.NavigationRequest(self, result))
-        elif result is not None and result != self._options:
-            self._options = result
-            self.request_load()
+            self.notify("\n".join(_describe_failure(self.panel, error)), severity="error")
+        else:
+            if isinstance(result, Navigate):
+                self.post_message(self.NavigationRequest(self, result))
+            elif result is not None and result != self.options:
+                self.options = result
+                self.loader.request_load()
 
     def on_click(self, event: events.Click) -> None:
         """Pass a click on to the panel."""
-        self._handle_mouse(event.x, event.y, click=True)
+        self._call_panel(self.panel.on_mouse, event.x, event.y, click=True)
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
         """Pass the mouse position on to a panel with a cursor."""
         if "cursor.left" in self.panel.actions and event.button == 0:
-            self._handle_mouse(event.x, event.y, click=False)
+            self._call_panel(self.panel.on_mouse, event.x, event.y, click=False)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         """Scroll a list, or zoom out of a picture."""
@@ -233,14 +231,6 @@ class PanelView(Canvas, can_focus=True):
                 event.stop()
                 self.handle_action(action)
                 return
-
-    def _handle_mouse(self, x: int, y: int, *, click: bool) -> None:
-        if self._data is None or self._error is not None or self._request is None:
-            return
-        request = self._make_request()
-        self._apply_result(
-            self._call_panel(self.panel.on_mouse, x, y, self._data, request, click=click)
-        )
 
 
 def _describe_failure(panel: Panel[Any, Any], error: Exception) -> list[str]:

@@ -97,24 +97,18 @@ def known_traces(folder: Path | None = None) -> Sequence[Path]:
 
     `folder` defaults to the current one.
     """
-    in_folder: list[Path] = []
-    with suppress(OSError):
-        in_folder = sorted((folder or Path.cwd()).absolute().glob("*.flextrace"), key=_sort_key)[
-            :N_RECENT
-        ]
-    traces = (*map(Path, load_state().recent), *in_folder)
-    return list(dict.fromkeys(path for path in traces if _exists(path)))[: 2 * N_RECENT]
-
-
-def _exists(path: Path) -> bool:
     try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _sort_key(path: Path) -> float:
-    try:
-        return -path.stat().st_mtime
+        in_folder = [*(folder or Path.cwd()).absolute().glob("*.flextrace")]
     except OSError:
+        in_folder = []
+    newest = sorted(in_folder, key=lambda path: -_modified_at(path))[:N_RECENT]
+    traces = dict.fromkeys([*map(Path, load_state().recent), *newest])
+    return [path for path in traces if _modified_at(path)][: 2 * N_RECENT]
+
+
+def _modified_at(path: Path) -> float:
+    """Return when a file was changed, 0 without one."""
+    try:
+        return path.stat().st_mtime if path.is_file() else 0.0
+    except (OSError, ValueError):
         return 0.0

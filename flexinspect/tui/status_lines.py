@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 from textual import events
 from textual.content import Content
@@ -20,7 +19,7 @@ from flexinspect.panels.findings_panel import FindingSummary, load_summary
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.query_results import StepRow
 from flexinspect.tui.capture_client import CaptureStatus
-from flexinspect.tui.panel_view import Loader, theme_of
+from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.trace_session import RunStatus, TraceSession
 
 BAR_WIDTH = 30
@@ -52,9 +51,9 @@ def banner_text(status: RunStatus, seconds: int = 0) -> tuple[str, str]:
             lines[0] += f"  {_format_bar(stage / len(STAGES))} {stage + 1} of {len(STAGES)}"
         else:
             lines[0] += " …"
-        return "\n".join(
-            [*lines, *([escape_unprintable(status.detail)] if status.detail else [])]
-        ), "busy"
+        if status.detail:
+            lines.append(escape_unprintable(status.detail))
+        return "\n".join(lines), "busy"
     if status.last_step is None:
         return "This trace has no step: the run ended before its first token.", "bad"
     return "", ""
@@ -102,65 +101,6 @@ class StatusBanner(Static):
         self.display = bool(text)
         self.set_class(kind == "bad", "bad")
         self.update(Content(text))
-
-
-R = TypeVar("R")
-PlaceLoadRequest = tuple[TracePlace, int]
-"""A place, and the version of the trace to load it from."""
-
-
-class LoadedLines(Canvas, Generic[R]):
-    """Lines bound to the screen's `place` and `version`; subclasses load and draw."""
-
-    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
-    version: reactive[int] = reactive(0, repaint=False, init=False)
-
-    def __init__(self, session: TraceSession, pool: Executor, *, id: str) -> None:  # noqa: A002
-        super().__init__(id=id)
-        self._session = session
-        self._loader: Loader[PlaceLoadRequest, R] = Loader(
-            pool,
-            self._next_request,
-            lambda request: self._load(request[0]),
-            lambda _, loaded: self._show_loaded(loaded),
-        )
-
-    def _load(self, place: TracePlace) -> R:
-        """Return the data to draw. Runs in a worker thread."""
-        raise NotImplementedError
-
-    def _show_loaded(self, loaded: R) -> None:
-        """Draw the loaded data."""
-        raise NotImplementedError
-
-    @property
-    def loader(self) -> Loader[Any, Any]:
-        """The loader of the lines, idle once everything requested has been drawn."""
-        return self._loader
-
-    def on_mount(self) -> None:
-        """Start the loader."""
-        self.run_worker(self._loader.run(), exclusive=True)
-        self._loader.request_load()
-
-    def preload(self, place: TracePlace) -> None:
-        """Load the data of a place that the user will probably visit next."""
-        self._loader.preload((place, self.version))
-
-    def _next_request(self) -> PlaceLoadRequest:
-        return self.place, self.version
-
-    def watch_place(self) -> None:
-        """Load the new place."""
-        self._loader.request_load()
-
-    def watch_version(self) -> None:
-        """Load from the new version of the trace."""
-        self._loader.request_load()
-
-    def on_resize(self, event: events.Resize) -> None:
-        """Draw in the new size."""
-        self.repaint()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +153,9 @@ def header_parts(
 
 def _format_level(status: RunStatus, capture_status: CaptureStatus) -> str:
     """Return the current level: a command may have changed that of the manifest."""
-    return _live_level(capture_status) or escape_unprintable(str(status.run.get("level", "")))
-
-
-def _live_level(capture_status: CaptureStatus) -> str:
-    return capture_status.status.level if capture_status.status is not None else ""
+    if capture_status.status is not None:
+        return capture_status.status.level
+    return escape_unprintable(str(status.run.get("level", "")))
 
 
 _HALT_TEXTS = {"paused": "paused", "pausing": "pausing", "holding": "done, model held"}
@@ -263,34 +201,19 @@ def format_finding_summary(summary: FindingSummary | None) -> tuple[str, str]:
 _FINDING_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "text"}
 
 
-class TraceHeader(LoadedLines[HeaderData]):
+class TraceHeader(LoadedCanvas):
     """The header. It also loads the summary of findings and passes it to the finding line."""
 
     DEFAULT_CSS = "TraceHeader { height: 1; }"
     following: reactive[bool] = reactive(True, repaint=False, init=False)
+    capture_status: reactive[CaptureStatus] = reactive(_NO_CAPTURE, repaint=False, init=False)
 
     def __init__(self, session: TraceSession, pool: Executor, findings: FindingLine) -> None:
-        super().__init__(session, pool, id="header")
-        self._findings = findings
+        super().__init__(id="header")
+        self._session, self._findings = session, findings
+        self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
         self._data = HeaderData()
         self.status = RunStatus()
-        self._capture_status = CaptureStatus()
-
-    @property
-    def capture_status(self) -> CaptureStatus:
-        """The state of the capture."""
-        return self._capture_status
-
-    @capture_status.setter
-    def capture_status(self, capture_status: CaptureStatus) -> None:
-        before = self._capture_status
-        changed = (_format_halt(capture_status), _live_level(capture_status)) != (
-            _format_halt(before),
-            _live_level(before),
-        )
-        self._capture_status = capture_status
-        if changed:
-            self.repaint()
 
     def watch_place(self) -> None:
         """Show the new step number at once, before its data are loaded."""
@@ -303,11 +226,13 @@ class TraceHeader(LoadedLines[HeaderData]):
         self.repaint()
 
     def watch_following(self) -> None:
-        """Show whether the newest step is followed."""
         self.repaint()
 
-    def _load(self, place: TracePlace) -> HeaderData:
-        source = self._session.source
+    def watch_capture_status(self) -> None:
+        self.repaint()
+
+    def _load(self, request: PlaceLoadRequest) -> HeaderData:
+        source, place = self._session.source, request[0]
         if source is None:
             return HeaderData()
         try:
@@ -316,26 +241,22 @@ class TraceHeader(LoadedLines[HeaderData]):
         except FlexInspectError:
             return HeaderData()  # the panels show the reason
 
-    def _show_loaded(self, loaded: HeaderData) -> None:
+    def _show_loaded(self, request: PlaceLoadRequest, loaded: HeaderData) -> None:
         self._data = loaded
         self.repaint()
         self._findings.show_summary(loaded.summary)
 
     def repaint(self) -> None:
-        """Draw the header."""
         if self.size.width:
-            step = self._data.step if self._data.step and self._is_current() else None
+            step = self._data.step
             parts = header_parts(
                 self.status,
                 self.place,
-                step,
+                step if step is not None and step.step == self.place.step else None,
                 following=self.following,
-                capture_status=self._capture_status,
+                capture_status=self.capture_status,
             )
             self.show([header(parts, self.size.width, theme_of(self.app))])
-
-    def _is_current(self) -> bool:
-        return self._data.step is not None and self._data.step.step == self.place.step
 
 
 class FindingLine(Canvas):
@@ -363,18 +284,15 @@ class FindingLine(Canvas):
         self.repaint()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Draw in the new width."""
         self.repaint()
 
     def repaint(self) -> None:
-        """Draw the line."""
         if not self.size.width:
             return
         theme = theme_of(self.app)
-        text, style = format_finding_summary(self._summary)
         if self._finding is not None:
-            text, style = (
-                escape_unprintable(self._finding.sentence),
-                _FINDING_STYLES[self._finding.severity],
-            )
+            text = escape_unprintable(self._finding.sentence)
+            style = _FINDING_STYLES[self._finding.severity]
+        else:
+            text, style = format_finding_summary(self._summary)
         self.show([line([(text, theme.style(style))], self.size.width, theme.style("text"))])

@@ -14,15 +14,14 @@ from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import Span, line
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, row_around
-from flexinspect.panels.base import Missing, Navigate, TracePlace
+from flexinspect.panels.base import Missing, Navigate
 from flexinspect.panels.token_window import (
     TokenWindow,
     load_token_window,
     segment_at,
     token_cells,
 )
-from flexinspect.tui.panel_view import theme_of
-from flexinspect.tui.status_lines import LoadedLines
+from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.trace_session import TraceSession
 
 TOKEN_RADIUS = 96
@@ -80,7 +79,7 @@ def _label_candidates(row: TokenCellRow, window: TokenWindow) -> list[tuple[int,
     return labels
 
 
-class TokenStrip(LoadedLines[TokenWindow | None]):
+class TokenStrip(LoadedCanvas):
     """Two lines with the tokens around the screen's place."""
 
     DEFAULT_CSS = "TokenStrip { height: 2; }"
@@ -92,18 +91,20 @@ class TokenStrip(LoadedLines[TokenWindow | None]):
         target: Navigate
 
     def __init__(self, session: TraceSession, pool: Executor) -> None:
-        super().__init__(session, pool, id="strip")
+        super().__init__(id="strip")
+        self._session = session
+        self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
         self._window: TokenWindow | None = None
         self._row: TokenCellRow | None = None
 
-    def _load(self, place: TracePlace) -> TokenWindow | None:
-        source = self._session.source
+    def _load(self, request: PlaceLoadRequest) -> TokenWindow | None:
+        source, place = self._session.source, request[0]
         try:
             return None if source is None else load_token_window(source, place, TOKEN_RADIUS)
         except (Missing, FlexInspectError):
             return None  # the panels show the reason
 
-    def _show_loaded(self, loaded: TokenWindow | None) -> None:
+    def _show_loaded(self, request: PlaceLoadRequest, loaded: TokenWindow | None) -> None:
         self._window = loaded
         self.repaint()
 

@@ -19,7 +19,6 @@ from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import TraceError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.panel_source import Source
-from flexinspect.trace.file.location import delete_trace
 from flexinspect.trace.queries.range_queries import step_bounds
 from flexinspect.trace.queries.search_queries import n_generations, newest_events
 from flexinspect.trace.query_results import EventRow
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 LAST_LINES = 6
 CHECK_EVERY_S = 1.0
 """How often the process of a trace that is not ours is checked for being alive."""
-MAX_PRINTS = 1000
 MAX_EVENTS = 64
 """Newest events of a kind that are read: older phases do not matter any more."""
 
@@ -67,7 +65,8 @@ class TraceSession:
 
     `poll` must be called from one thread at a time. Raises `TraceError` for a trace that could not
     be read. When the interface closes, the process is interrupted, unless `is_detached` (it
-    continues) or `is_ending` (it was asked to end).
+    continues) or `is_ending` (it was asked to end). `exit_code` is None while the process runs and
+    when there is none; `is_stopping` tells that it was interrupted.
     """
 
     def __init__(self, path: Path | None = None, process: Capture | None = None) -> None:
@@ -78,11 +77,10 @@ class TraceSession:
         self._status = RunStatus()
         self._last_event = 0
         self._last_poll: tuple[Any, ...] = ()
-        self._exit_code: int | None = None
-        self._interrupted = self.is_detached = self.is_ending = False
+        self.exit_code: int | None = None
+        self.is_stopping = self.is_detached = self.is_ending = False
         self._next_check = 0.0
-        self.prints: deque[str] = deque(maxlen=MAX_PRINTS)
-        self.debugger_messages: deque[str] = deque(maxlen=MAX_PRINTS)
+        self.debugger_messages: deque[str] = deque()
         """Messages for the user of a debugger; the screen that shows them removes them."""
         self._last_debugger_event = 0
         if path is not None:
@@ -96,8 +94,7 @@ class TraceSession:
         return cls(process=start_capture(job))
 
     def _attach(self, path: Path) -> None:
-        if self.reader is not None:
-            self.reader.close()
+        self.close()
         self.path, self.reader = path, TraceReader(path)
         self.source = Source(self.reader)
         self._last_poll = ()
@@ -107,17 +104,18 @@ class TraceSession:
 
         Takes microseconds if nothing has changed. Raises `TraceError`.
         """
-        moved = self._follow_process()
-        if self.reader is None:
-            return self._starting_status(moved)
-        changed = self.reader.changed()
-        poll_key = (generation, branch, self._exit_code, id(self.reader))
-        self._drain_prints()
-        moved = moved or self._has_died()
-        if not changed and not moved and self._last_poll == poll_key:
+        self._follow_process()
+        has_changed = self.reader is not None and (self.reader.changed() or self._has_died())
+        poll_key = (generation, branch, self.exit_code)
+        if not has_changed and self._last_poll == poll_key:
             return None
         self._last_poll = poll_key
-        self._status = self._read_status(self.reader, generation, branch)
+        if self.reader is not None:
+            self._status = self._read_status(self.reader, generation, branch)
+        elif self.exit_code is None:
+            self._status = RunStatus()
+        else:
+            self._status = RunStatus("failed", phase="", error_lines=self._process_errors())
         return self._status
 
     def _has_died(self) -> bool:
@@ -128,61 +126,37 @@ class TraceSession:
         self._next_check = now + CHECK_EVERY_S
         return not is_recorder_alive(self._status.run)
 
-    def _drain_prints(self) -> None:
-        """Store the last lines that the user's code printed."""
-        while self.process is not None and not self.process.state.prints.empty():
-            self.prints.append(self.process.state.prints.get())
-
-    def _follow_process(self) -> bool:
-        """Process the state of our process; return True when it has just ended."""
+    def _follow_process(self) -> None:
+        """Open the trace of our process once there is one, and finish it when it has ended."""
         process = self.process
-        if process is None or self._exit_code is not None:
-            return False
+        if process is None or self.exit_code is not None:
+            return
         state = process.state
         if self.reader is None and state.recording is not None and not state.is_over:
             with suppress(TraceError):
                 self._attach(state.recording)
-        self._exit_code = process.poll()
-        if self._exit_code is None:
-            return False
-        self._finish_process(process)
-        return True
+        self.exit_code = process.poll()
+        if self.exit_code is None:
+            return
+        from flexinspect.launch.crash import finish_trace  # loads rules
 
-    def _finish_process(self, process: Capture) -> None:
-        """After the end of the process, finish its trace if necessary, and reopen it."""
-        state = process.state
-        if self.reader is not None:
-            self.reader.close()
-        if not state.is_over and state.recording is not None and state.recording.exists():
-            from flexinspect.launch.crash import close_crashed_trace  # loads rules
-
-            close_crashed_trace(state.recording, process, self._exit_code or 0)
-            state.path = state.recording
-        elif state.is_over and state.path is None and state.recording is not None:
-            delete_trace(state.recording)
-        if state.path is not None and state.path.exists():
-            self._attach(state.path)
+        self.close()
+        path = finish_trace(process, self.exit_code)
+        if path is not None:
+            self._attach(path)
         else:
             self.reader = self.source = None
-
-    def _starting_status(self, moved: bool) -> RunStatus | None:
-        if not moved and self._last_poll == ("starting", self._exit_code):
-            return None
-        self._last_poll = ("starting", self._exit_code)
-        self._status = RunStatus(
-            state="starting" if self._exit_code is None else "failed",
-            phase="starting the capture process" if self._exit_code is None else "",
-            error_lines=self._process_errors(),
-        )
-        return self._status
 
     def _read_status(self, reader: TraceReader, generation: int, branch: int) -> RunStatus:
         with reader.snapshot():
             state = reader.state
-            first, last = step_bounds(reader, generation, branch) or (0, None)
+            first, last_step = step_bounds(reader, generation, branch) or (0, None)
             phase, fraction, detail = self._read_phase(reader)
             if state == "recording":
-                self._read_debugger_events(reader)
+                last = self._last_debugger_event
+                for row in newest_events(reader, "debugger", last, MAX_EVENTS):
+                    self._last_debugger_event = row.id
+                    self.debugger_messages.append(row.event.text)
             status = RunStatus(
                 state=state,
                 phase=phase,
@@ -191,7 +165,7 @@ class TraceSession:
                 run={**reader.run(), "model": reader.model(generation)},
                 generations=n_generations(reader),
                 first_step=first,
-                last_step=last,
+                last_step=last_step,
             )
         return self._with_errors(status)
 
@@ -211,35 +185,26 @@ class TraceSession:
                 fraction = None
         return phase, fraction, detail
 
-    def _read_debugger_events(self, reader: TraceReader) -> None:
-        for row in newest_events(reader, "debugger", self._last_debugger_event, MAX_EVENTS):
-            self._last_debugger_event = row.id
-            self.debugger_messages.append(row.event.text)
-
     def _with_errors(self, status: RunStatus) -> RunStatus:
-        if (
-            status.state == "recording"
-            and self.process is None
-            and not is_recorder_alive(status.run)
-        ):
+        is_foreign = status.state == "recording" and self.process is None
+        if is_foreign and not is_recorder_alive(status.run):
             reason = "Its process ended without finishing the trace; all finished steps are here."
             return replace(status, state="dead", error_lines=(reason,))
         if status.state in ("failed", "interrupted"):
-            return replace(
-                status, error_lines=self._process_errors() or _trace_errors(status, self.reader)
-            )
+            lines = self._process_errors() or _trace_errors(status, self.reader)
+            return replace(status, error_lines=lines)
         return status
 
     def _process_errors(self) -> tuple[str, ...]:
         """Return why our process failed: its error, or its exit code and last lines of stderr."""
         process = self.process
-        if process is None or self._exit_code in (None, 0, 130):
+        if process is None or self.exit_code in (None, 0, 130):
             return ()
         state = process.state
         if state.error:
             return tuple(escape_unprintable(text) for text in (state.error, state.hint) if text)
         last = [escape_unprintable(line) for line in process.last_stderr_lines()[-LAST_LINES:]]
-        return (process.describe_exit(self._exit_code or 0), *last)
+        return (process.describe_exit(self.exit_code or 0), *last)
 
     @property
     def is_waiting(self) -> bool:
@@ -251,16 +216,6 @@ class TraceSession:
         """Whether our process has removed its trace, as it does when nothing ran."""
         return self.process is not None and self.path is not None and not self.path.exists()
 
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code of the process, None while it runs or when there is none."""
-        return self._exit_code
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether our process was asked to end."""
-        return self._interrupted
-
     def interrupt(self) -> None:
         """Ask our process, once, to end its generation and finish its trace.
 
@@ -268,8 +223,8 @@ class TraceSession:
         """
         if self.process is None or self.process.state.is_over:
             return
-        if not self._interrupted:
-            self._interrupted = True
+        if not self.is_stopping:
+            self.is_stopping = True
             self.process.interrupt()
 
     def detach(self) -> bool:

@@ -30,8 +30,7 @@ from flexinspect.records.step import (
     MaskRecord,
     StepRecord,
 )
-from flexinspect.rules.masks.block_tables import BlockTablesRule
-from flexinspect.rules.masks.mask_findings import STALE_TABLES
+from flexinspect.rules.masks.block_tables import STALE_TABLES, BlockTablesRule
 from flexinspect.trace.file import writer as append
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
@@ -103,7 +102,7 @@ def test_two_reviews_at_once_store_one(path: Path) -> None:
 def test_a_rule_that_fails_is_off_and_the_others_continue(path: Path) -> None:
     with open_trace(path) as reader:
         review(reader, [Broken(), Slow()])
-        off = [row.event.text for row in reader.events() if row.event.kind == "rule-off"]
+        off = [row.event.text for row in reader.events() if row.event.kind == "rule-disabled"]
     assert off[0].startswith("The rule 'broken' failed at step 2 and is off: ValueError")
     assert len(findings_of(path, "slow.long-token")) == 2
 
@@ -306,10 +305,10 @@ def test_a_rule_that_runs_offline_sees_the_block_tables_of_a_compiled_call(tmp_p
         q_offset=0,
         block_q=4,
         block_kv=4,
-        rule="user.masks.causal",
+        mask_mod="user.masks.causal",
         compiled=True,
         partial=lists_one_block,
-        ruled=opens_two_blocks,
+        mask_mod_blocks=opens_two_blocks,
     )
     call = CallRecord(
         layer=0,

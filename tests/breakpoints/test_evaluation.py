@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexinspect.breakpoints import (
+from flexinspect.breakpoints.evaluation import (
     Observation,
     StepObservations,
     Unknown,
+    describe_unknown,
     evaluate,
-    evaluate_with_layer,
+    hit_reason,
     observe_step,
-    parse,
 )
-from flexinspect.breakpoints.evaluation import describe_unknown, hit_reason
-from flexinspect.breakpoints.store import Breakpoint, BreakpointOptions, make_hit
-from flexinspect.breakpoints.syntax_tree import matches_module
+from flexinspect.breakpoints.grammar import parse
+from flexinspect.breakpoints.store import Breakpoint, make_hit
+from flexinspect.breakpoints.syntax_tree import matches_module, to_text
+from flexinspect.control.messages import BreakpointInfo
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import (
     CallRecord,
@@ -96,12 +97,12 @@ FAILS = (
 
 @pytest.mark.parametrize("text", HOLDS)
 def test_it_holds(text: str) -> None:
-    assert evaluate(parse(text), observe_step(STEP)) is True
+    assert evaluate(parse(text), observe_step(STEP)).holds is True
 
 
 @pytest.mark.parametrize("text", FAILS)
 def test_it_does_not_hold(text: str) -> None:
-    assert evaluate(parse(text), observe_step(STEP)) is False
+    assert evaluate(parse(text), observe_step(STEP)).holds is False
 
 
 def test_a_value_that_was_not_recorded_is_unknown() -> None:
@@ -117,46 +118,46 @@ def test_a_value_that_was_not_recorded_is_unknown() -> None:
         "not fallback": ("fallback",),
         "cuda_peak > 1": ("cuda_peak",),
     }.items():
-        assert evaluate(parse(text), observe_step(basic)) == Unknown(missing)
+        assert evaluate(parse(text), observe_step(basic)).holds == Unknown(missing)
 
 
 def test_an_unknown_matters_only_where_it_decides() -> None:
     facts = StepObservations({"step": 5})
-    assert evaluate(parse("entropy > 3 and step > 9"), facts) is False
-    assert evaluate(parse("entropy > 3 or step == 5"), facts) is True
-    assert evaluate(parse("entropy > 3 and step == 5"), facts) == Unknown(("entropy",))
-    assert not evaluate(parse("entropy > 3"), facts)
+    assert evaluate(parse("entropy > 3 and step > 9"), facts).holds is False
+    assert evaluate(parse("entropy > 3 or step == 5"), facts).holds is True
+    assert evaluate(parse("entropy > 3 and step == 5"), facts).holds == Unknown(("entropy",))
+    assert not evaluate(parse("entropy > 3"), facts).holds
 
 
 def test_an_unobserved_choice_is_unknown() -> None:
     unseen = replace(LOGITS, chosen_id=-1, chosen_rank=-1, chosen_logprob=math.nan)
     facts = observe_step(replace(STEP, logits=unseen, tokens=()))
-    assert evaluate(parse("rank > 0"), facts) == Unknown(("rank",))
-    assert evaluate(parse("prob < 0.1"), facts) == Unknown(("prob",))
-    assert evaluate(parse("entropy > 3"), facts) is True
+    assert evaluate(parse("rank > 0"), facts).holds == Unknown(("rank",))
+    assert evaluate(parse("prob < 0.1"), facts).holds == Unknown(("prob",))
+    assert evaluate(parse("entropy > 3"), facts).holds is True
 
 
 def test_a_nan_in_a_layers_record_is_reported_with_its_location() -> None:
     facts = observe_step(replace(STEP, layer_stats=(stats(0), stats(1, n_nan=3))))
-    verdict = evaluate_with_layer(parse("nan"), facts)
+    verdict = evaluate(parse("nan"), facts)
     assert verdict.holds is True
     said = hit_reason(parse("nan"), facts, verdict)
     assert said == (
         'nan: step 5 (decode) of generation 1: 3 NaN values in model.layers.1; it chose " Paris"'
     )
-    assert evaluate(parse("nan and layer == 0"), facts) is False
-    assert evaluate(parse("nan @ layers.1"), facts) is True
+    assert evaluate(parse("nan and layer == 0"), facts).holds is False
+    assert evaluate(parse("nan @ layers.1"), facts).holds is True
 
 
 def test_checked_modules_without_an_observation_are_false() -> None:
     text = "nan @ layers.*.self_attn"
     facts = observe_step(STEP, checked=[text])
-    assert evaluate(parse(text), facts) is False
+    assert evaluate(parse(text), facts).holds is False
     seen = Observation("nan", "model.layers.2.self_attn", 2, "a NaN in model.layers.2.self_attn")
-    assert evaluate(parse(text), observe_step(STEP, observed=[seen])) is True
-    assert evaluate(parse("nan @ layers.*.mlp"), observe_step(STEP, observed=[seen])) == Unknown(
-        ("nan @ layers.*.mlp",)
-    )
+    assert evaluate(parse(text), observe_step(STEP, observed=[seen])).holds is True
+    assert evaluate(
+        parse("nan @ layers.*.mlp"), observe_step(STEP, observed=[seen])
+    ).holds == Unknown(("nan @ layers.*.mlp",))
 
 
 def test_modules_match_by_the_last_parts_of_their_names() -> None:
@@ -183,7 +184,7 @@ def test_any_pattern_matches_or_does_not(pattern: str, name: str) -> None:
 def test_the_reason_names_place_values_and_token() -> None:
     def said(text: str) -> str:
         return hit_reason(
-            parse(text), observe_step(STEP), evaluate_with_layer(parse(text), observe_step(STEP))
+            parse(text), observe_step(STEP), evaluate(parse(text), observe_step(STEP))
         )
 
     where = "step 5 (decode) of generation 1"
@@ -209,11 +210,14 @@ def test_an_unknown_result_is_reported_with_the_step() -> None:
 def test_a_hit_names_the_layer_of_its_observation(text: str, layer: int | None) -> None:
     seen = (Observation("empty-row", "", 0, "a row"), Observation("nan", "a.mlp", 2, "a NaN"))
     facts, expression = observe_step(STEP, observed=seen), parse(text)
-    verdict = evaluate_with_layer(expression, facts)
+    verdict = evaluate(expression, facts)
     assert verdict.holds is True
     assert (
         make_hit(
-            Breakpoint(1, expression, BreakpointOptions()), facts, verdict, in_forward=False
+            Breakpoint(BreakpointInfo(1, to_text(expression)), expression),
+            facts,
+            verdict,
+            in_forward=False,
         ).layer
         == layer
     )

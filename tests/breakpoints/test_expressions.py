@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexinspect.breakpoints import ExpressionError, parse, to_text
-from flexinspect.breakpoints.grammar import MAX_EXPRESSION_LENGTH
+from flexinspect.breakpoints.grammar import MAX_EXPRESSION_LENGTH, parse
 from flexinspect.breakpoints.names import (
     COMPARISONS,
     OBSERVATIONS,
@@ -20,16 +19,16 @@ from flexinspect.breakpoints.store import BreakpointOptions, split_options
 from flexinspect.breakpoints.syntax_tree import (
     And,
     Compare,
-    Contains,
     Expression,
+    ExpressionError,
     FindingCondition,
-    Member,
     Name,
     Not,
     Number,
     ObservationCondition,
     Or,
     Text,
+    to_text,
 )
 from flexinspect.core.errors import UsageError
 
@@ -47,9 +46,9 @@ FORMS = {
     "finding * >= warning": FindingCondition("*", ">=", "warning"),
     "rss > 2 GiB": Compare(Name("rss"), ">", Number(2, "GiB")),
     "layer in (0, 3) or inf": Or(
-        (Member(Name("layer"), (Number(0), Number(3))), ObservationCondition("inf"))
+        (Compare(Name("layer"), "in", (Number(0), Number(3))), ObservationCondition("inf"))
     ),
-    '"un" in token': Contains(Text("un"), Name("token")),
+    '"un" in token': Compare(Text("un"), "in", Name("token")),
     "not (nan or inf)": Not(Or((ObservationCondition("nan"), ObservationCondition("inf")))),
 }
 
@@ -206,9 +205,9 @@ def _relations(draw: st.DrawFn) -> Expression:
     if word.kind is ValueKind.TEXT:
         texts = st.sampled_from(word.choices).map(Text) if word.choices else _texts
         if draw(st.booleans()):
-            return Member(name, tuple(draw(st.lists(texts, min_size=1, max_size=3))))
+            return Compare(name, "in", tuple(draw(st.lists(texts, min_size=1, max_size=3))))
         if draw(st.booleans()):
-            return Contains(draw(_texts), name)
+            return Compare(draw(_texts), "in", name)
         return Compare(name, draw(st.sampled_from(COMPARISONS[:2])), draw(texts))
     unit = draw(st.sampled_from(["", *UNITS])) if word.kind is ValueKind.BYTES else ""
     return Compare(name, draw(st.sampled_from(COMPARISONS)), Number(draw(_numbers), unit))

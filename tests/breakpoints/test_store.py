@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flexinspect.breakpoints import BreakpointStore, ExpressionError, HitAction, complete
+from flexinspect.breakpoints.completion import complete
+from flexinspect.breakpoints.store import BreakpointStore, HitAction
+from flexinspect.breakpoints.syntax_tree import ExpressionError
 
 
 def hits(book: BreakpointStore, n: int) -> list[str]:
@@ -63,7 +65,8 @@ def test_a_breakpoint_can_be_disabled_enabled_and_removed() -> None:
 
 def test_on_change_is_called_for_each_change() -> None:
     versions: list[int] = []
-    book = BreakpointStore(on_change=lambda: versions.append(book.version))
+    book = BreakpointStore()
+    book.on_change = lambda: versions.append(book.version)
     book.add("nan [once]")
     book.enable(1, False)
     book.enable(1, True)

@@ -58,8 +58,8 @@ def executed(trace: TraceReader, call: CallRecord) -> Cells:
     cells = mask(trace, call).cells
     assert cells is not None
     assert cells.shape[0] == 1
-    assert call.gate is not None
-    assert call.gate < (0.02 if call.dtype == "bfloat16" else 1e-3), call
+    assert call.lse_error is not None
+    assert call.lse_error < (0.02 if call.dtype == "bfloat16" else 1e-3), call
     return np.asarray(cells[0])
 
 
@@ -108,21 +108,21 @@ def facts_w04(trace: TraceReader) -> None:
 def facts_a01(trace: TraceReader) -> None:
     check_masks(trace, FLEX, [np.ones((12, 12), np.bool_)] * 2)
     for call in calls(trace, steps(trace)[0]):
-        assert str(mask(trace, call).rule).endswith("placeholder")
+        assert str(mask(trace, call).mask_mod).endswith("placeholder")
 
 
 def facts_a02(trace: TraceReader) -> None:
     cells = isolated([(1, 7), (9, 15)], 15, 15)
     for number, step in enumerate(steps(trace)):
         first, second = calls(trace, step)
-        assert (first.path, first.swallowed) == (FLEX, None)
+        assert (first.path, first.suppressed_exception) == (FLEX, None)
         assert np.array_equal(executed(trace, first), cells)
         if number < 2:
-            assert (second.path, second.swallowed) == (FLEX, None)
+            assert (second.path, second.suppressed_exception) == (FLEX, None)
             assert np.array_equal(executed(trace, second), cells)
         else:
             assert second.path == "sdpa"
-            assert second.swallowed == "RuntimeError: the flex call failed"
+            assert second.suppressed_exception == "RuntimeError: the flex call failed"
             assert np.array_equal(executed(trace, second), causal(15))
 
 
@@ -180,7 +180,7 @@ def facts_s03(trace: TraceReader) -> None:
 def facts_s04(trace: TraceReader) -> None:
     for step, path in zip(steps(trace), ("eager", "sdpa", FLEX), strict=True):
         for call in calls(trace, step):
-            cells, averaged = executed(trace, call), mask(trace, call).averaged
+            cells, averaged = executed(trace, call), mask(trace, call).uniform_rows
             assert call.path == path
             if path == "eager":
                 assert averaged is not None
@@ -267,7 +267,7 @@ def facts_o01(trace: TraceReader) -> None:
     mass = trace.array(0, 0, "attention.mass")
     assert mass is not None
     assert np.allclose(mass.sum(-1), 1, atol=1e-4)
-    (told,) = events(trace, "no-weights")
+    (told,) = events(trace, "not-attention-weights")
     assert (told.step, told.data) == (0, {"layer": 0, "shape": [1, 14, 32]})
 
 
@@ -289,7 +289,7 @@ def facts_origin(trace: TraceReader) -> None:
         made = calls(trace, step)
         assert [(call.layer, call.path) for call in made] == [(k, FLEX) for k in range(3)]
         assert all(np.array_equal(executed(trace, call), meant[:n, :n]) for call in made)
-        assert {call.handed for call in made} == {"none"}
+        assert {call.mask_passed_to_layer for call in made} == {"none"}
         assert [build.layer for build in trace.builds(0, step.step)] == [0, 1, 2]
     assert [step.kv_after for step in plain] == [15, 16, 17, 18]
     assert {call.path for step in plain for call in calls(trace, step)} == {"sdpa"}

@@ -70,13 +70,13 @@ def facts_p02(trace: TraceReader) -> None:
     told = graphs(trace)
     assert told[:5] == [("compiled",), *[("recompiled",)] * 4]
     assert told[5:10] == told[10:] == [*[("recompiled",)] * 2, *[()] * 3]
-    rules = [str(mask(trace, call).rule) for call in loose(trace)]
+    rules = [str(mask(trace, call).mask_mod) for call in loose(trace)]
     names = (
         "rule",
         *(f"__main__.over_a_{what}.<locals>.<lambda>" for what in ("number", "tensor")),
     )
     assert rules == [name for name in names for _ in range(5)]
-    sources = {mask(trace, call).rule_source for call in loose(trace)[:5]}
+    sources = {mask(trace, call).mask_mod_source for call in loose(trace)[:5]}
     assert sources == {"<string>:1"}
 
 
@@ -102,8 +102,8 @@ def facts_n01(trace: TraceReader) -> None:
     assert cells.shape == (4, 8, 8)
     assert all(np.array_equal(cells[head], causal(8)) for head in range(3))
     assert np.array_equal(cells[3], rows_up_to(1, 8, 8))
-    assert by_head.gate is not None
-    assert by_head.gate < 1e-3
+    assert by_head.lse_error is not None
+    assert by_head.lse_error < 1e-3
 
 
 def facts_o03(trace: TraceReader) -> None:
@@ -150,8 +150,8 @@ def facts_c7(trace: TraceReader) -> None:
     in_keys, in_values = loose(trace)
     assert np.array_equal(executed(trace, in_keys), rows_up_to(12, 4, 16))
     assert in_values.mask == in_keys.mask
-    assert in_values.gate is not None
-    assert np.isnan(in_values.gate)
+    assert in_values.lse_error is not None
+    assert np.isnan(in_values.lse_error)
 
 
 LOOSE_FACTS: dict[str, Callable[[TraceReader], None]] = {

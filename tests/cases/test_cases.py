@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from facts import FACTS
 from loosefacts import LOOSE_FACTS
 from support.cases import COMPILES, ran_case
-from support.forks import Forks, Ran, run_alone
 from support.planting import serious
+from support.warm_python import Ran, run_alone, run_warm
 
 from flexinspect.trace.reader import open_trace
 
@@ -181,20 +181,14 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def plain(forks: Forks) -> Callable[[str], Ran]:
+def plain() -> Callable[[str], Ran]:
     """Return what a script did without anybody watching, run once."""
     done: dict[str, Ran] = {}
 
     def get(name: str) -> Ran:
         if name not in done:
-            path = str(HERE / f"{name}.py")
-            done[name] = run_alone([path]) if name in COMPILES else forks.run(path)
+            run = run_alone if name in COMPILES else run_warm
+            done[name] = run([str(HERE / f"{name}.py")])
         return done[name]
 
     return get
@@ -269,7 +263,7 @@ def test_the_trace_of_a_case_holds_its_facts(name: str) -> None:
     ran, path = ran_case(name)
     assert (ran.code == 0) == (name != "l01_compiled_crash"), ran
     with open_trace(path) as trace:
-        assert [row.event.text for row in trace.events() if row.event.kind == "hook-off"] == []
+        assert [row.event.text for row in trace.events() if row.event.kind == "hook-disabled"] == []
         {**FACTS, **LOOSE_FACTS}[name](trace)
 
 

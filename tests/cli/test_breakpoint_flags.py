@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.warm_python import Popen
 
 from flexinspect.cli.main import build_parser
 from flexinspect.cli.run import checked_job
@@ -39,7 +40,7 @@ print("after")
 
 def start(*words: str, folder: Path) -> subprocess.Popen[str]:
     """Start a command without a terminal."""
-    return subprocess.Popen(
+    return Popen(
         [sys.executable, "-m", "flexinspect", "run", *words],
         cwd=folder,
         stdin=subprocess.DEVNULL,

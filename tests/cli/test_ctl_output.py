@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from flexinspect.cli.ctl import _wait_and_print, edits_of, response_lines
+from flexinspect.cli.ctl import _wait_and_print, response_lines
 from flexinspect.cli.main import build_parser, main
 from flexinspect.control import discovery
 from flexinspect.control.client import wait_for_effect
@@ -46,7 +46,7 @@ def test_a_capture_is_found_by_any_way_to_its_trace(
 def test_edits_are_read_in_the_order_they_are_given() -> None:
     words = "--drop 3 --see 5:4 --unsee 4:5 --join 1,2,3 --open 9 --close 9:2 --preset causal"
     args = build_parser("ctl").parse_args(["ctl", "edit", "4", *words.split()])
-    assert edits_of(args) == (
+    assert args.edits == (
         MaskEdit("drop", segments=(3,)),
         MaskEdit("see", segments=(5, 4)),
         MaskEdit("see", segments=(4, 5), is_open=False),

@@ -10,8 +10,8 @@ from support.dap import DapClient
 from support.debugged import Debugged, configuration, eventually
 
 from flexinspect.cli.main import main
-from flexinspect.records.debugger_options import DebuggerOptions, is_loopback, parse_address
-from flexinspect.records.job import Job, ScriptJob
+from flexinspect.core.addresses import is_loopback, parse_address
+from flexinspect.records.job import DebuggerOptions, Job, ScriptJob
 from flexinspect.trace.reader import open_trace
 
 Said = pytest.CaptureFixture[str]

@@ -67,7 +67,7 @@ def modules_after(code: str) -> set[str]:
 
 def commands_of(modules: set[str]) -> set[str]:
     """Return the subcommands whose modules are imported."""
-    return {command.name for command in main.COMMANDS if command.module in modules}
+    return {name for name in main.COMMANDS if f"flexinspect.cli.{name}" in modules}
 
 
 MAIN = """
@@ -90,7 +90,7 @@ def test_without_a_command_only_the_standard_library_is_imported(
     assert not {"numpy", "rich", "textual", "asyncio", "dataclasses"} & modules
 
 
-@pytest.mark.parametrize("name", [command.name for command in main.COMMANDS])
+@pytest.mark.parametrize("name", main.COMMANDS)
 def test_a_command_imports_no_other_command(name: str) -> None:
     modules = modules_after(MAIN.format(argv=[name, "--help"], code=0))
     shared = {"run"} if name == "prove" else set()  # the flags of a generation
@@ -102,9 +102,9 @@ def test_help_lists_the_commands_of_the_table(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for command in main.COMMANDS:
-        assert f" {command.name} {command.help} " in text
-        assert callable(importlib.import_module(command.module).configure)
+    for name, help_text in main.COMMANDS.items():
+        assert f" {name} {help_text} " in text
+        assert callable(importlib.import_module(f"flexinspect.cli.{name}").configure)
 
 
 def test_an_unknown_command_is_refused_with_the_known_ones(

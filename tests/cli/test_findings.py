@@ -310,4 +310,4 @@ def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "examples:" in out
     assert "exit codes:" in out
-    assert max(map(len, findings._EPILOG.splitlines())) <= 80
+    assert max(map(len, findings.EXAMPLES.splitlines())) <= 80

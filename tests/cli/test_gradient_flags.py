@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.differentiated import rule_source
-from support.warm import warm_command
+from support.warm_python import run_command
 
 from flexinspect.analysis.offline_rules import review
 from flexinspect.cli.main import build_parser
@@ -110,7 +110,7 @@ def test_only_the_steps_that_were_asked_for(demo: Any, tmp_path: Path) -> None:
         found = reader.gradients(0, 1)
         assert found is not None
         assert found.target == "margin"
-        assert found.rival == reader.candidates(0, 1)[1].token_id
+        assert found.runner_up_id == reader.candidates(0, 1)[1].token_id
     with run(demo, tmp_path / "b.flextrace", grads="logprob", grads_steps="40-50") as reader:
         assert steps_with_gradients(reader, 0) == []
         assert (
@@ -177,7 +177,7 @@ def test_without_a_backward_of_flex_the_reference_is_used(
         records = [reader.gradients(0, step) for step in range(3)]
         assert [record and record.path for record in records] == ["dense reference"] * 3
         assert all(record and record.matches_recorded for record in records)
-        (text,) = said(reader, "gradients-by-reference")
+        (text,) = said(reader, "gradients-dense-fallback")
         assert text.startswith(
             "FlexAttention's own backward failed, so the dense reference is used instead: "
             "AttentionCallError: FlexAttention failed in layer 0"
@@ -316,7 +316,7 @@ def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_gate(
 
 def test_the_command_says_what_it_took_and_shows_the_panel(tmp_path: Path) -> None:
     def flexinspect(*words: str) -> str:
-        done = warm_command(*words, cwd=tmp_path)
+        done = run_command(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -363,7 +363,7 @@ def test_a_branch_has_gradients_of_its_own_steps_under_its_own_mask(
         for step in own:
             found, token = reader.gradients(0, step, 1), reader.step_tokens(0, step, 1)
             assert found is not None
-            assert found.matches_recorded, found.gate
+            assert found.matches_recorded, found.logits_error
             assert found.token_id == token[0].token_id
         assert review(reader).note == ""
         assert [f for f in reader.findings(0, branch=1) if f.id.startswith("gradient.")] == []

@@ -10,15 +10,13 @@ import pytest
 from support.model_samples import Runner
 
 from flexinspect.cli import models as command
+from flexinspect.cli.main import main
 from flexinspect.inputs.model_names import ALIASES
 
 COMMAND = """
-import argparse, sys
-from flexinspect.cli import models
-parser = argparse.ArgumentParser(prog="flexinspect")
-models.configure(parser)
-args = parser.parse_args(sys.argv[1:])
-code = args.run(args)
+import sys
+from flexinspect.cli.main import main
+code = main(["models", *sys.argv[1:]])
 heavy = {"torch", "transformers", "textual", "flexinspect_hooks"} & set(sys.modules)
 assert not heavy, heavy
 sys.exit(code)
@@ -81,10 +79,8 @@ def test_own_models_are_listed_and_a_lost_one_does_not_hide_the_others(
 
 
 def test_help_shows_how_to_add_own_names(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    command.configure(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args(["--help"])
+        main(["models", "--help"])
     assert "[models]" in capsys.readouterr().out
 
 

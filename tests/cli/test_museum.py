@@ -54,9 +54,10 @@ def test_a_broken_run_is_a_tutorial(run: BrokenRun) -> None:
 
 
 def test_each_catalog_entry_has_a_function() -> None:
-    from flexinspect_hooks.broken_runs.run_table import RUN_FUNCTIONS
+    from flexinspect_hooks.broken_runs.__main__ import run_function
 
-    assert sorted(RUN_FUNCTIONS) == sorted(NAMES)
+    for name in NAMES:
+        assert run_function(name).__name__.replace("_", "-") == name
 
 
 def test_there_are_at_least_16_and_names_are_unique() -> None:

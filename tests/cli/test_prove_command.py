@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.warm import warm_command
+from support.warm_python import Popen, run_command
 
 from flexinspect.cli.main import main
 
@@ -22,7 +22,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def prove(*words: str, cwd: Path) -> Done:
-    return warm_command("prove", *words, cwd=cwd)
+    return run_command("prove", *words, cwd=cwd)
 
 
 def fresh(*words: str, cwd: Path) -> Done:
@@ -156,7 +156,7 @@ def test_help_and_the_public_name_load_neither_torch_nor_textual() -> None:
 
 
 def test_ctrl_c_ends_a_proof_in_one_line(tmp_path: Path) -> None:
-    started = subprocess.Popen(
+    started = Popen(
         [*FLEXINSPECT, "prove", "isolation", "--max-samples", "8"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,

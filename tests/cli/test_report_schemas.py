@@ -111,7 +111,7 @@ def trace(tmp_path: Path) -> Path:
         Finding("own.rule", Severity.ERROR, "Nowhere.", evidence=nan),
         Finding("mask.leak", Severity.WARNING, "So.", step=0, layers=(0, 1), times=4, last_step=3),
     )
-    off = (EventRecord("rule-off", "The rule 'own' failed.", 1.0, 0, 2),)
+    off = (EventRecord("rule-disabled", "The rule 'own' failed.", 1.0, 0, 2),)
     append_reviews(path, [RuleReview("own", 0, found, off, 1.0, 1.0)])
     return path
 

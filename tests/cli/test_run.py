@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.tiny import make_model
-from support.warm import warm_command
+from support.warm_python import Popen, run, run_command
 
 from flexinspect.trace.reader import open_trace
 
@@ -108,7 +108,7 @@ def test_the_trace_of_the_demo_holds_every_step_of_every_layer(
                 calls = reader.calls(row.generation, step.step)
                 assert [c.layer for c in calls] == [0, 1, 2, 3]
                 assert {c.path for c in calls} == {"flex uncompiled"}
-                assert max(c.gate or 0.0 for c in calls) < 1e-4
+                assert max(c.lse_error or 0.0 for c in calls) < 1e-4
                 mask = reader.mask(str(calls[0].mask))
                 assert mask is not None
                 assert mask.cells is not None
@@ -116,7 +116,7 @@ def test_the_trace_of_the_demo_holds_every_step_of_every_layer(
 
 
 def test_dump_prints_the_keys_that_scripts_rely_on(demo_run: tuple[dict[str, Any], Path]) -> None:
-    done = warm_command("dump", demo_run[1].name, "--json", cwd=demo_run[1].parent)
+    done = run_command("dump", demo_run[1].name, "--json", cwd=demo_run[1].parent)
     data = json.loads(done.stdout)
     assert {"run", "segments", "tokens", "steps", "findings", "events"} <= set(data)
     assert {"candidates", "calls", "layer_stats", "memory"} <= set(data["steps"][0])
@@ -129,7 +129,7 @@ def test_any_sqlite_client_reads_the_trace(demo_run: tuple[dict[str, Any], Path]
 
 
 def test_plain_output_without_a_terminal(tmp_path: Path) -> None:
-    done = fresh("run", cwd=tmp_path)
+    done = run_command("run", cwd=tmp_path)
     assert done.returncode == 0
     assert "\x1b" not in done.stdout + done.stderr
     assert "Paris" in done.stdout
@@ -142,14 +142,14 @@ def test_plain_output_without_a_terminal(tmp_path: Path) -> None:
 
 
 def test_verbose_prints_lengths_shapes_and_candidates(tmp_path: Path) -> None:
-    done = warm_command("run", "--verbose", cwd=tmp_path)
+    done = run_command("run", "--verbose", cwd=tmp_path)
     assert "step 0 prefill: q " in done.stderr
     assert "4 layers flex uncompiled; q 1×8×" in done.stderr
     assert "entropy" in done.stderr
 
 
 def test_own_prompts_sampling_and_level_extreme(tmp_path: Path) -> None:
-    done = warm_command(
+    done = run_command(
         *("run", "--prompt", "What is the capital of France?", "--prompt", "France's capital?"),
         *("--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--seed", "3"),
         *("--level", "extreme", "--layers", "0,2-3", "--mask", "shared-prefix"),
@@ -170,7 +170,7 @@ def test_own_prompts_sampling_and_level_extreme(tmp_path: Path) -> None:
 
 
 def test_ids_stand_in_for_text_without_a_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
-    done = warm_command(
+    done = run_command(
         *("run", "--model", str(tiny_folder), "--weights", "random", "--prompt", "12 13 14"),
         *("--max-new-tokens", "3", "--json"),
         cwd=tmp_path,
@@ -191,13 +191,8 @@ def long_run(tiny_folder: Path, tmp_path: Path) -> Iterator[Callable[[], Any]]:
         path = tmp_path / "long.flextrace"
         words = ["run", "--model", str(tiny_folder), "--weights", "random", "--prompt", "5 6 7"]
         words += ["--max-new-tokens", "50000", "--stop", "eos", "--out", str(path)]
-        process = subprocess.Popen(
-            [*FLEXINSPECT, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # A test runner in the background ignores SIGINT, and its children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        process = Popen(
+            [*FLEXINSPECT, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         started.append((process, path))
         wait_for_steps(path, 5)
@@ -259,6 +254,7 @@ def test_ctrl_c_while_the_model_loads_leaves_nothing_and_says_so(tmp_path: Path)
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A test runner in the background ignores SIGINT, and its children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stderr is not None
@@ -297,7 +293,7 @@ def test_a_failing_rule_keeps_the_trace_and_reports_where(tmp_path: Path) -> Non
         "def short(b, h, q_idx, kv_idx):\n"
         "    return seen[q_idx, kv_idx]\n"
     )
-    done = warm_command(
+    done = run_command(
         *("run", "--mask", "my_masks:short", "--prompt", "What is the capital of France? " * 10),
         *("--out", "own.flextrace"),
         cwd=tmp_path,
@@ -314,19 +310,19 @@ def test_findings_stand_in_the_summary_and_in_the_json(tmp_path: Path) -> None:
         "def deaf(b, h, q_idx, kv_idx):\n    return (kv_idx <= q_idx) & (q_idx != 5)\n"
     )
     words = ("run", "--mask", "my_masks:deaf", "--prompt", "What is the capital of France?")
-    done = warm_command(*words, "--out", "own.flextrace", cwd=tmp_path)
+    done = run_command(*words, "--out", "own.flextrace", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "warning: 1 row of paraphrase 1 sees no key at all" in done.stdout
     assert "[mask.empty-row]" in done.stdout
-    again = warm_command(*words, "--json", "--out", "b.flextrace", cwd=tmp_path)
+    again = run_command(*words, "--json", "--out", "b.flextrace", cwd=tmp_path)
     findings = {one["id"]: one for one in json.loads(again.stdout)["findings"]}
     finding = findings["mask.empty-row"]
     assert finding["severity"] == "warning"
     assert all(one["severity"] != "error" for one in findings.values())
     assert finding["positions"] == [5]
     with open_trace(tmp_path / "own.flextrace") as reader:
-        names = {mask.rule for mask in reader.mask_summaries()}
-        sources = {mask.rule_source for mask in reader.mask_summaries()}
+        names = {mask.mask_mod for mask in reader.mask_summaries()}
+        sources = {mask.mask_mod_source for mask in reader.mask_summaries()}
     assert names == {"my_masks.deaf"}
     assert sources == {f"{tmp_path / 'my_masks.py'}:1"}
 
@@ -338,7 +334,7 @@ def test_an_own_rule_runs_and_is_named_in_the_trace(tmp_path: Path) -> None:
         "    return lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & "
         "((kv_idx >= start) | (q_idx < start))\n"
     )
-    done = warm_command(
+    done = run_command(
         "run", "--mask", "my_masks:last_paraphrase", "--out", "own.flextrace", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -362,7 +358,7 @@ def test_two_rules_of_one_name_are_two_masks_in_the_trace(tmp_path: Path) -> Non
     (tmp_path / "two.jsonl").write_text("\n".join(rows))
     for level in ("basic", "advanced"):
         words = ["--mask", "own:rule", "--dataset", "two.jsonl", "--max-samples", "2"]
-        done = warm_command(
+        done = run_command(
             *("run", *words, "--level", level, "--out", f"{level}.flextrace"), cwd=tmp_path
         )
         assert done.returncode == 0, done.stderr
@@ -397,7 +393,7 @@ def test_the_chosen_paraphrases_are_in_the_prompt(tmp_path: Path) -> None:
         (["--num-paraphrases", "1"], ["日本 😀"]),
     ):
         words = [*words, "--dataset", "q.jsonl", "--out", "q.flextrace", "--overwrite"]
-        done = warm_command("run", *words, cwd=tmp_path)
+        done = run_command("run", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         with open_trace(tmp_path / "q.flextrace") as reader:
             fed = [
@@ -434,14 +430,8 @@ def test_a_full_output_is_an_error_message(
 ) -> None:
     words = [str(demo_run[1]) if word == "demo" else word for word in words]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*FLEXINSPECT, *words],
-            cwd=tmp_path,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        command = [*FLEXINSPECT, *words]
+        done = run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "No space left" in done.stderr
@@ -493,7 +483,7 @@ def test_bad_input_is_an_error_message_without_traceback(case: str, tmp_path: Pa
     words, said = BAD[case]
     if case == "no cuda" and __import__("torch").cuda.is_available():
         pytest.skip("this machine has CUDA")
-    done = warm_command("run", *words, cwd=tmp_path)
+    done = run_command("run", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -502,7 +492,7 @@ def test_bad_input_is_an_error_message_without_traceback(case: str, tmp_path: Pa
 
 def test_an_existing_trace_is_not_replaced_unasked(tmp_path: Path) -> None:
     (tmp_path / "mine.flextrace").write_bytes(b"precious")
-    done = warm_command("run", "--out", "mine.flextrace", cwd=tmp_path)
+    done = run_command("run", "--out", "mine.flextrace", cwd=tmp_path)
     assert done.returncode == 2
     assert "exists already" in done.stderr
     assert (tmp_path / "mine.flextrace").read_bytes() == b"precious"

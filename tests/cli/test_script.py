@@ -59,7 +59,7 @@ def printed(folder: Path, stream: str) -> str:
 
 def unseen(folder: Path) -> list[str]:
     with trace(folder) as reader:
-        return [row.event.text for row in reader.events() if row.event.kind == "unseen"]
+        return [row.event.text for row in reader.events() if row.event.kind == "not-recorded"]
 
 
 def same_end(mine: Done, plain: Done) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.synthetic import long_trace
-from flexinspect.cli import show
+from flexinspect.cli.main import build_parser
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError, TraceError, UsageError
 from flexinspect.core.plugins import PANELS
@@ -111,9 +110,7 @@ def panels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
 @pytest.fixture
 def said(panels: list[EntryPoint], capsys: pytest.CaptureFixture[str]) -> Show:
     def run(*words: str) -> tuple[int, str, str]:
-        parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
-        show.configure(parser)
-        args = parser.parse_args(words)
+        args = build_parser("show").parse_args(["show", *words])
         code = int(args.run(args))
         return code, *capsys.readouterr()
 
@@ -165,7 +162,6 @@ def test_json_is_an_object_for_one_panel_and_a_list_for_several(said: Show, trac
         (("--step", "12"), "Generation 0 has no step 12; it has steps 0 to 11."),
         (("--layer", "8"), "Step 0 has no layer 8; it has layers 0 to 7."),
         (("--head", "8"), "Layer 0 has no head 8; it has heads 0 to 7."),
-        (("--step", "-1"), "--step -1 is below 0."),
         (("--width", "0"), "--width 0 is not between 1 and 1000."),
         (("--height", "5000"), "--height 5000 is not between 1 and 1000."),
         (("--option", "shout"), "--option shout is not KEY=VALUE."),
@@ -262,6 +258,15 @@ def test_a_saved_picture_is_reported_on_stderr(said: Show, trace: str, tmp_path:
     assert "step 3 layer 0 head 0 chose" in svg
 
 
+def test_a_number_below_0_is_refused(
+    said: Show, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        said(trace, "--step", "-1")
+    assert ended.value.code == 2
+    assert "--step: '-1' is not a whole number that is 0 or greater" in capsys.readouterr().err
+
+
 def test_a_missing_picture_leaves_no_file(said: Show, trace: str, tmp_path: Path) -> None:
     with pytest.raises(FlexInspectError, match="Level basic stores no echo") as caught:
         said(trace, "--panel", "empty", "--export", str(tmp_path / "empty.svg"))
@@ -301,10 +306,8 @@ def test_the_list_names_panels_their_help_and_their_options(
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
-    show.configure(parser)
     with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["--help"])
+        build_parser("show").parse_args(["show", "--help"])
     assert ended.value.code == 0
     assert "flexinspect show run.flextrace --panel mask --step 3 --layer 2" in (
         capsys.readouterr().out

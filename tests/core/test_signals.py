@@ -13,6 +13,7 @@ import pytest
 
 from flexinspect.core import signals
 from flexinspect.core.signals import (
+    as_interrupt,
     defer_interrupts,
     exit_code_of,
     ignore_end_signals,
@@ -155,3 +156,26 @@ def test_exit_codes_of_requests_are_told_from_others() -> None:
 def test_a_capture_process_that_was_asked_to_end_names_the_signal() -> None:
     assert Called().describe_exit(143) == "The capture process was ended by SIGTERM."
     assert Called().describe_exit(3) == "The capture process ended with exit code 3."
+
+
+def test_a_body_that_must_not_be_cut_finishes_after_the_grace_period(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signals, "GRACE_S", 0.01)
+    raise_on_signals("SIGINT")
+    finished = False
+    with pytest.raises(KeyboardInterrupt), defer_interrupts(may_cut=False):
+        ask("SIGINT")
+        time.sleep(0.05)
+        finished = True
+    assert finished
+
+
+def test_an_error_after_a_request_is_the_interrupt() -> None:
+    with pytest.raises(ValueError, match="own"), as_interrupt():
+        raise ValueError("own")
+    raise_on_signals("SIGINT")
+    with pytest.raises(KeyboardInterrupt), as_interrupt():
+        with suppress(KeyboardInterrupt):
+            ask("SIGINT")
+        raise ImportError("Could not import module 'LlamaConfig'")

@@ -7,8 +7,9 @@ import re
 import pytest
 from support.paths import DOCS
 
-from flexinspect.breakpoints import BreakpointStore, ExpressionError
 from flexinspect.breakpoints.names import OBSERVATIONS, OPTION_HELP, UNITS, VALUE_NAMES
+from flexinspect.breakpoints.store import BreakpointStore
+from flexinspect.breakpoints.syntax_tree import ExpressionError
 
 PAGE = (DOCS / "breakpoints.md").read_text()
 

@@ -11,9 +11,9 @@ import nbformat
 import numpy as np
 import pytest
 from nbclient import NotebookClient
-from support.forks import Ran as Ended
-from support.forks import warm
 from support.paths import DOCS
+from support.warm_python import Ran as Ended
+from support.warm_python import run_warm
 
 from flexinspect.trace.reader import open_trace
 
@@ -31,7 +31,7 @@ NAMES = ["watch.ipynb", "watch_generate.py", *{script for script, _ in CASES.val
 
 def python(arguments: Sequence[str], folder: Path) -> Ended:
     folder.mkdir(exist_ok=True)
-    done = warm().run(*arguments, cwd=folder)
+    done = run_warm(arguments, cwd=folder)
     assert done.code == 0, done.err
     return done
 
@@ -97,7 +97,7 @@ def test_every_layer_ran_flex_attention_and_its_gate_holds(ran: Any, case: str) 
         calls = [call for step in trace.steps(0) for call in trace.calls(0, step.step)]
     assert {call.path for call in calls} == {"flex uncompiled"}
     assert [call.layer for call in calls] == [0, 1, 2, 3] * 3
-    assert all(call.gate is not None and call.gate < 1e-4 for call in calls)
+    assert all(call.lse_error is not None and call.lse_error < 1e-4 for call in calls)
 
 
 def test_the_page_tells_of_the_odd_answer_what_is_shown(ran: Any) -> None:

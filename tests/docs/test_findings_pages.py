@@ -54,6 +54,11 @@ def test_a_finding_has_its_page_and_its_row(id_: str) -> None:
     assert id_ in rows()
 
 
+@pytest.mark.parametrize("id_", KNOWN.finding_kinds)
+def test_the_table_gives_the_meaning_of_a_finding(id_: str) -> None:
+    assert rows()[id_][0] == KNOWN.finding_kinds[id_].meaning
+
+
 def test_a_dear_rule_is_said_to_look_afterwards_and_no_other() -> None:
     cost = {id_: row[-1] for id_, row in rows().items()}
     for rule in KNOWN.rules:

@@ -73,36 +73,43 @@ def test_a_job_round_trips_with_its_declaration(tmp_path: Path) -> None:
 
 BAD = {
     "not toml": ("mask =", "d.toml is not valid TOML (Invalid value"),
-    "unknown key": ("masks = 'causal'", "d.toml: masks is unknown.\nDid you mean mask?"),
+    "unknown key": (
+        "masks = 'causal'",
+        "unknown field `masks` (known: mask, separators, segments).\nDid you mean mask?",
+    ),
     "unknown inside": (
         "[[segments]]\nbegin = 1",
-        "segments[0].begin is unknown.\nThe known keys are start, stop, text, label and kind.",
+        "segments[0] is not valid: Object contains unknown field `begin` (known: start, stop, te",
     ),
-    "preset": (
-        "mask = 'casual'",
-        "mask is 'casual', which is not a preset.\nThe presets are segme",
+    "preset": ("mask = 'casual'", "The mask 'casual' is unknown; the presets are segme"),
+    "mask type": ("mask = 1", "is not valid in mask: Expected `str | null`, got `int`."),
+    "separators": (
+        "separators = 'no'",
+        "in separators: Invalid enum value 'no' (known: attached, isolated).",
     ),
-    "mask type": ("mask = 1", "mask must be the name of a preset.\nThe presets are"),
-    "separators": ("separators = 'no'", "separators must be attached or isolated."),
-    "segments type": ("segments = 'x'", "segments must be a list of tables.\nWrite [[segments]]"),
-    "one type": (
-        "segments = [1]",
-        "segments[0] must be a table or a string.\nA segment needs start",
+    "segments type": ("segments = 'x'", "in segments: Expected `array`, got `str`."),
+    "one type": ("segments = [1]", "segments[0] is not valid: Expected `object`, got `int`."),
+    "missing": ("[[segments]]\nstart = 1", "segments[0].stop is missing.\nA segment needs start"),
+    "not a number": ("[[segments]]\nstart = '1'", "in start: Expected `int | null`, got `str`."),
+    "not whole": ("[[segments]]\nstart = true", "in start: Expected `int | null`, got `bool`."),
+    "negative": (
+        "[[segments]]\nstart = -1",
+        "segments[0] is not valid in start: Expected `int` >=",
     ),
-    "missing": ("[[segments]]\nstart = 1", "segments[0].stop is missing."),
-    "not a number": ("[[segments]]\nstart = '1'", "start must be a position >= 0, not '1'."),
-    "not whole": ("[[segments]]\nstart = true", "start must be a position >= 0, not True."),
-    "negative": ("[[segments]]\nstart = -1", "start must be a position >= 0, not -1."),
     "order": ("[[segments]]\nstart = 4\nstop = 4", "segments[0] begins at 4 and ends at 4: start"),
     "both": (
         "[[segments]]\ntext = 'a'\nstart = 1",
         "segments[0] has both a text and positions; use",
     ),
-    "no text": ("[[segments]]\ntext = ''", "text must be a non-empty string."),
-    "label": ("[[segments]]\ntext = 'a'\nlabel = 1", "segments[0].label must be a string."),
+    "no text": ("[[segments]]\ntext = ''", "in text: Expected `str` of length >= 1."),
+    "empty": (
+        "segments = ['']",
+        "segments[0] is not valid in text: Expected `str` of le",
+    ),
+    "label": ("[[segments]]\ntext = 'a'\nlabel = 1", "in label: Expected `str`, got `int`."),
     "kind": (
         "[[segments]]\ntext = 'a'\nkind = 'generated'",
-        "kind is 'generated'.\nThe kinds are bos, shared, paraphrase, separator, cue.",
+        "in kind: Invalid enum value 'generated' (known: bos, shared, paraphrase, separator, cue).",
     ),
     "overlap": (
         "[[segments]]\nstart = 1\nstop = 4\nlabel = 'a'\n[[segments]]\nstart = 3\nstop = 9",
@@ -121,7 +128,7 @@ def test_an_invalid_declaration_is_reported_with_file_and_key(case: str, tmp_pat
 
 
 def test_a_list_and_invalid_utf8_are_not_declarations(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="must hold an object with mask, separators and segments"):
+    with pytest.raises(UsageError, match="Expected `object`, got `array`"):
         read_declaration(written(tmp_path, "[]", "d.json"))
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="it is not UTF-8 text"):

@@ -80,8 +80,8 @@ def test_a_folder_is_relative_to_the_file(home: Path) -> None:
         ('[models]\nmine = { path = "x/y", dtype = "int4" }\n', 2, "unknown dtype 'int4'"),
         ('[models]\n"a.b" = { path = "x/y", device = "cpu" }\n', 2, "unknown key 'device'"),
         ("models = 3\n", 1, "[models] must be a table"),
-        ('\n[model]\nmine = "x/y"\n', 2, "did you mean [models]?"),
-        ("[colours]\n", 1, "known: [models], [keys], [breakpoints] and [debugging]"),
+        ('\n[model]\nmine = "x/y"\n', 2, "the section 'model' is unknown"),
+        ("[colours]\n", 1, "the section 'colours' is unknown"),
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(
@@ -94,6 +94,19 @@ def test_a_mistake_is_named_with_file_and_line(
     assert raised.value.message.startswith(f"{file}:{line}: ")
     assert words in raised.value.message
     assert raised.value.exit_code == 2
+
+
+def test_an_unknown_section_or_action_has_the_nearest_name_as_hint(home: Path) -> None:
+    hints = {
+        "[model]": "Did you mean [models]?",
+        "[colours]": "The sections are [models], [keys], [breakpoints], [debugging].",
+        '[keys]\n"step.nxt" = "w"': "Did you mean step.next?",
+    }
+    for text, hint in hints.items():
+        (home / "flexinspect.toml").write_text(text)
+        with pytest.raises(UsageError) as raised:
+            load_config()
+        assert raised.value.hint == hint
 
 
 def test_a_file_that_is_not_text_is_refused(home: Path) -> None:
@@ -112,7 +125,7 @@ def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('"step.nxt" = "w"', "no action is called 'step.nxt'; did you mean 'step.next'?"),
+        ('"step.nxt" = "w"', "no action is called 'step.nxt'."),
         ('"step.next" = 3', "the action 'step.next' needs a key, or a list of keys."),
         ('"step.next" = []', "the action 'step.next' needs a key, or a list of keys."),
         ('"step.next" = "spcae"', "the action 'step.next' has 'spcae', which is not a key."),

@@ -126,7 +126,7 @@ def test_attention_by_segment_accounts_for_keys_dropped_by_a_sliding_cache() -> 
 
 
 def test_checks_describe_their_value_and_kind() -> None:
-    assert LseCheck(3.2e-6, "lse").describe() == "gate 3e-06 (lse)"
+    assert LseCheck(3.2e-6, "lse").describe() == "LSE error 3e-06"
     assert LseCheck().describe() == "not checked"
     assert [
         LseCheck(value).is_failed for value in (None, 0.0, 1e-2, 1.1e-2, math.nan, math.inf)
@@ -158,7 +158,7 @@ def test_a_wrongly_masked_key_is_detected_above_one_percent_of_attention(
 def test_rounding_of_half_precision_passes_with_a_note() -> None:
     rounded = LseCheck(0.03, "output", "bfloat16")
     assert not rounded.is_failed
-    assert rounded.describe() == "gate 3e-02 (output, bfloat16 rounds to 0.12)"
+    assert rounded.describe() == "output error 3e-02 (bfloat16 rounds to 0.12)"
     assert LseCheck(0.03, "output", "float32").is_failed
     assert LseCheck(0.03, "lse", "bfloat16").is_failed
     assert LseCheck(0.3, "output", "bfloat16").is_failed

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +13,10 @@ from support.attention_trace import (
     PANEL,
     PLAIN,
     Made,
-    Scene,
     load,
     paint,
     request,
     words,
-    write,
 )
 
 from flexinspect.drawing.theme import Theme
@@ -29,16 +25,6 @@ from flexinspect.panels.attention.attention_data import AttentionOptions
 from flexinspect.panels.base import Missing, Navigate
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import StepRecord
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Callable[..., tuple[Scene, Source]]:
-    def make(**changes: Any) -> tuple[Scene, Source]:
-        scene = Scene(**changes)
-        return scene, write(tmp_path / f"t{len(list(tmp_path.iterdir()))}.flextrace", scene)
-
-    return make
-
 
 # -- what is missing ------------------------------------------------------------------------------
 
@@ -118,14 +104,14 @@ def test_arrays_of_a_foreign_shape_are_a_sentence_not_a_crash(
 
 
 def test_scores_that_are_not_finite_are_no_weights(made: Made) -> None:
-    def sick(step: StepRecord) -> StepRecord:
+    def nonfinite(step: StepRecord) -> StepRecord:
         arrays = [
             replace(a, array=np.full_like(a.array, np.nan)) if a.stream == "q" else a
             for a in step.arrays
         ]
         return replace(step, arrays=tuple(arrays))
 
-    _, source = made(change=sick)
+    _, source = made(change=nonfinite)
     data = load(source, step=1)
     assert data.missing_reason == "The scores of this row are not finite, so it has no weights."
     assert "not finite" in "\n".join(paint(source, 100, 30, step=1)[0])
@@ -164,11 +150,11 @@ def test_the_panel_in_a_small_terminal_without_colours(made: Made) -> None:
     assert lines[1].startswith("  0  1  2  3")
     assert lines[3].startswith("1▸")
     assert lines[3][8:11].startswith("[")
-    assert "gate" in lines[4]
+    assert "LSE error" in lines[4]
     assert lines[5].startswith("layer 1 head 2 newest row 10  w10")
     heaviest = int(scene.weights(1, 2, N_PROMPT).argmax())
     assert lines[8].split()[0] == str(heaviest)
-    assert picture.note.startswith("paraphrase 1 · gate ")
+    assert picture.note.startswith("paraphrase 1 · LSE error ")
 
 
 def test_a_wide_picture_has_the_row_beside_the_grid_and_every_token_in_order(made: Made) -> None:
@@ -290,7 +276,7 @@ def test_the_description_has_the_table_the_mass_and_the_heaviest_tokens(made: Ma
     scene, source = made()
     lines = PANEL.describe(load(source, step=1, layer=1, head=2))
     assert lines[0].startswith(
-        "Step 1, newest row, share of its attention on paraphrase 1, by layer and head (gate 3e-06"
+        "Step 1, newest row, share of its attention on paraphrase 1, by layer and head (LSE error"
     )
     values = [float(value) for value in lines[3].split()[1:]]
     expected = [scene.weights(1, head, N_PROMPT)[1:4].sum() for head in range(4)]

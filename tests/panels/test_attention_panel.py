@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from support.attention_trace import (
     segments,
     token,
     words,
-    write,
 )
 
 from flexinspect.panels.attention import row_recompute
@@ -29,16 +27,6 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, StepRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Callable[..., tuple[Scene, Source]]:
-    def make(**changes: Any) -> tuple[Scene, Source]:
-        scene = Scene(**changes)
-        return scene, write(tmp_path / f"t{len(list(tmp_path.iterdir()))}.flextrace", scene)
-
-    return make
-
 
 # -- what is read ---------------------------------------------------------------------------------
 
@@ -96,7 +84,7 @@ def test_any_row_of_the_prefill_is_recomputed_but_not_called_checked(made: Made)
     sums = [expected[s.start : s.stop].sum() for s in segments()]
     np.testing.assert_allclose(data.segment_attention, sums, atol=1e-5)
     assert not data.segment_check.is_checked
-    assert "not checked against the kernel; newest row: gate" in words(data)
+    assert "not checked against the kernel; newest row: LSE error" in words(data)
 
 
 def test_a_row_that_is_not_of_this_step_falls_back_to_the_newest(made: Made) -> None:
@@ -220,10 +208,10 @@ def test_a_mask_that_is_not_the_one_that_ran_is_refused(made: Made) -> None:
 
 @pytest.mark.parametrize("gate", [0.3, math.nan])
 def test_layers_whose_gate_is_bad_are_marked_and_not_drawn(made: Made, gate: float) -> None:
-    def sick(step: StepRecord) -> StepRecord:
-        return replace(step, calls=(step.calls[0], replace(step.calls[1], gate=gate)))
+    def nonfinite(step: StepRecord) -> StepRecord:
+        return replace(step, calls=(step.calls[0], replace(step.calls[1], lse_error=gate)))
 
-    _, source = made(change=sick, level="advanced")
+    _, source = made(change=nonfinite, level="advanced")
     lines, picture = paint(source, 60, 20, step=1)
     assert [line[:15].rstrip() for line in lines if line.startswith("1 ")] == ["1 " + "!" * 12]
     assert "layer 1: not what ran" in "\n".join(lines)
@@ -236,17 +224,17 @@ def test_layers_whose_gate_is_bad_are_marked_and_not_drawn(made: Made, gate: flo
 def test_the_output_gate_counts_as_well_as_the_rows_own(made: Made) -> None:
     _, source = made(gate=0.4, gate_kind="output")
     data = load(source, step=1)
-    assert data.lse_check.describe() == "gate 4e-01 (output)"
+    assert data.lse_check.describe() == "output error 4e-01"
     assert data.mismatch.startswith("This is not what ran: the recomputed output")
     _, source = made(gate=1e-5, gate_kind="output")
-    assert load(source, step=1).lse_check.describe() == "gate 1e-05 (output)"
+    assert load(source, step=1).lse_check.describe() == "output error 1e-05"
 
 
 def test_a_gate_that_was_never_computed_reads_not_checked(made: Made) -> None:
     _, source = made(gate=None, gate_kind=None, level="advanced")
     lines, picture = paint(source, 60, 20, step=1)
     assert "not checked" in "\n".join(lines)
-    assert "gate" not in "\n".join(lines)
+    assert "error" not in "\n".join(lines)
     assert not picture.alarm
 
 

@@ -25,7 +25,7 @@ TOKEN = {
     "instead_id": 30,
     "instead_text": " Aus",
 }
-MASK = {"kind": "mask", "edits": ["drop paraphrase 2"], "rule": "…", "recomputed": True}
+MASK = {"kind": "mask", "edits": ["drop paraphrase 2"], "mask_mod": "…", "recomputed": True}
 
 
 def moved(step: StepRecord, by: float) -> StepRecord:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import textual
 from rich.cells import cell_len
-from support.gradtraces import gradients, grads_trace, red, sick
+from support.gradtraces import gradients, grads_trace, nonfinite, red
 from support.paths import TESTS
 from support.traces import N_PROMPT
 from support.tui import screen_text, settle
@@ -137,7 +137,7 @@ def test_many_layers_are_shown_around_the_place(source: Make) -> None:
 
 
 def test_sick_layers_are_marked_and_said(source: Make) -> None:
-    data = load(source(sick(1)), step=1)
+    data = load(source(nonfinite(1)), step=1)
     lines = drawn(data, WHERE)
     assert lines[2].startswith("NaN is in the gradient of step 1's log-probability: in 1 of 17")
     marked = [line.split()[1] for line in lines if line[1:].startswith("layer") and "!" in line]
@@ -183,7 +183,7 @@ def test_a_run_without_gradients_says_how_to_get_them(source: Make) -> None:
 
 
 def test_a_margin_names_the_token_it_is_to(source: Make) -> None:
-    data = load(source(gradients(target="margin", value=2.5, rival=51)))
+    data = load(source(gradients(target="margin", value=2.5, runner_up_id=51)))
     assert drawn(data)[0] == 'margin 2.5 of " Jane" to " Aus", step 0'
 
 
@@ -214,7 +214,7 @@ def test_every_size_is_filled_exactly(
     source: Make, size: tuple[int, int], options: GradientsOptions
 ) -> None:
     width, height = size
-    made = source(sick(0), red(1), gradients(2))
+    made = source(nonfinite(0), red(1), gradients(2))
     for step in range(3):
         asked = request(width, height, options, step=step)
         for look in (PLAIN, Theme()):
@@ -256,7 +256,7 @@ def test_a_share_is_a_whole_percentage_without_a_sign_of_zero() -> None:
 
 
 async def test_on_the_screen_of_80_by_24(tmp_path: Path) -> None:
-    path = grads_trace(tmp_path / "t.flextrace", gradients(0), sick(1), red(2))
+    path = grads_trace(tmp_path / "t.flextrace", gradients(0), nonfinite(1), red(2))
     saved_state.save_state(panels=("gradients", "tokens"))
     app = InspectorApp(path)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -282,7 +282,7 @@ async def test_on_the_screen_of_80_by_24(tmp_path: Path) -> None:
 async def test_the_screen_matches_its_golden_picture(
     tmp_path: Path, options: GradientsOptions
 ) -> None:
-    path = grads_trace(tmp_path / "sample.flextrace", gradients(0), sick(1))
+    path = grads_trace(tmp_path / "sample.flextrace", gradients(0), nonfinite(1))
     saved_state.save_state(panels=("gradients", "tokens"))
     app = InspectorApp(path)
     async with app.run_test(size=(80, 24)) as pilot:

@@ -88,7 +88,7 @@ def healthy(n_steps: int = 4, n_layers: int = 3) -> list[StepRecord]:
     return [step(n, [stat(i, 10.0 * (i + 1)) for i in range(n_layers)]) for n in range(n_steps)]
 
 
-def sick(n_steps: int = 6) -> list[StepRecord]:
+def nonfinite(n_steps: int = 6) -> list[StepRecord]:
     """From step 3 on layer 1 is bad, and hands it on to layer 2; layer 0 is bad one step later."""
     bad = {"n_nan": 5, "n_inf": 1, "norm": NAN, "mean": NAN, "std": NAN}
     steps = healthy(n_steps)
@@ -123,7 +123,7 @@ def test_the_norm_of_a_prefill_is_taken_per_row(source: Make) -> None:
 
 
 def test_the_first_bad_output_is_the_lowest_layer_of_the_earliest_step(source: Make) -> None:
-    data = load(source(sick(), model={"hidden": 64}), step=5, layer=0)
+    data = load(source(nonfinite(), model={"hidden": 64}), step=5, layer=0)
     said = "First NaN/Inf at step 3, layer 1 (model.layers.1): 5 NaN and 1 Inf of 64 values; "
     assert PANEL.describe(data)[0] == said + "in that step also layer 2."
     picture = PANEL.paint(data, request(step=5), PLAIN)
@@ -132,7 +132,7 @@ def test_the_first_bad_output_is_the_lowest_layer_of_the_earliest_step(source: M
 
 
 def test_the_first_bad_cell_has_an_x_and_the_others_an_exclamation_mark(source: Make) -> None:
-    lines = drawn(load(source(sick()), 38, 14, step=0, layer=0), 38, 14)
+    lines = drawn(load(source(nonfinite()), 38, 14, step=0, layer=0), 38, 14)
     cells = [line[7:25] for line in lines[1:4]]
     assert [row[9:] for row in cells] == ["   !!!!!!", "!X!!!!!!!", "!!!!!!!!!"]
     assert not any("!" in row[:9] for row in cells)
@@ -140,13 +140,13 @@ def test_the_first_bad_cell_has_an_x_and_the_others_an_exclamation_mark(source: 
 
 
 def test_a_bad_step_counts_its_bad_values_at_the_right(source: Make) -> None:
-    lines = drawn(load(source(sick()), step=3, layer=1))
+    lines = drawn(load(source(nonfinite()), step=3, layer=1))
     assert [line.split()[-2:] for line in lines[2:4]] == [["6", "bad"], ["6", "bad"]]
     assert any("std nan, 5 NaN, 1 Inf." in line for line in lines)
 
 
 def test_enter_goes_to_the_first_bad_output(source: Make) -> None:
-    data = load(source(sick()), step=0)
+    data = load(source(nonfinite()), step=0)
     assert PANEL.on_action("cursor.enter", data, request()) == Navigate(step=3, layer=1)
 
 
@@ -161,7 +161,7 @@ def test_the_first_bad_output_is_found_outside_the_window_and_once(
     source: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers_panel, "SCAN_STEPS", 8)
-    made = source([*healthy(60), step(60, [stat(2, n_inf=1), stat(1, n_nan=2)]), *sick(3)[:0]])
+    made = source([*healthy(60), step(60, [stat(2, n_inf=1), stat(1, n_nan=2)]), *nonfinite(3)[:0]])
     seen: list[int] = []
 
     def counted(reader: Any, generation: int, start: int, stop: int, branch: int) -> Any:
@@ -198,7 +198,7 @@ def test_a_measure_is_read_from_the_trace(source: Make, measure: str, expected: 
 
 
 def test_counts_of_bad_values_are_a_measure(source: Make) -> None:
-    data = load(source(sick()), measure="bad", step=3)
+    data = load(source(nonfinite()), measure="bad", step=3)
     assert data.values[:, 3].tolist() == [0.0, 6.0, 6.0]
     assert "NaN/Inf in steps 0-5: 8 of 18 layer outputs have some." in PANEL.describe(data)
 
@@ -294,7 +294,7 @@ def test_a_module_of_the_trace_cannot_reach_the_terminal(source: Make) -> None:
 
 
 def test_a_fork_has_the_steps_and_the_bad_outputs_of_its_parent(source: Make) -> None:
-    steps = [*sick(5), step(4, [stat(0, 77.0)], branch=1), step(5, [stat(0, 88.0)], branch=1)]
+    steps = [*nonfinite(5), step(4, [stat(0, 77.0)], branch=1), step(5, [stat(0, 88.0)], branch=1)]
     made = source(steps, fork=4)
     data = load(made, step=5, branch=1)
     assert step_bounds(made.reader, 0, 1) == (0, 5)
@@ -304,7 +304,7 @@ def test_a_fork_has_the_steps_and_the_bad_outputs_of_its_parent(source: Make) ->
 
 
 def test_later_steps_of_the_parent_are_not_those_of_a_fork(source: Make) -> None:
-    steps = [*sick(5), step(2, [stat(0, 77.0)], branch=1)]
+    steps = [*nonfinite(5), step(2, [stat(0, 77.0)], branch=1)]
     data = load(source(steps, fork=2), step=2, branch=1)
     assert data.first_bad is None
 
@@ -328,7 +328,7 @@ def test_a_range_of_statistics_is_bounded_by_its_steps(source: Make) -> None:
 def test_every_size_is_drawn_to_the_cell(
     source: Make, size: tuple[int, int], look: Theme, measure: str
 ) -> None:
-    data = load(source(sick(40)), *size, step=4, layer=1, measure=measure)
+    data = load(source(nonfinite(40)), *size, step=4, layer=1, measure=measure)
     assert len(drawn(data, *size, look)) >= 1
 
 

@@ -22,7 +22,7 @@ from flexinspect.panels.logits_panel import (
     probability,
 )
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import step_at, step_window
+from flexinspect.panels.timeline import step_window
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
     UNKNOWN,
@@ -310,8 +310,8 @@ def test_a_window_is_centred_and_stays_inside() -> None:
 
 def test_a_column_maps_to_its_step() -> None:
     window = step_window(1, 0, 2, 40)
-    assert [step_at(x, window, 40) for x in (0, 3, 4, 11, 12, -1)] == [0, 0, 1, 2, None, None]
-    assert step_at(9, step_window(50, 0, 99, 100), 10) == 90
+    assert [window.step_at(x, 40) for x in (0, 3, 4, 11, 12, -1)] == [0, 0, 1, 2, None, None]
+    assert step_window(50, 0, 99, 100).step_at(9, 10) == 90
 
 
 UNSEEN = tuple(replace(one, score=math.nan, score_logprob=math.nan) for one in PLAIN_THREE)

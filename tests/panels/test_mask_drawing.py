@@ -135,10 +135,10 @@ def test_what_is_partly_open_is_darker_than_open_and_lighter_than_closed() -> No
 
 def test_the_note_names_view_place_scale_and_gate(shown: Shown) -> None:
     picture = shown.paint(scene.RIGHT, 3)
-    assert picture.note == "executed · gate 3e-06 (lse) · layer 0 · all heads · zoom 4:1"
+    assert picture.note == "executed · LSE error 3e-06 · layer 0 · all heads · zoom 4:1"
     assert not picture.alarm
     picture = shown.paint(scene.WRONG, 3, (38, 14))
-    assert picture.note == "executed · lost 2 · leaked 1 · gate 3e-06 (lse) · L1 all · 1:1"
+    assert picture.note == "executed · lost 2 · leaked 1 · LSE error 3e-06 · L1 all · 1:1"
     assert picture.alarm
     assert shown.text(scene.WRONG, 3)[-3].startswith("first leaked pair (executed, declared")
 
@@ -147,8 +147,8 @@ def test_the_note_names_view_place_scale_and_gate(shown: Shown) -> None:
     ("gate", "said", "alarm"),
     [
         (None, "not checked", False),
-        (0.5, "gate 5e-01 (lse): not what ran", True),
-        (float("nan"), "gate nan (lse): not what ran", True),
+        (0.5, "LSE error 5e-01: not what ran", True),
+        (float("nan"), "LSE error nan: not what ran", True),
     ],
 )
 def test_a_gate_that_is_open_or_missing_is_said(

@@ -139,7 +139,7 @@ def test_without_any_mask_the_declared_mask_is_shown(shown: Shown) -> None:
 
 
 def test_a_mask_that_is_neither_recorded_nor_declared_is_missing(tmp_path: Path) -> None:
-    own = Shown(scene.write(tmp_path / "t.flextrace", about={"rule": "mine:rule"}))
+    own = Shown(scene.write(tmp_path / "t.flextrace", about={"mask_mod": "mine:rule"}))
     with pytest.raises(Missing) as missing:
         own.load(scene.BARE, 1)
     assert missing.value.lines()[0] == "The mask of this layer was not recorded."
@@ -147,7 +147,7 @@ def test_a_mask_that_is_neither_recorded_nor_declared_is_missing(tmp_path: Path)
 
 
 def test_a_custom_mask_has_no_declared_one(tmp_path: Path) -> None:
-    own = Shown(scene.write(tmp_path / "t.flextrace", about={"rule": "mine:rule"}))
+    own = Shown(scene.write(tmp_path / "t.flextrace", about={"mask_mod": "mine:rule"}))
     data = own.load(scene.WRONG, 1, view="difference")
     assert data.view_mode == "executed"
     assert data.fallback_reason.startswith("No mask was declared")
@@ -165,11 +165,11 @@ def test_a_custom_mask_has_no_declared_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "about",
     [
-        {"preset": "x", "starts": [1], "head": [0], "low": [0]},
-        {"preset": "x", "starts": [0, 9, 5], "head": [0, 0, 0], "low": [0, 0, 0]},
-        {"preset": "x", "starts": [0], "head": [], "low": [0]},
-        {"preset": "x", "starts": "0", "head": [0], "low": [0]},
-        {"preset": "x", "starts": [0.5], "head": [0], "low": [None]},
+        {"preset": "x", "starts": [1], "prefix_stops": [0], "local_starts": [0]},
+        {"preset": "x", "starts": [0, 9, 5], "prefix_stops": [0, 0, 0], "local_starts": [0, 0, 0]},
+        {"preset": "x", "starts": [0], "prefix_stops": [], "local_starts": [0]},
+        {"preset": "x", "starts": "0", "prefix_stops": [0], "local_starts": [0]},
+        {"preset": "x", "starts": [0.5], "prefix_stops": [0], "local_starts": [None]},
         {},
     ],
 )

@@ -89,8 +89,7 @@ def long_trace(path: Path, n_steps: int) -> Shown:
                 declared=scene.declared(algebra.causal()),
             )
         )
-        for number in range(n_steps):
-            writer.write_step(book.step(number))
+        writer.write_steps([book.step(number) for number in range(n_steps)])
     return Shown(path)
 
 

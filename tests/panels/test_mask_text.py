@@ -153,7 +153,7 @@ def test_the_whole_mask_is_described(shown: Shown) -> None:
     dense = scene.sheet_of(scene.WRONG)
     assert lines[0] == (
         "The mask of layer 1, the same for all heads, generation 0, at step 3: 18 rows, 18 keys, "
-        "executed (gate 3e-06 (lse))."
+        "executed (LSE error 3e-06)."
     )
     assert lines[1] == (
         "The step received a block mask, 1 x 18 in blocks of 128 x 128, mask_mod user.rule, "

@@ -16,7 +16,7 @@ from flexinspect.panels.memory_panel import (
     MemoryPanel,
     cache_parts,
     format_growth,
-    memory_layout,
+    memory_areas,
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -155,7 +155,7 @@ def test_timelines_name_where_they_begin(source: Make) -> None:
 
 def test_a_click_on_a_timeline_goes_to_its_step(source: Make) -> None:
     data, asked = load(source(growing(6, 4000)), step=3), request(step=3)
-    areas = memory_layout(data, 120, 40).timelines
+    areas = memory_areas(data, 120, 40)
     assert list(areas) == ["RSS", "KV cache"]
     for area in areas.values():
         assert PANEL.on_mouse(area.x + 9, area.y, data, asked, click=True) == Navigate(step=2)
@@ -168,7 +168,7 @@ def test_cuda_figures_appear_only_where_they_are(source: Make) -> None:
     cuda = {"cuda_allocated": 5_000_000, "cuda_reserved": 8_000_000, "cuda_peak": 7_000_000}
     data = load(source([step(n, memory(n, **cuda)) for n in range(3)]), step=1)
     assert data.figures[:4] == ["RSS", "CUDA allocated", "CUDA reserved", "CUDA peak"]
-    assert list(memory_layout(data, 120, 40).timelines) == ["CUDA allocated", "KV cache"]
+    assert list(memory_areas(data, 120, 40)) == ["CUDA allocated", "KV cache"]
     assert any(line.startswith("CUDA peak") and "7 MB" in line for line in drawn(data))
 
 

@@ -19,8 +19,8 @@ from flexinspect.panels.path_panel import (
     describe_warnings,
     path_map,
     short_mask_mod,
-    step_bounds_around,
 )
+from flexinspect.panels.timeline import step_window
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
     BuildRecord,
@@ -131,7 +131,7 @@ def test_a_fallback_at_other_steps_is_named_too(source: Callable[..., Source]) -
 def test_nothing_alarms_where_all_layers_ran_alike(source: Callable[..., Source]) -> None:
     data = load(source(fallback(3)), step=1)
     picture = PANEL.paint(data, request(step=1), PLAIN)
-    assert (picture.alarm, picture.note) == (False, "steps 0-2 of 0-2")
+    assert (picture.alarm, picture.note) == (False, "steps 0-2")
 
 
 def test_a_declared_mask_without_flexattention_alarms(source: Callable[..., Source]) -> None:
@@ -174,7 +174,8 @@ def test_an_unknown_path_counts_as_other() -> None:
 def test_the_window_lies_around_the_step_and_stays_inside(
     step_number: int, columns: int, expected: tuple[int, int]
 ) -> None:
-    assert step_bounds_around(step_number, 99, columns) == expected
+    window = step_window(step_number, 0, 99, columns)
+    assert (window.start, window.stop) == expected
 
 
 def test_masks_are_given_by_groups_of_layers(source: Callable[..., Source]) -> None:
@@ -257,14 +258,14 @@ def test_a_first_compilation_is_not_taken_for_a_recompile(source: Callable[..., 
 def test_the_largest_lse_error_of_the_step_is_named_with_its_layer(
     source: Callable[..., Source],
 ) -> None:
-    calls = [call(0, gate=2e-6, gate_kind="lse"), call(1, gate=0.5, gate_kind="lse")]
+    calls = [call(0, lse_error=2e-6, check_kind="lse"), call(1, lse_error=0.5, check_kind="lse")]
     data = load(source([step(0, calls)]))
     assert "LSE check: off by at most 5.0e-01, in layer 1 (lse)." in PANEL.describe(data)
     assert drawn(data)[2].endswith("5e-01")
 
 
 def test_an_lse_error_of_nan_is_named_with_its_layer(source: Callable[..., Source]) -> None:
-    calls = [call(0, gate=1e-6), call(1, gate=float("nan")), call(1, gate=1e-6)]
+    calls = [call(0, lse_error=1e-6), call(1, lse_error=float("nan")), call(1, lse_error=1e-6)]
     data = load(source([step(0, calls)]))
     assert data.details.lse_errors[0] == 1e-6
     assert "LSE check: NaN in layer 1." in PANEL.describe(data)
@@ -384,7 +385,9 @@ def test_suppressed_exceptions_replaced_masks_and_builds_are_described(
 ) -> None:
     calls = [
         call(0, path="flex uncompiled"),
-        call(1, path="sdpa", swallowed="RuntimeError: \x1bno", handed="none"),
+        call(
+            1, path="sdpa", suppressed_exception="RuntimeError: \x1bno", mask_passed_to_layer="none"
+        ),
     ]
     build = BuildRecord(1, None, None, 9, 9, "own.rule", 1.5, 3 << 20)
     data = load(source([step(0, calls, builds=(build, build))]))

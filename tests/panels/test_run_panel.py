@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flexinspect.drawing.text_lines import Pen
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Request, TracePlace
 from flexinspect.panels.panel_source import Source
@@ -216,8 +217,8 @@ def test_an_unfinished_answer_is_shown_and_not_judged(tmp_path: Path) -> None:
 
 def test_times_that_are_no_numbers_leave_their_line_out(data: RunFacts) -> None:
     assert data.prefill is not None
-    sick = replace(data.prefill, wall_ms=float("nan"))
-    assert said(replace(data, prefill=sick, decode=(sick,)), "prefill") == ("cache 0 → 4",)
+    nonfinite = replace(data.prefill, wall_ms=float("nan"))
+    assert said(replace(data, prefill=nonfinite), "prefill") == ("cache 0 → 4",)
     assert said(replace(data, decode_time=(3, float("nan")), run={}), "decode") == ("3 steps",)
 
 
@@ -270,7 +271,7 @@ def test_text_from_the_trace_cannot_move_the_cursor(tmp_path: Path) -> None:
 
 def test_a_wide_diagram_goes_from_left_to_right() -> None:
     stages = [Box("one", ("1",)), Box("two", ("2", "3"))]
-    assert [strip.text for strip in draw_diagram(stages, 53, PLAIN)] == [
+    assert [strip.text for strip in draw_diagram(stages, Pen(PLAIN, 53))] == [
         "╭─ one ─────────────────╮   ╭─ two ─────────────────╮",
         "│ 1                     │──▶│ 2                     │",
         "│                       │   │ 3                     │",
@@ -280,7 +281,7 @@ def test_a_wide_diagram_goes_from_left_to_right() -> None:
 
 def test_a_narrow_diagram_goes_down() -> None:
     stages = [Box("one", ("1",)), Box("two", ("two words",))]
-    assert [strip.text for strip in draw_diagram(stages, 12, PLAIN)] == [
+    assert [strip.text for strip in draw_diagram(stages, Pen(PLAIN, 12))] == [
         "╭─ one ────╮",
         "│ 1        │",
         "╰──────────╯",
@@ -293,7 +294,7 @@ def test_a_narrow_diagram_goes_down() -> None:
 
 
 def test_wide_characters_keep_the_boxes_closed() -> None:
-    strips = draw_diagram([Box("日本", ("東京は日本の首都です。" * 3,))], 20, PLAIN)
+    strips = draw_diagram([Box("日本", ("東京は日本の首都です。" * 3,))], Pen(PLAIN, 20))
     assert {strip.cell_length for strip in strips} == {20}
     assert all(strip.text.endswith(("╮", "│", "╯")) for strip in strips)
 
@@ -324,15 +325,6 @@ def test_the_note_says_how_much_is_out_of_sight(data: RunFacts) -> None:
     picture = PANEL.paint(data, Request(TracePlace(), RunOptions(3), 38, 14), PLAIN)
     n_lines = len(drawn(data, 38, 500))
     assert picture.note == f"finished, lines 4-17 of {n_lines}"
-
-
-def test_the_window_of_decode_steps_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flexinspect.panels.run_panel._WINDOW_STEPS", 2)
-    data = load(write(tmp_path / "a.flextrace", {}), TracePlace(step=3))
-    assert [row.step for row in data.decode] == [2, 3]
-    assert "3 steps" in said(data, "decode")
 
 
 def test_a_generation_that_is_not_there_leaves_the_manifest(data: RunFacts) -> None:

@@ -23,7 +23,7 @@ from flexinspect.panels.base import (
 from flexinspect.panels.gradient_strip_panel import GradientStripPanel, norm_levels
 from flexinspect.panels.panel_registry import load_panel, panel_names
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import load_curve_span
+from flexinspect.panels.timeline import load_whole_run
 from flexinspect.panels.training_panel import TrainingPanel, curve_areas
 from flexinspect.records.step import (
     EventRecord,
@@ -38,7 +38,7 @@ from flexinspect.trace.reader import open_trace
 from flexinspect.trace.reader_queries import CurvePoint
 from flexinspect.tui import saved_state
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.panel_layout import TRAINING_PANELS
+from flexinspect.tui.panel_layout import TRAINING_PANELS, Slot
 
 PANEL, STRIP = TrainingPanel(), GradientStripPanel()
 SIZES = [(120, 40), (84, 6), (60, 20), (38, 5), (20, 3), (5, 30), (2, 2), (1, 1)]
@@ -50,17 +50,17 @@ def training_step(number: int) -> StepRecord:
     norms = (math.nan, 0.5) if is_sick else (100.0 if number == 29 else 1e-7, 0.5)
     training = TrainingStepRecord(
         loss=math.nan if is_sick else 4.0 - number / 10,
-        loss_source="told",
+        loss_source="reported",
         learning_rates=(0.1 / (number + 1),),
         total_norm=norms[0],
         norm_before_clip=12.5,
         max_norm=1.0,
         n_parameters=2,
-        n_sick=int(is_sick),
+        n_nonfinite=int(is_sick),
         n_exploding=int(number == 29),
         group_norms=norms,
         gradients=(ParameterGradient("body.0.w", norms[0], n_nan=int(is_sick)),),
-        producer=AnomalyOrigin("module", "body.0\x1b", 2, "float32") if is_sick else None,
+        anomaly_origin=AnomalyOrigin("module", "body.0\x1b", 2, "float32") if is_sick else None,
         n_backward=1,
         scale=1024.0,
         is_skipped=is_sick,
@@ -95,7 +95,7 @@ def request(step: int, width: int = 100, height: int = 30) -> Request[NoOptions]
 
 def test_a_normal_step_is_described(source: Source) -> None:
     lines = PANEL.describe(PANEL.load(source, request(4)))
-    assert "loss: 3.6 (told)" in lines
+    assert "loss: 3.6 (reported)" in lines
     assert "learning rate: 0.02" in lines
     assert "gradient norm: 1.0e-07, clipped from 12.5 to 1" in lines
     assert "loss scale: 1024" in lines
@@ -219,12 +219,13 @@ def test_the_run_panel_shows_the_stages_of_a_training_run(source: Source) -> Non
 
 def test_a_column_leads_to_a_step_that_it_shows(source: Source) -> None:
     for columns in (1, 3, 7, 40, 100, 160):
-        span = load_curve_span(source.reader, TracePlace(), columns)
-        for column in range(span.n_points * span.columns_per_point):
-            step = span.step_at(column)
+        run = load_whole_run(source.reader, TracePlace(), columns)
+        each = run.columns_per_point(columns)
+        for column in range(run.n_points * each):
+            step = run.step_at(column, columns)
             assert step is not None
-            assert step * span.n_points // span.n_steps == column // span.columns_per_point
-        assert span.step_at(span.n_points * span.columns_per_point) is None
+            assert step * run.n_points // len(run) == column // each
+        assert run.step_at(run.n_points * each, columns) is None
 
 
 def test_the_strip_distinguishes_vanishing_exploding_and_non_finite_norms() -> None:
@@ -248,7 +249,7 @@ def test_groups_that_came_after_the_start_have_rows_too(tmp_path: Path) -> None:
         *(0, "training", "", "", (), ()), declared={"training": {"groups": ["body"]}}
     )
     told = [
-        EventRecord("parameters", "…", 0.0, 0, step, {"groups": ["body", *names]})
+        EventRecord("parameters-changed", "…", 0.0, 0, step, {"groups": ["body", *names]})
         for step, names in ((1, ["head"]), (2, ["head", "lora"]))
     ]
     with TraceWriter.create(path, {"watch_training": True, "level": "basic"}) as writer:
@@ -293,7 +294,7 @@ async def test_the_screen_shows_the_panels_of_training_and_forgets_them_again(ru
     async with app.run_test(size=(140, 44)) as pilot:
         await settle(pilot)
         text = screen_text(app)
-        assert [slot.panel_name for slot in app.screen.query("Slot")] == list(TRAINING_PANELS)
+        assert [slot.view.panel.name for slot in app.screen.query(Slot)] == list(TRAINING_PANELS)
         assert "learning rate" in text
         assert "body.0" in text
         assert not app.screen.query_one("#strip").display

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.executed_masks import executed_mask
 from support.masked_traces import causal, fed, model_on, own_attention, registered
 from support.planting import one, planted, serious
 from torch import Tensor
@@ -71,7 +72,7 @@ def test_a_mask_for_the_kv_heads_has_the_wrong_size(tmp_path: Path) -> None:
         model = model_on(name, "phi3")
         found = planted(tmp_path, model, lambda: model(fed()))
     finding = one(found, "mask.wrong-size")
-    assert "2 heads, but the queries have 4 (it was built for the KV heads)" in finding.sentence
+    assert "2 heads (its KV heads), but the call has 4" in finding.sentence
     assert finding.layers == (0, 1, 2)
 
 
@@ -83,7 +84,7 @@ def test_a_mask_of_another_batch_has_the_wrong_size(tmp_path: Path) -> None:
         model = model_on(name)
         found = planted(tmp_path, model, lambda: model(torch.cat((fed(), fed(seed=4)))))
     finding = one(found, "mask.wrong-size")
-    assert "batch 3, but the queries have 2" in finding.sentence
+    assert "batch 3, but the call has 2" in finding.sentence
 
 
 def test_masks_for_one_or_all_heads_have_no_finding(tmp_path: Path) -> None:
@@ -127,10 +128,10 @@ def test_full_blocks_that_the_spec_closes_are_found() -> None:
 def test_a_compiled_call_is_compared_by_the_block_states_of_its_mask_mod() -> None:
     ruled = np.array([[[1, 0, 0], [2, 1, 0], [2, 2, 1]]], np.uint8)
     tables = algebra.block_tables(ISOLATION, 384, 384)
-    cells = algebra.executed_mask(algebra.causal().dense(384), tables, (128, 128), compiled=True)[
-        None
-    ]
-    stale = find_stale_blocks(record(ISOLATION, 384, cells=cells, compiled=True, ruled=ruled))
+    cells = executed_mask(algebra.causal().dense(384), tables, (128, 128), compiled=True)[None]
+    stale = find_stale_blocks(
+        record(ISOLATION, 384, cells=cells, compiled=True, mask_mod_blocks=ruled)
+    )
     assert stale is not None
     assert np.argwhere(stale.missing).tolist() == [[0, 2, 0]]
     assert not stale.extra.any()

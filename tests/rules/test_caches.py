@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.forks import run_alone
 from support.planting import of, one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
+from support.warm_python import run_warm
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, DynamicCache, StaticCache
@@ -473,7 +473,7 @@ def test_queries_and_keys_padded_with_zeros_to_whole_blocks_are_not_reported(
         "flex_attention(*(torch.zeros(1, 1, n, 16) for n in (1, 8, 8)))\n"
     )
     out = tmp_path / "padded.flextrace"
-    ran = run_alone(["-m", "flexinspect", "run", "--no-ui", "--out", str(out), str(script)])
+    ran = run_warm(["-m", "flexinspect", "run", "--no-ui", "--out", str(out), str(script)])
     assert ran.code == 0, ran
     with open_trace(out) as reader:
         assert len(reader.generations()) == 2

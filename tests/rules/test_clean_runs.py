@@ -45,7 +45,7 @@ def run(loaded: Any, out: Path, **options: Any) -> list[Finding]:
                 ensemble.run(number, ensemble.plan(sample), session)
     with open_trace(out) as reader:
         assert review(reader).note == ""
-        assert not [row for row in reader.events() if row.event.kind == "rule-off"]
+        assert not [row for row in reader.events() if row.event.kind == "rule-disabled"]
         return reader.findings()
 
 

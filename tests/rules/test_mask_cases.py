@@ -31,7 +31,7 @@ def found_in(name: str, spans: Spans = (), mask: str = "") -> list[Finding]:
     ran, out = ran_case(name, declared)
     assert ran.code == 0, ran
     with open_trace(out) as reader:
-        off = [row.event.text for row in reader.events() if row.event.kind == "rule-off"]
+        off = [row.event.text for row in reader.events() if row.event.kind == "rule-disabled"]
         assert off == []
         found = [f for f in reader.findings() if f.id in OWN]
         for finding in found:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cases import found_in_case
-from support.forks import run_alone
 from support.paths import TESTS
 from support.planting import of, one, serious
+from support.warm_python import run_warm
 
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import (
@@ -110,7 +110,7 @@ def run_fresh(tmp_path: Path, code: str, level: str = "advanced") -> None:
     """Run code in a process of its own: in ours the peak and what is free hide all growth."""
     file, tests = tmp_path / "code.py", TESTS
     file.write_text(f"import sys; sys.path.insert(0, {str(tests)!r})\n{BEGINNING}{code}")
-    ran = run_alone([str(file), str(tmp_path), level])
+    ran = run_warm([str(file), str(tmp_path), level])
     assert ran.code == 0, ran
 
 

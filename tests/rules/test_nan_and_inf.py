@@ -48,7 +48,7 @@ def test_a_nan_embedding_is_distinguished_from_the_layer_that_reads_it(tmp_path:
     model.model.embed_tokens.weight.data[int(FED[0, 6])] = torch.nan
     found = planted(tmp_path, model, greedy(model, 1))
     finding = one(found, "numbers.nan")
-    # SDPA multiplies closed values by 0, so the rows before the sick one are NaN as well.
+    # SDPA multiplies closed values by 0, so the rows before the nonfinite one are NaN as well.
     assert (finding.layer, finding.step, finding.positions) == (0, 0, (0,))
     assert finding.evidence["part"] == "embedding or first norm"
     assert "in step 0 (of its 14 rows the first is position 0" in finding.sentence

@@ -1,4 +1,4 @@
-"""Which part of an attention call is sick, by the log-sum-exp of its newest row."""
+"""Which part of an attention call is nonfinite, by the log-sum-exp of its newest row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_float16_call_is_judged_by_those_of_its_scores_that_are_numbers(
     lse: list[float], part: str
 ) -> None:
     step = sample_step(3)
-    call = replace(step.calls[0], dtype="float16", gate=np.nan)
+    call = replace(step.calls[0], dtype="float16", lse_error=np.nan)
     arrays = tuple(
         replace(one, array=np.array([lse]))
         if one.stream == "attention.lse"

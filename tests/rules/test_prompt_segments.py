@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.rules.prompt.segment_findings import PROMPT_KINDS
+from flexinspect.rules.prompt.segments import PromptRule
 
 QUESTIONS = [
     "What is the capital of Kenya?",
@@ -512,7 +512,7 @@ def test_equal_ids_between_spans_tell_a_shift_without_any_words(
     wrong = moved(declared, -1)
     look = partial(planted, tmp_path, llama, lambda: llama(input_ids), mask="causal")
     finding = one(look(name="wrong", segments=wrong), "segments.shifted")
-    assert (finding.evidence["shift"], finding.evidence["told by"]) == (1, "gaps")
+    assert (finding.evidence["shift"], finding.evidence["reported_by"]) == (1, "gaps")
     assert segments_of(look(name="right", segments=declared)) == []
 
 
@@ -576,6 +576,6 @@ def test_the_case_of_the_missing_eos_is_found_and_its_repair_is_clean() -> None:
 
 def test_each_finding_kind_is_complete_and_has_a_page() -> None:
     pages = DOCS / "findings"
-    for name, kind in PROMPT_KINDS.items():
+    for name, kind in PromptRule.findings.items():
         assert all((kind.meaning, kind.why, kind.confirm, kind.fix, kind.query)), name
         assert (pages / f"{name}.md").is_file(), name

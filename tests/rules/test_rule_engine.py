@@ -193,7 +193,7 @@ def test_a_rule_that_fails_is_disabled_and_the_others_continue(where: str, reaso
     assert runner.on_generation_start(generation()) == ()
     first, second = runner.on_step(step(0, cells=without(5))), runner.on_step(step(1))
     assert [f.id for f in first.findings] == ["mask.empty-row"]
-    assert [e.kind for e in first.events] == ["rule-off"]
+    assert [e.kind for e in first.events] == ["rule-disabled"]
     assert first.events[0].text.startswith("The rule 'faulty' failed at step 0 and is off: ")
     assert reason in first.events[0].text
     assert (second.events, faulty.n_calls) == ((), 2)
@@ -202,7 +202,7 @@ def test_a_rule_that_fails_is_disabled_and_the_others_continue(where: str, reaso
 def test_a_rule_that_fails_at_the_start_of_a_generation_is_reported_there() -> None:
     runner = RuleRunner([Faulty("on_generation_start")])
     (event,) = runner.on_generation_start(generation(3))
-    assert (event.kind, event.generation, event.step) == ("rule-off", 3, None)
+    assert (event.kind, event.generation, event.step) == ("rule-disabled", 3, None)
     assert "the beginning of generation 3" in event.text
     assert runner.on_step(step(0)).findings == ()
 
@@ -444,8 +444,8 @@ def test_rows_that_the_declared_mask_leaves_empty_are_a_note_and_others_are_not(
     declared = {
         "separators": "isolated",
         "starts": rule.starts,
-        "head": rule.prefix_stops,
-        "low": rule.local_starts,
+        "prefix_stops": rule.prefix_stops,
+        "local_starts": rule.local_starts,
     }
     cells = rule.dense(N)[None].copy()
     cells[:, 5] = False
@@ -462,7 +462,7 @@ def test_rows_that_the_declared_mask_leaves_empty_are_a_note_and_others_are_not(
 
 
 def test_a_row_that_should_see_the_first_key_is_not_declared_empty() -> None:
-    declared = {"starts": (0, 5), "head": (0, 1), "low": (0, algebra.UNREACHABLE)}
+    declared = {"starts": (0, 5), "prefix_stops": (0, 1), "local_starts": (0, algebra.UNREACHABLE)}
     cells = algebra.MaskSpec("m", *declared.values()).dense(N)[None].copy()
     cells[:, 5] = False
     (finding,) = run_rule(
@@ -472,7 +472,11 @@ def test_a_row_that_should_see_the_first_key_is_not_declared_empty() -> None:
 
 
 def test_declared_empty_rows_stay_a_note_when_generated_rows_read_them() -> None:
-    declared = {"starts": (0, 5, 6), "head": (0, 0, 0), "low": (0, algebra.UNREACHABLE, 6)}
+    declared = {
+        "starts": (0, 5, 6),
+        "prefix_stops": (0, 0, 0),
+        "local_starts": (0, algebra.UNREACHABLE, 6),
+    }
     cells = algebra.MaskSpec("m", *declared.values()).dense(N)[None]
     found = run_rule(
         empty_rows.EmptyRowsRule(),
@@ -485,7 +489,11 @@ def test_declared_empty_rows_stay_a_note_when_generated_rows_read_them() -> None
 
 
 def test_a_declared_empty_row_that_is_the_newest_is_a_warning() -> None:
-    declared = {"starts": (0, N - 1), "head": (0, 0), "low": (0, algebra.UNREACHABLE)}
+    declared = {
+        "starts": (0, N - 1),
+        "prefix_stops": (0, 0),
+        "local_starts": (0, algebra.UNREACHABLE),
+    }
     cells = algebra.MaskSpec("m", *declared.values()).dense(N)[None]
     (finding,) = run_rule(
         empty_rows.EmptyRowsRule(), step(0, cells=cells), of=generation(declared=declared)
@@ -547,7 +555,7 @@ def averaged(*rows_: int, n: int = N) -> dict[str, Any]:
     """Return the fields of a float mask whose rows are closed by the lowest float throughout."""
     flags = np.zeros((1, n), np.bool_)
     flags[:, rows_] = True
-    return {"kind": "float", "averaged": flags, "cells": without(*rows_) | flags[..., None]}
+    return {"kind": "float", "uniform_rows": flags, "cells": without(*rows_) | flags[..., None]}
 
 
 @pytest.mark.parametrize("path", ["eager", "sdpa", "flex uncompiled"])
@@ -729,10 +737,10 @@ def test_the_declared_mask_is_the_declared_spec_or_assumed_from_segments() -> No
     declared = {
         "preset": "causal",
         "starts": rule.starts,
-        "head": rule.prefix_stops,
-        "low": rule.local_starts,
+        "prefix_stops": rule.prefix_stops,
+        "local_starts": rule.local_starts,
     }
     context.start_generation(generation(declared=declared))
     assert context.declared_mask == DeclaredMask(rule)
-    context.start_generation(generation(declared={"rule": "package:function"}))
+    context.start_generation(generation(declared={"mask_mod": "package:function"}))
     assert context.declared_mask is None

@@ -111,7 +111,7 @@ def test_pieces_in_another_order_are_named_in_prompt_order(look: Look, tokenizer
     numbered = [(text, f"paraphrase {n}") for n, text in enumerate(QUESTIONS, 1)]
     finding = one(look(input_ids, numbered), "segments.reordered")
     assert finding.severity is Severity.WARNING
-    assert finding.evidence["fed"] == ["paraphrase 2", "paraphrase 1", "paraphrase 3"]
+    assert finding.evidence["received"] == ["paraphrase 2", "paraphrase 1", "paraphrase 3"]
     assert finding.evidence["declared"] == ["paraphrase 1", "paraphrase 2", "paraphrase 3"]
     named = [(first, "question"), (second, "wording"), (third, "short")]
     assert one(look(input_ids, named), "segments.reordered").severity is Severity.NOTE

@@ -2,8 +2,7 @@
 
     python -m support.captures JOB.json
 
-is the capture process of one script, and the end of the socket that its parent would hold. In a
-`Forks` helper, which has torch and transformers loaded, that takes a tenth of a second.
+is the capture process of one script, and the end of the socket that its parent would hold.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from flexinspect.inputs.declarations import read_declaration
 from flexinspect.records import protocol
 from flexinspect.records.job import Declaration, ScriptJob
-from support.forks import Ran, warm
+from support.warm_python import Ran, run_warm
 
 
 def capture(script: Path, out: Path, *, declare: str = "") -> Ran:
@@ -29,7 +28,7 @@ def capture(script: Path, out: Path, *, declare: str = "") -> Ran:
     job = ScriptJob(out=str(out), program=str(script), declaration=said)
     file = out.with_suffix(".json")
     file.write_text(job.to_json(), encoding="utf-8")
-    return warm().run("-m", "support.captures", str(file))
+    return run_warm(["-m", "support.captures", str(file)])
 
 
 def _answer(parent: socket.socket) -> None:

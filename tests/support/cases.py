@@ -12,16 +12,16 @@ from pathlib import Path
 from flexinspect.records.finding import Finding
 from flexinspect.trace.reader import open_trace
 from support.captures import capture
-from support.forks import Ran, run_alone
 from support.paths import CASES
+from support.warm_python import Ran, run_alone
 
 SHARED = "FLEXINSPECT_TESTS_SHARED"
 """The variable that names the folder which all processes of one run of the tests share."""
 
 COMPILES = ("b02_stale_tables", "l01_compiled_crash", "l01_compiled_does_not_build")
 
-ALONE = ("w01_bos_shift", "p02_graph_every_step")
-"""Captured, where nothing is declared, by the command itself; the others in a warm process."""
+ALONE = ("w01_bos_shift",)
+"""Captured, where nothing is declared, in a fresh interpreter; the others in a forked process."""
 
 
 def ran_case(name: str, declare: str = "") -> tuple[Ran, Path]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
-from flexinspect.control.messages import BreakpointInfo, Cost, QueuedRewind, StepRef
+from flexinspect.control.messages import Cost, QueuedRewind, StepRef
 from flexinspect.core.errors import ControlError, FlexInspectError, UsageError
 from flexinspect_hooks.control.step_barrier import StepBarrier
 
@@ -97,32 +96,6 @@ class FakeLevels:
         if not layers or set(layers) - set("0123,-al"):
             raise UsageError(f"{layers!a} is not a list of layers.")
         self.layers = layers
-
-
-class FakeBreakpoints:
-    """Breakpoints that are never evaluated."""
-
-    def __init__(self) -> None:
-        self._all: dict[int, BreakpointInfo] = {}
-
-    def add(
-        self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
-    ) -> BreakpointInfo:
-        if not text.strip():
-            raise UsageError("A breakpoint needs a condition.")
-        number = len(self._all) + 1
-        self._all[number] = BreakpointInfo(number, text, True, hits, once, log_only)
-        return self._all[number]
-
-    def list(self) -> Sequence[BreakpointInfo]:
-        return list(self._all.values())
-
-    def remove(self, number: int) -> None:
-        del self._all[number]
-
-    def enable(self, number: int, on: bool) -> BreakpointInfo:
-        self._all[number] = replace(self._all[number], is_enabled=on)
-        return self._all[number]
 
 
 class FakeRewindTarget:

@@ -33,7 +33,71 @@ NAMES = tuple(sorted(path.name.split(".")[0] for path in FOLDER.glob("*.flextrac
 Digests = dict[str, list[Any]]
 """By section or stream: the number of its rows, and a digest of them."""
 
-_LATER_MASK_KEYS = ("averaged", "ruled")
+_LATER_MASK_KEYS = ("uniform_rows", "mask_mod_blocks")
+_OLD_DECLARED_KEYS = {
+    "segments": "pieces",
+    "tokenizer": "words",
+    "mask_mod": "rule",
+    "prefix_stops": "head",
+    "local_starts": "low",
+}
+_OLD_KEYS = {
+    "builds": {"mask_mod": "rule"},
+    "calls": {
+        "lse_error": "gate",
+        "check_kind": "gate_kind",
+        "mask_passed_to_layer": "handed",
+        "suppressed_exception": "swallowed",
+    },
+    "gradients": {"logits_error": "gate", "runner_up_id": "rival"},
+    "training": {"n_nonfinite": "n_sick", "anomaly_origin": "producer"},
+    "anomaly_origin": {"n_affected": "n_carriers"},
+    "masks": {"mask_mod": "rule", "mask_mod_source": "rule_source"},
+    "declared": _OLD_DECLARED_KEYS,
+    "change": _OLD_DECLARED_KEYS,
+    "data": {"is_running": "entered", "description": "what"},
+    "evidence": {
+        "anomaly_message": "said",
+        "anomaly_origin": "producer",
+        "check_error": "gate",
+        "mask_mod": "rule",
+        "mask_passed_to_layer": "handed",
+        "received": "fed",
+        "reported_by": "told by",
+        "suppressed_exception": "swallowed",
+        "tolerance": "bar",
+    },
+}
+"""By the name of an object in the JSON: the keys of version 1, by those of today."""
+
+_OLD_EVENT_KINDS = {
+    "batched-input": "batch",
+    "breakpoint-not-evaluated": "breakpoint-unknown",
+    "cache-disabled": "no-cache",
+    "cache-overwritten": "keys-changed",
+    "cache-switched": "other-cache",
+    "chunked-input": "several-rows",
+    "control-server": "control",
+    "detail-reduced": "thinned",
+    "generate-not-followed": "not-followed",
+    "gradients-cost": "cost",
+    "gradients-dense-fallback": "gradients-by-reference",
+    "hook-disabled": "hook-off",
+    "hooks-reinstalled": "hooks-again",
+    "kernel-did-not-return": "not-returned",
+    "learned-positions": "learnt-positions",
+    "model-kept-alive": "holding",
+    "no-input-ids": "no-ids",
+    "not-attention-weights": "no-weights",
+    "not-recorded": "unseen",
+    "parameters-changed": "parameters",
+    "parameters-without-gradient": "unreached",
+    "resumed": "continued",
+    "rule-disabled": "rule-off",
+    "segments-not-found": "segments",
+    "step-not-recorded": "step-unread",
+}
+_OLD_ARRAYS = {"uniform_rows": "averaged", "mask_mod_blocks": "ruled"}
 _DATA = re.compile(r'"(?:[^"\\]|\\.)*"|[-\d]?\d[\w.:+-]*')
 _SECTIONS = ("trace", "run", "generation", "masks", "findings", "events", "output")
 
@@ -52,11 +116,23 @@ def json_digests(dump: Mapping[str, Any]) -> Digests:
         {key: value for key, value in mask.items() if key not in _LATER_MASK_KEYS}
         for mask in dump["masks"]
     ]
-    sections = {**dump, "masks": masks}
+    sections = {**_with_old_names({**dump, "masks": masks}), "run": dump["run"]}
     return {
         name: [len(rows), _digest(json.dumps(rows, sort_keys=True))]
         for name, rows in sections.items()
     }
+
+
+def _with_old_names(value: Any, name: str = "") -> Any:
+    """Return JSON with the names of version 1; `name` is the key under which it was found."""
+    if isinstance(value, list):
+        return [_with_old_names(item, name) for item in value]
+    if not isinstance(value, dict):
+        return {"kind": _OLD_EVENT_KINDS, "loss_source": {"reported": "told"}}.get(name, {}).get(
+            value, value
+        )
+    old = _OLD_KEYS.get(name, {})
+    return {old.get(key, key): _with_old_names(item, key) for key, item in value.items()}
 
 
 def text_digests(text: str) -> Digests:
@@ -68,8 +144,16 @@ def text_digests(text: str) -> Digests:
         if title in _SECTIONS:
             section = title
         if not line.strip().startswith(_LATER_MASK_KEYS):
-            found[section] += _DATA.findall(line)
+            found[section] += _DATA.findall(_with_old_keys(line, section))
     return {name: [len(values), _digest("\n".join(values))] for name, values in found.items()}
+
+
+def _with_old_keys(line: str, section: str) -> str:
+    """Return a line of `dump` whose JSON has the keys of version 1."""
+    names = {"generation": "declared", "findings": "evidence", "events": "data"}
+    for new, old in _OLD_KEYS.get(names.get(section, ""), {}).items():
+        line = line.replace(f'"{new}": ', f'"{old}": ')
+    return line
 
 
 def array_digests(reader: TraceReader) -> dict[str, Any]:
@@ -85,7 +169,7 @@ def array_digests(reader: TraceReader) -> dict[str, Any]:
                     key = (place[0], place[2], place[1], info.stream, info.layer)
                     steps[" ".join(map(str, key))] = _array_digest(array)
                 for call in reader.calls(*place):
-                    for name in {call.mask, call.handed} - {None}:
+                    for name in {call.mask, call.mask_passed_to_layer} - {None}:
                         mask = reader.mask(str(name))
                         if mask is not None:
                             masks[str(name)] = {
@@ -102,7 +186,7 @@ def stream_digests(arrays: Mapping[str, Any]) -> Digests:
     for fingerprint, parts in sorted(arrays["masks"].items()):
         for part, digest in parts.items():
             if digest is not None:
-                found[f"mask.{part}"].append(f"{fingerprint} {digest}")
+                found[f"mask.{_OLD_ARRAYS.get(part, part)}"].append(f"{fingerprint} {digest}")
     return {name: [len(lines), _digest("\n".join(lines))] for name, lines in found.items()}
 
 

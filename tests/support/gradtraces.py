@@ -42,10 +42,10 @@ def gradients(step: int = 0, **changes: Any) -> GradientRecord:
 
 def red(step: int) -> GradientRecord:
     """Return what is recorded behind a red gate."""
-    return gradients(step, gate=0.3, stats=(), tokens=None, layers=None)
+    return gradients(step, logits_error=0.3, stats=(), tokens=None, layers=None)
 
 
-def sick(step: int) -> GradientRecord:
+def nonfinite(step: int) -> GradientRecord:
     """Return gradients of which layer 1's have NaN, and layer 2's none at all."""
     stats = []
     for stat in gradients(step).stats:

@@ -51,14 +51,15 @@ RIGHT, WRONG, CAUSAL, HEADS, SLIDING, BARE, TABLES = range(7)
 call without any mask, block tables without cells."""
 
 
-def tokens(n: int = N_PROMPT) -> tuple[TokenRecord, ...]:
-    def one(pos: int) -> TokenRecord:
-        number = max(i for i, s in enumerate(SEGMENTS) if s.start <= pos)
-        text = TEXTS[pos] if pos < len(TEXTS) else f" w{pos}"
-        step = pos - N_PROMPT if pos >= N_PROMPT else None
-        return TokenRecord(pos, pos, text or "<bos>", text, pos, number, pos == 0, step)
+def token(pos: int) -> TokenRecord:
+    number = max(i for i, s in enumerate(SEGMENTS) if s.start <= pos)
+    text = TEXTS[pos] if pos < len(TEXTS) else f" w{pos}"
+    step = pos - N_PROMPT if pos >= N_PROMPT else None
+    return TokenRecord(pos, pos, text or "<bos>", text, pos, number, pos == 0, step)
 
-    return tuple(map(one, range(n)))
+
+def tokens(n: int = N_PROMPT) -> tuple[TokenRecord, ...]:
+    return tuple(map(token, range(n)))
 
 
 def declared(rule: algebra.MaskSpec, separators: str = "attached") -> dict[str, Any]:
@@ -66,8 +67,8 @@ def declared(rule: algebra.MaskSpec, separators: str = "attached") -> dict[str, 
         "preset": rule.name,
         "separators": separators,
         "starts": rule.starts,
-        "head": rule.prefix_stops,
-        "low": rule.local_starts,
+        "prefix_stops": rule.prefix_stops,
+        "local_starts": rule.local_starts,
     }
 
 
@@ -137,7 +138,7 @@ class Book:
         suffix = f"g{generation}b{branch}"
         calls = tuple(replace(c, mask=c.mask and c.mask + suffix) for c in calls)
         new = tuple(replace(m, fingerprint=m.fingerprint + suffix) for m in self.new.values())
-        chosen = replace(tokens(N_PROMPT + number + 1)[-1], step=number)
+        chosen = replace(token(N_PROMPT + number), step=number)
         phase = "decode" if number else "prefill"
         return StepRecord(
             *(generation, number, phase, n_rows, q_idx, q_idx + n_rows, 1.0 + number, 10.0, 0.1),

@@ -23,7 +23,7 @@ def planted(
     with flexinspect.watch(model, out=out, **watch):
         run()
     with open_trace(out) as reader:
-        off = [row.event.text for row in reader.events() if row.event.kind == "rule-off"]
+        off = [row.event.text for row in reader.events() if row.event.kind == "rule-disabled"]
         assert off == [], off
         found = reader.findings()
         for finding in found:

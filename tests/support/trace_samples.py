@@ -56,7 +56,7 @@ def generation(number: int = 0, **changes: Any) -> GenerationRecord:
         "segments": segments(),
         "tokens": tokens,
         "expected": ("Paris", "パリ"),
-        "declared": {"name": "segment-isolation", "low": [0, 1], "ratio": NAN},
+        "declared": {"name": "segment-isolation", "local_starts": [0, 1], "ratio": NAN},
         "started_at": 1000.25,
         "model": "tiny (2)",
     }

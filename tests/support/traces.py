@@ -115,8 +115,8 @@ def sample_generation(number: int) -> GenerationRecord:
         "preset": "segment-isolation",
         "separators": "attached",
         "starts": list(rule.starts),
-        "head": list(rule.prefix_stops),
-        "low": list(rule.local_starts),
+        "prefix_stops": list(rule.prefix_stops),
+        "local_starts": list(rule.local_starts),
     }
     return GenerationRecord(
         *(number, f"sample-{number}", "segment-isolation", "contiguous", SEGMENTS, tokens),
@@ -175,8 +175,8 @@ def _mask(step: int, generation: int) -> MaskRecord:
     tables = np.ones((1, 1, 1), np.bool_)
     return MaskRecord(
         *(f"{generation:04x}{step:04x}aaaabbbb", "block", 1, 1, rows, n_kv, offset, 0, 128, 128),
-        rule="rules.arithmetic",
-        rule_source="rules.py:12",
+        mask_mod="rules.arithmetic",
+        mask_mod_source="rules.py:12",
         cells=cells,
         partial=tables,
     )

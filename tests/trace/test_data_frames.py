@@ -27,11 +27,19 @@ from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
 
 LIBRARIES: tuple[Library, ...] = ("pandas", "polars")
-PANDAS = {"int": "int64", "int?": "Int64", "bool": "bool", "real": "float64", "real?": "Float64"}
+PANDAS = {
+    "int": "int64",
+    "int?": "Int64",
+    "bool": "bool",
+    "bool?": "boolean",
+    "real": "float64",
+    "real?": "Float64",
+}
 POLARS = {
     "int": polars.Int64,
     "int?": polars.Int64,
     "bool": polars.Boolean,
+    "bool?": polars.Boolean,
     "real": polars.Float64,
     "real?": polars.Float64,
 }
@@ -112,12 +120,13 @@ def test_a_nan_is_a_nan(reader: TraceReader, library: Library) -> None:
 
 
 @pytest.fixture
-def gates(tmp_path: Path) -> Path:
-    """A trace whose three calls have a gate, a gate that is NaN, and none."""
-    path = tmp_path / "gates.flextrace"
+def checks(tmp_path: Path) -> Path:
+    """A trace whose three calls have an LSE error, one that is NaN, and none."""
+    path = tmp_path / "checks.flextrace"
     sizes = ("flex uncompiled", "own", None, 1, HEADS, 1, 1, 4, 4, "float32", 0.5)
     calls = tuple(
-        CallRecord(layer, *sizes, gate, "lse") for layer, gate in enumerate((0.25, math.nan, None))
+        CallRecord(layer, *sizes, error, "lse")
+        for layer, error in enumerate((0.25, math.nan, None))
     )
     with TraceWriter.create(path, {}) as writer:
         writer.begin_generation(GenerationRecord(0, "a", "causal", "contiguous", (), ()))
@@ -125,19 +134,19 @@ def gates(tmp_path: Path) -> Path:
     return path
 
 
-def test_pandas_distinguishes_a_nan_gate_from_a_missing_one(gates: Path) -> None:
-    with open_trace(gates) as reader:
-        gate = reader.frame("calls", library="pandas")["gate"]
-    assert gate.isna().tolist() == [False, False, True]
-    assert gate[0] == 0.25
-    assert math.isnan(gate[1])
+def test_pandas_distinguishes_a_nan_error_from_a_missing_one(checks: Path) -> None:
+    with open_trace(checks) as reader:
+        error = reader.frame("calls", library="pandas")["lse_error"]
+    assert error.isna().tolist() == [False, False, True]
+    assert error[0] == 0.25
+    assert math.isnan(error[1])
 
 
-def test_polars_distinguishes_a_nan_gate_from_a_missing_one(gates: Path) -> None:
-    with open_trace(gates) as reader:
+def test_polars_distinguishes_a_nan_error_from_a_missing_one(checks: Path) -> None:
+    with open_trace(checks) as reader:
         frame = reader.frame("calls", library="polars")
-    assert frame["gate"].is_null().to_list() == [False, False, True]
-    assert frame["gate"].is_nan().to_list() == [False, True, None]
+    assert frame["lse_error"].is_null().to_list() == [False, False, True]
+    assert frame["lse_error"].is_nan().to_list() == [False, True, None]
     assert frame["mask"].to_list() == [None, None, None]
     assert frame["mask"].dtype == polars.String
 

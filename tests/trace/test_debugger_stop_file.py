@@ -23,7 +23,7 @@ class FakeFeed(TraceSession):
 
 
 def held(**changes: object) -> DebuggerStop:
-    facts = {"by": "debugpy", "file": "/x/my_mask.py", "line": 3, "function": "rule"}
+    facts = {"debugger": "debugpy", "file": "/x/my_mask.py", "line": 3, "function": "rule"}
     return DebuggerStop(pid=os.getpid(), since=time.time() - 5, **{**facts, **changes})  # type: ignore[arg-type]
 
 

@@ -9,6 +9,13 @@ from typing import Any
 import pytest
 from support.earlier_traces import EXPECTED, NAMES, trace_digests, unpack
 
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.training_step import LOSS_REPORTED
+from flexinspect.trace.file.earlier_versions import NEW_EVENT_KINDS, NEW_VALUES, OLD_COLUMNS
+from flexinspect.trace.file.salvage import is_repairable, repair_copy
+from flexinspect.trace.file.writer import RuleReview, append_reviews, review_statements
+from flexinspect.trace.follower import TraceFollower
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.trace_dump import DumpSelection, dump_json
 
@@ -41,10 +48,78 @@ def test_an_earlier_trace_keeps_its_state(name: str, state: str, tmp_path: Path)
 def test_json_describes_every_array_of_a_compiled_call(tmp_path: Path) -> None:
     with open_trace(unpack("program", tmp_path)) as reader:
         dump = json.loads("".join(dump_json(DumpSelection(reader))))
-        (ruled,) = [mask for mask in dump["masks"] if mask["ruled"] and mask["q_len"] == 256]
-        record = reader.mask(ruled["fingerprint"])
+        (blocks,) = [
+            mask for mask in dump["masks"] if mask["mask_mod_blocks"] and mask["q_len"] == 256
+        ]
+        record = reader.mask(blocks["fingerprint"])
         assert record is not None
-        assert record.ruled is not None
-        assert ruled["ruled"] == {"shape": [1, 4, 4], "open": int((record.ruled > 0).sum())}
-        averaged = [mask["averaged"] for mask in dump["masks"] if mask["averaged"]]
-        assert [entry["shape"][0] for entry in averaged] == [1]
+        assert record.mask_mod_blocks is not None
+        assert blocks["mask_mod_blocks"] == {
+            "shape": [1, 4, 4],
+            "open": int((record.mask_mod_blocks > 0).sum()),
+        }
+        uniform = [mask["uniform_rows"] for mask in dump["masks"] if mask["uniform_rows"]]
+        assert [entry["shape"][0] for entry in uniform] == [1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trace_of_version_1_has_only_the_names_of_today(name: str, tmp_path: Path) -> None:
+    with open_trace(unpack(name, tmp_path)) as reader:
+        assert reader.format_version == 1
+        assert not {row.event.kind for row in reader.events()} & {*NEW_EVENT_KINDS}
+        streams = {*reader.frame("arrays", library="polars")["stream"]}
+        assert not streams & {*NEW_VALUES["arrays", "stream"]}
+        for table, names in OLD_COLUMNS.items():
+            assert {*names} <= {*reader.frame(table, library="polars").columns}
+
+
+def test_values_of_version_1_have_the_names_of_today(tmp_path: Path) -> None:
+    with open_trace(unpack("training", tmp_path)) as reader:
+        steps = reader.training_steps(0)
+        assert {step.loss_source for step in steps.values()} >= {LOSS_REPORTED}
+        origins = [step.anomaly_origin for step in steps.values() if step.anomaly_origin]
+        assert max(origin.n_affected for origin in origins) > 0
+    with open_trace(unpack("branches", tmp_path)) as reader:
+        assert {*reader.generation(0).declared} >= {"starts", "prefix_stops", "local_starts"}
+        changes = [row.change["declared"] for row in reader.branches(0) if "declared" in row.change]
+        assert changes == [{"mask_mod": change["mask_mod"]} for change in changes] != []
+
+
+def test_findings_of_version_1_are_shown_but_not_stored(tmp_path: Path) -> None:
+    path = unpack("generation", tmp_path)
+    before = path.read_bytes()
+    found = Finding("own.rule", Severity.NOTE, "Something.")
+    review = RuleReview("own", 0, (found,), (), 1.0, 1.0)
+    with pytest.raises(TraceWriteError, match="has version 1 of the format, which is only read"):
+        append_reviews(path, [review])
+    assert path.read_bytes() == before
+    with open_trace(path) as reader:
+        n_findings = len(reader.findings())
+        reader.add_reviews(review_statements([review]))
+        assert [each.id for each in reader.findings()][n_findings:] == ["own.rule"]
+        assert ("own", 0) in reader.reviews()
+        assert not {row.event.kind for row in reader.events()} & {*NEW_EVENT_KINDS}
+
+
+def test_a_trace_of_version_1_is_followed_while_it_is_recorded(tmp_path: Path) -> None:
+    path = unpack("interrupted", tmp_path)
+    follower = TraceFollower(path)
+    updates = follower.poll()
+    assert updates.changes
+    assert not {row.event.kind for row in updates.events} & {*NEW_EVENT_KINDS}
+    follower.close()
+
+
+def test_a_truncated_trace_of_version_1_is_repaired_unless_its_schema_is_lost(
+    tmp_path: Path,
+) -> None:
+    path = unpack("extreme", tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    copy = repair_copy(path)
+    assert copy is not None
+    with open_trace(copy) as reader:
+        assert reader.generations()
+        assert reader.calls(0, 0)[0].lse_error is not None
+    path.write_bytes(whole[:8192])
+    assert not is_repairable(path)

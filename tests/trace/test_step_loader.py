@@ -79,8 +79,8 @@ def test_replay_of_an_earlier_trace_equals_the_reader(
 
 def full_mask(name: str, with_tables: bool) -> Any:
     tables = {
-        "ruled": np.array([[[0, 1], [2, 1]]], np.uint8),
-        "averaged": np.array([[True, False, True]]),
+        "mask_mod_blocks": np.array([[[0, 1], [2, 1]]], np.uint8),
+        "uniform_rows": np.array([[True, False, True]]),
     }
     return replace(mask(name), **(tables if with_tables else {}))
 
@@ -142,8 +142,8 @@ def test_replay_keeps_the_block_tables_of_a_compiled_call(tmp_path: Path) -> Non
             for made in replay_steps(reader, number, branch)
             for each in made.masks
         ]
-    assert sum(each.ruled is not None for each in masks) == 3
-    assert sum(each.averaged is not None for each in masks) == 1
+    assert sum(each.mask_mod_blocks is not None for each in masks) == 3
+    assert sum(each.uniform_rows is not None for each in masks) == 1
 
 
 def test_an_event_written_by_itself_is_not_part_of_its_step(tmp_path: Path) -> None:

@@ -108,8 +108,8 @@ def test_a_trace_of_an_earlier_build_is_read_without_what_it_lacks(copy: Path) -
 
 
 def test_a_future_version(copy: Path) -> None:
-    change(copy, "PRAGMA user_version = 2")
-    assert_refused(copy, "is a trace of version 2; this program reads up to 1")
+    change(copy, "PRAGMA user_version = 3")
+    assert_refused(copy, "is a trace of version 3; this program reads up to 2")
 
 
 def test_a_version_that_is_no_longer_read(copy: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_trace_without_a_table(copy: Path) -> None:
         ("UPDATE generations SET expected = '3'", "a list of str holds something else"),
         ("UPDATE steps SET histogram = NULL", "only a part of its logits"),
         ("UPDATE tokens SET special = 3", "a row of tokens holds"),
-        ("UPDATE calls SET gate = 'odd'", "a row of calls holds"),
+        ("UPDATE calls SET lse_error = 'odd'", "a row of calls holds"),
         ("UPDATE tokens SET text = CAST(x'ff' AS TEXT)", "is damaged: Could not decode"),
     ],
 )
@@ -272,4 +272,4 @@ def test_the_identity_is_in_the_header(finished: Path) -> None:
     head = finished.read_bytes()[:100]
     assert head[:16] == b"SQLite format 3\0"
     assert head[68:72] == b"FLXT" == APPLICATION_ID.to_bytes(4, "big")
-    assert head[60:64] == b"\0\0\0\1"
+    assert head[60:64] == b"\0\0\0\2"

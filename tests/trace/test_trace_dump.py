@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from support.trace_samples import NAN, end, generation, small_step, step
 
-from flexinspect.cli import dump
+from flexinspect.cli.main import build_parser
 from flexinspect.core.errors import UsageError
 from flexinspect.records.step import ArrayRecord
 from flexinspect.trace.file.writer import TraceWriter
@@ -24,19 +23,14 @@ from flexinspect.trace.trace_dump import PAGE_ROWS, escape_unprintable, quote_vi
 GOLDEN = Path(__file__).with_name("golden_dump.txt")
 
 CHILD = """
-import argparse, sys
-from flexinspect.cli import dump
-parser = argparse.ArgumentParser()
-dump.configure(parser)
-args = parser.parse_args(sys.argv[1:])
-sys.exit(args.run(args))
+import sys
+from flexinspect.cli.main import main
+sys.exit(main(["dump", *sys.argv[1:]]))
 """
 
 
 def dumped(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    parser = argparse.ArgumentParser()
-    dump.configure(parser)
-    args = parser.parse_args([*map(str, words)])
+    args = build_parser("dump").parse_args(["dump", *map(str, words)])
     assert args.run(args) == 0
     return capsys.readouterr().out
 
@@ -72,7 +66,7 @@ def test_json_has_every_key_and_every_row_its_place(
     first = out["steps"][0]
     assert [c["text"] for c in first["candidates"]] == [" Paris", "\u202e\ttab"]
     assert [c["path"] for c in first["calls"]] == ["flex uncompiled", "sdpa", "sdpa", "sdpa"]
-    assert first["calls"][3]["swallowed"] == "RuntimeError: \u202eno"
+    assert first["calls"][3]["suppressed_exception"] == "RuntimeError: \u202eno"
     assert [b["layer"] for b in first["builds"]] == [None, 1]
     assert first["layer_stats"][1]["mean"] == "NaN"
     assert first["layer_stats"][1]["max"] == "Infinity"
@@ -115,7 +109,7 @@ def test_an_empty_trace_is_dumped(tmp_path: Path, capsys: pytest.CaptureFixture[
     TraceWriter.create(path, {}).close("interrupted")
     out = strict(dumped(capsys, path, "--json"))
     assert (out["generations"], out["steps"], out["events"]) == ([], [], [])
-    assert dumped(capsys, path).startswith("trace  version 1  interrupted\n")
+    assert dumped(capsys, path).startswith("trace  version 2  interrupted\n")
 
 
 def test_a_step_can_be_chosen_in_every_generation_or_one(
@@ -233,6 +227,6 @@ def test_a_trace_that_is_being_recorded_is_dumped(
     with TraceWriter.create(path, {}) as writer:
         writer.begin_generation(generation())
         writer.write_step(step(0))
-        assert dumped(capsys, path).startswith("trace  version 1  recording\n")
+        assert dumped(capsys, path).startswith("trace  version 2  recording\n")
         assert len(strict(dumped(capsys, path, "--json"))["steps"]) == 1
     assert open_trace(path).state == "finished"

@@ -34,7 +34,7 @@ def client(finished: Path) -> Iterator[sqlite3.Connection]:
 
 def test_the_pragmas_identify_a_trace(client: sqlite3.Connection) -> None:
     assert client.execute("PRAGMA application_id").fetchone() == (0x464C5854,)
-    assert client.execute("PRAGMA user_version").fetchone() == (1,)
+    assert client.execute("PRAGMA user_version").fetchone() == (2,)
     assert client.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
@@ -187,4 +187,4 @@ def test_hostile_views_and_triggers_are_not_trusted(finished: Path) -> None:
 
 def test_a_record_must_have_the_columns_of_its_table_as_fields() -> None:
     with pytest.raises(TypeError, match="columns of memory are not the fields of Candidate"):
-        codec._record_decoder(Candidate, schema.MEMORY, skip=3)
+        codec.RowFormat(Candidate, schema.MEMORY, skip=3)

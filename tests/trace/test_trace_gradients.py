@@ -24,7 +24,7 @@ from flexinspect.trace.trace_dump import DumpSelection, dump_json, dump_text
 def gradients(**changes: Any) -> GradientRecord:
     made = GradientRecord(
         *(1, 2, 5, "margin", 0.25, 1.5, "dense reference", 2e-7, 1e-3, 12.5),
-        rival=6,
+        runner_up_id=6,
         n_unreached=2,
         anomaly="Function 'SqrtBackward0' returned nan values\nat line 3",
         stats=(
@@ -39,13 +39,15 @@ def gradients(**changes: Any) -> GradientRecord:
 
 
 def written(path: Path) -> Path:
-    """Write four steps, then gradients of step 2, and a red gate of step 3."""
+    """Write four steps, then gradients of step 2, and a failed check of step 3."""
     with TraceWriter.create(path, {}) as writer:
         writer.begin_generation(generation(1))
         for number in range(4):
             writer.write_step(step(number, 1))
         writer.write_gradients(gradients())
-        writer.write_gradients(gradients(step=3, gate=NAN, stats=(), tokens=None, layers=None))
+        writer.write_gradients(
+            gradients(step=3, logits_error=NAN, stats=(), tokens=None, layers=None)
+        )
     return path
 
 
@@ -104,8 +106,8 @@ def test_the_dump_has_gradients(tmp_path: Path) -> None:
         text = "".join(dump_text(DumpSelection(reader, 1, 2)))
         (found,) = json.loads("".join(dump_json(DumpSelection(reader, 1, 2))))["steps"]
         (without,) = json.loads("".join(dump_json(DumpSelection(reader, 1, 1))))["steps"]
-    assert "gradients  of the margin of 5 to 6, 0.25  dense reference  gate 2e-07 of 0.001" in text
+    assert "gradients  of the margin of 5 to 6, 0.25  dense reference  error 2e-07 of 0.001" in text
     assert "layers.1.k.weight" in text
-    assert found["gradients"]["rival"] == 6
+    assert found["gradients"]["runner_up_id"] == 6
     assert found["gradients"]["parameters"][2]["norm"] == "NaN"
     assert without["gradients"] is None

@@ -91,7 +91,7 @@ def test_a_killed_recording_keeps_all_finished_steps(tmp_path: Path, moment: int
 
 def test_reading_a_killed_recording_leaves_no_new_files(tmp_path: Path) -> None:
     path = tmp_path / "run.flextrace"
-    record_and_kill(path, 0.1, 16_384, 1000)
+    record_and_kill(path, 0.5, 16_384, 1000)
     before = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
     with open_trace(path) as reader:
         assert reader.n_steps(0) > 0

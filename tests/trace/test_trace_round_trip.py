@@ -193,7 +193,7 @@ def test_a_mask_is_stored_once_per_fingerprint(tmp_path: Path) -> None:
 
 
 def test_averaged_rows_of_a_mask_come_back(tmp_path: Path) -> None:
-    expected = replace(mask("x"), averaged=np.array([[False, True, True]]))
+    expected = replace(mask("x"), uniform_rows=np.array([[False, True, True]]))
     reader = written(tmp_path / "a.flextrace", replace(step(0), masks=(expected,)))
     assert same(reader.mask("x"), expected)
 
@@ -352,10 +352,10 @@ def test_values_without_a_json_type_are_converted(tmp_path: Path) -> None:
 
 def test_numpy_scalars_and_lone_surrogates_can_be_stored_in_columns(tmp_path: Path) -> None:
     token = TokenRecord(np.int64(4), np.int32(5), "\ud83d", "ok", 4, 3, np.bool_(True), 0)
-    call = replace(small_step(0).calls[0], gate=np.float32(0.25))
+    call = replace(small_step(0).calls[0], lse_error=np.float32(0.25))
     record = replace(small_step(0), tokens=(token,), wall_ms=np.float32(0.5), calls=(call,))
     reader = written(tmp_path / "a.flextrace", record)
-    assert reader.calls(0, 0) == [replace(call, gate=0.25)]
+    assert reader.calls(0, 0) == [replace(call, lse_error=0.25)]
     assert reader.step_tokens(0, 0) == [TokenRecord(4, 5, "\\ud83d", "ok", 4, 3, True, 0)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.trace_samples import INF, NAN, generation, same, step
 
-from flexinspect.cli import dump
+from flexinspect.cli.main import main
 from flexinspect.records.step import StepRecord
 from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient, TrainingStepRecord
 from flexinspect.trace.file.writer import TraceWriter
@@ -25,16 +24,16 @@ def trained(number: int) -> TrainingStepRecord:
         ParameterGradient("1.weight", INF, INF, 0, 3, "1"),
     )
     return TrainingStepRecord(
-        *(NAN, "told", (0.5, 1e-3), NAN, INF, 1.0),
+        *(NAN, "reported", (0.5, 1e-3), NAN, INF, 1.0),
         n_parameters=3,
         n_exploding=1,
         n_vanishing=2,
         n_dead=3,
-        n_sick=2,
+        n_nonfinite=2,
         group_norms=(1.5, NAN),
         group_ratios=(1e-3, INF),
         gradients=gradients,
-        producer=AnomalyOrigin("module", "1", 2, "float16"),
+        anomaly_origin=AnomalyOrigin("module", "1", 2, "float16"),
         n_backward=4,
         forward_ms=1.5,
         backward_ms=2.5,
@@ -107,13 +106,10 @@ def test_a_step_of_generation_has_no_training(tmp_path: Path) -> None:
 
 
 def test_both_dumps_have_the_training_step(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    dump.configure(parser)
     for words in ([str(path)], [str(path), "--json"]):
-        args = parser.parse_args(words)
-        assert args.run(args) == 0
+        assert main(["dump", *words]) == 0
     text, _, json_text = capsys.readouterr().out.partition("\n{")
-    assert "training loss nan (told)  lr 0.5 0.001  detail basic" in text
-    assert "producer module 1  carriers 2" in text
+    assert "training loss nan (reported)  lr 0.5 0.001  detail basic" in text
+    assert "origin   module 1  affected 2" in text
     steps = json.loads("{" + json_text)["steps"]
     assert steps[0]["training"]["gradients"][1]["norm"] == 1.5

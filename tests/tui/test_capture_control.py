@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.traces import sample_trace
 from support.tui import screen_lines, screen_text, settle
 from textual.pilot import Pilot
@@ -37,10 +38,9 @@ from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen, format
 from flexinspect.tui.screens.capture_control import (
     NOTIFY_AFTER_S,
     ForcedToken,
-    format_error,
     parse_forced_token,
 )
-from flexinspect.tui.screens.dialogs import ChoiceDialog, TextDialog
+from flexinspect.tui.screens.dialogs import ChoiceDialog, TextDialog, format_error
 from flexinspect.tui.trace_session import TraceSession
 
 SIZE = (100, 30)
@@ -112,7 +112,7 @@ class FakeCapture:
         return one
 
     def enable_breakpoint(self, number: int, on: bool) -> BreakpointInfo:
-        self.book = [replace(b, is_enabled=on) if b.id == number else b for b in self.book]
+        self.book = [structs.replace(b, is_enabled=on) if b.id == number else b for b in self.book]
         return self.book[0]
 
     def remove_breakpoint(self, number: int) -> list[BreakpointInfo]:

@@ -22,6 +22,8 @@ from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.status_lines import banner_text
 from flexinspect.tui.trace_session import RunStatus
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 LONG = {"weights": "random", "max_new_tokens": 950, "stop": "eos"}
 
 
@@ -46,7 +48,10 @@ def screen(app: InspectorApp) -> TraceScreen:
     return app.screen
 
 
-async def test_a_run_is_shown_from_its_start_and_followed_to_its_end(tmp_path: Path) -> None:
+async def test_a_run_is_shown_from_its_start_and_followed_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # a fresh interpreter, so that its start can be seen
     path = tmp_path / "run.flextrace"
     app = InspectorApp(job=job(path))
     async with app.run_test(size=(100, 30)) as pilot:
@@ -211,7 +216,10 @@ sys.exit(3)
 """
 
 
-async def test_a_script_is_shown_with_its_output_and_its_models(tmp_path: Path) -> None:
+async def test_a_script_is_shown_with_its_output_and_its_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # a fresh interpreter, so that its imports can be seen
     (tmp_path / "script.py").write_text(SCRIPT, "utf-8")
     path = tmp_path / "run.flextrace"
     app = InspectorApp(job=ScriptJob(out=str(path), program=str(tmp_path / "script.py")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,19 +79,19 @@ async def test_findings_of_offline_rules_appear_in_an_open_trace(
 def test_findings_of_a_held_run_are_computed_again_at_its_end(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feed, screen = TraceSession(trace), capture_control.ReviewScreen()
+    feed = TraceSession(trace)
+    screen = capture_control.ControlScreen(feed)
     reviewed: list[list[tuple[str, int]]] = []
-    assert feed.reader is not None
-    reader = feed.reader
-    monkeypatch.setattr(screen, "_review", lambda feed, pool: reviewed.append(reader.reviews()))
-    with ThreadPoolExecutor(1) as pool:
-        screen.review_once(feed, pool, n_held=2)
-        reader.add_reviews(
-            review_statements(offline_rules.review(reader, [Slow()], store=False).unstored)
-        )
-        screen.review_once(feed, pool, n_held=2)
-        assert reader.reviews() == [("slow", 0), ("slow", 1)]
-        screen.review_once(feed, pool)
+    reader = screen.reader
+    assert reader is not None
+    monkeypatch.setattr(screen, "_review", lambda: reviewed.append(reader.reviews()))
+    screen.review_once(n_held=2)
+    reader.add_reviews(
+        review_statements(offline_rules.review(reader, [Slow()], store=False).unstored)
+    )
+    screen.review_once(n_held=2)
+    assert reader.reviews() == [("slow", 0), ("slow", 1)]
+    screen.review_once()
     assert reviewed == [[], []]
     feed.close()
 

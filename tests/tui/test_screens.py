@@ -119,7 +119,7 @@ async def test_a_missing_step_is_an_error_message(trace: Path) -> None:
         await answer(pilot, "g", "999")
         assert place(app).step == 5
         said = [note.message for note in app._notifications]
-        assert said == ["There is no step 999; this is the nearest one."]
+        assert said == ["Step 999 does not exist; the nearest step is shown."]
 
 
 async def test_search_finds_tokens_of_the_prompt_and_wraps_around(trace: Path) -> None:
@@ -539,7 +539,7 @@ async def test_damage_met_by_a_search_is_reported(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexinspect.core.errors import TraceError
-    from flexinspect.tui.screens import navigation as screen_module
+    from flexinspect.tui.screens import trace_screen as screen_module
 
     def fail(*args: object, **options: object) -> None:
         raise TraceError("The page is damaged.")

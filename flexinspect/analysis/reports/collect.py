@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import TokenRecord
 from flexinspect.trace.queries.range_queries import NumberRange, lineage
 from flexinspect.trace.reader import TraceReader
 
@@ -131,7 +130,7 @@ def collect_report(
         rules=ran,
         kinds={id_: kind for rule in ran for id_, kind in rule.findings.items()},
         disabled_rules=tuple(
-            row.event.text for row in reader.events() if row.event.kind == "rule-off"
+            row.event.text for row in reader.events() if row.event.kind == "rule-disabled"
         ),
         notes=tuple(notes),
     )
@@ -159,13 +158,9 @@ def read_position_texts(
             for branch, _, _ in branches
             for token in reader.tokens(finding.generation, branch, pos, pos + 1)
         )
-        found.append((pos, _token_text(next(tokens, None))))
+        text = next((token.text or token.token for token in tokens), "")
+        found.append((pos, text.replace("\n", "↵")))
     return tuple(found)
-
-
-def _token_text(token: TokenRecord | None) -> str:
-    text = (token.text or token.token) if token is not None else ""
-    return text.replace("\n", "↵")
 
 
 def describe_place(finding: Finding) -> str:

@@ -6,6 +6,7 @@ The form of the JSON is an interface: see `docs/findings/README.md`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree as Xml
 
@@ -44,26 +45,16 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def _finding_dict(finding: Finding, texts: PositionTexts) -> dict[str, Any]:
     text_of = dict(texts)
-    return {
-        "id": finding.id,
+    fields = {
+        **asdict(finding),
         "severity": str(finding.severity),
-        "sentence": finding.sentence,
-        "generation": finding.generation,
-        "branch": finding.branch,
-        "step": finding.step,
-        "last_step": finding.last_step,
-        "layer": finding.layer,
         "layers": list(finding.layers),
-        "head": finding.head,
         "positions": [{"pos": pos, "text": text_of.get(pos)} for pos in finding.positions],
-        "times": finding.times,
         "evidence": simplify(dict(finding.evidence), float_name),
-        "why": finding.why,
-        "confirm": finding.confirm,
-        "fix": finding.fix,
-        "query": finding.query,
         "page": finding_page(finding.id),
     }
+    del fields["series"]
+    return fields
 
 
 def as_junit(report: Report, threshold: Severity | None) -> str:

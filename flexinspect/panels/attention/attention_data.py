@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.plots import format_number
-from flexinspect.drawing.token_cells import TokenCell, display_text
+from flexinspect.drawing.token_cells import TokenCell
 from flexinspect.masks.attention_row import (
     UNCHECKED,
     Bools,
@@ -22,6 +23,7 @@ from flexinspect.masks.attention_row import (
     LseCheck,
     attention_by_segment,
     entropy,
+    recorded_check,
 )
 from flexinspect.panels.attention.row_recompute import (
     RecomputedRow,
@@ -33,9 +35,8 @@ from flexinspect.panels.attention.row_recompute import (
 )
 from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.token_window import segment_color
+from flexinspect.panels.token_window import load_token_cells
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.records.step import TokenRecord
 from flexinspect.trace.query_results import ArrayInfo
 
 ENTROPY, SINK = "entropy", "sink"
@@ -43,6 +44,7 @@ MAX_LISTED_KEYS = 512
 """Maximum keys of a row that has all its tokens; a longer one has those of the heaviest keys."""
 
 N_HEAVIEST = 64
+NO_OPEN_KEY = "This row attends to no key: its output is zero."
 _GROUPED_KINDS = {
     SegmentKind.BOS: "BOS",
     SegmentKind.SHARED: "shared",
@@ -127,7 +129,6 @@ class AttentionData:
     grid_row: int
     head: int
     q_idx: int
-    is_newest: bool
     rows: range
     segments: tuple[Segment, ...]
     query: TokenCell | None
@@ -140,9 +141,18 @@ class AttentionData:
     mismatch: str = ""
 
     @property
+    def is_newest(self) -> bool:
+        """Whether the row is the newest one of the step."""
+        return self.q_idx == self.rows[-1]
+
+    @property
     def layer(self) -> int:
         """The layer of the row."""
         return self.grid.layers[self.grid_row]
+
+    def segment_label(self, pos: int) -> str:
+        """Return the label of a position's segment, "" outside of all."""
+        return next((s.label for s in self.segments if s.start <= pos < s.stop), "")
 
 
 def load_attention(source: Source, request: Request[AttentionOptions]) -> AttentionData:
@@ -166,23 +176,19 @@ def load_attention(source: Source, request: Request[AttentionOptions]) -> Attent
     head = min(max(view.place.head, 0), segment_attention.shape[1] - 1)
     rows = _stored_rows(view, infos, layers[grid_row])
     chosen = request.options.row
-    q_idx = chosen if chosen is not None and chosen in rows else view.step_row.kv_after - 1
-    newest = q_idx == view.step_row.kv_after - 1
-    call = view.calls[grid_row]
-    check = LseCheck(call.gate, call.gate_kind, call.dtype)
+    q_idx = chosen if chosen is not None and chosen in rows else rows[-1]
+    check = recorded_check(view.calls[grid_row])
+    is_shown = q_idx == rows[-1] and not check.is_failed
     data = AttentionData(
         place=view.place,
         grid=_load_grid(view, segment_attention, segments, infos, request.options.measure),
         grid_row=grid_row,
         head=head,
         q_idx=q_idx,
-        is_newest=newest,
         rows=rows,
         segments=segments,
-        query=_load_token_cells(view, [q_idx], segments).get(q_idx),
-        segment_attention=segment_attention[grid_row, head].astype(np.float64)
-        if newest and not check.is_failed
-        else None,
+        query=load_token_cells(source, view.place, segments, [q_idx]).get(q_idx),
+        segment_attention=segment_attention[grid_row, head].astype(float) if is_shown else None,
         segment_check=check,
     )
     return _load_token_row(view, data)
@@ -225,14 +231,14 @@ def _load_grid(
     if one_token or stored:
         measures.append(SINK)
     measure = chosen if chosen in measures else measures[0]
-    gates = tuple(LseCheck(call.gate, call.gate_kind, call.dtype) for call in view.calls)
+    gates = tuple(map(recorded_check, view.calls))
     values: npt.NDArray[np.floating] | None
     if measure == ENTROPY:
         values = view.load_array("attention.entropy")
     elif measure == SINK and not one_token:
         values = first_token_weights(view)
         # The capture's checks are of sums that were not computed with these weights.
-        gates = tuple(LseCheck() for _ in gates)
+        gates = (UNCHECKED,) * len(gates)
     else:
         values = segment_attention[:, :, one_token if measure == SINK else groups[measure]].sum(
             axis=2
@@ -287,35 +293,27 @@ def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, flo
 def _load_token_row(view: StepView, data: AttentionData) -> AttentionData:
     """Return the data with the row's weights, or with the reason why there are none."""
     try:
-        newest = recompute_row(view, data.grid_row, data.head, view.step_row.kv_after - 1)
-        row = newest
-        if not data.is_newest:
-            row = recompute_row(view, data.grid_row, data.head, data.q_idx)
-    except RowNotRecordedError as reason:
-        return replace(data, missing_reason=str(reason))
-    data = replace(data, newest_lse_check=newest.lse_check, lse_check=row.lse_check)
+        recompute = partial(recompute_row, view, data.grid_row, data.head)
+        newest = recompute(data.rows[-1])
+        row = newest if data.is_newest else recompute(data.q_idx)
+    except RowNotRecordedError as error:
+        return replace(data, missing_reason=str(error))
+    check = newest.lse_check
+    data = replace(data, newest_lse_check=check, lse_check=row.lse_check)
     if not (np.isfinite(newest.row.total) and np.isfinite(row.row.total)):
-        return replace(
-            data, missing_reason="The scores of this row are not finite, so it has no weights."
-        )
-    if newest.lse_check.is_failed:
-        return replace(
-            data,
-            mismatch=describe_mismatch(newest),
-            grid=_with_row_check(data.grid, newest.lse_check),
-        )
+        reason = "The scores of this row are not finite, so it has no weights."
+        return replace(data, missing_reason=reason)
+    if check.is_failed:
+        grid = data.grid
+        if not any(own.is_checked for own in grid.lse_checks):
+            # Values without checks of their own were computed in the same way as the row's.
+            grid = replace(grid, lse_checks=(check,) * len(grid.lse_checks))
+        return replace(data, mismatch=describe_mismatch(newest), grid=grid)
     data = replace(data, tokens=_make_token_row(view, row, data.segments))
-    if data.segment_attention is None and any(map(len, data.segments)):
-        segment_attention = attention_by_segment(row.row.weights, data.segments, row.first_pos)
-        return replace(data, segment_attention=segment_attention, segment_check=row.lse_check)
-    return data
-
-
-def _with_row_check(grid: AttentionGrid, check: LseCheck) -> AttentionGrid:
-    """Use the check of the row for a grid without checks: its values were computed the same way."""
-    if any(own.is_checked for own in grid.lse_checks):
-        return grid
-    return replace(grid, lse_checks=(check,) * len(grid.lse_checks))
+    if data.segment_attention is not None or not any(map(len, data.segments)):
+        return data
+    segment_attention = attention_by_segment(row.row.weights, data.segments, row.first_pos)
+    return replace(data, segment_attention=segment_attention, segment_check=row.lse_check)
 
 
 def describe_mismatch(newest: RecomputedRow) -> str:
@@ -345,7 +343,7 @@ def _make_token_row(view: StepView, row: RecomputedRow, segments: Sequence[Segme
         open_keys=row.open_keys,
         entropy=entropy(weights),
         heaviest=heaviest,
-        tokens=_load_token_cells(view, positions, segments),
+        tokens=load_token_cells(view.source, view.place, segments, positions),
     )
 
 
@@ -355,35 +353,3 @@ def _heaviest_keys(weights: Floats, open_keys: Bools) -> npt.NDArray[np.intp]:
     top = np.argpartition(-ranked, n - 1)[:n] if 0 < n < len(ranked) else np.arange(len(ranked))
     # Of equal weights the earlier key comes first.
     return top[np.lexsort((top, -ranked[top]))][:n]
-
-
-def _load_token_cells(
-    view: StepView, positions: Sequence[int], segments: Sequence[Segment]
-) -> dict[int, TokenCell]:
-    """Return the token cells at some positions: one query if they are close, otherwise one each."""
-    if not positions:
-        return {}
-    first, last = min(positions), max(positions)
-    spans = (
-        [(first, last + 1)] if last - first < MAX_LISTED_KEYS else [(p, p + 1) for p in positions]
-    )
-    found: dict[int, TokenCell] = {}
-    for start, stop in spans:
-        for token in _load_tokens(view, start, stop):
-            found.setdefault(token.pos, _token_cell(token, segments))
-    return found
-
-
-def _load_tokens(view: StepView, start: int, stop: int) -> Iterable[TokenRecord]:
-    """Yield the tokens of a span, those of the branch itself before those of its ancestors."""
-    for branch, _, stop_step in view.lineage:
-        for token in view.source.reader.tokens(view.place.generation, branch, start, stop):
-            if token.step is None or stop_step is None or token.step < stop_step:
-                yield token
-
-
-def _token_cell(token: TokenRecord, segments: Sequence[Segment]) -> TokenCell:
-    text, invisible = display_text(token.token, token.text, special=token.special)
-    return TokenCell(
-        token.pos, text, segment_color(token.segment, segments), token.special, invisible
-    )

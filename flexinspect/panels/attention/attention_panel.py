@@ -8,9 +8,11 @@ from typing import ClassVar
 import numpy as np
 
 from flexinspect.drawing.plots import format_number
+from flexinspect.drawing.text_lines import Pen
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks.attention_row import worst_check
 from flexinspect.panels.attention.attention_data import (
+    NO_OPEN_KEY,
     SINK,
     AttentionData,
     AttentionGrid,
@@ -25,7 +27,16 @@ from flexinspect.panels.attention.attention_drawing import (
     row_lse_check,
 )
 from flexinspect.panels.attention.row_recompute import EXTREME_ONLY
-from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request
+from flexinspect.panels.base import (
+    CURSOR_MOVES,
+    Cell,
+    Help,
+    Navigate,
+    Panel,
+    Picture,
+    Request,
+    next_choice,
+)
 from flexinspect.panels.panel_source import Source
 
 MAX_TABLE_LAYERS, MAX_TABLE_HEADS = 12, 16
@@ -39,6 +50,7 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
 
     name: ClassVar[str] = "attention"
     title: ClassVar[str] = "Attention"
+    initial_options: ClassVar[AttentionOptions] = AttentionOptions()
     needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
         "It shows how much of the newest row's attention each head of each layer gave to a part "
@@ -49,17 +61,7 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         "Look for heads that ignore a paraphrase, put all attention on BOS, or attend where the "
         "mask should be closed; a check above 0.01 means that this is not what ran.",
     )
-    actions: ClassVar[tuple[str, ...]] = (
-        "view.measure",
-        "cursor.left",
-        "cursor.right",
-        "cursor.up",
-        "cursor.down",
-    )
-
-    def options(self) -> AttentionOptions:
-        """Return the initial options: the first measure, the newest row."""
-        return AttentionOptions()
+    actions: ClassVar[tuple[str, ...]] = ("view.measure", *CURSOR_MOVES)
 
     def load(self, source: Source, request: Request[AttentionOptions]) -> AttentionData:
         """Read the step's grid and the row of the place's layer and head."""
@@ -73,7 +75,7 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         self, data: AttentionData, request: Request[AttentionOptions], theme: Theme
     ) -> Picture:
         """Draw the grid with the row beside or below it."""
-        strips = draw_attention(data, request.width, request.height, theme)
+        strips = draw_attention(data, request.height, Pen(theme, request.width))
         grid_check, check = worst_check(data.grid.lse_checks), row_lse_check(data)
         alarm = grid_check.is_failed or check.is_failed
         note = check.describe() + (": not what ran" if check.is_failed else "")
@@ -90,29 +92,19 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
     ) -> AttentionOptions | Navigate | None:
         """Change the measure, or go to another layer or head (in a prefill, another row)."""
         if action == "view.measure":
-            names = data.grid.measures
-            following = names[(names.index(data.grid.measure) + 1) % len(names)]
-            return replace(request.options, measure=following)
-        if action in ("cursor.up", "cursor.down"):
-            row = data.grid_row + (1 if action == "cursor.down" else -1)
-            inside = 0 <= row < len(data.grid.layers)
-            return Navigate(layer=data.grid.layers[row]) if inside else None
-        if action in ("cursor.left", "cursor.right"):
-            return _move_sideways(1 if action == "cursor.right" else -1, data, request)
-        return None
+            measure = next_choice(data.grid.measures, data.grid.measure)
+            return replace(request.options, measure=measure)
+        down, across = CURSOR_MOVES.get(action, (0, 0))
+        if down and 0 <= data.grid_row + down < len(data.grid.layers):
+            return Navigate(layer=data.grid.layers[data.grid_row + down])
+        return _move_sideways(across, data, request) if across else None
 
-    def on_mouse(
-        self,
-        x: int,
-        y: int,
-        data: AttentionData,
-        request: Request[AttentionOptions],
-        *,
-        click: bool,
+    def on_click(
+        self, at: Cell, data: AttentionData, request: Request[AttentionOptions]
     ) -> Navigate | None:
         """Go to the layer and head that were clicked."""
         layout = attention_layout(data, request.width, request.height)
-        cell = layout.cell_at(x, y) if click else None
+        cell = layout.cell_at(*at)
         return Navigate(layer=data.grid.layers[cell[0]], head=cell[1]) if cell else None
 
 
@@ -153,39 +145,33 @@ def _describe_grid(data: AttentionData) -> list[str]:
         title = "share of its attention on the first token"
     check = worst_check(grid.lse_checks).describe()
     lines = [f"Step {data.place.step}, newest row, {title}, by layer and head ({check})."]
-    values = grid.drawable_values()
-    if values.shape[0] <= MAX_TABLE_LAYERS and values.shape[1] <= MAX_TABLE_HEADS:
-        heads = " ".join(f"{head:>7}" for head in range(values.shape[1]))
-        lines.append(f"layer\\head {heads}")
-    lines += [_describe_layer(layer, grid, row) for row, layer in enumerate(grid.layers)]
-    bad = [
-        layer for layer, gate in zip(grid.layers, grid.lse_checks, strict=True) if gate.is_failed
-    ]
-    if bad:
-        names = ", ".join(map(str, bad))
-        lines.append(f"Not what ran, so not shown: layers {names}.")
-    lines.append(f"Measures: {', '.join(grid.measures)}.")
-    return lines
-
-
-def _format_cell(value: float, unit: str) -> str:
-    return format_share(value) if unit == "share" else format_number(value)
+    n_layers, n_heads = grid.values.shape
+    if n_layers <= MAX_TABLE_LAYERS and n_heads <= MAX_TABLE_HEADS:
+        lines.append(rf"layer\head {' '.join(f'{head:>7}' for head in range(n_heads))}")
+        format_cell = format_share if grid.unit == "share" else format_number
+        for layer, row in zip(grid.layers, grid.drawable_values().tolist(), strict=True):
+            lines.append(f"{layer:>10} {' '.join(f'{format_cell(value):>7}' for value in row)}")
+    else:
+        lines += [_describe_layer(layer, grid, row) for row, layer in enumerate(grid.layers)]
+    checks = zip(grid.layers, grid.lse_checks, strict=True)
+    bad = ", ".join(str(layer) for layer, check in checks if check.is_failed)
+    lines += [f"Not what ran, so not shown: layers {bad}."] if bad else []
+    return [*lines, f"Measures: {', '.join(grid.measures)}."]
 
 
 def _describe_layer(layer: int, grid: AttentionGrid, row: int) -> str:
-    values, unit = grid.drawable_values()[row], grid.unit
-    if grid.values.shape[0] <= MAX_TABLE_LAYERS and grid.values.shape[1] <= MAX_TABLE_HEADS:
-        return f"{layer:>10} " + " ".join(
-            f"{_format_cell(float(value), unit):>7}" for value in values
-        )
+    values = grid.drawable_values()[row]
     finite = values[np.isfinite(values)]
     if not finite.size:
         return f"Layer {layer}: no values."
     low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
+    mean, lowest, highest = (
+        format_value(float(value), grid.unit)
+        for value in (finite.mean(), values[low], values[high])
+    )
     return (
-        f"Layer {layer}: mean {format_value(float(finite.mean()), unit)}, "
-        f"lowest {format_value(float(values[low]), unit)} at head {low}, "
-        f"highest {format_value(float(values[high]), unit)} at head {high}."
+        f"Layer {layer}: mean {mean}, lowest {lowest} at head {low}, "
+        f"highest {highest} at head {high}."
     )
 
 
@@ -218,13 +204,11 @@ def _describe_tokens(data: AttentionData) -> list[str]:
         f"{n_open} of {n_keys} keys are open, entropy {format_number(row.entropy)} nats ({check})."
     ]
     if not n_open:
-        return [*lines, "This row attends to no key: its output is zero."]
+        return [*lines, NO_OPEN_KEY]
     lines.append(f"Heaviest tokens, the first {min(N_LISTED_TOKENS, len(row.heaviest))}:")
     for key in row.heaviest[:N_LISTED_TOKENS].tolist():
         pos = row.first_pos + key
         text = row.tokens[pos].text if pos in row.tokens else "?"
-        segment = next((s.label for s in data.segments if s.start <= pos < s.stop), "")
-        lines.append(
-            f"  {format_share(float(row.weights[key])):>8}  {pos:>6} '{text}' {segment}".rstrip()
-        )
+        share, segment = format_share(float(row.weights[key])), data.segment_label(pos)
+        lines.append(f"  {share:>8}  {pos:>6} '{text}' {segment}".rstrip())
     return lines

@@ -62,7 +62,13 @@ class StepView:
 
     def load_array(self, stream: str, layer: int | None = None) -> Array | None:
         """Return an array of this step, None when it is not stored."""
-        return _load_array(self, self.step_row.step, stream, layer)
+        return self.load_array_at(self.step_row.step, stream, layer)
+
+    def load_array_at(self, step: int, stream: str, layer: int | None) -> Array | None:
+        """Return an array of another step of the branch."""
+        reader, generation = self.source.reader, self.place.generation
+        branch = branch_of_step(reader, generation, step, self.place.branch)
+        return reader.array(generation, step, stream, layer, branch)
 
 
 def load_step_view(source: Source, place: TracePlace) -> StepView:
@@ -82,23 +88,13 @@ def load_step_view(source: Source, place: TracePlace) -> StepView:
     )
 
 
-def _load_array(view: StepView, step: int, stream: str, layer: int | None) -> Array | None:
-    reader, generation = view.source.reader, view.place.generation
-    branch = branch_of_step(reader, generation, step, view.place.branch)
-    return reader.array(generation, step, stream, layer, branch)
-
-
-def _array_bytes(array: Array | None) -> int:
-    return 512 + (0 if array is None else array.nbytes)
-
-
 def load_queries(view: StepView, layer: int) -> Array:
     """Return the queries of a layer in this step, (heads, rows, head dim).
 
     Raises `RowNotRecordedError`, as all functions below that read stored arrays.
     """
     key = ("attention.q", view.place.generation, view.branch, view.step_row.step, layer)
-    queries = view.source.get_or_create(key, lambda: view.load_array("q", layer), _array_bytes)
+    queries = view.source.get_or_create(key, lambda: view.load_array("q", layer))
     if queries is None:
         raise RowNotRecordedError(_describe_not_stored(view, layer))
     if queries.ndim != 3:
@@ -125,12 +121,12 @@ def load_keys(view: StepView, call: CallRecord) -> list[Array]:
             f"The keys of this row take {size >> 20} MiB, "
             f"more than the limit of {MAX_READ_BYTES >> 20} MiB."
         )
-    last = view.step_row.step
+    stop = view.step_row.step + 1
     pieces = [_load_key_chunk(view, call.layer, 0, 1)]
-    for start in range(1, last + 1, KEY_CHUNK_STEPS):
-        pieces.append(
-            _load_key_chunk(view, call.layer, start, min(start + KEY_CHUNK_STEPS, last + 1))
-        )
+    pieces += [
+        _load_key_chunk(view, call.layer, start, min(start + KEY_CHUNK_STEPS, stop))
+        for start in range(1, stop, KEY_CHUNK_STEPS)
+    ]
     n_keys = sum(piece.shape[1] for piece in pieces)
     if n_keys != view.step_row.kv_after:
         raise RowNotRecordedError(
@@ -147,13 +143,13 @@ def _load_key_chunk(view: StepView, layer: int, start: int, stop: int) -> Array:
         return read()
     # A branch has keys of its own, so the requested branch is part of the cache key.
     key = ("attention.k", view.place.generation, view.place.branch, layer, start)
-    return view.source.get_or_create(key, read, _array_bytes)
+    return view.source.get_or_create(key, read)
 
 
 def _join_keys(view: StepView, layer: int, start: int, stop: int) -> Array:
     parts = []
     for step in range(start, stop):
-        part = _load_array(view, step, "k", layer)
+        part = view.load_array_at(step, "k", layer)
         if part is None or part.ndim != 3:
             raise RowNotRecordedError(f"The keys of layer {layer} in step {step} are not stored.")
         parts.append(part)
@@ -178,7 +174,7 @@ def load_mask_row(view: StepView, call: CallRecord, row: int) -> Bools:
         return None if mask is None else mask.cells
 
     key = ("attention.mask", call.mask, None if small else row)
-    cells = view.source.get_or_create(key, read, _array_bytes)
+    cells = view.source.get_or_create(key, read)
     # A mask with one row is broadcast to all rows.
     index = row if small and cells is not None and cells.shape[1] != 1 else 0
     if cells is None or not 0 <= index < cells.shape[1]:
@@ -195,12 +191,12 @@ def _read_mask_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | N
     at = 0 if cells.n_rows == 1 else row
     if not 0 <= at < cells.n_rows:
         return None
-    rows = [
-        packed[0]
+    heads = [
+        packed
         for head in range(cells.heads)
         for _, packed in read_packed_rows(reader, cells, head, at, at + 1)
     ]
-    packed = np.stack(rows)[:, None] if rows else np.zeros((0, 1, 0), np.uint8)
+    packed = np.stack(heads) if heads else np.zeros((0, 1, 0), np.uint8)
     return np.unpackbits(packed, axis=2, count=cells.n_keys).astype(np.bool_)
 
 
@@ -208,10 +204,10 @@ def _is_row_averaged(view: StepView, call: CallRecord, head: int, row: int) -> b
     """Whether the mask leaves nothing of a row's scores (see `MaskRecord.averaged`)."""
 
     def read() -> Bools | None:
-        found = dict(read_mask_arrays(view.source.reader, [str(call.mask)], "mask.averaged"))
+        found = dict(read_mask_arrays(view.source.reader, [str(call.mask)], "mask.uniform_rows"))
         return found.get(str(call.mask))
 
-    averaged = view.source.get_or_create(("attention.averaged", call.mask), read, _array_bytes)
+    averaged = view.source.get_or_create(("attention.uniform_rows", call.mask), read)
     if averaged is None:
         return False
     flags = averaged[head if averaged.shape[0] == call.q_heads else 0]
@@ -246,8 +242,14 @@ def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> Recomput
     scores = _recompute_scores(view, call, query[head, row_in_step], head, query.shape[0])
     # Not the mask record's own offset: a mask is stored once, with the step that had it first.
     first_pos = max(step_row.kv_after - call.kv_len, 0)
-    open_keys = _select_head(load_mask_row(view, call, row_in_step), head, query.shape[0])
-    open_keys = _fit_to_cache(open_keys, len(scores) - first_pos)
+    mask_row, n_keys = load_mask_row(view, call, row_in_step), len(scores) - first_pos
+    # For a mask with another number of heads the first one is read, as capture does.
+    open_keys = mask_row[head if mask_row.shape[0] == query.shape[0] else 0]
+    if len(open_keys) < n_keys or open_keys[n_keys:].any():
+        raise RowNotRecordedError(
+            f"The mask has {len(open_keys)} keys in this row, but the cache has {n_keys}."
+        )
+    open_keys = open_keys[:n_keys]  # a static cache has room for more
     if _is_row_averaged(view, call, head, row_in_step):
         scores = np.zeros_like(scores)
     newest = q_idx == step_row.kv_after - 1
@@ -270,21 +272,6 @@ def _recompute_scores(
     )
 
 
-def _select_head(cells: Bools, head: int, q_heads: int) -> Bools:
-    # For a mask with another number of heads the first one is read, as capture does.
-    mask_row: Bools = cells[head if cells.shape[0] == q_heads else 0]
-    return mask_row
-
-
-def _fit_to_cache(open_keys: Bools, n_keys: int) -> Bools:
-    """Cut a mask row to the existing keys: a static cache has room for more."""
-    if len(open_keys) < n_keys or open_keys[n_keys:].any():
-        raise RowNotRecordedError(
-            f"The mask has {len(open_keys)} keys in this row, but the cache has {n_keys}."
-        )
-    return open_keys[:n_keys]
-
-
 def _stored_lse(view: StepView, index: int, head: int) -> float | None:
     lse = view.load_array("attention.lse")
     if lse is None or lse.ndim != 2 or index >= lse.shape[0] or head >= lse.shape[1]:
@@ -295,10 +282,10 @@ def _stored_lse(view: StepView, index: int, head: int) -> float | None:
 def _make_lse_check(own: float | None, call: CallRecord) -> LseCheck:
     if own is None:
         return LseCheck()
-    if call.gate_kind != "output":
+    if call.check_kind != "output":
         return LseCheck(own, "lse")
     return worst_check(
-        [LseCheck(own, "output", call.dtype), LseCheck(call.gate, "output", call.dtype)]
+        [LseCheck(own, "output", call.dtype), LseCheck(call.lse_error, "output", call.dtype)]
     )
 
 
@@ -352,4 +339,4 @@ def _load_first_key(view: StepView, layer: int) -> Array:
         return _join_keys(view, layer, 0, 1)[:, 0].copy()
 
     key = ("attention.first", view.place.generation, view.place.branch, layer)
-    return view.source.get_or_create(key, read, _array_bytes)
+    return view.source.get_or_create(key, read)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.drawing.token_cells import TokenCell, display_text
+from flexinspect.drawing.token_cells import TokenCell
 from flexinspect.masks import viewport
 from flexinspect.masks.algebra import declared_spec
-from flexinspect.masks.attention_row import UNCHECKED, LseCheck
+from flexinspect.masks.attention_row import UNCHECKED, LseCheck, recorded_check
 from flexinspect.masks.counting import CHUNK_ROWS, PositionGroups
 from flexinspect.masks.viewport import PixelCounts, PixelGrid, States
 from flexinspect.panels.base import Missing, Request, TracePlace
@@ -28,12 +27,12 @@ from flexinspect.panels.mask.mask_grid import (
 )
 from flexinspect.panels.mask.mask_layout import MaskLayout, MaskOptions, MaskViewMode, mask_layout
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.token_window import load_segments, segment_color
+from flexinspect.panels.token_window import load_segments, load_token_cells, segment_color
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import CallRecord, MaskRecord
 from flexinspect.trace.queries.branch_queries import generation_in_branch
 from flexinspect.trace.queries.range_queries import branch_of_step
-from flexinspect.trace.queries.search_queries import last_pos, n_generations, read_tokens
+from flexinspect.trace.queries.search_queries import n_generations
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
 
@@ -72,11 +71,14 @@ class MaskData:
     @property
     def lse_check(self) -> LseCheck:
         """The LSE check of the step's newest row."""
-        return (
-            LseCheck(self.call.gate, self.call.gate_kind, self.call.dtype)
-            if self.call
-            else UNCHECKED
-        )
+        return recorded_check(self.call) if self.call else UNCHECKED
+
+    @property
+    def focus_row(self) -> int | None:
+        """The cursor's row, or the newest one of the current step; None if that is not shown."""
+        if self.cursor is not None:
+            return self.cursor[0]
+        return self.current[-1] if self.current else None
 
     def segment(self, position: int) -> Segment | None:
         """Return the segment of a position."""
@@ -99,20 +101,14 @@ def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
     call = _find_call(reader, place)
     if call is not None:
         place = replace(place, layer=call.layer)
-    view_request = MaskViewRequest(
-        generation=place.generation,
-        branch=place.branch,
-        step=place.step,
-        layer=place.layer,
-        head=place.head,
-        spec=declared_spec(row.declared),
-        groups=PositionGroups(tuple(s.start for s in segments) or (0,)),
-    )
+    groups = PositionGroups(tuple(segment.start for segment in segments) or (0,))
+    view_request = MaskViewRequest(place, declared_spec(row.declared), groups)
     mask_view = load_mask_view(source, view_request)
     if mask_view is None or not mask_view.n_keys:
         raise Missing("No step of this generation has processed a token yet.")
-    data = _make_mask_data(request, place, row, mask_view, segments)
-    return _with_tokens(source, replace(data, call=call))
+    data = _make_mask_data(request, place, row, mask_view, segments, call)
+    positions = _named_positions(data)
+    return replace(data, tokens=load_token_cells(source, place, segments, positions))
 
 
 def _find_call(reader: TraceReader, place: TracePlace) -> CallRecord | None:
@@ -128,13 +124,15 @@ def _make_mask_data(
     row: GenerationRow,
     mask_view: MaskView,
     segments: tuple[Segment, ...],
+    call: CallRecord | None,
 ) -> MaskData:
-    """Return the data without tokens, call and mask."""
+    """Return the data without tokens."""
     source, options = mask_view.source, request.options
     current = mask_view.rows_of_step(place.step)
     cursor = _find_cursor(mask_view, options, place)
     view, fallback_reason = _choose_view_mode(source, mask_view, options.view, current)
-    focus = cursor or _default_focus(mask_view, current)
+    newest = current[-1] if current else mask_view.n_rows - 1
+    focus = cursor or (newest, min(int(mask_view.positions[newest]), mask_view.n_keys - 1))
     shape = (mask_view.n_rows, mask_view.n_keys)
     layout = mask_layout(request.width, request.height, shape, options.zoom, focus, options)
     blocks: tuple[BlockPart, ...] = ()
@@ -157,8 +155,8 @@ def _make_mask_data(
         current=current,
         cursor=cursor,
         tokens={},
-        call=None,
-        mask=None,
+        call=call,
+        mask=_load_mask_record(mask_view, focus[0]),
         empty_rows=_find_empty_rows(mask_view),
         fallback_reason=fallback_reason,
     )
@@ -172,20 +170,12 @@ def _find_cursor(
         q = kv = place.pos
     if q is None and kv is None:
         return None
-    row = None if q is None else mask_view.row_of(q)
-    if row is None:
-        row = mask_view.n_rows - 1 if q is None else _nearest_row(mask_view, q)
+    row = mask_view.n_rows - 1
+    if q is not None:
+        same = mask_view.row_of(q)
+        row = int(np.abs(mask_view.positions - q).argmin()) if same is None else same
     key = int(mask_view.positions[row]) if kv is None else kv
     return row, min(max(key, 0), mask_view.n_keys - 1)
-
-
-def _nearest_row(mask_view: MaskView, position: int) -> int:
-    return int(np.abs(mask_view.positions - position).argmin())
-
-
-def _default_focus(mask_view: MaskView, current: range | None) -> tuple[int, int]:
-    row = mask_view.n_rows - 1 if current is None else current[-1]
-    return row, min(int(mask_view.positions[row]), mask_view.n_keys - 1)
 
 
 RECORD_CELLS_HINT = (
@@ -212,85 +202,40 @@ def _choose_view_mode(
 
 def _find_empty_rows(mask_view: MaskView) -> npt.NDArray[np.intp]:
     """Return the recorded rows without an open key."""
-    empty: list[npt.NDArray[np.intp]] = []
-    for part in mask_view.parts:
-        rows = np.flatnonzero(part.counts.open.row_counts == 0)
-        if len(rows) and part.known is not True:
-            rows = rows[[part.is_known(part.row + row) for row in rows.tolist()]]
-        empty.append(rows + part.row)
+    empty = [
+        part.row + np.flatnonzero((part.counts.open.row_counts == 0) & part.known)
+        for part in mask_view.parts
+    ]
     return np.concatenate(empty)
 
 
 # -- tokens ---------------------------------------------------------------------------------------
 
 
-def _with_tokens(source: Source, data: MaskData) -> MaskData:
-    mask_view, grid = data.mask_view, data.layout.grid
-    row = (
-        data.cursor[0]
-        if data.cursor
-        else data.current[-1]
-        if data.current
-        else mask_view.n_rows - 1
-    )
-    name = mask_view.part_of(row).step_at(row).mask
-    mask = None
-    if name is not None:
-        key = ("mask.summary", name)
-        mask = source.get_or_create(key, lambda: source.reader.mask_summary(name), lambda _: 1024)
-    positions = _named_positions(data, row)
-    if grid.row_scale == 1 and data.layout.left:
-        stop = min(grid.row_stop, mask_view.n_rows)
-        positions |= set(mask_view.positions[grid.row : stop].tolist())
-    if grid.key_scale == 1 and data.layout.token_lines:
-        positions |= set(range(grid.key, min(grid.key_stop, mask_view.n_keys)))
-    return replace(
-        data, mask=mask, tokens=load_token_cells(source, data.place, data.segments, positions)
-    )
+def _load_mask_record(mask_view: MaskView, row: int) -> MaskRecord | None:
+    """Return the record of the mask of a row, without its cells."""
+    name, source = mask_view.part_of(row).step_at(row).mask, mask_view.source
+    if name is None:
+        return None
+    key = ("mask.summary", name)
+    return source.get_or_create(key, lambda: source.reader.mask_summary(name))
 
 
-def _named_positions(data: MaskData, row: int) -> set[int]:
-    """Return the positions whose tokens are named in the text."""
-    mask_view = data.mask_view
-    rows = [row, *data.empty_rows[:MAX_LISTED_ROWS].tolist()]
+def _named_positions(data: MaskData) -> set[int]:
+    """Return the positions whose tokens are named in the text and along the axes."""
+    mask_view, grid, focus = data.mask_view, data.layout.grid, data.focus_row
+    rows = [mask_view.n_rows - 1 if focus is None else focus]
+    rows += data.empty_rows[:MAX_LISTED_ROWS].tolist()
     keys = [data.cursor[1]] if data.cursor else []
-    for first in (mask_view.first_cell("lost"), mask_view.first_cell("leaked")):
-        if first is not None:
-            rows.append(first[0])
-            keys.append(first[1])
+    for cell in (mask_view.first_cell("lost"), mask_view.first_cell("leaked")):
+        if cell is not None:
+            rows.append(cell[0])
+            keys.append(cell[1])
+    if grid.row_scale == 1 and data.layout.left:
+        rows += range(grid.row, min(grid.row_stop, mask_view.n_rows))
+    if grid.key_scale == 1 and data.layout.token_lines:
+        keys += range(grid.key, min(grid.key_stop, mask_view.n_keys))
     return {*mask_view.positions[rows].tolist(), *keys}
-
-
-_CHUNK_TOKENS = 256
-"""Number of tokens that are cached together."""
-
-
-def load_token_cells(
-    source: Source, place: TracePlace, segments: tuple[Segment, ...], positions: Iterable[int]
-) -> dict[int, TokenCell]:
-    """Return the token cells at some positions, where there are tokens. Raises `TraceError`."""
-    last = last_pos(source.reader, place.generation, place.branch) or 0
-    starts = tuple(segment.start for segment in segments)
-    found: dict[int, TokenCell] = {}
-    needed = sorted(set(positions))
-    for start in sorted({position // _CHUNK_TOKENS * _CHUNK_TOKENS for position in needed}):
-        stop = min(start + _CHUNK_TOKENS, last + 1)
-        key = ("mask.words", place.generation, place.branch, start, stop, starts)
-        read = partial(_read_token_cells, source.reader, place, segments, start, stop)
-        cells = source.get_or_create(key, read, lambda cells: 200 * len(cells))
-        found |= {p: cells[p] for p in needed if start <= p < stop and p in cells}
-    return found
-
-
-def _read_token_cells(
-    reader: TraceReader, place: TracePlace, segments: tuple[Segment, ...], start: int, stop: int
-) -> dict[int, TokenCell]:
-    cells: dict[int, TokenCell] = {}
-    for token in read_tokens(reader, place.generation, place.branch, start, stop):
-        text, invisible = display_text(token.token, token.text, special=token.special)
-        color = segment_color_at(segments, token.pos)
-        cells[token.pos] = TokenCell(token.pos, text, color, token.special, invisible)
-    return cells
 
 
 def segment_color_at(segments: Sequence[Segment], position: int) -> int:
@@ -310,36 +255,28 @@ def load_states(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> Sta
     """Return a window of a view as states, cached because it is the same at most steps."""
     serials = tuple(part.serial for part in mask_view.parts)
     key = ("mask.window", serials, mask_view.head, grid, view)
-    states: States = mask_view.source.get_or_create(
-        key,
-        lambda: make_window(mask_view, grid, view).pixel_states(),
-        lambda found: found.nbytes + 256,
+    return mask_view.source.get_or_create(
+        key, lambda: make_window(mask_view, grid, view).pixel_states()
     )
-    return states
 
 
 def make_window(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> PixelCounts:
     """Count the pixels of a window of the executed mask, the declared mask, or their difference."""
-    known = [(0, mask_view.n_rows)]
-    if view != "declared":
-        known = [span for part in mask_view.parts for span in part.known_spans()]
-    window = PixelCounts(viewport.pixel_sizes(grid, known, mask_view.n_keys), grid.empty())
     if view == "declared":
-        _add_declared_rows(mask_view, grid, window)
+        size = viewport.pixel_sizes(grid, [(0, mask_view.n_rows)], mask_view.n_keys)
+        window, stop = PixelCounts(size, grid.empty()), min(grid.row_stop, mask_view.n_rows)
+        for row in range(grid.row, stop, CHUNK_ROWS):
+            packed = mask_view.declared(row, min(row + CHUNK_ROWS, stop), mask_view.n_keys)
+            viewport.fold_rows(packed, row, grid, window.open)
         return window
+    known = [span for part in mask_view.parts for span in part.known_spans()]
+    window = PixelCounts(viewport.pixel_sizes(grid, known, mask_view.n_keys), grid.empty())
     if view == "difference":
         window = replace(window, lost=grid.empty(), leaked=grid.empty())
     for part in mask_view.parts:
         if part.row < grid.row_stop and part.stop > grid.row:
             _add_part(mask_view, part, grid, window)
     return window
-
-
-def _add_declared_rows(mask_view: MaskView, grid: PixelGrid, window: PixelCounts) -> None:
-    stop = min(grid.row_stop, mask_view.n_rows)
-    for row in range(grid.row, stop, CHUNK_ROWS):
-        packed = mask_view.declared(row, min(row + CHUNK_ROWS, stop), mask_view.n_keys)
-        viewport.fold_rows(packed, row, grid, window.open)
 
 
 def _add_part(mask_view: MaskView, part: MaskPart, grid: PixelGrid, window: PixelCounts) -> None:
@@ -358,8 +295,7 @@ def _add_part(mask_view: MaskView, part: MaskPart, grid: PixelGrid, window: Pixe
     if window.lost is not None and window.leaked is not None:
         declared = mask_view.declared(start, stop, part.n_keys)
         close_dropped_keys(declared, part.steps, start - part.row)
-        known = np.array([part.is_known(row) for row in range(start, stop)])
-        declared[~known] = 0
+        declared[~part.known[start - part.row : stop - part.row]] = 0
         viewport.fold_rows(declared & ~packed, start, grid, window.lost)
         viewport.fold_rows(packed & ~declared, start, grid, window.leaked)
 
@@ -368,10 +304,7 @@ def load_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: Pi
     """Return a window of the block tables as states; a dense mask is received as executed."""
     serials = tuple(part.serial for part in mask_view.parts)
     key = ("mask.tables", serials, mask_view.head, grid)
-    states: States = mask_view.source.get_or_create(
-        key, lambda: _make_table_states(mask_view, blocks, grid), lambda found: found.nbytes + 256
-    )
-    return states
+    return mask_view.source.get_or_create(key, lambda: _make_table_states(mask_view, blocks, grid))
 
 
 def _make_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: PixelGrid) -> States:

@@ -9,17 +9,16 @@ import numpy as np
 import numpy.typing as npt
 from rich.cells import cell_len
 from rich.color import Color
-from rich.segment import Segment as RichSegment
 from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.heatmap import RGB, Levels, Palette, blend, heat
-from flexinspect.drawing.text_lines import Span, align_right, clip_text, line
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text, merge_spans
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCell, token_style
 from flexinspect.masks.viewport import APPLIED, BOTH, CLOSED, LEAKED, LOST, N_STATES, OPEN, UNKNOWN
-from flexinspect.panels.mask.mask_data import MaskData, segment_color_at
+from flexinspect.panels.mask.mask_data import MaskData, segment_color_at, segment_number
 from flexinspect.panels.mask.mask_text import (
     CellDescription,
     describe_cell,
@@ -37,42 +36,36 @@ NARROW_WIDTH = 72
 def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
     """Draw at most `height` strips of exactly `width` cells; both are those of the layout."""
     layout = data.layout
-    strips = [_draw_segment_header(data, theme)] * layout.header + _draw_token_header(data, theme)
-    strips += _draw_grid_lines(data, theme)
-    strips += _draw_footer(data, theme)[: layout.footer]
+    pen = Pen(theme, layout.width)
+    strips = [_draw_segment_header(data, pen)] * layout.header + _draw_token_header(data, pen)
+    strips += [
+        Strip.join(
+            [_draw_row_margin(data, number, pen.resize(layout.left)), cells]
+        ).adjust_cell_length(layout.width, pen.style("text"))
+        for number, cells in enumerate(grid_strips(data, theme)[: layout.lines])
+    ]
+    strips += _draw_footer(data, pen)[: layout.footer]
     return strips[: layout.height]
-
-
-def _draw_grid_lines(data: MaskData, theme: Theme) -> list[Strip]:
-    layout = data.layout
-    blank = layout.width - layout.left - layout.columns
-    end = Strip([RichSegment(" " * blank, theme.style("text"))] if blank > 0 else [])
-    cells = grid_strips(data, theme)[: layout.lines]
-    labels = [Strip(_draw_row_margin(data, number, theme)) for number in range(len(cells))]
-    return [Strip.join([*parts, end]) for parts in zip(labels, cells, strict=True)]
 
 
 # -- margins --------------------------------------------------------------------------------------
 
 
-def _draw_row_margin(data: MaskData, number: int, theme: Theme) -> list[RichSegment]:
+def _draw_row_margin(data: MaskData, number: int, pen: Pen) -> Strip:
     """Draw the left margin of a line: tokens or a segment, and the mark of the current rows."""
-    layout, mask_view = data.layout, data.mask_view
-    if not layout.left:
-        return []
+    layout, mask_view, width = data.layout, data.mask_view, pen.width - 1
+    if not pen.width:
+        return Strip([])
     rows = _rows_of_line(data, number)
-    width = layout.left - 1
-    mark = _row_mark(data, rows, theme)
-    first_line = layout.cell_width < 2 or number * 2 % layout.cell_width == 0
     if layout.grid.row_scale == 1 and width >= (6 if layout.cell_width > 1 else 10):
         positions = [int(mask_view.positions[row]) for row in rows]  # one or two of them
-        spans = _draw_tokens_at(data, positions, width, theme) if first_line else None
-        if spans is None:
-            spans = [(" " * width, token_style(_blank_cell(data, positions[0]), theme))]
+        if layout.cell_width < 2 or number * 2 % layout.cell_width == 0:
+            spans = _draw_tokens_at(data, positions, width, pen)
+        else:
+            spans = [(" " * width, token_style(_blank_cell(data, positions[0]), pen.theme))]
     else:
-        spans = [_draw_segment_at(data, number, width, theme)]
-    strip = line(spans, width, theme.style("text"))
-    return [*strip, RichSegment(mark[0], mark[1])]
+        spans = [_draw_segment_at(data, number, width, pen)]
+    return Strip.join([pen.resize(width).line(*spans), pen.resize(1).line(_row_mark(data, rows))])
 
 
 def _rows_of_line(data: MaskData, number: int) -> range:
@@ -84,44 +77,34 @@ def _rows_of_line(data: MaskData, number: int) -> range:
     return range(min(start, last - 1), max(min(stop, last), min(start, last - 1) + 1))
 
 
-def _row_mark(data: MaskData, rows: range, theme: Theme) -> Span:
+def _row_mark(data: MaskData, rows: range) -> tuple[str, str]:
     if data.cursor is not None and data.cursor[0] in rows:
-        return "▸", theme.style("chosen")
+        return "▸", "chosen"
     current = data.current
-    whole = current is not None and len(current) == data.mask_view.n_rows
-    if (
-        current is not None
-        and not whole
-        and rows.start < current.stop
-        and current.start < rows.stop
-    ):
-        return "▶" if len(current) == 1 else "▌", theme.style("accent")
-    return " ", theme.style("text")
+    if current is None or len(current) == data.mask_view.n_rows:
+        return " ", "text"
+    is_here = rows.start < current.stop and current.start < rows.stop
+    return ("▶" if len(current) == 1 else "▌", "accent") if is_here else (" ", "text")
 
 
 def _blank_cell(data: MaskData, position: int) -> TokenCell:
     return TokenCell(2 * position, "", segment_color_at(data.segments, position))
 
 
-def _draw_tokens_at(data: MaskData, positions: list[int], width: int, theme: Theme) -> list[Span]:
+def _draw_tokens_at(data: MaskData, positions: list[int], width: int, pen: Pen) -> list[NamedSpan]:
     """Draw the tokens of one or two rows in the margin, in the colours of their segments."""
-    words = [data.tokens.get(p, _blank_cell(data, p)) for p in positions]
-    if len(words) == 1:
-        room = [width]
-    else:
-        second = min(cell_len(words[1].text), max(width // 2, width - cell_len(words[0].text)))
-        room = [width - second, second]
-    spans: list[Span] = []
-    for number, (word, cells) in enumerate(zip(words, room, strict=False)):
-        text = align_right(word.text, cells) if number == 0 else clip_text(word.text, cells)
-        spans.append((text, token_style(word, theme)))
-    return spans
+    cells = [data.tokens.get(p, _blank_cell(data, p)) for p in positions[:2]]
+    second = 0
+    if len(cells) == 2:
+        second = min(cell_len(cells[1].text), max(width // 2, width - cell_len(cells[0].text)))
+    texts = (align_right(cells[0].text, width - second), clip_text(cells[-1].text, second))
+    return [(text, token_style(cell, pen.theme)) for text, cell in zip(texts, cells, strict=False)]
 
 
-def _draw_segment_at(data: MaskData, number: int, width: int, theme: Theme) -> Span:
+def _draw_segment_at(data: MaskData, number: int, width: int, pen: Pen) -> NamedSpan:
     """Draw the label of a segment at the line where it begins, on other lines its colour."""
     position = _middle_position(data, number)
-    style = token_style(_blank_cell(data, position), theme)
+    style = token_style(_blank_cell(data, position), pen.theme)
     segment = data.segment(position)
     if segment is None:
         return align_right(str(position), width), style
@@ -151,49 +134,35 @@ def _shorten_label(label: str, width: int) -> str:
     return f"{name[:room]} {number}" if room >= 3 else f"{name[:1]}{number}"
 
 
-def _draw_segment_header(data: MaskData, theme: Theme) -> Strip:
-    layout = data.layout
-    grid = layout.grid
+def _draw_segment_header(data: MaskData, pen: Pen) -> Strip:
+    layout, grid = data.layout, data.layout.grid
     keys = (grid.key + grid.key_scale * np.arange(grid.width)).tolist()
-    spans: list[Span] = [(_corner_label(data), theme.style("muted"))] if layout.left else []
-    for number, run in groupby(keys, key=lambda key: _segment_index(data, key)):
+    corner = clip_text("row ↓ key →" if layout.left >= 11 else "", layout.left)
+    spans: list[NamedSpan] = [(corner, "muted")]
+    bar = "│" if pen.theme.no_color else ""
+    for number, run in groupby(keys, key=lambda key: segment_number(data.segments, key)):
         own = list(run)
         width = len(own) * layout.cell_width
         label = escape_unprintable(data.segments[number].label) if number >= 0 else str(own[0])
-        bar = "│" if theme.no_color else ""
-        text = (
-            clip_text(bar + _shorten_label(label, width - len(bar)), width)
-            if width > 3
-            else bar * 1
-        )
-        spans.append((text.ljust(width)[:width], token_style(_blank_cell(data, own[0]), theme)))
-    return line(spans, layout.width, theme.style("text"))
+        text = bar + _shorten_label(label, width - len(bar)) if width > 3 else bar
+        style = token_style(_blank_cell(data, own[0]), pen.theme)
+        spans.append((clip_text(text, width), style))
+    return pen.line(*spans)
 
 
-def _segment_index(data: MaskData, key: int) -> int:
-    segment = data.segment(key)
-    return -1 if segment is None else data.segments.index(segment)
-
-
-def _corner_label(data: MaskData) -> str:
-    return clip_text("row ↓ key →" if data.layout.left >= 11 else "", data.layout.left)
-
-
-def _draw_token_header(data: MaskData, theme: Theme) -> list[Strip]:
+def _draw_token_header(data: MaskData, pen: Pen) -> list[Strip]:
     """Draw the tokens of the keys, vertically unless a cell is wide enough."""
-    layout, mask_view = data.layout, data.mask_view
+    layout = data.layout
     if not layout.token_lines:
         return []
-    keys = range(layout.grid.key, min(layout.grid.key_stop, mask_view.n_keys))
-    words = [data.tokens.get(key, _blank_cell(data, key)) for key in keys]
-    styles = [token_style(word, theme) for word in words]
-    cells = [_vertical_text(word.text, layout.cell_width, layout.token_lines) for word in words]
-    strips = []
-    for number in range(layout.token_lines):
-        spans: list[Span] = [(" " * layout.left, theme.style("text"))] if layout.left else []
-        spans += [(cell[number], style) for cell, style in zip(cells, styles, strict=True)]
-        strips.append(line(_merge_spans(spans), layout.width, theme.style("text")))
-    return strips
+    keys = range(layout.grid.key, min(layout.grid.key_stop, data.mask_view.n_keys))
+    cells = [data.tokens.get(key, _blank_cell(data, key)) for key in keys]
+    styles = [token_style(cell, pen.theme) for cell in cells]
+    texts = [_vertical_text(cell.text, layout.cell_width, layout.token_lines) for cell in cells]
+    return [
+        pen.line((" " * layout.left, "text"), *merge_spans(zip(row, styles, strict=True)))
+        for row in zip(*texts, strict=True)
+    ]
 
 
 def _vertical_text(text: str, width: int, lines: int) -> list[str]:
@@ -207,42 +176,31 @@ def _vertical_text(text: str, width: int, lines: int) -> list[str]:
     return [clip_text(char, width) for char in [" "] * (lines - len(shown)) + shown]
 
 
-def _merge_spans(spans: list[Span]) -> list[Span]:
-    return [
-        ("".join(text for text, _ in run), style)
-        for style, run in groupby(spans, key=lambda span: span[1])
-    ]
-
-
 # -- the footer -----------------------------------------------------------------------------------
 
 
-def _draw_footer(data: MaskData, theme: Theme) -> list[Strip]:
-    layout = data.layout
+def _draw_footer(data: MaskData, pen: Pen) -> list[Strip]:
     cell, counts = describe_cell(data), format_counts(data)
-    text = theme.style("text")
+    legend = mask_legend(data, pen)
     if cell is None:
-        first, rest = _footer_without_cursor(data, theme)
-    elif cell_len(cell.sentence()) <= layout.width:
-        first, rest = [(cell.sentence(), theme.style(cell.style))], [(counts, text)]
+        first, rest = _footer_without_cursor(data)
+    elif cell_len(cell.sentence()) <= pen.width:
+        first, rest = (cell.sentence(), cell.style), (counts, "text")
     else:
-        first = [(_shorten_description(data, cell), theme.style(cell.style))]
-        rest = [(cell.reason or counts, theme.style(cell.style) if cell.reason else text)]
-    gap: list[Span] = [("  ", text)] if rest else []
-    second = [*rest, *gap, *mask_legend(data, theme)]
-    if layout.footer > 2 and layout.width < 2 * NARROW_WIDTH:
-        return [
-            line(spans, layout.width, text) for spans in (first, rest, mask_legend(data, theme))
-        ]
-    return [line(spans, layout.width, text) for spans in (first, second, [])]
+        first = (_shorten_description(data, cell), cell.style)
+        rest = (cell.reason, cell.style) if cell.reason else (counts, "text")
+    if data.layout.footer > 2 and pen.width < 2 * NARROW_WIDTH:
+        return [pen.line(first), pen.line(rest), pen.line(*legend)]
+    gap = ("  " if rest[0] else "", "text")
+    return [pen.line(first), pen.line(rest, gap, *legend), pen.line()]
 
 
-def _footer_without_cursor(data: MaskData, theme: Theme) -> tuple[list[Span], list[Span]]:
-    counts: list[Span] = [(format_counts(data), theme.style("text"))]
+def _footer_without_cursor(data: MaskData) -> tuple[tuple[str, str], tuple[str, str]]:
+    counts = (format_counts(data), "text")
     if data.fallback_reason:
-        return [(data.fallback_reason, theme.style("warn"))], counts
+        return (data.fallback_reason, "warn"), counts
     pairs = describe_first_pairs(data)
-    return ([(pairs[0], theme.style("bad"))], counts) if pairs else (counts, [])
+    return ((pairs[0], "bad"), counts) if pairs else (counts, ("", "text"))
 
 
 def _shorten_description(data: MaskData, cell: CellDescription) -> str:
@@ -295,19 +253,12 @@ def mask_palette() -> Palette:
     """Return the palette of all states in all tints: level `tint * N_STATES + state`."""
     rgb: list[RGB] = []
     for closed, open_ in zip(_CLOSED_RGB, _OPEN_RGB, strict=True):
-        # Not starting at the ends, so that a partly open pixel differs from both however small
+        # From 28 % to 72 % of the way, so that a partly open pixel differs from both however small
         # its part is.
-        between = blend(
-            (_mix_colors(closed, open_, 0.28), _mix_colors(closed, open_, 0.72)), OPEN - 1
-        )
-        rgb += [closed, *between, open_]
+        mixed = blend((closed, open_), 26)
+        rgb += [closed, *blend((mixed[7], mixed[18]), OPEN - 1), open_]
         rgb += [_STATE_RGB[state] for state in sorted(_STATE_RGB)]
     return Palette(rgb, " " * len(rgb))
-
-
-def _mix_colors(low: RGB, high: RGB, share: float) -> RGB:
-    red, green, blue = (round(a + (b - a) * share) for a, b in zip(low, high, strict=True))
-    return red, green, blue
 
 
 # -- the grid -------------------------------------------------------------------------------------
@@ -316,20 +267,12 @@ def _mix_colors(low: RGB, high: RGB, share: float) -> RGB:
 def grid_strips(data: MaskData, theme: Theme) -> list[Strip]:
     """Draw the lines of the grid, each as wide as the grid."""
     times = data.layout.cell_width
+    states, tints = (
+        pixels.repeat(times, axis=0).repeat(times, axis=1) for pixels in (data.states, _tints(data))
+    )
     if theme.no_color:
-        return _colorless_strips(_enlarge(data.states, times), _enlarge(_tints(data), times), theme)
-    return heat(_enlarge(_palette_levels(data), times), mask_palette(), theme)
-
-
-def _enlarge(pixels: Levels, times: int) -> Levels:
-    if times == 1:
-        return pixels
-    return pixels.repeat(times, axis=0).repeat(times, axis=1)
-
-
-def _palette_levels(data: MaskData) -> Levels:
-    levels: Levels = _tints(data) * np.uint8(N_STATES) + data.states
-    return levels
+        return _colorless_strips(states, tints, theme)
+    return heat(tints * np.uint8(N_STATES) + states, mask_palette(), theme)
 
 
 def _tints(data: MaskData) -> Levels:
@@ -395,21 +338,17 @@ def _colorless_strips(states: Levels, tints: Levels, theme: Theme) -> list[Strip
     """Draw states as half blocks and shades, with styles for the cursor."""
     if len(states) % 2:
         states, tints = (np.vstack([part, part[-1:]]) for part in (states, tints))
-    strips = []
+    pen, strips = Pen(theme, states.shape[1]), []
     pairs = zip(states[::2], states[1::2], tints[::2], tints[1::2], strict=True)
     for upper, lower, tint, under in pairs:
         marks = np.where(under == CURSOR, under, tint).tolist()
-        cells = [
-            (_closed_cell_char(_cell_char(a, b), mark), mark)
-            for a, b, mark in zip(upper.tolist(), lower.tolist(), marks, strict=True)
-        ]
-        segments = [
-            RichSegment(
-                "".join(text for text, _ in run), theme.style(_TINT_STYLES.get(mark, "text"))
-            )
-            for mark, run in groupby(cells, key=lambda cell: cell[1])
-        ]
-        strips.append(Strip(segments, states.shape[1]))
+        cells = []
+        for a, b, mark in zip(upper.tolist(), lower.tolist(), marks, strict=True):
+            char = _cell_char(a, b)
+            if char == _CLOSED_CELL:
+                char = _CLOSED_CELL_CHARS.get(mark, char)
+            cells.append((char, _TINT_STYLES.get(mark, "text")))
+        strips.append(pen.line(*merge_spans(cells)))
     return strips
 
 
@@ -418,10 +357,6 @@ _TINT_STYLES = {CURSOR: "cursor", CROSS: "strong"}
 
 _CLOSED_CELL_CHARS = {UNVISITED: " ", FULL: ":"}
 """Characters of a closed cell by the state of its block."""
-
-
-def _closed_cell_char(character: str, tint: int) -> str:
-    return _CLOSED_CELL_CHARS.get(tint, character) if character == _CLOSED_CELL else character
 
 
 def _cell_char(upper: int, lower: int) -> str:
@@ -445,31 +380,27 @@ def _cell_char(upper: int, lower: int) -> str:
 # -- the legend -----------------------------------------------------------------------------------
 
 
-def mask_legend(data: MaskData, theme: Theme) -> list[Span]:
+def mask_legend(data: MaskData, pen: Pen) -> list[NamedSpan]:
     """Draw the meaning of the colours on screen, and the counts of the block tables if shown."""
     visible = {3 if CLOSED < n < OPEN else n for n in np.unique(data.states).tolist()}
-    text = theme.style("text")
-    spans: list[Span] = []
+    names = {**_STATE_NAMES, **({OPEN: "full block"} if data.view_mode == "received" else {})}
+    spans: list[NamedSpan] = []
     for state in (n for n in _STATE_NAMES if n in visible):
-        spans.append(_swatch(state, EVEN, theme))
-        name = (
-            "full block" if data.view_mode == "received" and state == OPEN else _STATE_NAMES[state]
-        )
-        spans.append((f" {name}  ", text))
+        spans += [_swatch(state, EVEN, pen), (f" {names[state]}  ", "text")]
     if data.tables is not None:
         label = format_block_counts(data)
-        spans.append((f"{label}  " if label else "", theme.style("title")))
-        if theme.no_color:
-            spans.append(("closed cells: blank not visited, · partial, : full", text))
+        spans.append((f"{label}  " if label else "", "title"))
+        if pen.theme.no_color:
+            spans.append(("closed cells: blank not visited, · partial, : full", "text"))
         else:
             for tint, name in ((UNVISITED, "not visited"), (PARTIAL, "partial"), (FULL, "full")):
-                spans += [_swatch(CLOSED, tint, theme), _swatch(OPEN, tint, theme)]
-                spans.append((f" {name}  ", text))
+                spans += [_swatch(CLOSED, tint, pen), _swatch(OPEN, tint, pen)]
+                spans.append((f" {name}  ", "text"))
     return spans
 
 
-def _swatch(state: int, tint: int, theme: Theme) -> Span:
-    if theme.no_color:
-        return _cell_char(state, state), theme.style("text")
+def _swatch(state: int, tint: int, pen: Pen) -> NamedSpan:
+    if pen.theme.no_color:
+        return _cell_char(state, state), "text"
     rgb = mask_palette().rgb[tint * N_STATES + state]
-    return "■", theme.style("text") + Style(color=Color.from_rgb(*rgb))
+    return "■", pen.style("text") + Style(color=Color.from_rgb(*rgb))

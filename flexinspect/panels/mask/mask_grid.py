@@ -7,13 +7,14 @@ the positions of its steps, because a mask that occurs again is stored once, wit
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, groupby
 
 import numpy as np
 
 from flexinspect.masks.algebra import IntArray, MaskSpec
+from flexinspect.masks.attention_row import Bools
 from flexinspect.masks.counting import (
     CHUNK_ROWS,
     MaskCounts,
@@ -24,6 +25,7 @@ from flexinspect.masks.counting import (
     shift_keys,
 )
 from flexinspect.masks.viewport import BlockLayout
+from flexinspect.panels.base import TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array, MaskRecord
 from flexinspect.trace.mask_cells import (
@@ -76,7 +78,7 @@ def close_dropped_keys(rows: PackedMask, steps: Sequence[StepMaskRows], start: i
 
 @dataclass(frozen=True)
 class MaskPart:
-    """Rows of a mask view from `row` on. `known` says which rows have recorded cells.
+    """Rows of a mask view from `row` on. `known`, bool (rows), says which have recorded cells.
 
     `packed` is None for a mask that is too large to cache; `cells` is then read in bands.
     """
@@ -86,7 +88,7 @@ class MaskPart:
     positions: IntArray
     n_keys: int
     heads: int
-    known: bool | tuple[bool, ...]
+    known: Bools
     counts: MaskCounts
     packed: PackedMask | None
     cells: StoredCells | None = None
@@ -108,17 +110,12 @@ class MaskPart:
 
     def is_known(self, row: int) -> bool:
         """Whether the cells of a row of the view were recorded."""
-        return self.known if isinstance(self.known, bool) else self.known[row - self.row]
+        return bool(self.known[row - self.row])
 
-    def known_spans(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of the recorded rows of the view."""
-        if isinstance(self.known, bool):
-            if self.known:
-                yield self.row, self.stop
-            return
-        for number, known in enumerate(self.known):
-            if known:
-                yield self.row + number, self.row + number + 1
+    def known_spans(self) -> list[tuple[int, int]]:
+        """Return (start, stop) of the runs of recorded rows of the view."""
+        edges = self.row + np.flatnonzero(np.diff(self.known, prepend=False, append=False))
+        return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
     def rows(self, source: Source, head: int, start: int, stop: int) -> PackedMask:
         """Return packed rows `start <= row < stop`, counted from the first row of the part."""
@@ -139,14 +136,11 @@ class MaskPart:
         start, stop = band * BAND_ROWS, min((band + 1) * BAND_ROWS, self.n_rows)
 
         def read() -> PackedMask:
-            if cells.n_rows == 1:  # one row that is broadcast
-                row = next(read_packed_rows(source.reader, cells, head, 0, 1))[1]
-                return shift_keys(row, cells.n_keys, about.kv_offset).repeat(stop - start, axis=0)
-            found = read_packed_rows(source.reader, cells, head, start, stop)
-            return np.concatenate([shift_keys(p, cells.n_keys, about.kv_offset) for _, p in found])
+            chunks = _read_rows(source, cells, about.kv_offset, head, start, stop)
+            return np.concatenate([rows for _, rows in chunks])
 
         key = ("mask.band", about.mask, about.kv_offset, head, band)
-        return source.get_or_create(key, read, lambda packed: packed.nbytes)
+        return source.get_or_create(key, read)
 
 
 @dataclass(frozen=True)
@@ -198,11 +192,11 @@ class MaskView:
     def rows_of_step(self, step: int) -> range | None:
         """Return the rows of a step, None when they are not in the view."""
         for part in self.parts:
-            if len(part.steps) == 1 and part.steps[0].step == step:
-                return range(part.row, part.stop)
-            for number, step_rows in enumerate(part.steps):
+            row = part.row
+            for step_rows in part.steps:
                 if step_rows.step == step:
-                    return range(part.row + number, part.row + number + 1)
+                    return range(row, row + step_rows.n_rows)
+                row += step_rows.n_rows
         return None
 
     def declared(self, row: int, stop: int, n_keys: int) -> PackedMask:
@@ -245,7 +239,7 @@ class MaskView:
 
     def n_known(self) -> int:
         """Return the number of recorded rows."""
-        return sum(stop - start for part in self.parts for start, stop in part.known_spans())
+        return sum(int(part.known.sum()) for part in self.parts)
 
 
 PART_STEPS = 64
@@ -260,29 +254,26 @@ MAX_STEPS = 1024
 
 @dataclass(frozen=True, slots=True)
 class MaskViewRequest:
-    """Identifies a mask view: a layer and head, the declared mask, the groups of the counts."""
+    """Identifies a mask view: its place, the declared mask, the groups of the counts."""
 
-    generation: int
-    branch: int
-    step: int
-    layer: int
-    head: int
+    place: TracePlace
     spec: MaskSpec | None
     groups: PositionGroups
 
 
 def load_mask_view(source: Source, request: MaskViewRequest) -> MaskView | None:
     """Return the mask around a step, None when no step has rows. Raises `TraceError`."""
-    reader = source.reader
-    owners = visible_lineage(reader, request.generation, request.branch, request.step)
-    ends = [(reader.last_step(request.generation, owner), stop) for owner, _, stop in owners]
+    reader, place = source.reader, request.place
+    owners = visible_lineage(reader, place.generation, place.branch, place.step)
     lasts = [
-        last if stop is None else min(last, stop - 1) for last, stop in ends if last is not None
+        newest if stop is None else min(newest, stop - 1)
+        for owner, _, stop in owners
+        if (newest := reader.last_step(place.generation, owner)) is not None
     ]
     if not lasts:
         return None
     last = max(lasts)
-    first = _first_step(last, request.step)
+    first = _first_step(last, place.step)
     parts: list[MaskPart] = []
     for steps in _load_step_rows(source, request, owners, first, last + 1):
         row = parts[-1].stop if parts else 0
@@ -290,7 +281,7 @@ def load_mask_view(source: Source, request: MaskViewRequest) -> MaskView | None:
     if not parts:
         return None
     heads = max(part.heads for part in parts)
-    head = min(max(request.head, 0), heads - 1)
+    head = min(max(place.head, 0), heads - 1)
     return MaskView(
         source=source,
         parts=tuple(parts),
@@ -327,9 +318,8 @@ def _load_step_rows(
         for owner, begin, end in reversed(owners):
             own = max(low, begin), high if end is None else min(high, end)
             if own[0] < own[1]:
-                yield from _split_parts(
-                    _load_calls(source, request.generation, owner, *own), request.layer
-                )
+                calls = _load_calls(source, request.place.generation, owner, *own)
+                yield from _split_parts(calls, request.place.layer)
 
 
 def _load_calls(
@@ -339,26 +329,23 @@ def _load_calls(
     return source.get_or_create(
         ("mask.calls", generation, branch, start, stop),
         lambda: read_step_calls(source.reader, generation, branch, start, stop),
-        lambda calls: sum(256 + 200 * len(call.by_layer) for call in calls),
     )
 
 
 def _split_parts(calls: list[StepCalls], layer: int) -> Iterator[tuple[StepMaskRows, ...]]:
-    together: list[StepMaskRows] = []
-    for call in calls:
-        mask, kv_len = call.by_layer.get(layer, (None, call.kv_after))
-        offset = max(call.kv_after - kv_len, 0)
-        step_rows = StepMaskRows(call.step, call.kv_before, call.q_len, mask, offset, kv_len)
-        if call.q_len == 1:
-            together.append(step_rows)
-            continue
-        if together:
-            yield tuple(together)
-        together = []
-        if call.q_len > 0:
-            yield (step_rows,)
-    if together:
-        yield tuple(together)
+    """Yield the steps of one row that follow each other together, every other step alone."""
+    for is_decode, group in groupby(calls, key=lambda call: call.q_len == 1):
+        steps = tuple(_step_rows(call, layer) for call in group if call.q_len > 0)
+        if is_decode:
+            yield steps
+        else:
+            yield from ((step_rows,) for step_rows in steps)
+
+
+def _step_rows(call: StepCalls, layer: int) -> StepMaskRows:
+    mask, kv_len = call.by_layer.get(layer, (None, call.kv_after))
+    offset = max(call.kv_after - kv_len, 0)
+    return StepMaskRows(call.step, call.kv_before, call.q_len, mask, offset, kv_len)
 
 
 def _load_part(
@@ -366,33 +353,26 @@ def _load_part(
 ) -> MaskPart:
     names = [step.mask for step in steps if step.mask is not None]
     heads = source.get_or_create(
-        ("mask.heads", *names),
-        lambda: max_mask_heads(source.reader, names),
-        lambda _: 100 * len(names),
+        ("mask.heads", *names), lambda: max_mask_heads(source.reader, names)
     )
     # All heads share the part of a mask that is the same for all of them.
-    request = replace(request, head=min(max(request.head, 0), heads - 1))
-    key: Hashable = ("mask.part", steps, row, request.head, request.spec, request.groups)
-    return source.get_or_create(key, lambda: _make_part(source, steps, row, request), _part_bytes)
-
-
-def _part_bytes(part: MaskPart) -> int:
-    packed = 0 if part.packed is None else part.packed.nbytes
-    return 1024 + 256 * len(part.steps) + packed + part.counts.n_bytes
+    head = min(max(request.place.head, 0), heads - 1)
+    key: Hashable = ("mask.part", steps, row, head, request.spec, request.groups)
+    return source.get_or_create(key, lambda: _make_part(source, steps, row, head, request))
 
 
 def _make_part(
-    source: Source, steps: tuple[StepMaskRows, ...], row: int, request: MaskViewRequest
+    source: Source, steps: tuple[StepMaskRows, ...], row: int, chosen: int, request: MaskViewRequest
 ) -> MaskPart:
     if len(steps) == 1 and steps[0].n_rows > 1:
-        return _make_prefill_part(source, steps[0], row, request)
+        return _make_prefill_part(source, steps[0], row, chosen, request)
     masks: dict[str, tuple[int, PackedMask]] = {}
     heads = 1
     names = [step.mask for step in steps if step.mask]
     for name, cells in read_mask_arrays(source.reader, names, "mask.cells"):
         if cells.ndim == 3 and cells.shape[0] > 0 and cells.shape[1] == 1:
             heads = max(heads, cells.shape[0])
-            head = min(request.head, cells.shape[0] - 1)
+            head = min(chosen, cells.shape[0] - 1)
             masks[name] = cells.shape[2], np.packbits(cells[head], axis=1)
     widths = [masks[step.mask][0] if step.mask in masks else step.kv_len for step in steps]
     n_keys = max(step.kv_offset + width for step, width in zip(steps, widths, strict=True))
@@ -403,51 +383,54 @@ def _make_part(
             mask_row = shift_keys(mask_row, width, step.kv_offset)
             packed[number, : mask_row.shape[1]] = mask_row[0]
     positions = np.array([step.pos for step in steps], np.int32)
-    known = tuple(step.mask in masks for step in steps)
+    known = np.array([step.mask in masks for step in steps])
     counts = _count_cells([(0, packed)], positions, n_keys, row, request, known, steps)
     return MaskPart(row, steps, positions, n_keys, heads, known, counts, packed)
 
 
 def _make_prefill_part(
-    source: Source, step_rows: StepMaskRows, row: int, request: MaskViewRequest
+    source: Source, step_rows: StepMaskRows, row: int, chosen: int, request: MaskViewRequest
 ) -> MaskPart:
     positions = np.arange(step_rows.pos, step_rows.pos + step_rows.n_rows, dtype=np.int32)
     cells = find_mask_cells(source.reader, step_rows.mask) if step_rows.mask is not None else None
     if cells is not None and (cells.n_rows not in (1, step_rows.n_rows) or cells.heads < 1):
         cells = None
     n_keys = step_rows.kv_offset + (step_rows.kv_len if cells is None else cells.n_keys)
+    known = np.full(step_rows.n_rows, cells is not None)
+    steps = (step_rows,)
     if cells is None:
-        counted = _count_cells([], positions, n_keys, row, request, False, (step_rows,))
-        return MaskPart(row, (step_rows,), positions, n_keys, 1, False, counted, None)
-    n_bytes = step_rows.n_rows * -(-n_keys // 8)
-    whole = (
-        np.empty((step_rows.n_rows, n_bytes // step_rows.n_rows), np.uint8)
-        if n_bytes <= MAX_PACKED_BYTES
-        else None
-    )
-    chunks = _row_chunks(
-        source, cells, step_rows, min(max(request.head, 0), cells.heads - 1), whole
-    )
-    counted = _count_cells(chunks, positions, n_keys, row, request, True, (step_rows,))
-    return MaskPart(row, (step_rows,), positions, n_keys, cells.heads, True, counted, whole, cells)
+        counted = _count_cells([], positions, n_keys, row, request, known, steps)
+        return MaskPart(row, steps, positions, n_keys, 1, known, counted, None)
+    n_bytes = -(-n_keys // 8)
+    fits = step_rows.n_rows * n_bytes <= MAX_PACKED_BYTES
+    whole = np.empty((step_rows.n_rows, n_bytes), np.uint8) if fits else None
+    head = min(chosen, cells.heads - 1)
+    chunks = _read_rows(source, cells, step_rows.kv_offset, head, 0, step_rows.n_rows)
+    copied = _copy_rows(chunks, whole)
+    counted = _count_cells(copied, positions, n_keys, row, request, known, steps)
+    return MaskPart(row, steps, positions, n_keys, cells.heads, known, counted, whole, cells)
 
 
-def _row_chunks(
-    source: Source, cells: StoredCells, step_rows: StepMaskRows, head: int, whole: PackedMask | None
+def _read_rows(
+    source: Source, cells: StoredCells, kv_offset: int, head: int, start: int, stop: int
 ) -> Iterator[tuple[int, PackedMask]]:
-    """Yield the rows of a mask over the view's keys; also copies them to `whole` if it is given."""
-    if cells.n_rows == 1 < step_rows.n_rows:  # one row that is broadcast
-        row = next(read_packed_rows(source.reader, cells, head, 0, 1))[1]
-        starts = range(0, step_rows.n_rows, CHUNK_ROWS)
-        found: Iterable[tuple[int, PackedMask]] = (
-            (n, row.repeat(min(CHUNK_ROWS, step_rows.n_rows - n), axis=0)) for n in starts
-        )
-    else:
-        found = read_packed_rows(
-            source.reader, cells, head, 0, step_rows.n_rows, at_most=CHUNK_ROWS
-        )
-    for start, packed in found:
-        rows = shift_keys(packed, cells.n_keys, step_rows.kv_offset)
+    """Yield (row, packed rows from it on, over the view's keys) of the rows `start` to `stop`."""
+    if cells.n_rows == 1:  # one row that is broadcast
+        packed = next(read_packed_rows(source.reader, cells, head, 0, 1))[1]
+        row = shift_keys(packed, cells.n_keys, kv_offset)
+        for at in range(start, stop, CHUNK_ROWS):
+            yield at, row.repeat(min(CHUNK_ROWS, stop - at), axis=0)
+        return
+    found = read_packed_rows(source.reader, cells, head, start, stop, at_most=CHUNK_ROWS)
+    for at, packed in found:
+        yield at, shift_keys(packed, cells.n_keys, kv_offset)
+
+
+def _copy_rows(
+    chunks: Iterable[tuple[int, PackedMask]], whole: PackedMask | None
+) -> Iterator[tuple[int, PackedMask]]:
+    """Yield the chunks, and copy them to `whole` if it is given."""
+    for start, rows in chunks:
         if whole is not None:
             whole[start : start + len(rows)] = rows
         yield start, rows
@@ -459,7 +442,7 @@ def _count_cells(
     n_keys: int,
     row: int,
     request: MaskViewRequest,
-    known: bool | tuple[bool, ...],
+    known: Bools,
     steps: tuple[StepMaskRows, ...],
 ) -> MaskCounts:
     spec = request.spec
@@ -468,8 +451,7 @@ def _count_cells(
         assert spec is not None
         rows = pack_spec(spec, positions[start:stop], n_keys)
         close_dropped_keys(rows, steps, start)
-        if not isinstance(known, bool):
-            rows[~np.array(known[start:stop])] = 0  # cells that were not recorded are not lost
+        rows[~known[start:stop]] = 0  # cells that were not recorded are not lost
         return rows
 
     return count_cells(
@@ -517,15 +499,7 @@ class BlockPart:
 def load_blocks(source: Source, part: MaskPart, head: int) -> BlockPart:
     """Return the block tables of a part. Raises `TraceError`."""
     return source.get_or_create(
-        ("mask.blocks", part.serial, head),
-        lambda: _make_block_part(source, part, head),
-        _block_part_bytes,
-    )
-
-
-def _block_part_bytes(part: BlockPart) -> int:
-    return 512 + sum(
-        2 * layout.full.size + 8 * (len(layout.rows) + len(layout.keys)) for layout in part.blocks
+        ("mask.blocks", part.serial, head), lambda: _make_block_part(source, part, head)
     )
 
 
@@ -548,12 +522,14 @@ def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
         start, row = row, row + sum(step.n_rows for step in steps)
         if size is None:
             continue
-        rows = _row_edges(start, row, 1 if len(steps) > 1 else size[0])
         partial, full = (
             _stack_tables(steps, tables[name], tables["mask.partial"], head) for name in tables
         )
-        keys = _key_edges(offset, size[1], partial.shape[1], part.n_keys)
-        blocks.append(BlockLayout(rows[: len(partial) + 1], keys, partial, full))
+        n_rows = 1 if len(steps) > 1 else size[0]
+        n_blocks = min(len(partial), -(-(row - start) // n_rows))
+        rows = _block_edges(start, n_rows, n_blocks, row)
+        keys = _block_edges(offset, size[1], partial.shape[1], part.n_keys)
+        blocks.append(BlockLayout(rows, keys, partial, full))
         spans.append((start, row))
     sizes = (_block_size(step, masks)[0] for step in part.steps)
     return BlockPart(
@@ -573,34 +549,20 @@ def _block_size(
     return (mask.block_q, mask.block_kv), step_rows.kv_offset
 
 
-def _row_edges(start: int, stop: int, size: int) -> IntArray:
-    n_blocks = -(-(stop - start) // size)
+def _block_edges(start: int, size: int, n_blocks: int, stop: int) -> IntArray:
     return np.minimum(start + size * np.arange(n_blocks + 1), stop).astype(np.int32)
-
-
-def _key_edges(offset: int, size: int, n_blocks: int, n_keys: int) -> IntArray:
-    return np.minimum(offset + size * np.arange(n_blocks + 1), n_keys).astype(np.int32)
 
 
 def _stack_tables(
     steps: list[StepMaskRows], tables: dict[str, Array], shapes: dict[str, Array], head: int
 ) -> Array:
     """Stack the tables of some steps, bool (row blocks, key blocks)."""
-    own_tables = list(_head_tables(steps, tables, shapes, head))
-    width = max(table.shape[1] for table in own_tables)
-    stacked = np.zeros((sum(map(len, own_tables)), width), np.bool_)
-    row = 0
-    for table in own_tables:
-        stacked[row : row + len(table), : table.shape[1]] = table
-        row += len(table)
-    return stacked
-
-
-def _head_tables(
-    steps: list[StepMaskRows], tables: dict[str, Array], shapes: dict[str, Array], head: int
-) -> Iterator[Array]:
+    own_tables: list[Array] = []
     for step in steps:
         assert step.mask is not None
         table = tables.get(step.mask, np.zeros_like(shapes[step.mask]))
         own = table[min(head, len(table) - 1)]
-        yield own[:1] if len(steps) > 1 else own
+        own_tables.append(own[:1] if len(steps) > 1 else own)
+    width = max(table.shape[1] for table in own_tables)
+    padded = [np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in own_tables]
+    return np.concatenate(padded).astype(np.bool_)

@@ -85,7 +85,8 @@ def mask_layout(
     options: MaskOptions,
 ) -> MaskLayout:
     """Lay out a mask of `shape` (rows, keys) around the cell `focus` (row, key)."""
-    left, header, footer = _margin_width(width), int(height >= 5), _footer_height(height)
+    left, header = _margin_width(width), int(height >= 5)
+    footer = (height >= 3) + (height >= 10) + (height >= 26)
     lines, columns = max(height - header - footer, 1), max(width - left, 1)
     steps = zoom_steps(shape, lines, columns)
     zoom = min(max(zoom, 0), len(steps) - 1)
@@ -115,14 +116,8 @@ def mask_layout(
 
 
 def _margin_width(width: int) -> int:
-    for least, columns in ((80, 15), (56, 11), (34, 7), (20, 3)):
-        if width >= least:
-            return columns
-    return 0
-
-
-def _footer_height(height: int) -> int:
-    return (height >= 3) + (height >= 10) + (height >= 26)
+    steps = ((80, 15), (56, 11), (34, 7), (20, 3))
+    return next((columns for least, columns in steps if width >= least), 0)
 
 
 def _token_header_lines(cell_width: int, spare: int, *, whole: bool) -> int:

@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import ClassVar
 
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request
+from flexinspect.panels.base import (
+    CURSOR_MOVES,
+    Help,
+    Navigate,
+    Panel,
+    Picture,
+    Request,
+    next_choice,
+)
 from flexinspect.panels.mask.mask_data import MaskData, load_mask
 from flexinspect.panels.mask.mask_drawing import NARROW_WIDTH, draw_mask
 from flexinspect.panels.mask.mask_layout import (
@@ -24,12 +32,6 @@ from flexinspect.panels.mask.mask_text import (
 from flexinspect.panels.panel_source import Source
 
 VIEW_MODES: tuple[MaskViewMode, ...] = ("executed", "received", "declared", "difference")
-_CURSOR_MOVES = {
-    "cursor.up": (-1, 0),
-    "cursor.down": (1, 0),
-    "cursor.left": (0, -1),
-    "cursor.right": (0, 1),
-}
 
 
 class MaskPanel(Panel[MaskData, MaskOptions]):
@@ -37,6 +39,7 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
 
     name: ClassVar[str] = "mask"
     title: ClassVar[str] = "Mask"
+    initial_options: ClassVar[MaskOptions] = MaskOptions()
     needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
         "It shows for one layer and head which tokens (across) each token (down) attends to: the "
@@ -54,13 +57,9 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         "zoom.out",
         "view.flip",
         "view.blocks",
-        *_CURSOR_MOVES,
+        *CURSOR_MOVES,
         "cursor.enter",
     )
-
-    def options(self) -> MaskOptions:
-        """Return the initial options: the whole executed mask."""
-        return MaskOptions()
 
     def load(self, source: Source, request: Request[MaskOptions]) -> MaskData:
         """Read the visible window; parts of the mask are cached for the next step."""
@@ -90,12 +89,12 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         if action == "view.flip":
             modes = [m for m in VIEW_MODES if data.mask_view.spec or m in ("executed", "received")]
             mode = options.view if options.view in modes else modes[0]
-            return replace(options, view=modes[(modes.index(mode) + 1) % len(modes)])
+            return replace(options, view=next_choice(modes, mode))
         if action == "view.blocks":
             return replace(options, blocks=not options.blocks)
         if action == "cursor.enter":
             return _navigate_to_cursor(data)
-        return _move_cursor(action, data, options) if action in _CURSOR_MOVES else None
+        return _move_cursor(action, data, options) if action in CURSOR_MOVES else None
 
     def on_mouse(
         self, x: int, y: int, data: MaskData, request: Request[MaskOptions], *, click: bool
@@ -134,10 +133,10 @@ def format_note(data: MaskData) -> str:
 def _move_cursor(action: str, data: MaskData, options: MaskOptions) -> MaskOptions | None:
     mask_view, grid = data.mask_view, data.layout.grid
     if data.cursor is None:
-        row = data.current[-1] if data.current else mask_view.n_rows - 1
+        row = mask_view.n_rows - 1 if data.focus_row is None else data.focus_row
         cell = row, min(int(mask_view.positions[row]), mask_view.n_keys - 1)
     else:
-        down, across = _CURSOR_MOVES[action]
+        down, across = CURSOR_MOVES[action]
         row = data.cursor[0] + down * grid.row_scale
         key = data.cursor[1] + across * grid.key_scale
         cell = min(max(row, 0), mask_view.n_rows - 1), min(max(key, 0), mask_view.n_keys - 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,33 +20,36 @@ MAX_TABLE_SEGMENTS = 16
 
 def describe_mask(data: MaskData) -> list[str]:
     """Describe the whole mask in lines of text."""
+    blocks, cell = format_block_counts(data), describe_cell(data)
     return [
         *_describe_source(data),
         *_describe_open_cells(data),
         *_describe_difference(data),
         *_describe_empty_rows(data),
-        *_describe_blocks(data),
+        *([f"Block tables of the step: {blocks}."] if blocks else []),
         *_describe_segments(data),
-        *_describe_cursor(data),
+        *([_as_sentence(cell.sentence())] if cell is not None else []),
+        _as_sentence(format_counts(data)),
     ]
+
+
+def _as_sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _describe_source(data: MaskData) -> list[str]:
     mask_view, place = data.mask_view, data.place
-    heads = (
-        f"head {mask_view.head} of {mask_view.heads}"
-        if mask_view.heads > 1
-        else "the same for all heads"
-    )
-    where = f"layer {place.layer}, {heads}"
-    at = f"generation {place.generation}, at step {place.step}"
+    check, heads = data.lse_check, "the same for all heads"
+    if mask_view.heads > 1:
+        heads = f"head {mask_view.head} of {mask_view.heads}"
+    where = f"layer {place.layer}, {heads}, generation {place.generation}, at step {place.step}"
     size = f"{mask_view.n_rows} rows, {mask_view.n_keys} keys"
-    lines = [f"The mask of {where}, {at}: {size}, {data.view_mode} ({data.lse_check.describe()})."]
+    lines = [f"The mask of {where}: {size}, {data.view_mode} ({check.describe()})."]
     if data.fallback_reason:
         lines.append(f"{data.fallback_reason}.")
-    if data.lse_check.is_failed:
+    if check.is_failed:
         lines.append(
-            f"The check exceeds its tolerance of {data.lse_check.tolerance:g}: the newest row is "
+            f"The check exceeds its tolerance of {check.tolerance:g}: the newest row is "
             "not what ran."
         )
     if mask_view.is_truncated:
@@ -57,46 +60,43 @@ def _describe_source(data: MaskData) -> list[str]:
 
 
 def _describe_received_mask(mask: MaskRecord, receiver: str) -> str:
-    parts = [f"{_format_kind(mask.kind)}, {mask.q_len} x {mask.kv_len}"]
+    kind = _KIND_NAMES.get(mask.kind, escape_unprintable(mask.kind))
+    parts = [f"{kind}, {mask.q_len} x {mask.kv_len}"]
     if mask.block_q:
         parts[0] += f" in blocks of {mask.block_q} x {mask.block_kv}"
-    if mask.rule:
-        source = f" ({escape_unprintable(mask.rule_source)})" if mask.rule_source else ""
-        parts.append(f"mask_mod {escape_unprintable(mask.rule)}{source}")
+    if mask.mask_mod:
+        source = f" ({escape_unprintable(mask.mask_mod_source)})" if mask.mask_mod_source else ""
+        parts.append(f"mask_mod {escape_unprintable(mask.mask_mod)}{source}")
     if mask.compiled:
         parts.append("compiled")
     parts.append(f"fingerprint {escape_unprintable(mask.fingerprint)}")
     return f"The {receiver} received {', '.join(parts)}."
 
 
-def _format_kind(kind: str) -> str:
-    names = {
-        "block": "a block mask",
-        "none": "no mask (every key is open)",
-        "none, causal": "no mask, on a path that applies a causal mask itself",
-        "bool": "a dense bool mask",
-        "float": "a dense float mask",
-    }
-    return names.get(kind, escape_unprintable(kind))
+_KIND_NAMES = {
+    "block": "a block mask",
+    "none": "no mask (every key is open)",
+    "none, causal": "no mask, on a path that applies a causal mask itself",
+    "bool": "a dense bool mask",
+    "float": "a dense float mask",
+}
 
 
-def _describe_open_cells(data: MaskData) -> list[str]:
-    mask_view = data.mask_view
-    n_known = mask_view.n_known()
+def _describe_open_cells(data: MaskData) -> Iterator[str]:
+    mask_view, n_known = data.mask_view, data.mask_view.n_known()
     if not n_known:
-        return ["No executed cells of these rows were recorded."]
-    n_cells = n_known * mask_view.n_keys
-    n_open = mask_view.count("open")
-    lines = [f"{n_open} of {n_cells} cells are open ({100 * n_open / n_cells:.1f} %)."]
+        yield "No executed cells of these rows were recorded."
+        return
+    n_cells, n_open = n_known * mask_view.n_keys, mask_view.count("open")
+    yield f"{n_open} of {n_cells} cells are open ({100 * n_open / n_cells:.1f} %)."
     if n_known < mask_view.n_rows:
-        lines.append(f"The cells of {mask_view.n_rows - n_known} rows were not recorded.")
-    return lines
+        yield f"The cells of {mask_view.n_rows - n_known} rows were not recorded."
 
 
 def _describe_difference(data: MaskData) -> list[str]:
     mask_view = data.mask_view
     if mask_view.spec is None:
-        mask_mod = data.generation_row.declared.get("rule")
+        mask_mod = data.generation_row.declared.get("mask_mod")
         name = f" {escape_unprintable(str(mask_mod))}" if mask_mod else ""
         return [f"The mask{name} was not declared, so there is nothing to compare it with."]
     declared = f"The declared mask is {spec_name(data)}"
@@ -106,7 +106,7 @@ def _describe_difference(data: MaskData) -> list[str]:
         return [f"{declared}; the executed mask is the same."]
     return [
         f"{declared}; the executed mask differs: {format_difference(data)}.",
-        *(f"{text[0].upper()}{text[1:]}." for text in describe_first_pairs(data)),
+        *map(_as_sentence, describe_first_pairs(data)),
     ]
 
 
@@ -117,14 +117,8 @@ def _describe_empty_rows(data: MaskData) -> list[str]:
     rows = data.mask_view.positions[data.empty_rows[:MAX_LISTED_ROWS]].tolist()
     more = ", ..." if n_empty > len(rows) else ""
     names = ", ".join(format_token(data, row) for row in rows)
-    return [
-        f"{n_empty} {'rows attend' if n_empty > 1 else 'row attends'} to no key: {names}{more}."
-    ]
-
-
-def _describe_blocks(data: MaskData) -> list[str]:
-    label = format_block_counts(data)
-    return [f"Block tables of the step: {label}."] if label else []
+    attend = "rows attend" if n_empty > 1 else "row attends"
+    return [f"{n_empty} {attend} to no key: {names}{more}."]
 
 
 # -- pairs of segments ----------------------------------------------------------------------------
@@ -135,10 +129,15 @@ def _describe_segments(data: MaskData) -> list[str]:
         return []
     n_open: Counts = np.sum([part.counts.group_counts for part in data.mask_view.parts], axis=0)
     n_past = _causal_counts(data)
-    rows = [n for n in range(len(data.segments)) if n_past[n].any() or n_open[n].any()]
-    if len(data.segments) <= MAX_TABLE_SEGMENTS:
-        return _segment_table(data, rows, n_open, n_past)
-    return [_describe_segment_row(data, number, n_open[number], n_past[number]) for number in rows]
+    shares = {
+        row: [_format_open_share(*pair) for pair in zip(opened, past, strict=True)]
+        for row, (opened, past) in enumerate(zip(n_open.tolist(), n_past.tolist(), strict=True))
+        if row < len(data.segments) and (any(opened) or any(past))
+    }
+    names = [escape_unprintable(segment.label) for segment in data.segments]
+    if len(names) <= MAX_TABLE_SEGMENTS:
+        return _segment_table(names, shares)
+    return [_describe_segment_row(names, row, texts) for row, texts in shares.items()]
 
 
 def _causal_counts(data: MaskData) -> Counts:
@@ -171,40 +170,29 @@ def _format_open_share(n_open: int, n_past: int) -> str:
     return f"{min(max(n_open / n_past, 0.01), 0.99):.2f}"
 
 
-def _segment_table(data: MaskData, rows: list[int], n_open: Counts, n_past: Counts) -> list[str]:
-    names = [escape_unprintable(segment.label) for segment in data.segments]
+def _segment_table(names: list[str], shares: dict[int, list[str]]) -> list[str]:
     width = max(map(len, names)) + 4
-    columns = range(len(data.segments))
     lines = [
         "Which segment (row) attends to which (column), as share of past keys (ahead: later ones):",
-        " " * width + "".join(f"{number:>7}" for number in columns),
+        " " * width + "".join(f"{number:>7}" for number in range(len(names))),
     ]
-    for row in rows:
-        cells = "".join(
-            f"{_format_open_share(int(n_open[row, c]), int(n_past[row, c])):>7}" for c in columns
-        )
+    for row, texts in shares.items():
+        cells = "".join(f"{text:>7}" for text in texts[: len(names)])
         lines.append(f"{row:>2} {names[row]:<{width - 3}}{cells}")
     return lines
 
 
-def _describe_segment_row(data: MaskData, row: int, n_open: Counts, n_past: Counts) -> str:
+def _describe_segment_row(names: list[str], row: int, shares: list[str]) -> str:
     by_share: dict[str, list[str]] = {}
-    for number, segment in enumerate(data.segments):
-        share = _format_open_share(int(n_open[number]), int(n_past[number]))
+    for name, share in zip(names, shares, strict=False):
         kind = share if share in ("open", "closed", "ahead", "-") else "part"
-        by_share.setdefault(kind, []).append(escape_unprintable(segment.label))
+        by_share.setdefault(kind, []).append(name)
     parts = [
         f"{kind} {', '.join(by_share[kind][:6])}" + (", ..." if len(by_share[kind]) > 6 else "")
         for kind in ("open", "part", "ahead", "closed")
         if kind in by_share
     ]
-    return f"{escape_unprintable(data.segments[row].label)}: {'; '.join(parts)}."
-
-
-def _describe_cursor(data: MaskData) -> list[str]:
-    cell = describe_cell(data)
-    lines = [] if cell is None else [cell.sentence()]
-    return [f"{text[0].upper()}{text[1:]}." for text in (*lines, format_counts(data))]
+    return f"{names[row]}: {'; '.join(parts)}."
 
 
 # -- one cell -------------------------------------------------------------------------------------
@@ -221,7 +209,7 @@ class CellDescription:
     key: str
     relation: str
     reason: str
-    style: str = "text"
+    style: str
 
     def sentence(self) -> str:
         """Return the description as one sentence, without a full stop."""
@@ -245,30 +233,33 @@ def describe_cell(data: MaskData) -> CellDescription | None:
     if data.cursor is None:
         return None
     row, key = data.cursor
+    names = format_token(data, int(data.mask_view.positions[row])), format_token(data, key)
+    return CellDescription(*names, *_relate(data, row, key))
+
+
+def _relate(data: MaskData, row: int, key: int) -> tuple[str, str, str]:
+    """Return the relation of a row to a key, the reason, and the name of the style."""
     position = int(data.mask_view.positions[row])
-    describe = partial(CellDescription, format_token(data, position), format_token(data, key))
     is_open, declared = data.mask_view.cell(row, key), is_declared_open(data, position, key)
     if data.view_mode == "declared" and declared is not None:
         if declared:
-            return describe("should attend to", "")
-        return describe("should not attend to", _closed_reason(data, row, key, declared=False))
+            return "should attend to", "", "text"
+        return "should not attend to", _closed_reason(data, row, key, declared=False), "text"
     if data.view_mode == "received" or is_open is None:
         return _describe_received_cell(data, row, key, is_open)
     if is_open:
         if declared is not False:
-            return describe(_OPEN, "")
+            return _OPEN, "", "text"
         block = _format_block_reason(data, row, key)
-        return describe(_OPEN, f"leaked, {spec_name(data)} closes it{block}", "bad")
+        return _OPEN, f"leaked, {spec_name(data)} closes it{block}", "bad"
     if declared and key < data.mask_view.part_of(row).step_at(row).kv_offset:
-        return describe(_CLOSED, "its key is no longer in the cache")
+        return _CLOSED, "its key is no longer in the cache", "text"
     if declared:
         block = _format_block_reason(data, row, key)
-        reason = f"lost, {spec_name(data)} opens it, but it was not executed{block}"
-        return describe(_CLOSED, reason, "bad")
+        return _CLOSED, f"lost, {spec_name(data)} opens it, but it was not executed{block}", "bad"
     if data.mask_view.row_count(row) == 0:
-        reason = "the row attends to no key" + _empty_reason(data, position)
-        return describe(_CLOSED, reason, "warn")
-    return describe(_CLOSED, _closed_reason(data, row, key, declared=declared))
+        return _CLOSED, "the row attends to no key" + _empty_reason(data, position), "warn"
+    return _CLOSED, _closed_reason(data, row, key, declared=declared), "text"
 
 
 def is_declared_open(data: MaskData, position: int, key: int) -> bool | None:
@@ -288,21 +279,19 @@ def spec_name(data: MaskData) -> str:
 
 def _describe_received_cell(
     data: MaskData, row: int, key: int, is_open: bool | None
-) -> CellDescription:
-    position = int(data.mask_view.positions[row])
-    describe = partial(CellDescription, format_token(data, position), format_token(data, key))
+) -> tuple[str, str, str]:
     part = data.block_part(row)
-    block = part.at(row, key) if part else ""
     size = f" of {part.size[0]} x {part.size[1]}" if part and part.size else ""
-    if block == "partial":
-        return describe("and", f"their block{size} is partial, the mask_mod decides")
-    if block == "full":
-        return describe(_OPEN, f"their block{size} is full, no mask_mod is called")
-    if block:
-        return describe(_CLOSED, f"their block{size} is not visited")
+    match part.at(row, key) if part else "":
+        case "partial":
+            return "and", f"their block{size} is partial, the mask_mod decides", "text"
+        case "full":
+            return _OPEN, f"their block{size} is full, no mask_mod is called", "text"
+        case "not visited":
+            return _CLOSED, f"their block{size} is not visited", "text"
     if is_open is None:
-        return describe("and", "the executed mask was not recorded here", "muted")
-    return describe(_OPEN if is_open else _CLOSED, "")
+        return "and", "the executed mask was not recorded here", "muted"
+    return _OPEN if is_open else _CLOSED, "", "text"
 
 
 def _format_block_reason(data: MaskData, row: int, key: int) -> str:
@@ -331,7 +320,7 @@ def _closed_reason(data: MaskData, row: int, key: int, *, declared: bool | None)
     if key < step_rows.kv_offset and data.view_mode != "declared":
         return "its key is no longer in the cache"
     if declared is None:
-        mask_mod = data.mask.rule if data.mask else None
+        mask_mod = data.mask.mask_mod if data.mask else None
         name = escape_unprintable(mask_mod) if mask_mod else "the mask that the layer received"
         return f"closed by {name}"
     return _separation_reason(data, data.segment(position), data.segment(key), position)
@@ -346,9 +335,8 @@ def _separation_reason(
     if own is None or other is None:
         return by
     owners = [data.segments[s.owner] for s in (own, other) if 0 <= s.owner < len(data.segments)]
-    if len({o.start for o in owners}) == 2 and all(
-        o.kind is SegmentKind.PARAPHRASE for o in owners
-    ):
+    paraphrases = {o.start for o in owners if o.kind is SegmentKind.PARAPHRASE}
+    if len(paraphrases) == 2:
         return f"another paraphrase, {by}"
     names = (escape_unprintable(segment.label) for segment in (other, own))
     return f"{' is closed to '.join(names)} by {spec_name(data)}"
@@ -357,16 +345,14 @@ def _separation_reason(
 # -- counts ---------------------------------------------------------------------------------------
 
 
-def format_counts(data: MaskData, *, short: bool = False) -> str:
+def format_counts(data: MaskData) -> str:
     """Return how many keys are open to the cursor's row, or the newest one, and how many rows
     attend to the cursor's key."""
-    mask_view = data.mask_view
-    row = data.cursor[0] if data.cursor else data.current[-1] if data.current else None
+    mask_view, row = data.mask_view, data.focus_row
     if row is None:
         return "the rows of this step are not shown"
-    position = int(mask_view.positions[row])
-    name = str(position) if data.cursor or short else format_token(data, position)
-    part = mask_view.part_of(row)
+    position, part = int(mask_view.positions[row]), mask_view.part_of(row)
+    name = str(position) if data.cursor else format_token(data, position)
     if not part.is_known(row):
         text = f"row {name}: its cells were not recorded"
     else:
@@ -375,10 +361,8 @@ def format_counts(data: MaskData, *, short: bool = False) -> str:
         text = f"row {name}: {n_open} of {of} keys open" if n_open else f"row {name}: no open key"
     if data.cursor is None:
         return text
-    key = data.cursor[1]
-    return (
-        f"{text} · key {key}: open to {mask_view.column_count(key)} of {mask_view.n_known()} rows"
-    )
+    key, n_rows = data.cursor[1], mask_view.n_known()
+    return f"{text} · key {key}: open to {mask_view.column_count(key)} of {n_rows} rows"
 
 
 def format_difference(data: MaskData) -> str:
@@ -415,8 +399,7 @@ def format_steps(data: MaskData) -> str:
 def format_block_counts(data: MaskData) -> str:
     """Return "blocks of 128 x 128: 3 partial, 1 full, 2 not visited" for the part of the cursor's
     row, or of the newest one."""
-    row = data.cursor[0] if data.cursor else data.current[-1] if data.current else 0
-    part = data.block_part(row)
+    part = data.block_part(data.focus_row or 0)
     if part is None:
         return ""
     if part.size is None:

@@ -8,20 +8,20 @@ heads of a layer or model at once, over several steps, and only to rows with sev
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import format_layers as in_layers
 from flexinspect.core.text import plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind
-from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.records.step import CallRecord, StepRecord
+from flexinspect.rules.context import RuleContext, format_step_layers
+from flexinspect.rules.engine import Rule, finding_kinds
 
 NumberArray = npt.NDArray[Any]
 ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
@@ -60,11 +60,6 @@ MIN_OPEN_KEYS = 4
 LSE_CHECK_TOLERANCE = 1e-2
 """Calls whose LSE check is above this have no reliable log-sum-exp."""
 
-_ROW_QUERY = (
-    "SELECT step, stream, dtype, shape, codec, data FROM arrays WHERE generation = {generation} "
-    "AND branch = {branch} AND step = {step} AND stream IN ('attention.entropy', 'attention.mass')"
-)
-
 
 class NewestRow(NamedTuple):
     """The arrays of the newest row, by call.
@@ -101,7 +96,7 @@ def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> Number
     mask = context.mask(record.mask)
     if mask is None or mask.cells is None:
         return None
-    if mask.averaged is not None and mask.averaged[:, -1].any():
+    if mask.uniform_rows is not None and mask.uniform_rows[:, -1].any():
         return None
     counts: NumberArray = np.count_nonzero(mask.cells[:, -1], axis=-1)
     return counts
@@ -123,105 +118,32 @@ class AttentionShapeRule(Rule):
 
     name: ClassVar[str] = "attention shape"
     streams: ClassVar[tuple[str, ...]] = ROW_STREAMS
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        SINK: FindingKind(
-            Severity.NOTE,
-            "every head of every layer gives nearly all of its attention to the first token",
-            why=(
-                "Heads without a useful key attend to the first token. If all of them do, the "
-                "generated rows read almost nothing of the prompt."
-            ),
-            confirm="The row of the step in the attention panel shows the share of BOS first.",
-            fix=(
-                "Compare with a run under plain causal attention. If the share is lower there, the "
-                "mask hides the prompt from the generated rows; otherwise the model was not "
-                "trained on such a prompt."
-            ),
-            query=_ROW_QUERY,
-        ),
-        COLLAPSED: FindingKind(
-            Severity.WARNING,
-            "all heads put more than 0.999 of their attention on one key, although others are open",
-            why=(
-                "Softmax over scores that are far too large selects a single key, so attention "
-                "mixes nothing."
-            ),
-            confirm=(
-                "In the attention panel the entropy of each head is 0. attention.lse then equals "
-                "the largest score, which is in the hundreds or more."
-            ),
-            fix=(
-                "Check that the scale 1/sqrt(head_dim) is applied exactly once, that query and key "
-                "norms are present, and that the weights belong to this model."
-            ),
-            query=_ROW_QUERY,
-        ),
-        UNIFORM: FindingKind(
-            Severity.WARNING,
-            "every head of a layer gives every key the same weight",
-            why=(
-                "Equal weights mean equal scores: the keys have no effect, and the layer returns "
-                "the mean of the values for each row."
-            ),
-            confirm=(
-                "In the attention panel the entropy of each head equals log(number of open keys) "
-                "to five digits."
-            ),
-            fix=(
-                "Look for queries or keys that are zero (weights not loaded, a buffer never "
-                "written), a scale of 0, or scores that are all at the softcap."
-            ),
-            query=_ROW_QUERY,
-        ),
-        INFINITE_LSE: FindingKind(
-            Severity.WARNING,
-            "the log-sum-exp of a row with open keys is infinite",
-            why=(
-                "The log-sum-exp of finite scores is finite, so some score of this row is not. The "
-                "weights of the head are NaN, or all on keys with an infinite score."
-            ),
-            confirm=(
-                "The array attention.lse of the step has one number per call and head. At level "
-                "extreme, q and k of the layer show which values are too large."
-            ),
-            fix=(
-                "Compute scores in float32. Look for a bias that adds -Inf to open cells, and for "
-                "keys that were never written."
-            ),
-            query=(
-                "SELECT layer, path, dtype, scale, gate, gate_kind FROM calls WHERE generation = "
-                "{generation} AND branch = {branch} AND step = {step} AND layer = {layer}"
-            ),
-        ),
-    }
+    findings = finding_kinds(SINK, COLLAPSED, UNIFORM, INFINITE_LSE)
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the counts of a generation."""
         super().on_generation_start(context)
-        self._counts: dict[int, _ShapeCounts] = {}
+        self._counts = defaultdict[int, _ShapeCounts](_ShapeCounts)
         first = context.segments[0] if context.segments else None
         self._has_bos = first is not None and first.kind is SegmentKind.BOS and len(first) == 1
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check the newest row of a step."""
         row = newest_row(step)
         if row is None:
-            return ()
+            return
         if not math.isfinite(float(row.lse.sum())):
-            return self._check_infinite_lse(step, row)
-        runs = self._counts.get(step.branch)
-        if runs is None:
-            runs = self._counts[step.branch] = _ShapeCounts()
-        found: list[Finding] = []
+            yield from self._check_infinite_lse(step, row)
+            return
+        runs = self._counts[step.branch]
         if step.phase == "decode":
-            found += self._check_all_layers(step, runs, row)
+            yield from self._check_all_layers(step, runs, row)
         if step.step < LAYER_CHECK_INTERVAL or step.step % LAYER_CHECK_INTERVAL == 0:
-            found += self._check_single_layers(step, runs, row)
-        return found
+            yield from self._check_single_layers(step, runs, row)
 
     def _check_all_layers(
         self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
-    ) -> list[Finding]:
+    ) -> Iterator[Finding]:
         """Check all heads of all layers; the first head is enough to skip most steps."""
         is_collapsed = (
             float(row.entropy[0, 0]) < ONE_KEY_ENTROPY
@@ -230,77 +152,61 @@ class AttentionShapeRule(Rule):
         )
         runs.collapsed = runs.collapsed + 1 if is_collapsed else 0
         if runs.collapsed >= MIN_STEPS_IN_A_ROW:
-            return [self._collapsed_finding(step, runs)]
-        if not self._has_bos or float(row.segment_attention[0, 0, 0]) <= SINK_SHARE:
-            runs.sink = 0
-            return []
-        share = float(row.segment_attention[:, :, 0].min())
+            where = format_step_layers((call.layer for call in step.calls), step)
+            sentence = (
+                f"Every head of {where} puts more than 0.999 of its attention on one key in "
+                f"{runs.collapsed} consecutive steps (up to step {step.step}), although up to "
+                f"{step.kv_after} keys are open."
+            )
+            yield self._finding(step, COLLAPSED, sentence, {"steps": runs.collapsed})
+            return
+        share = float(row.segment_attention[0, 0, 0]) if self._has_bos else 0.0
+        if share > SINK_SHARE:
+            share = float(row.segment_attention[:, :, 0].min())
         runs.sink = runs.sink + 1 if share > SINK_SHARE and self._has_open_keys(step) else 0
-        return [self._sink_finding(step, runs, share)] if runs.sink >= MIN_STEPS_IN_A_ROW else []
+        if runs.sink >= MIN_STEPS_IN_A_ROW:
+            sentence = (
+                f"Every head of every layer gives BOS at least {share:.3f} of its attention in "
+                f"{runs.sink} consecutive generated rows (up to step {step.step}): almost nothing "
+                f"is read from {plural(step.kv_after - 1, 'other key')}."
+            )
+            yield self._finding(step, SINK, sentence, {"share": share, "steps": runs.sink})
 
     def _check_single_layers(
         self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
-    ) -> list[Finding]:
+    ) -> Iterator[Finding]:
         """Check all heads of single layers; this costs more, so not in every step."""
         high = row.entropy.max(axis=1).tolist()
-        low = row.entropy.min(axis=1).tolist()
-        found = self._check_uniform(step, runs, row, low, high)
+        yield from self._check_uniform(step, runs, row, high)
         if step.phase == "decode" and self._has_bos and not runs.collapsed and not runs.sink:
-            found += self._check_collapsed_layers(step, runs, row, high)
-        return found
+            yield from self._check_collapsed_layers(step, runs, row, high)
 
     def _has_open_keys(self, step: StepRecord) -> bool:
         """Whether the newest row has several open keys in every call."""
         return all(self._sees_several(step, number) for number in range(len(step.calls)))
 
-    # -- one key, BOS ----------------------------------------------------------------------------
-
-    def _collapsed_finding(self, step: StepRecord, runs: _ShapeCounts) -> Finding:
-        n_layers = len({call.layer for call in step.calls})
-        sentence = (
-            f"Every head of {in_layers(range(n_layers), n_layers)} puts more than 0.999 of its "
-            f"attention on one key in {runs.collapsed} consecutive steps (up to step {step.step}), "
-            f"although up to {step.kv_after} keys are open."
-        )
-        evidence = {"steps": runs.collapsed}
-        return self._finding(step, COLLAPSED, sentence, evidence, [])
-
-    def _sink_finding(self, step: StepRecord, runs: _ShapeCounts, share: float) -> Finding:
-        sentence = (
-            f"Every head of every layer gives BOS at least {share:.3f} of its attention in "
-            f"{runs.sink} consecutive generated rows (up to step {step.step}): almost nothing is "
-            f"read from {plural(step.kv_after - 1, 'other key')}."
-        )
-        evidence = {"share": share, "steps": runs.sink}
-        return self._finding(step, SINK, sentence, evidence, [])
-
     def _check_collapsed_layers(
         self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
-    ) -> list[Finding]:
+    ) -> Iterator[Finding]:
         """A note on single layers whose heads all attend to one key that is not BOS."""
-        if min(high) >= ONE_KEY_ENTROPY:
-            runs.layers.clear()
-            return []
-        numbers = [number for number, entropy in enumerate(high) if entropy < ONE_KEY_ENTROPY]
         sharp = {
             step.calls[number].layer
-            for number in numbers
-            if float((row.segment_attention[number, :, 0] > 0.5).mean()) < 0.5
+            for number, entropy in enumerate(high)
+            if entropy < ONE_KEY_ENTROPY
+            and float((row.segment_attention[number, :, 0] > 0.5).mean()) < 0.5
             and self._sees_several(step, number)
         }
         runs.layers = {layer: runs.layers.get(layer, 0) + 1 for layer in sharp}
         which = sorted(layer for layer, n in runs.layers.items() if n >= MIN_LAYER_CHECKS)
-        if not which:
-            return []
-        n_layers = len({call.layer for call in step.calls})
-        sentence = (
-            f"Every head of {in_layers(which, n_layers)} puts more than 0.999 of its attention on "
-            f"one key other than BOS in {MIN_LAYER_CHECKS} consecutive checks (up to step "
-            f"{step.step})."
-        )
-        evidence = {"layers": which, "steps": MIN_LAYER_CHECKS}
-        note = Severity.NOTE
-        return [self._finding(step, COLLAPSED, sentence, evidence, which, severity=note)]
+        if which:
+            sentence = (
+                f"Every head of {format_step_layers(which, step)} puts more than 0.999 of its "
+                f"attention on one key other than BOS in {MIN_LAYER_CHECKS} consecutive checks (up "
+                f"to step {step.step})."
+            )
+            evidence = {"layers": which, "steps": MIN_LAYER_CHECKS}
+            note = Severity.NOTE
+            yield self._finding(step, COLLAPSED, sentence, evidence, which, severity=note)
 
     def _sees_several(self, step: StepRecord, number: int) -> bool:
         n_open = count_open_keys(step, self.context, number)
@@ -309,25 +215,20 @@ class AttentionShapeRule(Rule):
     # -- uniform weights -------------------------------------------------------------------------
 
     def _check_uniform(
-        self,
-        step: StepRecord,
-        runs: _ShapeCounts,
-        row: NewestRow,
-        low: list[float],
-        high: list[float],
-    ) -> list[Finding]:
+        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
+    ) -> Iterator[Finding]:
+        low = row.entropy.min(axis=1).tolist()
         flat = [
             n
             for n, (a, b) in enumerate(zip(low, high, strict=True))
             if b - a < ENTROPY_TOLERANCE < b
         ]
         if not flat:
-            if runs.uniform:
-                runs.uniform.clear()
-            return []
+            runs.uniform.clear()
+            return
         token = self.context.token(step.kv_after - 1)
         if token is None:
-            return []
+            return
         # A single token may have a zero embedding by design, such as padding.
         seen = {step.calls[n].layer for n in flat if self._is_uniform(step, n, row)}
         seen -= {stat.layer + 1 for stat in step.layer_stats if stat.min == stat.max}
@@ -336,17 +237,17 @@ class AttentionShapeRule(Rule):
             layer for layer, ids in runs.uniform.items() if len(ids) >= MIN_UNIFORM_TOKENS
         )
         if not which:
-            return []
+            return
         number = next(n for n, call in enumerate(step.calls) if call.layer == which[0])
         n_keys = round(math.exp(high[number]))
-        n_layers = len({call.layer for call in step.calls})
         sentence = (
-            f"Every head of {in_layers(which, n_layers)} gives each of the {n_keys} keys open to "
-            f"the newest row of step {step.step} the same weight (1/{n_keys}), for any input "
+            f"Every head of {format_step_layers(which, step)} gives each of the {n_keys} keys open "
+            f"to the newest row of step {step.step} the same weight (1/{n_keys}), for any input "
             "token: its scores do not depend on the keys."
         )
-        evidence = {"entropy": high[number], "keys": n_keys}
-        return [self._finding(step, UNIFORM, sentence, evidence, which)]
+        yield self._finding(
+            step, UNIFORM, sentence, {"entropy": high[number], "keys": n_keys}, which
+        )
 
     def _is_uniform(self, step: StepRecord, number: int, row: NewestRow) -> bool:
         """Whether the weights of a call are equal; capped scores belong to another rule."""
@@ -360,35 +261,35 @@ class AttentionShapeRule(Rule):
 
     # -- log-sum-exp -----------------------------------------------------------------------------
 
-    def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> list[Finding]:
+    def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> Iterator[Finding]:
         """Report an infinite log-sum-exp in a row with open keys; another rule reports NaN."""
         first_nonfinite = min(
-            (stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf), default=None
+            (stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf), default=math.inf
         )
         for number, call in enumerate(step.calls):
             lse = row.lse[number]
             bad = np.flatnonzero(np.isinf(lse))
-            if not len(bad) or call.gate is None or not call.gate <= LSE_CHECK_TOLERANCE:
+            if not len(bad) or call.lse_error is None or not call.lse_error <= LSE_CHECK_TOLERANCE:
                 continue
-            if first_nonfinite is not None and call.layer >= first_nonfinite:
-                return []
+            if call.layer >= first_nonfinite:
+                return
             n_open = count_open_keys(step, self.context, number)
             if n_open is None:
                 continue
             bad = bad[np.broadcast_to(n_open, lse.shape)[bad] > 0]
             if len(bad):
-                return [self._lse_finding(step, number, lse, bad.tolist(), int(n_open.max()))]
-        return []
+                yield self._lse_finding(step, call, lse, bad.tolist(), int(n_open.max()))
+                return
 
     def _lse_finding(
-        self, step: StepRecord, number: int, lse: Any, bad: list[int], n_open: int
+        self, step: StepRecord, call: CallRecord, lse: Any, bad: list[int], n_open: int
     ) -> Finding:
-        call, first = step.calls[number], float(lse[bad[0]])
+        first = float(lse[bad[0]])
         heads = f"head {bad[0]}" if len(bad) == 1 else f"{len(bad)} of {len(lse)} heads"
-        what = "+Inf" if first > 0 else "-Inf"
         sentence = (
-            f"The log-sum-exp of the newest row is {what} in {heads} of layer {call.layer} in step "
-            f"{step.step}, although the row attends to {plural(n_open, 'key')}."
+            f"The log-sum-exp of the newest row is {'+' if first > 0 else '-'}Inf in {heads} of "
+            f"layer {call.layer} in step {step.step}, although the row attends to "
+            f"{plural(n_open, 'key')}."
         )
         evidence = {"heads": bad, "lse": first, "open": n_open}
         head = bad[0] if len(bad) == 1 else None
@@ -400,19 +301,16 @@ class AttentionShapeRule(Rule):
         finding_id: str,
         sentence: str,
         evidence: dict[str, Any],
-        which: Sequence[int],
-        *,
-        head: int | None = None,
-        severity: Severity | None = None,
+        which: Sequence[int] = (),
+        **options: Any,
     ) -> Finding:
         return self.finding(
             step,
             finding_id,
             sentence,
-            severity=severity,
             layers=which,
-            head=head,
             positions=(step.kv_after - 1,),
             evidence=evidence,
             series=f"layer {which[0]}" if which else "all",
+            **options,
         )

@@ -8,18 +8,17 @@ layer types also differ in masks or head dimension. `find_capped_layers` serves 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from flexinspect.core.text import format_layers as in_layers
-from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.finding import Finding
 from flexinspect.records.step import CallRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import count_open_keys, newest_row
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.context import RuleContext, format_step_layers
+from flexinspect.rules.engine import Rule, finding_kinds
 
 SCALE = "attention.scale"
 SOFTCAP = "attention.softcap-differs"
@@ -66,108 +65,68 @@ _CALL_FACTS = (
 )
 
 
-def _make_kind(meaning: str, why: str, fix: str) -> FindingKind:
-    return FindingKind(
-        Severity.WARNING,
-        meaning,
-        why=why,
-        confirm=(
-            "Compare the layers in the path panel, or run the query: it lists the arguments of "
-            "each call of the step."
-        ),
-        fix=fix,
-        query=(
-            "SELECT layer, path, backend, scale, head_dim, softcap, dtype FROM calls WHERE "
-            "generation = {generation} AND branch = {branch} AND step = {step} ORDER BY call"
-        ),
-    )
-
-
 class CallFactsRule(Rule):
     """Compares the calls of a step with each other and with those of the step before."""
 
     name: ClassVar[str] = "call facts"
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        SCALE: _make_kind(
-            "the scale differs between layers or steps, or from the requested scale",
-            "A wrong scale makes attention too sharp or too flat, without an error.",
-            "Pass the scale that the layer receives (scaling=) on to the kernel, in each branch of "
-            "the patched code. Do not divide the queries by sqrt(head_dim) as well.",
-        ),
-        SOFTCAP: _make_kind(
-            "the softcap differs between layers or steps",
-            "A model trained with a softcap gets other attention weights without it, most of all "
-            "where scores are large.",
-            "Pass the model's softcap to the kernel (softcap=, or a score_mod for FlexAttention) "
-            "in every layer and in both phases.",
-        ),
-        DTYPE: _make_kind(
-            "the dtype of attention differs between layers or steps",
-            "A layer in a narrower dtype loses precision, and one in a wider dtype costs memory "
-            "and time. Comparisons between layers then show rounding as if it were a fault.",
-            "Look for a cast in the patched layer, an autocast around part of the model, or "
-            "weights of one layer loaded in another dtype.",
-        ),
-    }
+    findings = finding_kinds(SCALE, SOFTCAP, DTYPE)
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the calls of a generation."""
         super().on_generation_start(context)
         self._last_calls: dict[int, tuple[list[Any], Sequence[CallRecord]]] = {}
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Compare the calls of a step with each other and with those of the previous step."""
         if not step.calls:
-            return ()
+            return
         facts = list(map(_compared_fields, step.calls))
         known = self._last_calls.get(step.branch)
         if known is not None and known[0] == facts:
-            return ()
+            return
         self._last_calls[step.branch] = (facts, step.calls)
-        found: list[Finding] = []
-        for kind in _CALL_FACTS:
-            odd = self._check_odd_layers(step, kind)
-            changed = [] if known is None or odd else _check_changed(step, kind, known[1])
-            found += odd or changed
-        if all(finding.id != SCALE for finding in found):
-            found += [
-                self._rescaled_finding(step, event.data)
-                for event in step.events
-                if event.kind == RESCALED_EVENT
-            ]
-        return found
+        is_scale_reported = False
+        for fact in _CALL_FACTS:
+            found = self._check_odd_layers(step, fact)
+            if found is None and known is not None:
+                found = self._check_changed(step, fact, known[1])
+            if found is not None:
+                is_scale_reported |= fact.finding_id == SCALE
+                yield found
+        for event in step.events:
+            if event.kind == RESCALED_EVENT and not is_scale_reported:
+                yield self._rescaled_finding(step, event.data)
 
     def _rescaled_finding(self, step: StepRecord, facts: Mapping[str, Any]) -> Finding:
         """A user's attention function applied another scale than the layers requested."""
         layers, factor = list(map(int, facts["layers"])), float(facts["factor"])
-        where = in_layers(layers, len({call.layer for call in step.calls}))
         kernel = "its default" if facts["scale"] is None else f"{float(facts['scale']):.4g}"
+        score_mod = ""
+        if facts.get("score_mod") is not None:
+            score_mod = f", and its `score_mod` multiplies by {float(facts['score_mod']):.4g}"
         sentence = (
-            f"In {where} scores are scaled by {factor:.4g} times the requested scale in step "
-            f"{step.step}: the attention function received `scaling`, and its kernel uses "
-            f"{kernel} on queries and keys that may have been scaled "
-            f"before{_format_score_mod(facts)}."
+            f"In {format_step_layers(layers, step)} scores are scaled by {factor:.4g} times the "
+            f"requested scale in step {step.step}: the attention function received `scaling`, and "
+            f"its kernel uses {kernel} on queries and keys that may have been scaled before"
+            f"{score_mod}."
         )
         return self.finding(step, SCALE, sentence, layers=layers, evidence=facts, series="asked")
 
-    def _check_odd_layers(self, step: StepRecord, kind: _CallFact) -> list[Finding]:
+    def _check_odd_layers(self, step: StepRecord, fact: _CallFact) -> Finding | None:
         """Report the layers that differ from the majority."""
         calls = {call.layer: call for call in step.calls}
-        counts = Counter(map(kind.value, calls.values()))
-        if len(counts) == 1 or (kind.finding_id == SCALE and _have_same_scale(calls.values())):
-            return []
+        counts = Counter(map(fact.value, calls.values()))
+        if len(counts) == 1 or (fact.finding_id == SCALE and _have_same_scale(calls.values())):
+            return None
         usual, n_usual = counts.most_common(1)[0]
-        odd = [call for call in calls.values() if kind.value(call) != usual]
-        others = [call for call in calls.values() if kind.value(call) == usual]
+        odd = [call for call in calls.values() if fact.value(call) != usual]
+        others = [call for call in calls.values() if fact.value(call) == usual]
         has_majority = n_usual > len(odd) or len(calls) <= 2
         if not has_majority or self._are_other_kinds(odd, others):
-            return []
-        which = sorted(call.layer for call in odd)
-        sentence = (
-            f"In {in_layers(which, len(calls))} {kind.phrase} {kind.format_value(odd[0])} in step "
-            f"{step.step}, in {_format_others(len(others))} {kind.format_value(others[0])}."
-        )
-        return [_call_fact_finding(step, kind, sentence, odd[0], others[0], which)]
+            return None
+        rest = "the other layer" if len(others) == 1 else f"the {len(others)} others"
+        place = f"in step {step.step}, in {rest}"
+        return self._fact_finding(step, fact, odd, others[0], place)
 
     def _are_other_kinds(self, odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
         """Whether the layers are another layer type: other heads, or several with other masks."""
@@ -177,63 +136,52 @@ class CallFactsRule(Rule):
         masks = {call.mask for call in odd}
         return len(odd) > 1 and not masks & {call.mask for call in others}
 
+    def _check_changed(
+        self, step: StepRecord, fact: _CallFact, before: Sequence[CallRecord]
+    ) -> Finding | None:
+        """Report the layers whose argument differs from the previous step."""
+        previous = {call.layer: call for call in before}
+        odd = [
+            call
+            for call in step.calls
+            if call.layer in previous and fact.value(call) != fact.value(previous[call.layer])
+        ]
+        if not odd:
+            return None
+        place = f"from step {step.step} ({step.phase}) on, in the step before"
+        return self._fact_finding(step, fact, odd, previous[odd[0].layer], place)
 
-def _format_score_mod(facts: Mapping[str, Any]) -> str:
-    factor = facts.get("score_mod")
-    return "" if factor is None else f", and its `score_mod` multiplies by {float(factor):.4g}"
+    def _fact_finding(
+        self,
+        step: StepRecord,
+        fact: _CallFact,
+        odd: Sequence[CallRecord],
+        other: CallRecord,
+        place: str,
+    ) -> Finding:
+        layers = sorted({call.layer for call in odd})
+        sentence = (
+            f"In {format_step_layers(layers, step)} {fact.phrase} {fact.format_value(odd[0])} "
+            f"{place} {fact.format_value(other)}."
+        )
+        return self.finding(
+            step,
+            fact.finding_id,
+            sentence,
+            layers=layers,
+            evidence={
+                "odd": fact.value(odd[0]),
+                "others": fact.value(other),
+                "path": odd[0].path,
+            },
+            series=f"layer {layers[0]}",
+        )
 
 
 def _have_same_scale(calls: Iterable[CallRecord]) -> bool:
     """Whether all have the same scale, for any head dimension."""
     scales = {call.scale for call in calls}
     return len(scales) == 1 and None not in scales
-
-
-def _check_changed(
-    step: StepRecord, kind: _CallFact, before: Sequence[CallRecord]
-) -> list[Finding]:
-    """Report the layers whose argument differs from the previous step."""
-    previous = {call.layer: call for call in before}
-    odd = [
-        (call, previous[call.layer])
-        for call in step.calls
-        if call.layer in previous and kind.value(call) != kind.value(previous[call.layer])
-    ]
-    if not odd:
-        return []
-    now, old = odd[0]
-    which = sorted({call.layer for call, _ in odd})
-    sentence = (
-        f"In {in_layers(which, len(previous))} {kind.phrase} {kind.format_value(now)} from step "
-        f"{step.step} ({step.phase}) on, in the step before {kind.format_value(old)}."
-    )
-    return [_call_fact_finding(step, kind, sentence, now, old, which)]
-
-
-def _format_others(n: int) -> str:
-    return "the other layer" if n == 1 else f"the {n} others"
-
-
-def _call_fact_finding(
-    step: StepRecord,
-    kind: _CallFact,
-    sentence: str,
-    odd: CallRecord,
-    other: CallRecord,
-    which: Sequence[int],
-) -> Finding:
-    return Finding(
-        id=kind.finding_id,
-        severity=Severity.WARNING,
-        sentence=sentence,
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        layer=which[0],
-        evidence={"odd": kind.value(odd), "others": kind.value(other), "path": odd.path},
-        layers=tuple(which) if len(which) > 1 else (),
-        series=f"layer {which[0]}",
-    )
 
 
 def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:

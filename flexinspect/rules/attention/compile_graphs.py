@@ -7,16 +7,20 @@ counts are kept across them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import EventRecord, StepRecord
-from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT, failure_finding_id
+from flexinspect.rules.attention.kernel_failures import (
+    KERNEL_FAILED_EVENT,
+    event_layers,
+    failure_finding_id,
+)
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
 
 COMPILED_EVERY_STEP = "graphs.every-step"
 RECOMPILE_LIMIT = "graphs.limit"
@@ -29,10 +33,6 @@ MIN_STEPS_BY_CODE = 4
 MIN_STEPS = 6
 """Consecutive steps with a new graph each, for any reason."""
 
-_COMPILE_QUERY = (
-    "SELECT generation, step, kind, text, data FROM events WHERE kind IN ('compiled', 'recompiled',"
-    " 'recompile-limit', 'kernel-failed') ORDER BY event"
-)
 
 _FUNCTION_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}
 
@@ -42,30 +42,7 @@ class GraphsRule(Rule):
 
     name: ClassVar[str] = "graphs"
     handles_standalone_calls: ClassVar[bool] = True
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        COMPILED_EVERY_STEP: FindingKind(
-            Severity.WARNING,
-            "torch.compile builds a new graph at every step",
-            why="Each token waits for a compilation, which takes longer than the model. After "
-            "eight of them torch.compile gives up and runs uncompiled.",
-            confirm="The memory and path panels mark the steps with a new graph; the events name "
-            "the guard that failed. TORCH_LOGS=recompiles prints it too.",
-            fix="Create the mask_mod once, outside the loop, and read changing values from a "
-            "captured 0-dim tensor. Do not define it with exec or compose it in each step.",
-            query=_COMPILE_QUERY,
-            keeps_latest=True,
-        ),
-        RECOMPILE_LIMIT: FindingKind(
-            Severity.WARNING,
-            "torch.compile reached its recompile limit",
-            why="From here on the function runs uncompiled: slower, and with another mask if block "
-            "tables and mask_mod disagree, because uncompiled FlexAttention ignores the tables.",
-            confirm="The events show which guard failed for each earlier graph.",
-            fix="Remove the reason for recompiling (a new mask_mod, a length marked static) "
-            "instead of raising torch._dynamo.config.recompile_limit.",
-            query=_COMPILE_QUERY,
-        ),
-    }
+    findings = finding_kinds(COMPILED_EVERY_STEP, RECOMPILE_LIMIT)
 
     def __init__(self) -> None:
         self._reset()
@@ -84,39 +61,38 @@ class GraphsRule(Rule):
         if not context.is_standalone:
             self._reset()
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Count consecutive new graphs, and report them once there are too many."""
-        if not step.events:
+        for event in step.events:
+            if event.kind == RECOMPILE_LIMIT_EVENT:
+                yield self._limit_finding(event, step)
+        built = [event for event in step.events if event.kind in COMPILE_EVENTS]
+        if not built:
             if self._n_steps:
                 self._reset()
-            return ()
-        built = [event for event in step.events if event.kind in COMPILE_EVENTS]
-        found = [
-            self._limit_finding(event, step)
-            for event in step.events
-            if event.kind == RECOMPILE_LIMIT_EVENT
-        ]
-        if not built:
-            self._reset()
-            return found
+            return
         self._count_graphs(step, built)
         if self._is_too_often():
-            found.append(self._every_step_finding(step, built[-1]))
-        return found
+            yield self._every_step_finding(step, built[-1])
 
-    def on_event(self, event: EventRecord) -> Sequence[Finding]:
+    def on_event(self, event: EventRecord) -> Iterator[Finding]:
         """Report a call that raised because of the limit."""
         error = str(event.data.get("error", ""))
         if event.kind != KERNEL_FAILED_EVENT or failure_finding_id(error):
-            return ()
-        layer = event.data.get("layer")
+            return
         where = "" if event.step is None else f" in step {event.step}"
         sentence = (
             f"torch.compile reached its recompile limit{where}; with fullgraph=True "
             f"{printable(str(event.data.get('kernel')))} raises instead of running uncompiled."
         )
-        severity = Severity.WARNING if event.step is None else Severity.ERROR
-        return [self._finding(RECOMPILE_LIMIT, severity, sentence, event.step, event.data, layer)]
+        yield self.finding(
+            event,
+            RECOMPILE_LIMIT,
+            sentence,
+            severity=Severity.WARNING if event.step is None else Severity.ERROR,
+            layers=event_layers(event),
+            evidence=event.data,
+        )
 
     def _count_graphs(self, step: StepRecord, built: Sequence[EventRecord]) -> None:
         key = self._call_key(step)
@@ -137,7 +113,7 @@ class GraphsRule(Rule):
             return ()
         mask = self.context.mask(call.mask)
         shape = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.head_dim, call.dtype)
-        return (*shape, call.path, None if mask is None else (mask.rule, mask.rule_source))
+        return (*shape, call.path, None if mask is None else (mask.mask_mod, mask.mask_mod_source))
 
     def _is_too_often(self) -> bool:
         by_code = self._n_steps >= MIN_STEPS_BY_CODE and self._n_by_code >= MIN_STEPS_BY_CODE - 2
@@ -165,8 +141,8 @@ class GraphsRule(Rule):
         if self._reported_generation is None:
             self._reported_generation = step.generation
         series = f"every-step from {self._first}"
-        finding = self._finding(
-            COMPILED_EVERY_STEP, None, sentence, step.step, evidence, series=series, record=step
+        finding = self.finding(
+            step, COMPILED_EVERY_STEP, sentence, evidence=evidence, series=series
         )
         # Each standalone call is a generation; all of them share one finding in the first.
         return replace(finding, generation=self._reported_generation)
@@ -176,10 +152,10 @@ class GraphsRule(Rule):
             reason = event.data.get("reason")
             return f"guard: {printable(str(reason))}" if reason else "the guard is not known"
         mask = self.context.mask(step.calls[0].mask) if step.calls else None
-        if mask is None or not mask.rule:
+        if mask is None or not mask.mask_mod:
             return f"guard: {printable(str(guard))}, which is new each time"
-        source = f" ({printable(mask.rule_source)})" if mask.rule_source else ""
-        mask_mod = f'"{printable(mask.rule)}"{source}'
+        source = f" ({printable(mask.mask_mod_source)})" if mask.mask_mod_source else ""
+        mask_mod = f'"{printable(mask.mask_mod)}"{source}'
         return f"guard: {printable(str(guard))}; the mask_mod {mask_mod} is new code each time"
 
     def _limit_finding(self, event: EventRecord, step: StepRecord) -> Finding:
@@ -190,32 +166,7 @@ class GraphsRule(Rule):
             f"torch.compile reached its recompile limit {where}{_format_functions(event)}{last}: "
             "from here on the function runs uncompiled, and FlexAttention ignores the block tables."
         )
-        return self._finding(
-            RECOMPILE_LIMIT, None, sentence, step.step, event.data, None, "limit", step
-        )
-
-    def _finding(
-        self,
-        finding_id: str,
-        severity: Severity | None,
-        sentence: str,
-        step: int | None,
-        evidence: Mapping[str, Any],
-        layer: int | None = None,
-        series: str = "",
-        record: StepRecord | None = None,
-    ) -> Finding:
-        return Finding(
-            id=finding_id,
-            severity=severity or self.findings[finding_id].severity,
-            sentence=sentence,
-            generation=self.context.generation.generation if record is None else record.generation,
-            branch=0 if record is None else record.branch,
-            step=step,
-            layer=layer,
-            evidence=evidence,
-            series=series,
-        )
+        return self.finding(step, RECOMPILE_LIMIT, sentence, evidence=event.data, series="limit")
 
 
 def _format_functions(event: EventRecord) -> str:

@@ -8,27 +8,30 @@ numbers are counted or summed from the keys and weights of the call.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import format_layers, plural
+from flexinspect.core.text import capitalize, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import EventRecord, LogitsRecord, StepRecord
-from flexinspect.rules.cache.cache_findings import (
-    CACHE_DUPLICATED,
-    CACHE_KINDS,
-    CACHE_LOST,
-    CACHE_NOT_USED,
-    CACHE_SHARED,
-    CACHED_PROMPT_EVENT,
-    EMPTY_SLOTS,
-    NO_CACHE_EVENT,
-    STALE_SLOTS,
-)
-from flexinspect.rules.context import RuleContext
+from flexinspect.rules.context import RuleContext, format_step_layers, step_array
+from flexinspect.rules.engine import Rule
+
+CACHE_LOST = "cache.lost"
+CACHE_NOT_USED = "cache.not-used"
+CACHE_DUPLICATED = "cache.duplicated"
+CACHE_SHARED = "cache.shared"
+EMPTY_SLOTS = "cache.empty-slots"
+STALE_SLOTS = "cache.stale-slots"
+
+NO_CACHE_EVENT = "cache-disabled"
+"""Event of a generation with use_cache=False."""
+CACHED_PROMPT_EVENT = "cached-prompt"
+"""Event with the prompt tokens that a caller of `generate` assumes to be cached."""
 
 _MAX_GENERATIONS = 16
 """Earlier generations whose tokens are compared with a filled cache."""
@@ -68,9 +71,10 @@ class _LastStep(NamedTuple):
 
 
 class CacheTextTracker:
-    """Follows the input tokens of a model from one generation to the next."""
+    """Follows the input tokens of a model from one generation to the next, for a rule."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
         self._cached_texts: deque[list[int]] = deque(maxlen=_MAX_GENERATIONS)
         """Token ids of the last generations, which may be in a cache."""
         self._last_step: _LastStep | None = None
@@ -95,10 +99,11 @@ class CacheTextTracker:
 
     def on_step(self, step: StepRecord) -> list[Finding]:
         """Compare the input of a step with the content of the cache."""
-        found: list[Finding] = []
+        found: Finding | None = None
         if step.step == 0:
             self._is_cache_off = any(event.kind == NO_CACHE_EVENT for event in step.events)
-            found = self._check_first_step(step)
+            check = self._check_filled_cache if step.kv_before else self._check_lost_cache
+            found = check(step)
         elif step.q_len > 1:
             found = self._check_rows(step)
         elif step.step == 1:
@@ -114,7 +119,7 @@ class CacheTextTracker:
             logits=step.logits,
         )
         self._length = step.kv_after
-        return found
+        return [] if found is None else [found]
 
     def on_generation_end(self) -> Sequence[Finding]:
         """Keep the text of the generation, and report that no cache was used."""
@@ -131,13 +136,7 @@ class CacheTextTracker:
             out.append(token.token_id)
         return out
 
-    def _check_first_step(self, step: StepRecord) -> list[Finding]:
-        """Check the first step of a generation against earlier steps."""
-        if step.kv_before:
-            return self._check_filled_cache(step)
-        return self._check_lost_cache(step)
-
-    def _check_filled_cache(self, step: StepRecord) -> list[Finding]:
+    def _check_filled_cache(self, step: StepRecord) -> Finding | None:
         """Compare the prompt that the caller assumes to be cached with the texts of earlier runs.
 
         The trace does not say which cache it is, so one matching text is enough.
@@ -147,7 +146,7 @@ class CacheTextTracker:
             return self._check_cut(step)
         known = [ids[:n] for ids in self._cached_texts if len(ids) >= n]
         if len(declared) != n or not known or declared in known:
-            return []
+            return None
         cached = max(known, key=lambda ids: _common_prefix_len(ids, declared))
         wrong = [pos for pos, (a, b) in enumerate(zip(cached, declared, strict=True)) if a != b]
         sentence = (
@@ -155,11 +154,9 @@ class CacheTextTracker:
             f"the prompt differ from the cached ones, from position {wrong[0]} on (token "
             f"{declared[wrong[0]]}, cached {cached[wrong[0]]})"
         )
-        return [
-            self._token_finding(step, CACHE_SHARED, Severity.ERROR, sentence, wrong, len(wrong))
-        ]
+        return self._token_finding(step, CACHE_SHARED, Severity.ERROR, sentence, wrong, len(wrong))
 
-    def _check_cut(self, step: StepRecord) -> list[Finding]:
+    def _check_cut(self, step: StepRecord) -> Finding | None:
         """Report that the text continues with its next token although keys were removed.
 
         Rejected drafts and chat turns are cropped too, but not by more than half before the next
@@ -168,7 +165,7 @@ class CacheTextTracker:
         """
         last, token = self._last_step, self.context.token(step.kv_before)
         if last is None or token is None or step.q_len != 1 or self._is_loss_reported:
-            return []
+            return None
         last_id, position_id = last.position_id, _last_position_id(step)
         continues = last_id is not None and position_id == last_id + 1
         n_lost = last.kv_after - step.kv_before
@@ -177,7 +174,7 @@ class CacheTextTracker:
         if not is_next and not (
             n_lost > 1 and last.is_single_token and last.best_token_id == token.token_id
         ):
-            return []
+            return None
         self._is_loss_reported = True
         sentence = (
             f"The cache lost keys between steps: it held {last.kv_after} and now holds "
@@ -185,43 +182,41 @@ class CacheTextTracker:
             f"({self.context.format_position(step.kv_before)})"
         )
         positions = (step.kv_before,)
-        return [
-            self._token_finding(step, CACHE_LOST, Severity.WARNING, sentence, positions, n_lost)
-        ]
+        return self._token_finding(step, CACHE_LOST, Severity.WARNING, sentence, positions, n_lost)
 
-    def _check_repeated_token(self, step: StepRecord) -> list[Finding]:
+    def _check_repeated_token(self, step: StepRecord) -> Finding | None:
         """Report that the first decode step repeats the last prompt token, which was not chosen."""
         last, pos = self._last_step, step.kv_before
         previous, token = self.context.token(pos - 1), self.context.token(pos)
         if last is None or not pos or previous is None or token is None:
-            return []
+            return None
         if (
             token.token_id != previous.token_id
             or last.logits is None
             or last.has_candidate(token.token_id)
         ):
-            return []
+            return None
         sentence = (
             f"The last token of the prompt is in the input twice: step {step.step} begins with "
             f"{self.context.format_position(pos)}, the same token as before, which is not among "
             f"the {len(last.logits.candidates)} best candidates of step {step.step - 1}"
         )
-        return [self._token_finding(step, CACHE_DUPLICATED, Severity.WARNING, sentence, (pos,), 1)]
+        return self._token_finding(step, CACHE_DUPLICATED, Severity.WARNING, sentence, (pos,), 1)
 
-    def _check_rows(self, step: StepRecord) -> list[Finding]:
+    def _check_rows(self, step: StepRecord) -> Finding | None:
         """Check several rows on a filled cache: the next part of a text, or a repetition."""
         if not step.kv_before:
             if step.q_len == self._length + 1:
                 self._full_forwards = self._full_forwards or [(step.step - 1, self._length)]
                 self._full_forwards.append((step.step, step.q_len))
                 self._masks = frozenset(call.mask for call in step.calls)
-            return []
+            return None
         new_ids = [t.token_id for t in step.tokens if step.kv_before <= t.pos < step.kv_after]
         return self._check_repeated_rows(step, new_ids, self._token_ids(0, step.kv_before))
 
     def _check_repeated_rows(
         self, step: StepRecord, new_ids: Sequence[int], cached_ids: Sequence[int]
-    ) -> list[Finding]:
+    ) -> Finding | None:
         """Report rows that repeat the cached text from its beginning."""
         n_same = _common_prefix_len(cached_ids, new_ids)
         shorter = min(len(cached_ids), len(new_ids))
@@ -229,33 +224,29 @@ class CacheTextTracker:
             return self._check_restarted_text(step, new_ids, n_same)
         first = self.context.format_position(step.kv_before)
         is_whole = n_same == len(cached_ids)
-        what = (
-            f"repeats all {n_same} cached tokens"
-            if is_whole
-            else f"repeats the first {n_same} cached tokens"
-        )
         sentence = (
-            f"The prompt is in the cache twice: step {step.step} {what}, so the cache grows from "
+            f"The prompt is in the cache twice: step {step.step} repeats "
+            f"{'all' if is_whole else 'the first'} {n_same} cached tokens, so the cache grows from "
             f"{step.kv_before} to {step.kv_after} keys ({first} repeats position 0)"
         )
         severity = Severity.ERROR if is_whole else Severity.WARNING
         positions = range(step.kv_before, step.kv_before + n_same)
-        return [self._token_finding(step, CACHE_DUPLICATED, severity, sentence, positions, n_same)]
+        return self._token_finding(step, CACHE_DUPLICATED, severity, sentence, positions, n_same)
 
     def _check_restarted_text(
         self, step: StepRecord, new_ids: Sequence[int], n_common: int
-    ) -> list[Finding]:
+    ) -> Finding | None:
         if n_common < _MIN_COMMON_PREFIX or 2 * n_common < len(new_ids):
-            return []
+            return None
         sentence = (
             f"Step {step.step} starts another text on a cache that still holds {step.kv_before} "
             f"keys: its first {n_common} of {len(new_ids)} tokens are the first cached ones, then "
             f"it differs ({self.context.format_position(step.kv_before + n_common)})"
         )
         positions = range(step.kv_before, step.kv_before + len(new_ids))
-        return [
-            self._token_finding(step, CACHE_SHARED, Severity.WARNING, sentence, positions, n_common)
-        ]
+        return self._token_finding(
+            step, CACHE_SHARED, Severity.WARNING, sentence, positions, n_common
+        )
 
     def _token_finding(
         self,
@@ -266,18 +257,16 @@ class CacheTextTracker:
         positions: Sequence[int],
         n_tokens: int,
     ) -> Finding:
-        return Finding(
-            id=finding_id,
+        return self._rule.finding(
+            step,
+            finding_id,
+            f"{sentence}.",
             severity=severity,
-            sentence=f"{sentence}.",
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            positions=tuple(positions[:32]),
+            positions=positions,
             evidence={"cached": step.kv_before, "rows": step.q_len, "tokens": n_tokens},
         )
 
-    def _check_lost_cache(self, step: StepRecord) -> list[Finding]:
+    def _check_lost_cache(self, step: StepRecord) -> Finding | None:
         """Report single tokens that continue the last step without its cache.
 
         They continue it if their position id is the next one, or if two in a row are among the best
@@ -286,7 +275,7 @@ class CacheTextTracker:
         last, token = self._last_step, self.context.token(0)
         if last is None or step.q_len != 1 or token is None or not _has_keys(step):
             self._n_continued = 0
-            return []
+            return None
         self._n_tokens_before = last.kv_after + (
             self._n_tokens_before if last.is_uncached_token else 0
         )
@@ -296,7 +285,7 @@ class CacheTextTracker:
             position_id is not None and last_id is not None and position_id == last_id + 1 > 1
         )
         if self._is_loss_reported or not (continues or self._n_continued >= 2):
-            return []
+            return None
         self._is_loss_reported = True
         why = (
             f"its position id {position_id} follows {last_id}"
@@ -308,23 +297,18 @@ class CacheTextTracker:
             f"has no cached keys, although {why}; it attends only to itself, and not to the "
             f"{plural(self._n_tokens_before, 'token')} before it"
         )
-        return [
-            Finding(
-                id=CACHE_LOST,
-                severity=Severity.ERROR,
-                sentence=f"{sentence}.",
-                generation=step.generation,
-                branch=step.branch,
-                step=step.step,
-                positions=(0,),
-                evidence={
-                    "keys": 1,
-                    "position_id": position_id,
-                    "last_generation": last.generation,
-                    "last_kv": last.kv_after,
-                },
-            )
-        ]
+        return self._rule.finding(
+            step,
+            CACHE_LOST,
+            f"{sentence}.",
+            positions=(0,),
+            evidence={
+                "keys": 1,
+                "position_id": position_id,
+                "last_generation": last.generation,
+                "last_kv": last.kv_after,
+            },
+        )
 
     def _unused_finding(self) -> Sequence[Finding]:
         """Report what a cache would have saved, if each step recomputed the whole sequence."""
@@ -339,24 +323,20 @@ class CacheTextTracker:
             f"{last}; {len(steps)} steps computed {rows} query rows, where {needed} are enough "
             f"with a cache{' (use_cache=False was passed)' if self._is_cache_off else ''}"
         )
-        return [
-            Finding(
-                id=CACHE_NOT_USED,
-                severity=Severity.NOTE if self._is_cache_off else Severity.WARNING,
-                sentence=f"{sentence}.",
-                generation=self.context.generation.generation,
-                step=steps[1][0],
-                evidence={
-                    "steps": len(steps),
-                    "rows": rows,
-                    "needed": needed,
-                    "first": first,
-                    "last": last,
-                },
-                last_step=last_step,
-                times=len(steps) - 1,
-            )
-        ]
+        finding = self._rule.finding(
+            None,
+            CACHE_NOT_USED,
+            f"{sentence}.",
+            severity=Severity.NOTE if self._is_cache_off else None,
+            evidence={
+                "steps": len(steps),
+                "rows": rows,
+                "needed": needed,
+                "first": first,
+                "last": last,
+            },
+        )
+        return [replace(finding, step=steps[1][0], last_step=last_step, times=len(steps) - 1)]
 
     def _is_causal(self) -> bool:
         """Whether new tokens leave earlier rows unchanged; otherwise no cache can be used.
@@ -394,64 +374,53 @@ def _last_position_id(step: StepRecord) -> int | None:
     return first + n - 1
 
 
-def check_slots(context: RuleContext, step: StepRecord) -> list[Finding]:
+def check_slots(rule: Rule, step: StepRecord) -> Iterator[Finding]:
     """At most one finding about empty and one about stale slots of a step."""
-    slots = next((one.array for one in step.arrays if one.stream == SLOT_STREAM), None)
+    slots = step_array(step, SLOT_STREAM)
     if slots is None:
-        return []
-    found = []
+        return
     is_known = step.inputs is not None and bool(step.inputs.cached_after)
     for finding_id, column in ((EMPTY_SLOTS, EMPTY_COLUMN), (STALE_SLOTS, STALE_COLUMN)):
         rows = np.flatnonzero(slots[:, column] > 0)
         # The filled length is unknown for keys that a program stores itself.
         if len(rows) and (is_known or finding_id == EMPTY_SLOTS):
-            found.append(_slot_finding(context, step, slots, finding_id, column, rows))
-    return found
+            yield _slot_finding(rule, step, slots, finding_id, column, rows)
 
 
 def _slot_finding(
-    context: RuleContext,
+    rule: Rule,
     step: StepRecord,
     slots: SlotTable,
     finding_id: str,
     column: int,
     rows: npt.NDArray[np.intp],
 ) -> Finding:
-    layers = sorted({step.calls[row].layer for row in rows})
-    worst = int(rows[slots[rows, column + 1].argmax()])
+    layers = {step.calls[row].layer for row in rows}
+    weights = slots[:, column + 1]
+    worst = int(rows[weights[rows].argmax()])
     n_open, n_bad = int(slots[worst, OPEN_COLUMN]), int(slots[worst, column])
-    weight = float(slots[worst, column + 1])
-    filled = n_open - n_bad
+    weight = float(weights[worst])
     kind = "empty slots" if finding_id == EMPTY_SLOTS else "slots with keys of an earlier text"
-    n_layers = len({call.layer for call in step.calls})
-    where = (
-        ""
-        if context.is_standalone
-        else f"{_capitalize_first(format_layers(layers, n_layers))}, step {step.step}: "
-    )
-    most = "" if context.is_standalone or len(rows) == 1 else f" (layer {step.calls[worst].layer})"
-    this = "this call" if context.is_standalone else "this step"
+    where, what, most = "", "call", ""
+    if not rule.context.is_standalone:
+        where = f"{capitalize(format_step_layers(layers, step))}, step {step.step}: "
+        what = "step"
+        most = f" (layer {step.calls[worst].layer})" if len(rows) > 1 else ""
     sentence = (
-        f"{where}{plural(n_open, 'key')} open, {filled} filled: {_format_percent(weight)} of the "
-        f"attention of {this} is on {kind}{most}."
+        f"{where}{plural(n_open, 'key')} open, {n_open - n_bad} filled: {_format_percent(weight)} "
+        f"of the attention of this {what} is on {kind}{most}."
     )
-    return Finding(
-        id=finding_id,
-        severity=CACHE_KINDS[finding_id].severity,
-        sentence=sentence,
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        layer=layers[0],
-        layers=tuple(layers) if len(layers) > 1 else (),
+    return rule.finding(
+        step,
+        finding_id,
+        sentence,
+        layers=layers,
         evidence={
             "allowed": n_open,
-            "filled": filled,
+            "filled": n_open - n_bad,
             "slots": n_bad,
             "weight": round(weight, 4),
-            "weights": {
-                step.calls[row].layer: _round_weight(slots[row, column + 1]) for row in rows
-            },
+            "weights": {step.calls[row].layer: round(float(weights[row]), 4) for row in rows},
         },
         series=finding_id,
     )
@@ -459,11 +428,3 @@ def _slot_finding(
 
 def _format_percent(weight: float) -> str:
     return f"{weight:.0%}".replace("%", " %") if weight >= 0.01 else "less than 1 %"
-
-
-def _round_weight(weight: Sequence[float] | np.float32) -> float:
-    return round(float(np.asarray(weight)), 4)
-
-
-def _capitalize_first(words: str) -> str:
-    return words[0].upper() + words[1:]

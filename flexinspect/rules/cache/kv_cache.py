@@ -6,21 +6,27 @@ Sliding windows, crops after rejected drafts and caches that drop keys by design
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from flexinspect.core.text import format_layers, format_ranges, plural
+from flexinspect.core.text import capitalize, format_layers, format_ranges, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, StepRecord
-from flexinspect.rules.cache.cache_contents import SLOT_STREAM, CacheTextTracker, check_slots
-from flexinspect.rules.cache.cache_findings import (
+from flexinspect.rules.cache.cache_contents import (
     CACHE_DUPLICATED,
-    CACHE_KINDS,
     CACHE_LOST,
-    EMPTY_LAYER,
+    CACHE_NOT_USED,
+    CACHE_SHARED,
+    EMPTY_SLOTS,
+    SLOT_STREAM,
+    STALE_SLOTS,
+    CacheTextTracker,
+    check_slots,
 )
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
+
+EMPTY_LAYER = "cache.empty-layer"
 
 
 class CacheRule(Rule):
@@ -32,10 +38,18 @@ class CacheRule(Rule):
     name: ClassVar[str] = "caches"
     streams: ClassVar[tuple[str, ...]] = (SLOT_STREAM,)
     handles_standalone_calls: ClassVar[bool] = True
-    findings: ClassVar[Mapping[str, FindingKind]] = CACHE_KINDS
+    findings = finding_kinds(
+        EMPTY_LAYER,
+        CACHE_LOST,
+        CACHE_NOT_USED,
+        EMPTY_SLOTS,
+        STALE_SLOTS,
+        CACHE_DUPLICATED,
+        CACHE_SHARED,
+    )
 
     def __init__(self) -> None:
-        self._layers, self._texts = CacheLayerTracker(), CacheTextTracker()
+        self._layers, self._texts = CacheLayerTracker(self), CacheTextTracker(self)
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Begin a generation; the texts of earlier ones are kept."""
@@ -48,15 +62,14 @@ class CacheRule(Rule):
         self._texts.on_event(event)
         return ()
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check the slots, the lengths and the text of the cache at a step."""
-        found = check_slots(self.context, step)
+        yield from check_slots(self, step)
         if step.inputs is not None:
-            found += self._layers.on_step(step, step.inputs)
+            yield from self._layers.on_step(step, step.inputs)
             text_findings = self._texts.on_step(step)
             if not self._layers.is_always_empty:  # otherwise the tokens show the same fault
-                found += text_findings
-        return found
+                yield from text_findings
 
     def on_generation_end(self) -> Sequence[Finding]:
         """Report that no cache was used."""
@@ -70,7 +83,8 @@ class CacheLayerTracker:
     and one finding is enough for all of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
         self.is_always_empty = False
         self.on_generation_start()
 
@@ -97,32 +111,33 @@ class CacheLayerTracker:
             and after.count(n) == len(after)
             and len(inputs.cached_before) in (0, len(after))
             and inputs.cached_before == (self._last_cached or inputs.cached_before)
-            and not (step.kv_before and step.calls and _min_kv_len(step) <= step.q_len)
+            and not (
+                step.kv_before
+                and step.calls
+                and min(call.kv_len for call in step.calls) <= step.q_len
+            )
         )
 
     def _check_layers(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
         counted_layers = {n: held for n, held in enumerate(inputs.cached_after) if held >= 0}
         called = {call.layer: call for call in step.calls}
         most = max(counted_layers.values(), default=0)
-        found = []
         empty = self._find_empty(step, counted_layers, called)
-        if empty:
-            found.append(self._empty_finding(step, inputs, empty, called, most))
         lost = [n for n in self._find_lost(step, inputs, called) if n not in empty]
-        if lost:
-            found.append(self._lost_finding(step, inputs, lost, called))
         before = dict(enumerate(inputs.cached_before))
         twice = [n for n, held in counted_layers.items() if held - before.get(n, 0) > step.q_len]
+        found = []
+        if empty:
+            found.append(self._empty_finding(step, inputs, empty, called, most))
+        if lost:
+            found.append(self._lost_finding(step, inputs, lost, called))
         if twice and (before or not step.kv_before):
             found.append(self._duplicated_finding(step, inputs, twice))
         is_known, self.is_always_empty = self.is_always_empty, bool(empty) and not most
         if is_known and self.is_always_empty:
             return []
-        new = [
-            finding for finding in found if set(_layers_of_finding(finding)) - self._reported_layers
-        ]
-        for finding in new:
-            self._reported_layers.update(_layers_of_finding(finding))
+        new = [one for one in found if set(_layers_of_finding(one)) - self._reported_layers]
+        self._reported_layers.update(layer for one in new for layer in _layers_of_finding(one))
         return new
 
     def _find_empty(
@@ -173,14 +188,15 @@ class CacheLayerTracker:
             else "no layer holds any keys"
         )
         sentence = (
-            f"{_capitalize(format_layers(empty, _count_layers(called, inputs)))} received a cache "
+            f"{capitalize(format_layers(empty, _count_layers(called, inputs)))} received a cache "
             f"and left it empty (0), {others}"
         )
         sees = [called[n].kv_len for n in empty if n in called]
         if step.kv_before and sees:
             sentence += (
-                f": in step {step.step} {_format_sees(empty)} {plural(max(sees), 'key')} instead "
-                f"of {step.kv_after}"
+                f": in step {step.step} "
+                f"{'it attends' if len(empty) == 1 else 'they attend'} to "
+                f"{plural(max(sees), 'key')} instead of {step.kv_after}"
             )
         return self._finding(step, EMPTY_LAYER, sentence, empty, inputs, called)
 
@@ -191,7 +207,7 @@ class CacheLayerTracker:
         lost: Sequence[int],
         called: Mapping[int, CallRecord],
     ) -> Finding:
-        who = _capitalize(format_layers(lost, _count_layers(called, inputs)))
+        who = capitalize(format_layers(lost, _count_layers(called, inputs)))
         one, severity = len(lost) == 1, Severity.ERROR
         shrunk = set(self._find_shrunk(inputs)) & set(lost)
         if shrunk:
@@ -236,15 +252,12 @@ class CacheLayerTracker:
         called: Mapping[int, CallRecord],
         severity: Severity = Severity.ERROR,
     ) -> Finding:
-        return Finding(
-            id=finding_id,
+        return self._rule.finding(
+            step,
+            finding_id,
+            f"{sentence}.",
             severity=severity,
-            sentence=f"{sentence}.",
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=which[0],
-            layers=tuple(which) if len(which) > 1 else (),
+            layers=which,
             evidence={
                 "rows": step.q_len,
                 "cached_before": list(inputs.cached_before),
@@ -261,15 +274,3 @@ def _layers_of_finding(finding: Finding) -> tuple[int, ...]:
 
 def _count_layers(called: Mapping[int, CallRecord], inputs: InputsRecord) -> int:
     return len(called) or len(inputs.cached_after)
-
-
-def _capitalize(words: str) -> str:
-    return words[0].upper() + words[1:]
-
-
-def _format_sees(which: Sequence[int]) -> str:
-    return "it attends to" if len(which) == 1 else "they attend to"
-
-
-def _min_kv_len(step: StepRecord) -> int:
-    return min([call.kv_len for call in step.calls])

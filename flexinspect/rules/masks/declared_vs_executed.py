@@ -11,19 +11,20 @@ executed the same mask share a finding, and repetitions at later steps are count
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from flexinspect.core.text import MAX_LISTED_POSITIONS, format_layers, plural
+from flexinspect.core.text import format_layers, plural
+from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind, declared_tokenizer
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.context import RuleContext, read_unpadded
+from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks import mask_difference
 from flexinspect.rules.masks.mask_difference import (
     MOVED,
@@ -34,9 +35,14 @@ from flexinspect.rules.masks.mask_difference import (
     SegmentParts,
 )
 from flexinspect.rules.masks.mask_findings import (
+    BOOL_ADDED,
     LAYERS_DIFFER,
-    MASK_KINDS,
+    MASK_FUTURE,
+    MASK_LEAK,
     MASK_LOST,
+    MASK_MERGED,
+    MASK_NONE,
+    MASK_NOT_APPLIED,
     MASK_PADDING,
     NO_MASK,
     LayerGroup,
@@ -46,11 +52,9 @@ from flexinspect.rules.masks.mask_findings import (
     count_pieces,
     describe_run,
     describe_where,
-    padding_sentence,
 )
-from flexinspect.rules.masks.mask_views import broadcast_rows
+from flexinspect.rules.masks.mask_views import broadcast_rows, layers_of, slice_flags
 
-_CAUSAL_SPEC = MaskSpec("causal", (0,), (0,), (0,))
 _MAX_EARLIER_SPECS = 8
 _MAX_MATCHING = 1024
 _MAX_ASSUMED_CELLS = 1 << 22
@@ -65,7 +69,17 @@ class MasksRule(Rule):
 
     name: ClassVar[str] = "masks"
     streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
-    findings: ClassVar[Mapping[str, FindingKind]] = MASK_KINDS
+    findings = finding_kinds(
+        MASK_NOT_APPLIED,
+        MASK_LEAK,
+        MASK_LOST,
+        MASK_NONE,
+        MASK_FUTURE,
+        BOOL_ADDED,
+        MASK_MERGED,
+        LAYERS_DIFFER,
+        MASK_PADDING,
+    )
 
     def __init__(self) -> None:
         self._earlier_specs: deque[tuple[int, MaskSpec]] = deque(maxlen=_MAX_EARLIER_SPECS)
@@ -93,19 +107,15 @@ class MasksRule(Rule):
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return a finding for each way in which the masks of a step differ from the expected."""
         if step.kv_before == 0:
-            self._read_padding(step)
+            real = read_unpadded(step)
+            if real is not None:
+                self._unpadded = None if real.all() else real
         groups = self._group_calls(step)
         cases = [case for group in groups for case in self._check_group(step, group)]
         findings = [self._report_case(case) for case in merge_cases(cases)]
         if len(groups) > 1 and not findings:
-            findings += find_differing_layers(self.context, step, groups, self._unpadded)
+            return self._find_differing_layers(step, groups)
         return findings
-
-    def _read_padding(self, step: StepRecord) -> None:
-        for record in step.arrays:
-            if record.stream == "inputs.mask" and len(record.array):
-                real = np.asarray(record.array[0], np.bool_)
-                self._unpadded = None if real.all() else real
 
     def _group_calls(self, step: StepRecord) -> list[LayerGroup]:
         """Return the known masks of a step with their layers.
@@ -123,8 +133,7 @@ class MasksRule(Rule):
         for calls in by_mask.values():
             mask = self.context.mask(calls[0].mask)
             if mask is not None and (calls[0].causal is not False or is_declared):
-                layers = tuple(sorted({call.layer for call in calls}))
-                add_group(groups, LayerGroup(mask, calls[0], layers, n_layers))
+                add_group(groups, LayerGroup(mask, calls[0], layers_of(calls), n_layers))
         return groups if len(groups) < 2 else add_usual_paths(groups)
 
     # -- one mask --------------------------------------------------------------------------------
@@ -212,7 +221,7 @@ class MasksRule(Rule):
         heads, first = self._find_differing_heads(mask, None, frame)
         if first is None:
             return []
-        case = self._make_case(step, group, first, _CAUSAL_SPEC, heads)
+        case = self._make_case(step, group, first, algebra.causal(), heads)
         case.difference.lost = 0
         case = replace(case, expected="a causal mask", pieces=0, segments=0)
         is_certain = mask.kind == NO_MASK or group.adds_bools
@@ -278,14 +287,16 @@ class MasksRule(Rule):
 
     def _head_frame(self, mask: MaskRecord, frame: CellFrame, head: int, n_rows: int) -> CellFrame:
         """Return the frame of a head, without padding and without averaged rows."""
-        if self._unpadded is None and mask.averaged is None:
+        if self._unpadded is None and mask.uniform_rows is None:
             return frame
         rows, keys = frame.rows, frame.keys
         if self._unpadded is not None and rows is None:
             rows = slice_flags(self._unpadded, frame.q_offset, n_rows)
             keys = slice_flags(self._unpadded, frame.kv_offset, frame.n_keys)
-        if mask.averaged is not None:
-            averaged = np.broadcast_to(mask.averaged[min(head, len(mask.averaged) - 1)], n_rows)
+        if mask.uniform_rows is not None:
+            averaged = np.broadcast_to(
+                mask.uniform_rows[min(head, len(mask.uniform_rows) - 1)], n_rows
+            )
             rows = ~averaged if rows is None else rows & ~averaged
         return replace(frame, rows=rows, keys=keys)
 
@@ -348,37 +359,121 @@ class MasksRule(Rule):
         return self._finding(case, finding_id, case.severity or case_severity(case, finding_id))
 
     def _finding(self, case: MaskCase, finding_id: str, severity: Severity) -> Finding:
-        found, group, step = case.difference, case.group, case.step
-        sentence = (
-            padding_sentence(self.context, case)
-            if finding_id == MASK_PADDING
-            else case_sentence(self.context, case, finding_id)
-        )
-        positions = found.leaking_rows if found.leaked else found.losing_rows
-        heads = case.heads if len(case.heads) < case.n_heads else ()
-        return Finding(
-            id=finding_id,
+        found, heads = case.difference, case.heads
+        return self.finding(
+            case.step,
+            finding_id,
+            case_sentence(self.context, case, finding_id),
             severity=severity,
-            sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=group.layers[0],
-            head=heads[0] if heads else None,
-            positions=tuple(positions[:MAX_LISTED_POSITIONS]),
+            layers=case.group.layers,
+            head=heads[0] if heads and len(heads) < case.n_heads else None,
+            positions=found.leaking_rows if found.leaked else found.losing_rows,
             evidence=case_evidence(case),
-            layers=group.layers if len(group.layers) > 1 else (),
-            series="layers " + ", ".join(map(str, group.layers)),
+            series="layers " + ", ".join(map(str, case.group.layers)),
+        )
+
+    # -- layers that differ ----------------------------------------------------------------------
+
+    def _find_differing_layers(
+        self, step: StepRecord, groups: Sequence[LayerGroup]
+    ) -> list[Finding]:
+        """Return a finding for layers that ran another mask than most layers of their kind.
+
+        Layers of one kind have the same window and the same number of keys.
+        """
+        kinds: dict[tuple[int | None, int], list[list[LayerGroup]]] = {}
+        for group in groups:
+            if group.mask.cells is None:
+                continue
+            classes = kinds.setdefault((group.call.window, group.call.kv_len), [])
+            for known in classes:
+                if not self._differing_cells(known[0].mask, group.mask, step).any():
+                    known.append(group)
+                    break
+            else:
+                classes.append([group])
+        findings = []
+        for classes in kinds.values():
+            norm = max(classes, key=_norm_rank)
+            findings += [
+                self._layers_differ_finding(step, norm, odd) for odd in classes if odd is not norm
+            ]
+        return findings
+
+    def _differing_cells(self, a: MaskRecord, b: MaskRecord, step: StepRecord) -> BoolArray:
+        """Return where masks differ, bool (heads, rows, keys), except in padded or averaged rows.
+
+        Masks of shapes that cannot be compared count as equal.
+        """
+        assert a.cells is not None
+        assert b.cells is not None
+        n_heads = max(len(a.cells), len(b.cells))
+        has_same_heads = {len(a.cells), len(b.cells)} <= {1, n_heads}
+        if a.cells.shape[1:] != b.cells.shape[1:] or not has_same_heads:
+            return np.zeros((1, 1, 1), np.bool_)
+        rows = np.ones((1, a.cells.shape[1]), np.bool_)
+        if self._unpadded is not None:
+            rows &= slice_flags(self._unpadded, step.kv_before, rows.shape[1])
+        for mask in (a, b):
+            if mask.uniform_rows is not None:
+                rows = rows & ~mask.uniform_rows
+        differing: BoolArray = (a.cells ^ b.cells) & rows[..., None]
+        return differing
+
+    def _layers_differ_finding(
+        self, step: StepRecord, norm: Sequence[LayerGroup], odd: Sequence[LayerGroup]
+    ) -> Finding:
+        layers, others = (
+            tuple(sorted(layer for group in groups for layer in group.layers))
+            for groups in (odd, norm)
+        )
+        first, n_layers = odd[0], odd[0].n_layers
+        cells = self._differing_cells(norm[0].mask, first.mask, step)
+        head, row, key = (int(n) for n in np.argwhere(cells)[0])
+        assert first.mask.cells is not None
+        opens = bool(first.mask.cells[min(head, len(first.mask.cells) - 1), row, key])
+        q_idx = step.kv_before + row
+        kv_idx = max(step.kv_after - first.call.kv_len, 0) + key
+        n_cells = int(np.count_nonzero(cells.any(axis=0)))
+        sentence = (
+            f"{describe_where(replace(first, layers=layers))} ran {describe_run(first)}, and "
+            f"{format_layers(others, n_layers)} ran {describe_run(norm[0])}: "
+            f"{plural(n_cells, 'cell')} {'differs' if n_cells == 1 else 'differ'}, "
+            f"{'' if n_cells == 1 else 'first: '}{self.context.format_position(q_idx)} "
+            f"{'sees' if opens else 'does not see'} {self.context.format_position(kv_idx)}, unlike "
+            f"in {format_layers(others, n_layers)}."
+        )
+        # The path rule reports a fallback, and several layers are likely a kind by design.
+        is_kind = len(layers) > 1 and len(layers) >= _MIN_KIND_SHARE * n_layers
+        return self.finding(
+            step,
+            LAYERS_DIFFER,
+            sentence,
+            severity=Severity.NOTE if first.is_fallback or is_kind else None,
+            layers=layers,
+            positions=(q_idx, kv_idx),
+            evidence={
+                "mask": first.mask.fingerprint,
+                "others": norm[0].mask.fingerprint,
+                "cells": n_cells,
+                "layers": list(layers),
+                "path": first.call.path,
+                "path_of_others": norm[0].call.path,
+                "suppressed_exception": first.call.suppressed_exception,
+            },
+            series="layers " + ", ".join(map(str, layers)),
         )
 
 
 def _head_differs(cells: BoolArray, spec: MaskSpec | None, frame: CellFrame) -> bool:
     if spec is None:
         return mask_difference.has_future_keys(cells, frame)
-    if len(cells) == 1 and frame.rows is None:
-        return not mask_difference.row_matches_spec(cells[0], spec, frame) and bool(
-            mask_difference.count_wrong_cells(cells, spec, frame, limit=1)
-        )
+    if (
+        len(cells) == 1
+        and frame.rows is None
+        and mask_difference.row_matches_spec(cells[0], spec, frame)
+    ):
+        return False
     return mask_difference.count_wrong_cells(cells, spec, frame, limit=1) > 0
 
 
@@ -386,127 +481,11 @@ _MIN_KIND_SHARE = 0.2
 """At least this share of the layers (and two of them) may be a kind of layer by design."""
 
 
-def find_differing_layers(
-    context: RuleContext, step: StepRecord, groups: Sequence[LayerGroup], real: BoolArray | None
-) -> list[Finding]:
-    """Return a finding for layers that ran another mask than most layers of their kind.
-
-    Layers of one kind have the same window and the same number of keys. `real`, bool (positions,),
-    says which positions of the prompt are not padding; None if all are.
-    """
-    kinds: dict[tuple[int | None, int], list[LayerGroup]] = {}
-    for group in groups:
-        if group.mask.cells is not None:
-            kinds.setdefault((group.call.window, group.call.kv_len), []).append(group)
-    findings = []
-    for same_kind in kinds.values():
-        findings += _find_differing_in_kind(context, step, same_kind, real)
-    return findings
-
-
-def _find_differing_in_kind(
-    context: RuleContext, step: StepRecord, groups: Sequence[LayerGroup], real: BoolArray | None
-) -> list[Finding]:
-    classes: list[list[LayerGroup]] = []
-    for group in groups:
-        for known in classes:
-            if not _differing_cells(known[0].mask, group.mask, step, real).any():
-                known.append(group)
-                break
-        else:
-            classes.append([group])
-    if len(classes) < 2:
-        return []
-    norm = max(classes, key=_norm_rank)
-    return [
-        _layers_differ_finding(context, step, norm, odd, real) for odd in classes if odd is not norm
-    ]
-
-
 def _norm_rank(groups: Sequence[LayerGroup]) -> tuple[int, bool, int]:
     """Return a sort key for the norm: most layers, then no fallback, then the first layer."""
     n_layers = sum(len(group.layers) for group in groups)
     first = min(group.layers[0] for group in groups)
     return n_layers, not any(group.is_fallback for group in groups), -first
-
-
-def _differing_cells(
-    a: MaskRecord, b: MaskRecord, step: StepRecord, real: BoolArray | None
-) -> BoolArray:
-    """Return where two masks differ, bool (heads, rows, keys), except in padded or averaged rows.
-
-    Masks of shapes that cannot be compared count as equal.
-    """
-    assert a.cells is not None
-    assert b.cells is not None
-    if a.cells.shape[1:] != b.cells.shape[1:]:
-        return np.zeros((1, 1, 1), np.bool_)
-    n_heads = max(len(a.cells), len(b.cells))
-    if not {len(a.cells), len(b.cells)} <= {1, n_heads}:
-        return np.zeros((1, 1, 1), np.bool_)
-    rows = np.ones((1, a.cells.shape[1]), np.bool_)
-    if real is not None:
-        real_rows = real[step.kv_before : step.kv_before + rows.shape[1]]
-        rows[:, : len(real_rows)] &= real_rows
-    for mask in (a, b):
-        if mask.averaged is not None:
-            rows = rows & ~mask.averaged
-    differing: BoolArray = (a.cells ^ b.cells) & rows[..., None]
-    return differing
-
-
-def _layers_differ_finding(
-    context: RuleContext,
-    step: StepRecord,
-    norm: Sequence[LayerGroup],
-    odd: Sequence[LayerGroup],
-    real: BoolArray | None,
-) -> Finding:
-    layers = tuple(sorted(layer for group in odd for layer in group.layers))
-    others = tuple(sorted(layer for group in norm for layer in group.layers))
-    first, n_layers = odd[0], odd[0].n_layers
-    cells = _differing_cells(norm[0].mask, first.mask, step, real)
-    head, row, key = (int(n) for n in np.argwhere(cells)[0])
-    assert first.mask.cells is not None
-    opens = bool(first.mask.cells[min(head, len(first.mask.cells) - 1), row, key])
-    q_idx = step.kv_before + row
-    kv_idx = max(step.kv_after - first.call.kv_len, 0) + key
-    n_cells = int(np.count_nonzero(cells.any(axis=0)))
-    sentence = (
-        f"{describe_where(replace(first, layers=layers))} ran {describe_run(first)}, and "
-        f"{format_layers(others, n_layers)} ran {describe_run(norm[0])}: "
-        f"{plural(n_cells, 'cell')} {'differs' if n_cells == 1 else 'differ'}, "
-        f"{'' if n_cells == 1 else 'first: '}{context.format_position(q_idx)} "
-        f"{'sees' if opens else 'does not see'} {context.format_position(kv_idx)}, unlike in "
-        f"{format_layers(others, n_layers)}."
-    )
-    return Finding(
-        id=LAYERS_DIFFER,
-        severity=_layers_differ_severity(first, layers, n_layers),
-        sentence=sentence,
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        layer=layers[0],
-        positions=(q_idx, kv_idx),
-        evidence={
-            "mask": first.mask.fingerprint,
-            "others": norm[0].mask.fingerprint,
-            "cells": n_cells,
-            "layers": list(layers),
-            "path": first.call.path,
-            "path_of_others": norm[0].call.path,
-            "swallowed": first.call.swallowed,
-        },
-        layers=layers if len(layers) > 1 else (),
-        series="layers " + ", ".join(map(str, layers)),
-    )
-
-
-def _layers_differ_severity(odd: LayerGroup, layers: Sequence[int], n_layers: int) -> Severity:
-    """Return a note for a fallback (the path rule reports it) and for a likely kind of layer."""
-    is_kind = len(layers) > 1 and len(layers) >= _MIN_KIND_SHARE * n_layers
-    return Severity.NOTE if odd.is_fallback or is_kind else Severity.WARNING
 
 
 def call_frame(step: StepRecord, call: CallRecord) -> CellFrame:
@@ -533,7 +512,7 @@ def merge_cases(cases: Sequence[MaskCase]) -> list[MaskCase]:
     merged: dict[tuple[object, ...], MaskCase] = {}
     for case in cases:
         group = case.group
-        run = (group.mask.kind, group.call.path, group.call.swallowed)
+        run = (group.mask.kind, group.call.path, group.call.suppressed_exception)
         key = (case_finding_id(case), case.assumed, case.pattern, case.heads, *run)
         known = merged.setdefault(key, case)
         if known is case:
@@ -553,14 +532,14 @@ def _ran_same_mask(a: LayerGroup, b: LayerGroup) -> bool:
         return a.mask.cells is b.mask.cells and a.mask.kind == NO_MASK
     if not np.array_equal(a.mask.cells, b.mask.cells):
         return False
-    if a.mask.averaged is None or b.mask.averaged is None:
-        return a.mask.averaged is b.mask.averaged
-    return np.array_equal(a.mask.averaged, b.mask.averaged)
+    if a.mask.uniform_rows is None or b.mask.uniform_rows is None:
+        return a.mask.uniform_rows is b.mask.uniform_rows
+    return np.array_equal(a.mask.uniform_rows, b.mask.uniform_rows)
 
 
 def _run_key(group: LayerGroup) -> tuple[object, ...]:
     call = group.call
-    return group.mask.kind, call.path, call.window, call.kv_len, call.swallowed
+    return group.mask.kind, call.path, call.window, call.kv_len, call.suppressed_exception
 
 
 def add_usual_paths(groups: list[LayerGroup]) -> list[LayerGroup]:
@@ -572,14 +551,6 @@ def add_usual_paths(groups: list[LayerGroup]) -> list[LayerGroup]:
         return groups
     most = max(paths, key=lambda path: (paths[path], path.startswith("flex")))
     return [replace(g, usual_path=most if g.call.path != most else "") for g in groups]
-
-
-def slice_flags(flags: BoolArray, start: int, n: int, *, fill: bool = True) -> BoolArray:
-    """Return the flags of n positions from `start`, with `fill` for those after the prompt."""
-    inside = flags[start : start + n]
-    if len(inside) == n:
-        return inside
-    return np.concatenate((inside, np.full(n - len(inside), fill)))
 
 
 def unpadded_flags(context: RuleContext) -> BoolArray | None:
@@ -651,7 +622,7 @@ def case_evidence(case: MaskCase) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "mask": mask.fingerprint,
         "kind": mask.kind,
-        "rule": mask.rule,
+        "mask_mod": mask.mask_mod,
         "path": call.path,
         "backend": call.backend,
         "meant": case.expected,
@@ -669,7 +640,7 @@ def case_evidence(case: MaskCase) -> dict[str, Any]:
     extra = {
         "amount": case.amount or None,
         "earlier": case.earlier_generation,
-        "swallowed": call.swallowed,
+        "suppressed_exception": call.suppressed_exception,
     }
     if case.segments > 1:
         extra |= {"pieces": case.pieces, "segments": case.segments}

@@ -11,7 +11,7 @@ In a causal model every row sees itself, except padding and rows that see no key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -23,25 +23,13 @@ from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
-from flexinspect.rules.masks.mask_views import (
-    StepMaskView,
-    format_step_layers,
-    is_sliding_window,
-    step_mask_views,
-)
+from flexinspect.rules.context import RuleContext, format_step_layers, read_unpadded
+from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.masks.mask_views import StepMaskView, is_sliding_window, step_mask_views
 
 NO_OFFSET = "decode.no-offset"
 SELF_UNSEEN = "decode.self-unseen"
 STALE_ROW = "decode.stale-row"
-
-_DECODE_QUERY = (
-    "SELECT c.step, c.layer, c.q_len, c.kv_len, m.kind, m.q_len AS mask_q, m.kv_len AS mask_kv, "
-    "m.rule, m.rule_source FROM calls c LEFT JOIN masks m ON m.fingerprint = c.mask "
-    "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
-    "AND c.layer = {layer} ORDER BY c.call"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,41 +81,7 @@ class DecodingRule(Rule):
     name: ClassVar[str] = "decoding"
     streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
     handles_standalone_calls: ClassVar[bool] = True
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        NO_OFFSET: FindingKind(
-            Severity.ERROR,
-            "a decode row has the mask of row 0 of the sequence",
-            why="The new token sees only the first key (or the first few), so everything after the "
-            "first generated token is computed without the prompt.",
-            confirm="In the mask panel, compare the newest rows of this step and the previous one: "
-            "the number of open cells drops from all to one.",
-            fix="Add the cache length to the row index of the mask_mod: "
-            "`kv_idx <= q_idx + offset` with `offset = kv_len - q_len`, stored in a tensor.",
-            query=_DECODE_QUERY,
-        ),
-        SELF_UNSEEN: FindingKind(
-            Severity.ERROR,
-            "the newest row does not see its own key, while rows of the prompt do",
-            why="The newest token has no influence on the choice of the next one: the model lags "
-            "one token behind its own text.",
-            confirm="In the mask panel of this step, the last cell of the row is closed; in the "
-            "prefill the diagonal is open.",
-            fix="The offset of the decode row is one too small. Compute kv_len - q_len after the "
-            "cache was updated, not before.",
-            query=_DECODE_QUERY,
-        ),
-        STALE_ROW: FindingKind(
-            Severity.ERROR,
-            "the newest row has the mask of an earlier step, although the cache has grown",
-            why="The model does not see the tokens generated since then and continues without "
-            "them.",
-            confirm="Step through the decode steps in the mask panel: the row does not change "
-            "while keys are added on the right.",
-            fix="Build the mask in each step after the cache has grown, or update the length that "
-            "its mask_mod captured.",
-            query=_DECODE_QUERY,
-        ),
-    }
+    findings = finding_kinds(NO_OFFSET, SELF_UNSEEN, STALE_ROW)
 
     def __init__(self) -> None:
         self._reset()
@@ -147,26 +101,60 @@ class DecodingRule(Rule):
         super().on_generation_start(context)
         self._reset()
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for newest rows that do not see expected keys."""
-        if self.context.is_standalone:
-            return check_standalone_call(step, self.context)
         views, _ = step_mask_views(step, self.context)
-        findings: list[Finding] = []
+        if self.context.is_standalone:
+            for view in views:
+                yield from self._check_standalone_call(step, view)
+            return
         if step.step or step.kv_before:
             for view in views:
-                findings += self._check_view(step, view)
+                yield from self._check_view(step, view)
         else:
             self._record_prompt_rows(views)
-            findings += self._check_strict_rows(step, views)
-        if self._undecided:
-            findings += self._release_undecided(step)
+            yield from self._check_strict_rows(step, views)
+        yield from self._release_undecided(step)
         self._last_views[step.branch] = step, views
-        return findings
 
-    def on_generation_end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> list[Finding]:
         """Return the findings that no later step decided."""
         return [finding for _, finding in self._undecided.values()]
+
+    def _check_standalone_call(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
+        """Return a finding if a call has a causal mask aligned to the upper left corner.
+
+        For a call of one row that sees only key 0 of several, this is a warning. For more rows it
+        may be intended, so it is a note.
+        """
+        cells = view.cells
+        n_rows, n_keys = cells.shape[1:]
+        if n_rows >= n_keys or n_keys < 3 or cells[:, -1, n_rows:].any():
+            return
+        if not (cells == np.tri(n_rows, n_keys, dtype=np.bool_)).all():
+            return
+        one = n_rows == 1
+        rows = "The only row of this call sees" if one else f"The {n_rows} rows of this call see"
+        keys = "1" if one else f"1 to {n_rows}"
+        sentence = (
+            f"{rows} {keys} of {n_keys} keys, the first one{'' if one else 's'}: the mask counts "
+            f"its rows from 0, but {n_keys - n_rows} keys come before them "
+            f"(with that offset the last row would see {n_keys})."
+        )
+        yield self.finding(
+            step,
+            NO_OFFSET,
+            sentence,
+            severity=Severity.WARNING if one else Severity.NOTE,
+            layers=view.layers[:1],
+            positions=(view.newest_pos,),
+            evidence={
+                "keys": n_keys,
+                "seen": n_rows,
+                "expected": n_keys,
+                "mask": view.fingerprint,
+            },
+        )
 
     def _record_prompt_rows(self, views: Sequence[StepMaskView]) -> None:
         for view in views:
@@ -182,33 +170,53 @@ class DecodingRule(Rule):
             )
             self._prompt_rows.update(dict.fromkeys(view.layers, prompt_row))
 
-    def _check_strict_rows(self, step: StepRecord, views: Sequence[StepMaskView]) -> list[Finding]:
-        strict = find_strict_rows(
-            self.context, step, views, partial(_unpadded_rows, self.context, step)
+    def _check_strict_rows(
+        self, step: StepRecord, views: Sequence[StepMaskView]
+    ) -> Iterator[Finding]:
+        """Return a finding for prompt rows that do not see themselves, in the layers with most."""
+        strict: dict[tuple[int, ...], list[StepMaskView]] = {}
+        for view in views:
+            blind = _find_self_blind_rows(view, partial(_unpadded_rows, self.context, step))
+            if blind:
+                strict.setdefault(blind, []).append(view)
+        positions = max(strict, key=len, default=())
+        if not positions or self._is_declared_closed(positions[0], positions[0]):
+            return
+        layers = {layer for view in strict[positions] for layer in view.layers}
+        cells = strict[positions][0].cells
+        rows, where = np.array(positions), format_step_layers(layers, step)
+        first = self.context.format_first_position(rows)
+        is_whole = len(rows) + 1 >= cells.shape[1]
+        verb = "does not see itself" if len(rows) == 1 else "do not see themselves"
+        sentence = (
+            f"No row of the prompt sees itself in {where}, although rows see earlier keys "
+            f"({first}): the mask_mod uses `<` instead of `<=`, or an offset that is one too small."
+            if is_whole
+            else f"{self.context.format_rows(rows)} {verb} in {where}, although "
+            f"{'it sees' if len(rows) == 1 else 'they see'} earlier keys and the other rows see "
+            f"themselves; {first}."
         )
-        if strict is None or self._is_declared_closed(strict.positions[0], strict.positions[0]):
-            return []
-        finding = self.finding(
+        # If only the first row sees itself, which would see nothing otherwise, it may be meant.
+        may_be_meant = is_whole and bool(cells[:, 0, 0].any())
+        yield self.finding(
             step,
             SELF_UNSEEN,
-            strict.sentence,
-            severity=Severity.NOTE if strict.may_be_meant else Severity.WARNING,
-            layers=strict.layers,
-            positions=strict.positions,
+            sentence,
+            severity=Severity.NOTE if may_be_meant else Severity.WARNING,
+            layers=layers,
+            positions=positions,
             series="strict",
         )
-        return [finding]
 
-    def _check_view(self, step: StepRecord, view: StepMaskView) -> list[Finding]:
+    def _check_view(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
         row, own_key = view.cells[:, -1], view.newest_key
         # These two look-ups are the whole cost of a step without findings.
         if not row[:, own_key].all():
-            return self._check_self_unseen(step, view)
-        if own_key and step.q_len == 1 and not row[:, own_key - 1].any():
-            return self._check_generated_unseen(step, view)
-        return []
+            yield from self._check_self_unseen(step, view)
+        elif own_key and step.q_len == 1 and not row[:, own_key - 1].any():
+            yield from self._check_generated_unseen(step, view)
 
-    def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> list[Finding]:
+    def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
         """Return why a row does not see itself, unless rows of the prompt do not either."""
         row = view.cells[:, -1]
         heads = np.flatnonzero(~row[:, view.newest_key])
@@ -219,14 +227,13 @@ class DecodingRule(Rule):
             or not len(keys)
             or self._is_declared_closed(view.newest_pos, view.newest_pos)
         ):
-            return []  # `mask.empty-row` reports rows that see nothing at all
+            return  # `mask.empty-row` reports rows that see nothing at all
         some_heads = tuple(heads.tolist()) if len(heads) < len(row) else ()
         newest = _FaultyRow(step, view, layers, some_heads, keys)
         if step.kv_before and keys[-1] < step.q_len:
-            return [self._no_offset_finding(newest)]
-        if not self._prompt_rows:
-            return []
-        return self._check_lagging_row(newest)
+            yield self._no_offset_finding(newest)
+        elif self._prompt_rows:
+            yield from self._check_lagging_row(newest)
 
     def _layers_unlike_prompt(
         self, view: StepMaskView, heads: Positions, field: str
@@ -253,44 +260,45 @@ class DecodingRule(Rule):
             f"{self._count_expected_keys(newest)} expected{self._format_last_row(newest)}: the "
             f"mask counts the rows of this step from 0, not from {step.kv_before}."
         )
-        severity = Severity.ERROR if self._prompt_rows else Severity.WARNING
-        return self._finding(NO_OFFSET, severity, newest, sentence)
+        severity = None if self._prompt_rows else Severity.WARNING
+        return self._row_finding(NO_OFFSET, newest, sentence, severity)
 
-    def _check_lagging_row(self, newest: _FaultyRow) -> list[Finding]:
+    def _check_lagging_row(self, newest: _FaultyRow) -> Iterator[Finding]:
         """Return findings for a row that sees keys only up to one before its own.
 
         If the last visible key moves on with the next step, the row does not see itself; if it
         stays, the mask is stale.
         """
         key = newest.step.branch, newest.series
-        if self._decided.get(key) == STALE_ROW:
-            return [self._stale_finding(newest, newest)]
         if key in self._decided:
-            return [self._self_unseen_finding(newest)]
-        if key not in self._undecided:
+            is_stale = self._decided[key] == STALE_ROW
+            yield (
+                self._stale_finding(newest, newest)
+                if is_stale
+                else self._self_unseen_finding(newest)
+            )
+        elif key not in self._undecided:
             self._undecided[key] = newest, self._self_unseen_finding(newest)
-            return []
-        first, finding = self._undecided.pop(key)
-        is_stale = (
-            first.last_key_pos == newest.last_key_pos
-            and first.view.newest_pos < newest.view.newest_pos
-        )
-        self._decided[key] = STALE_ROW if is_stale else SELF_UNSEEN
-        return (
-            [self._stale_finding(newest, first)]
-            if is_stale
-            else [finding, self._self_unseen_finding(newest)]
-        )
+        else:
+            first, finding = self._undecided.pop(key)
+            is_stale = (
+                first.last_key_pos == newest.last_key_pos
+                and first.view.newest_pos < newest.view.newest_pos
+            )
+            self._decided[key] = STALE_ROW if is_stale else SELF_UNSEEN
+            if is_stale:
+                yield self._stale_finding(newest, first)
+            else:
+                yield finding
+                yield self._self_unseen_finding(newest)
 
-    def _release_undecided(self, step: StepRecord) -> list[Finding]:
+    def _release_undecided(self, step: StepRecord) -> Iterator[Finding]:
         """Return the undecided findings of earlier steps of the branch that did not recur."""
-        released = []
         for key, (newest, finding) in tuple(self._undecided.items()):
             if key[0] == step.branch and newest.step.step < step.step:
                 del self._undecided[key]
                 self._decided[key] = SELF_UNSEEN
-                released.append(finding)
-        return released
+                yield finding
 
     def _self_unseen_finding(self, newest: _FaultyRow) -> Finding:
         sentence = (
@@ -302,7 +310,7 @@ class DecodingRule(Rule):
             f"{self._count_expected_keys(newest)} expected, because rows of the prompt see "
             "themselves."
         )
-        return self._finding(SELF_UNSEEN, Severity.ERROR, newest, sentence)
+        return self._row_finding(SELF_UNSEEN, newest, sentence)
 
     def _stale_finding(self, newest: _FaultyRow, first: _FaultyRow) -> Finding:
         sentence = (
@@ -312,23 +320,23 @@ class DecodingRule(Rule):
             f"{plural(newest.view.newest_key + 1, 'key')}, but not itself; "
             f"{self._count_expected_keys(newest)} expected."
         )
-        return self._finding(STALE_ROW, Severity.ERROR, newest, sentence, first.step.step)
+        return self._row_finding(STALE_ROW, newest, sentence, step=first.step)
 
-    def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> list[Finding]:
+    def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
         """Return a finding for a row that sees the prompt and itself, but no token in between."""
         row, n_prompt = view.cells[:, -1], self.context.n_prompt - view.first_key_pos
         heads = np.arange(len(row))
         keys = np.flatnonzero(view.newest_row)
         generated = np.count_nonzero((keys >= n_prompt) & (keys < view.newest_key))
         if not 0 < n_prompt < view.newest_key or generated or not (keys < n_prompt).any():
-            return []
+            return
         layers = self._layers_unlike_prompt(view, heads, "row_before")
         if (
             not layers
             or not self._prompt_rows
             or self._is_declared_closed(view.newest_pos, view.newest_pos - 1)
         ):
-            return []
+            return
         newest = _FaultyRow(step, view, layers, (), keys)
         n = view.newest_key - n_prompt
         sentence = (
@@ -337,26 +345,25 @@ class DecodingRule(Rule):
             f"{self._format_where(newest)}: {len(keys)} of {plural(view.newest_key + 1, 'key')}; "
             f"{self._count_expected_keys(newest)} expected."
         )
-        severity = Severity.WARNING if self.context.declared_spec is None else Severity.ERROR
-        return [self._finding(STALE_ROW, severity, newest, sentence)]
+        severity = Severity.WARNING if self.context.declared_spec is None else None
+        yield self._row_finding(STALE_ROW, newest, sentence, severity)
 
-    def _finding(
+    def _row_finding(
         self,
         finding_id: str,
-        severity: Severity,
         newest: _FaultyRow,
         sentence: str,
-        step: int | None = None,
+        severity: Severity | None = None,
+        *,
+        step: StepRecord | None = None,
     ) -> Finding:
         seen = self._last_newest_row(newest)
-        return Finding(
-            id=finding_id,
+        return self.finding(
+            step or newest.step,
+            finding_id,
+            sentence,
             severity=severity,
-            sentence=sentence,
-            generation=newest.step.generation,
-            branch=newest.step.branch,
-            step=newest.step.step if step is None else step,
-            layer=newest.layers[0],
+            layers=newest.layers,
             head=newest.heads[0] if len(newest.heads) == 1 else None,
             positions=(newest.view.newest_pos,),
             evidence={
@@ -369,7 +376,6 @@ class DecodingRule(Rule):
                 "heads": list(newest.heads) or "all",
                 "mask": newest.view.fingerprint,
             },
-            layers=newest.layers if len(newest.layers) > 1 else (),
             series=newest.series,
         )
 
@@ -410,54 +416,11 @@ class DecodingRule(Rule):
         return min(prompt.n_seen + grown, view.newest_key + 1)
 
 
-def check_standalone_call(step: StepRecord, context: RuleContext) -> list[Finding]:
-    """Return findings for standalone calls with a causal mask aligned to the upper left corner.
-
-    For a call of one row that sees only key 0 of several, this is a warning. For more rows it may
-    be intended, so it is a note.
-    """
-    findings = []
-    for view in step_mask_views(step, context)[0]:
-        n_rows, n_keys = view.cells.shape[1:]
-        cells = view.cells
-        if n_rows >= n_keys or n_keys < 3 or cells[:, -1, n_rows:].any():
-            continue
-        if not (cells == np.tri(n_rows, n_keys, dtype=np.bool_)).all():
-            continue
-        one = n_rows == 1
-        rows = "The only row of this call sees" if one else f"The {n_rows} rows of this call see"
-        keys = "1" if one else f"1 to {n_rows}"
-        sentence = (
-            f"{rows} {keys} of {n_keys} keys, the first one{'' if one else 's'}: the mask counts "
-            f"its rows from 0, but {n_keys - n_rows} keys come before them "
-            f"(with that offset the last row would see {n_keys})."
-        )
-        findings.append(
-            Finding(
-                id=NO_OFFSET,
-                severity=Severity.WARNING if one else Severity.NOTE,
-                sentence=sentence,
-                generation=step.generation,
-                branch=step.branch,
-                step=step.step,
-                layer=view.layers[0],
-                positions=(view.newest_pos,),
-                evidence={
-                    "keys": n_keys,
-                    "seen": n_rows,
-                    "expected": n_keys,
-                    "mask": view.fingerprint,
-                },
-            )
-        )
-    return findings
-
-
 def _unpadded_rows(context: RuleContext, step: StepRecord) -> BoolArray:
     """Return which prompt rows are not padding, by the attention mask received or by their ids."""
-    for record in step.arrays:
-        if record.stream == "inputs.mask" and len(record.array):
-            return np.asarray(record.array[0], np.bool_)
+    received = read_unpadded(step)
+    if received is not None:
+        return received
     pad = declared_tokenizer(context.generation.declared).pad
     tokens = [context.token(pos) for pos in range(step.kv_after)]
     return np.array([token is None or token.token_id != pad for token in tokens])
@@ -466,76 +429,6 @@ def _unpadded_rows(context: RuleContext, step: StepRecord) -> BoolArray:
 def _any_head_sees(sees: BoolArray, heads: Positions) -> bool:
     """Return whether any of the heads is True in bool (heads,), or (1,) shared by all heads."""
     return bool(sees[0] if len(sees) == 1 else sees[heads[heads < len(sees)]].any())
-
-
-# -- rows of the prompt that do not see themselves -------------------------------------------------
-
-_MAX_STRICT_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class StrictRows:
-    """Rows of the prompt, at `positions`, that see earlier keys but not their own.
-
-    It `may_be_meant` if only the first row sees itself, which would see nothing otherwise.
-    """
-
-    sentence: str
-    layers: tuple[int, ...]
-    positions: tuple[int, ...]
-    may_be_meant: bool
-
-
-def find_strict_rows(
-    context: RuleContext,
-    step: StepRecord,
-    views: Sequence[StepMaskView],
-    find_unpadded: Callable[[], BoolArray],
-) -> StrictRows | None:
-    """Return the prompt rows that do not see themselves, in the layers with most of them.
-
-    `find_unpadded` returns which rows are not padding; it is called only if some rows do not see
-    themselves.
-    """
-    strict: dict[tuple[int, ...], list[StepMaskView]] = {}
-    for view in views:
-        rows = _find_self_blind_rows(view, find_unpadded)
-        if rows:
-            strict.setdefault(rows, []).append(view)
-    if not strict:
-        return None
-    rows = max(strict, key=len)
-    layers = tuple(sorted({layer for view in strict[rows] for layer in view.layers}))
-    where = format_step_layers(layers, step)
-    view = strict[rows][0]
-    is_whole = len(rows) + 1 >= view.cells.shape[1]
-    first_sees_itself = bool(view.cells[:, 0, 0].any())
-    return StrictRows(
-        sentence=_strict_rows_sentence(context, np.array(rows), where, is_whole=is_whole),
-        layers=layers,
-        positions=rows[:_MAX_STRICT_ROWS],
-        may_be_meant=is_whole and first_sees_itself,
-    )
-
-
-def _strict_rows_sentence(
-    context: RuleContext, rows: Positions, where: str, *, is_whole: bool
-) -> str:
-    first = context.format_first_position(rows)
-    if is_whole:
-        return (
-            f"No row of the prompt sees itself in {where}, although rows see earlier keys "
-            f"({first}): the mask_mod uses `<` instead of `<=`, or an offset that is one too small."
-        )
-    if len(rows) == 1:
-        return (
-            f"{context.format_rows(rows)} does not see itself in {where}, although it sees earlier "
-            f"keys and the other rows see themselves; {first}."
-        )
-    return (
-        f"{context.format_rows(rows)} do not see themselves in {where}, although they see earlier "
-        f"keys and the other rows see themselves; {first}."
-    )
 
 
 def _find_self_blind_rows(

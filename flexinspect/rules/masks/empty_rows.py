@@ -7,20 +7,20 @@ trace, and the result is stored by its fingerprint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import Positions, format_ranges, limit_positions, plural
+from flexinspect.core.text import Positions, format_ranges, is_or_are, plural
 from flexinspect.masks.algebra import BoolArray, row_chunks
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
-from flexinspect.rules.masks.mask_views import broadcast_rows
+from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.masks.mask_views import broadcast_rows, calls_by_mask
 
 EMPTY_ROW = "mask.empty-row"
 
@@ -87,75 +87,51 @@ class EmptyRowsRule(Rule):
 
     name: ClassVar[str] = "rows"
     handles_standalone_calls: ClassVar[bool] = True
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        EMPTY_ROW: FindingKind(
-            Severity.WARNING,
-            "rows of the executed mask that see no key at all",
-            why="Attention outputs zero for such a row, and rows that read it get a hidden state "
-            "without any context. A dense softmax over the row would be NaN.",
-            confirm="In the mask panel, the whole row is closed. A hook on the input of o_proj "
-            "shows zeros in these rows in every layer.",
-            fix="Assign every token to a segment. Usual causes are separators or a BOS without a "
-            "segment, and spans counted on ids without the special tokens. A mask_mod that keeps "
-            "the diagonal open (`q_idx == kv_idx`) leaves no row empty.",
-            query="SELECT c.layer, c.path, m.fingerprint, m.kind, m.q_len, m.kv_len, m.rule, "
-            "m.rule_source FROM calls c JOIN masks m ON m.fingerprint = c.mask "
-            "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
-            "AND c.layer = {layer} ORDER BY c.layer",
-        )
-    }
+    findings = finding_kinds(EMPTY_ROW)
 
     def __init__(self) -> None:
         self._empty_rows: dict[str, tuple[EmptyRows, ...]] = {}
         """By fingerprint and for the whole run, as a mask is in one step's record only."""
-        self._declared: Mapping[str, Any] = {}
-        self._reported: dict[tuple[Any, ...], set[int]] = {}
-        self._unread: set[int] = set()
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset what was reported; masks stay known."""
         super().on_generation_start(context)
         self._declared = context.generation.declared
-        self._reported = {}
-        self._unread = set()
+        self._reported: dict[tuple[Any, ...], set[int]] = {}
+        self._unread: set[int] = set()
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for empty rows of the step's masks that were not reported before."""
         for mask in step.masks:
             parts = find_empty_rows(mask)
             if parts:
                 self._empty_rows[mask.fingerprint] = parts
         if not self._empty_rows:
-            return ()
-        calls: dict[str, list[CallRecord]] = {}
-        for call in step.calls:
-            if call.mask is not None and call.mask in self._empty_rows:
-                calls.setdefault(call.mask, []).append(call)
+            return
         # Only rows of earlier steps: if a layer reads a row that another layer leaves empty in the
         # same step, the two ran different masks, which `mask.layers-differ` reports.
-        findings = self._newly_read_findings(step) if self._unread else []
-        for fingerprint, mask_calls in calls.items():
-            for part in self._empty_rows[fingerprint]:
-                findings += self._check_rows(step, part, mask_calls)
-        return findings
+        if self._unread:
+            yield from self._newly_read_findings(step)
+        for fingerprint, calls in calls_by_mask(step).items():
+            for part in self._empty_rows.get(fingerprint or "", ()):
+                yield from self._check_rows(step, part, calls)
 
     def _check_rows(
         self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
-    ) -> list[Finding]:
+    ) -> Iterator[Finding]:
         if self.context.is_standalone:
-            return [_standalone_finding(step, part, calls[0])]
+            yield self._standalone_finding(step, part, calls[0])
+            return
         part = part.select(self._find_unreported(step, part, calls))
         if not len(part.rows):
-            return []
+            return
         meant = self._is_declared_empty(step.kv_before + part.rows)
         if not part.heads and part.readers is not None:
             unread = part.rows[(part.readers == 0) & ~meant & (part.rows != part.last)]
             self._unread.update((step.kv_before + unread).tolist())
-        return [
-            self._finding(step, part.select(keep), calls, is_meant)
-            for keep, is_meant in ((~meant, False), (meant, True))
-            if keep.any()
-        ]
+        for keep, is_meant in ((~meant, False), (meant, True)):
+            if keep.any():
+                yield self._empty_finding(step, part.select(keep), calls, is_meant)
 
     def _find_unreported(
         self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
@@ -174,18 +150,19 @@ class EmptyRowsRule(Rule):
 
     def _is_declared_empty(self, positions: Positions) -> BoolArray:
         """Return which rows the declared mask leaves empty (see `masks.algebra.MaskSpec`)."""
-        starts, head, low = (self._declared.get(name) for name in ("starts", "head", "low"))
+        starts, head, low = (
+            self._declared.get(name) for name in ("starts", "prefix_stops", "local_starts")
+        )
         if not starts or not head or not low:
             return np.zeros(len(positions), np.bool_)
         region = np.searchsorted(starts, positions, side="right") - 1
         meant: BoolArray = (np.asarray(head)[region] == 0) & (np.asarray(low)[region] > positions)
         return meant
 
-    def _finding(
+    def _empty_finding(
         self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord], is_meant: bool
     ) -> Finding:
         positions = step.kv_before + part.rows
-        n_layers = len({call.layer for call in step.calls})
         layers = [call.layer for call in calls]
         reason = ""
         if is_meant:
@@ -193,31 +170,30 @@ class EmptyRowsRule(Rule):
             source = "--separators isolated" if isolated else "the declared mask"
             reason = f", as {source} requires"
         one = len(positions) == 1
-        return Finding(
-            id=EMPTY_ROW,
+        sentence = (
+            f"{self.context.format_rows(positions)} {'sees' if one else 'see'} no key"
+            f"{_format_in_heads(part)}{_format_in_layers(layers, step)} "
+            f"({self.context.format_first_position(positions)}){reason}; "
+            f"{_format_row_output(calls[0], part, one)}{_format_readers(part, one)}."
+        )
+        finding = self.finding(
+            step,
+            EMPTY_ROW,
+            sentence,
             severity=_empty_row_severity(part, is_meant),
-            sentence=(
-                f"{self.context.format_rows(positions)} {'sees' if one else 'see'} no key"
-                f"{_format_in_heads(part)}{_format_in_layers(layers, n_layers)} "
-                f"({self.context.format_first_position(positions)}){reason}; "
-                f"{_format_row_output(calls[0], part, one)}{_format_readers(part, one)}."
-            ),
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=layers[0] if len(layers) == 1 else None,
+            layers=layers,
             head=part.heads[0] if len(part.heads) == 1 else None,
-            positions=limit_positions(positions),
+            positions=positions,
             evidence={
                 **_empty_row_evidence(part),
                 "layers": layers,
                 "path": calls[0].path,
                 "meant": is_meant,
             },
-            layers=tuple(layers) if len(layers) > 1 else (),
         )
+        return finding if len(layers) == 1 else replace(finding, layer=None)
 
-    def _newly_read_findings(self, step: StepRecord) -> list[Finding]:
+    def _newly_read_findings(self, step: StepRecord) -> Iterator[Finding]:
         """Return a finding if empty rows that no row had read are read now."""
         unread = np.array(sorted(self._unread))
         counts = np.zeros(len(unread), np.int64)
@@ -228,58 +204,45 @@ class EmptyRowsRule(Rule):
                 counts += count_readers(cells, unread - mask.kv_offset, offset)
         read = unread[counts > 0]
         if not len(read):
-            return []
+            return
         self._unread.difference_update(read.tolist())
         sentence = (
             f"{self.context.format_rows(read)} that saw no key at all "
-            f"({self.context.format_first_position(read)}) "
-            f"{'is' if len(read) == 1 else 'are'} read from step {step.step} on."
+            f"({self.context.format_first_position(read)}) {is_or_are(len(read))} read from step "
+            f"{step.step} on."
         )
-        return [
-            Finding(
-                id=EMPTY_ROW,
-                severity=Severity.WARNING,
-                sentence=sentence,
-                generation=step.generation,
-                branch=step.branch,
-                step=step.step,
-                positions=limit_positions(read),
-                evidence={"empty": len(read), "read": len(read), "readers": int(counts.max())},
-            )
-        ]
+        evidence = {"empty": len(read), "read": len(read), "readers": int(counts.max())}
+        yield self.finding(step, EMPTY_ROW, sentence, positions=read, evidence=evidence)
 
+    def _standalone_finding(self, step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
+        """Return the finding of a standalone call, whose rows have no tokens.
 
-def _standalone_finding(step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
-    """Return the finding of a standalone call, whose rows have no tokens.
-
-    Which rows are read is known only if rows and keys are the same tokens, so if their numbers are
-    equal.
-    """
-    one, is_square = len(part.rows) == 1, part.mask.q_len == part.mask.kv_len
-    n_rows = part.last + 1
-    rows = format_ranges(part.rows[:_MAX_NAMED_ROWS].tolist())
-    if len(part.rows) > _MAX_NAMED_ROWS:
-        rows += ", ..."
-    # The newest row of a standalone call predicts no token, so no row is taken for the newest.
-    readers = _format_readers(replace(part, last=-1), one) if is_square else ""
-    sentence = (
-        f"{'Row' if one else f'{len(part.rows)} rows'} {rows} of {n_rows} "
-        f"{'sees' if one else 'see'} no key{_format_in_heads(part)} in this call; "
-        f"{_format_row_output(call, part, one)}{readers}."
-    )
-    is_read = is_square and part.n_read > 0
-    is_warning = is_read or len(part.rows) == n_rows
-    return Finding(
-        id=EMPTY_ROW,
-        severity=Severity.WARNING if is_warning else Severity.NOTE,
-        sentence=sentence,
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        head=part.heads[0] if len(part.heads) == 1 else None,
-        positions=limit_positions(step.kv_before + part.rows),
-        evidence={**_empty_row_evidence(part), "path": call.path},
-    )
+        Which rows are read is known only if rows and keys are the same tokens, so if their numbers
+        are equal.
+        """
+        one, is_square = len(part.rows) == 1, part.mask.q_len == part.mask.kv_len
+        n_rows = part.last + 1
+        rows = format_ranges(part.rows[:_MAX_NAMED_ROWS].tolist())
+        if len(part.rows) > _MAX_NAMED_ROWS:
+            rows += ", ..."
+        # The newest row of a standalone call predicts no token, so no row is taken for the newest.
+        readers = _format_readers(replace(part, last=-1), one) if is_square else ""
+        sentence = (
+            f"{'Row' if one else f'{len(part.rows)} rows'} {rows} of {n_rows} "
+            f"{'sees' if one else 'see'} no key{_format_in_heads(part)} in this call; "
+            f"{_format_row_output(call, part, one)}{readers}."
+        )
+        is_read = is_square and part.n_read > 0
+        is_warning = is_read or len(part.rows) == n_rows
+        return self.finding(
+            step,
+            EMPTY_ROW,
+            sentence,
+            severity=Severity.WARNING if is_warning else Severity.NOTE,
+            head=part.heads[0] if len(part.heads) == 1 else None,
+            positions=step.kv_before + part.rows,
+            evidence={**_empty_row_evidence(part), "path": call.path},
+        )
 
 
 def _empty_row_severity(part: EmptyRows, is_meant: bool) -> Severity:
@@ -320,7 +283,8 @@ def _format_in_heads(part: EmptyRows) -> str:
     return f" in up to {len(part.heads)} of {part.n_heads} heads"
 
 
-def _format_in_layers(layers: Sequence[int], n_layers: int) -> str:
+def _format_in_layers(layers: Sequence[int], step: StepRecord) -> str:
+    n_layers = len({call.layer for call in step.calls})
     if len(layers) == n_layers:
         return ""
     if len(layers) == 1:
@@ -386,25 +350,25 @@ def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
     if empty is None:
         return ()
     everywhere = empty.all(axis=0)
-    parts = []
-    for rows, heads in (
-        (np.flatnonzero(everywhere), ()),
-        (np.flatnonzero(empty.any(axis=0) & ~everywhere), _heads_with_any(empty & ~everywhere)),
-    ):
-        if len(rows):
-            parts.append(
-                EmptyRows(
-                    mask=_without_arrays(mask),
-                    rows=rows,
-                    last=cells.shape[1] - 1,
-                    readers=count_readers(cells, rows + offset, offset),
-                    heads=heads,
-                    n_heads=len(cells),
-                    averaged=_averaged_rows(mask, rows),
-                    first_reader=_find_first_readers(cells, rows + offset, offset),
-                )
-            )
-    return tuple(parts)
+    in_some = empty & ~everywhere
+    some_heads = tuple(np.flatnonzero(in_some.any(axis=1)).tolist())
+    return tuple(
+        EmptyRows(
+            mask=_without_arrays(mask),
+            rows=rows,
+            last=cells.shape[1] - 1,
+            readers=count_readers(cells, rows + offset, offset),
+            heads=heads,
+            n_heads=len(cells),
+            averaged=_averaged_rows(mask, rows),
+            first_reader=_find_first_readers(cells, rows + offset, offset),
+        )
+        for rows, heads in (
+            (np.flatnonzero(everywhere), ()),
+            (np.flatnonzero(in_some.any(axis=0)), some_heads),
+        )
+        if len(rows)
+    )
 
 
 def intended_cells(mask: MaskRecord) -> BoolArray | None:
@@ -413,16 +377,16 @@ def intended_cells(mask: MaskRecord) -> BoolArray | None:
     An averaged row is closed by the lowest float throughout, so softmax weights all its keys
     equally. It counts as a row that sees no key, and not as a reader of other rows.
     """
-    if mask.cells is None or mask.averaged is None:
+    if mask.cells is None or mask.uniform_rows is None:
         return mask.cells
-    intended: BoolArray = mask.cells & ~mask.averaged[..., None]
+    intended: BoolArray = mask.cells & ~mask.uniform_rows[..., None]
     return intended
 
 
 def _averaged_rows(mask: MaskRecord, rows: Positions) -> BoolArray | None:
-    if mask.averaged is None:
+    if mask.uniform_rows is None:
         return None
-    averaged: BoolArray = np.any(mask.averaged, axis=0)
+    averaged: BoolArray = np.any(mask.uniform_rows, axis=0)
     return averaged.repeat(len(rows)) if len(averaged) == 1 else averaged[rows]
 
 
@@ -499,8 +463,4 @@ def _empty_blocks(mask: MaskRecord) -> tuple[EmptyRows, ...]:
 
 def _without_arrays(mask: MaskRecord) -> MaskRecord:
     """Return the mask without its large arrays, to keep it for the whole run."""
-    return replace(mask, cells=None, averaged=None, partial=None, full=None)
-
-
-def _heads_with_any(empty: BoolArray) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(empty.any(axis=1)).tolist())
+    return replace(mask, cells=None, uniform_rows=None, partial=None, full=None)

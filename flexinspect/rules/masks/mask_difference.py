@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec, row_chunks
-from flexinspect.masks.counting import BIT_COUNTS, PackedMask
+from flexinspect.masks.counting import BIT_COUNTS, PackedMask, pack_spec
 
 IntArray = npt.NDArray[np.int64]
 
@@ -22,9 +23,6 @@ _UNBOUNDED = 1 << 30
 _SHIFTS = (-1, 1, -2, 2, -3, 3)
 _MAX_SHIFTED_CELLS = 1 << 24
 """Up to this many cells, the mask is also compared with shifted copies of the declared mask."""
-
-_LEADING_BITS: PackedMask = np.packbits(np.tri(9, 8, -1, dtype=np.bool_), axis=1)[:, 0]
-"""Bytes with the first 0, 1, ..., 8 bits set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +84,9 @@ class CellDifference:
 
 def spec_rows(spec: MaskSpec, frame: CellFrame, start: int, stop: int) -> PackedMask:
     """Return rows `start` to `stop` of a spec, packed: uint8 (rows, bytes of keys)."""
-    q_idx = np.arange(frame.q_offset + start, frame.q_offset + stop)
-    region = np.searchsorted(spec.starts, q_idx, side="right") - 1
-    head, low = np.array(spec.prefix_stops)[region], np.array(spec.local_starts)[region]
-    begin = np.zeros_like(q_idx) if frame.window is None else q_idx + 1 - frame.window
-    after = q_idx + 1
-    found = _packed_spans(np.maximum(low, begin), after, frame)
-    if head.any():
-        found |= _packed_spans(begin, np.minimum(head, after), frame)
-    return found
-
-
-def _packed_spans(starts: IntArray, stops: IntArray, frame: CellFrame) -> PackedMask:
-    """Return packed rows that are open from position `starts` to `stops`, one of each per row."""
-    edges = np.arange(0, frame.n_keys, 8, dtype=np.int32) + frame.kv_offset
-    low, high = (
-        np.minimum(ends, frame.kv_offset + frame.n_keys).astype(np.int32)[:, None] - edges
-        for ends in (starts, stops)
-    )
-    found: PackedMask = _LEADING_BITS[np.clip(high, 0, 8)] & ~_LEADING_BITS[np.clip(low, 0, 8)]
-    return found
+    positions = np.arange(frame.q_offset + start, frame.q_offset + stop)
+    kv_offset, window = frame.kv_offset, frame.window
+    return pack_spec(spec, positions, frame.n_keys, kv_offset=kv_offset, window=window)
 
 
 def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
@@ -158,9 +139,10 @@ def count_wrong_cells(
 
 def has_future_keys(cells: BoolArray, frame: CellFrame) -> bool:
     """Return whether any row sees a key that comes after it."""
+    unwindowed = replace(frame, window=None)
     for start, ran, counts in _iter_packed_rows(cells, frame):
-        q_idx = np.arange(start, start + len(ran)) + frame.q_offset + 1
-        if (ran & _packed_spans(q_idx, np.full_like(q_idx, _UNBOUNDED), frame) & counts).any():
+        past = spec_rows(algebra.causal(), unwindowed, start, start + len(ran))
+        if (ran & ~past & counts).any():
             return True
     return False
 
@@ -265,7 +247,7 @@ def classify_pattern(
     """Return what ran instead of the spec: the pattern, and its shift or window (0 for others)."""
     if found.n_rows > 1 and not found.n_closed and found.future:
         return OPEN, 0
-    if not count_wrong_cells(cells, MaskSpec("causal", (0,), (0,), (0,)), frame, limit=1):
+    if not count_wrong_cells(cells, algebra.causal(), frame, limit=1):
         return CAUSAL, 0
     window = replace(frame, window=found.nearest_lost)
     if not found.leaked and not count_wrong_cells(cells, spec, window, limit=1):

@@ -1,20 +1,27 @@
-"""Finding kinds of the mask rules, and the sentences of `MasksRule`.
+"""The ids of `MasksRule`, its cases, and their sentences.
 
-`LayerGroup` and `MaskCase` hold what `declared_vs_executed` found; `case_sentence` and
-`padding_sentence` turn a case into a sentence. `MASK_KINDS` and `TABLE_KINDS` explain the ids.
+`LayerGroup` and `MaskCase` hold what `declared_vs_executed` found; `case_sentence` turns a case
+into a sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexinspect.core.text import format_layers, format_ranges, plural, printable
+from flexinspect.core.text import (
+    capitalize,
+    format_layers,
+    format_numbers,
+    format_ranges,
+    is_or_are,
+    plural,
+    printable,
+)
 from flexinspect.records.finding import Severity
 from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind
 from flexinspect.rules.masks.mask_difference import CAUSAL, MOVED, OPEN, WINDOW, CellDifference
 
 MASK_NOT_APPLIED, MASK_LEAK, MASK_LOST = "mask.not-applied", "mask.leak", "mask.lost"
@@ -50,7 +57,7 @@ class LayerGroup:
     @property
     def has_custom_mask_mod(self) -> bool:
         """Whether a mask_mod ran that does not belong to transformers."""
-        mask_mod = self.mask.rule or ""
+        mask_mod = self.mask.mask_mod or ""
         return self.mask.kind == "block" and not mask_mod.startswith("transformers.")
 
     @property
@@ -61,7 +68,7 @@ class LayerGroup:
     @property
     def is_fallback(self) -> bool:
         """Whether these layers took another path than the others, or a fallback after an error."""
-        return self.call.swallowed is not None or self.usual_path != ""
+        return self.call.suppressed_exception is not None or self.usual_path != ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +128,6 @@ def case_finding_id(case: MaskCase) -> str:
     return MASK_LOST
 
 
-def format_mask_mod(mask: MaskRecord) -> str:
-    """Return the name of the mask_mod of a block mask, for sentences."""
-    return printable(mask.rule or "an unnamed mask_mod")
-
-
 def describe_run(group: LayerGroup) -> str:
     """Return what ran: "causal SDPA without a mask", "FlexAttention with mask_mod f"."""
     path = _PATH_NAMES.get(group.call.path, f"attention '{printable(group.call.backend)}'")
@@ -135,7 +137,7 @@ def describe_run(group: LayerGroup) -> str:
     elif kind == NO_MASK:
         text = f"{path} without a mask"
     elif kind == "block":
-        text = f"{path} with mask_mod {printable(group.mask.rule or '(unnamed)')}"
+        text = f"{path} with mask_mod {printable(group.mask.mask_mod or '(unnamed)')}"
     else:
         text = f"{path} with a {kind} mask"
     return text + _describe_reason(group)
@@ -143,23 +145,25 @@ def describe_run(group: LayerGroup) -> str:
 
 def _describe_reason(group: LayerGroup) -> str:
     call = group.call
-    if call.swallowed is not None:
-        return f" after {printable(call.swallowed)} was suppressed"
+    if call.suppressed_exception is not None:
+        return f" after {printable(call.suppressed_exception)} was suppressed"
     if group.usual_path:
         return f" (the other layers ran {group.usual_path})"
-    if call.handed is not None and group.mask.kind.startswith(NO_MASK) and call.handed != NO_MASK:
-        return f", although it received {printable(call.handed)}"
+    if (
+        call.mask_passed_to_layer is not None
+        and group.mask.kind.startswith(NO_MASK)
+        and call.mask_passed_to_layer != NO_MASK
+    ):
+        return f", although it received {printable(call.mask_passed_to_layer)}"
     return ""
 
 
 def describe_where(group: LayerGroup, heads: Sequence[int] = (), n_heads: int = 1) -> str:
     """Return "Layer 3", "All 8 layers", "Layers 0-2 in heads 0, 3 of 8"."""
-    text = format_layers(group.layers, group.n_layers)
-    text = text[0].upper() + text[1:]
+    in_heads = ""
     if heads and len(heads) < n_heads:
-        head = f"head {heads[0]}" if len(heads) == 1 else f"heads {format_ranges(heads)}"
-        text += f" in {head} of {n_heads}"
-    return text
+        in_heads = f" in {format_numbers('head', heads)} of {n_heads}"
+    return capitalize(format_layers(group.layers, group.n_layers)) + in_heads
 
 
 # -- sentences ------------------------------------------------------------------------------------
@@ -173,6 +177,7 @@ def case_sentence(context: RuleContext, case: MaskCase, finding_id: str) -> str:
         MASK_MERGED: _describe_merged,
         MASK_NOT_APPLIED: _describe_not_applied,
         MASK_FUTURE: _describe_future,
+        MASK_PADDING: _describe_padding,
     }.get(finding_id, _describe_counts)
     return (
         f"{describe_where(case.group, case.heads, case.n_heads)} ran {describe_run(case.group)}"
@@ -215,7 +220,7 @@ def _describe_merged(context: RuleContext, case: MaskCase) -> str:
 def _describe_not_applied(context: RuleContext, case: MaskCase) -> str:
     found, group = case.difference, case.group
     is_all = len(group.layers) == group.n_layers
-    is_none = group.mask.kind.startswith(NO_MASK) and group.call.handed is None
+    is_none = group.mask.kind.startswith(NO_MASK) and group.call.mask_passed_to_layer is None
     received = f" (received: None, backend {printable(group.call.backend)})" if is_none else ""
     if case.pattern == OPEN:
         cells = found.n_open + found.n_closed
@@ -233,7 +238,7 @@ def _describe_not_applied(context: RuleContext, case: MaskCase) -> str:
         )
     return (
         f"{received}, so {case.expected} was {applied}: {pairs} that it closes "
-        f"{'is' if found.leaked == 1 else 'are'} open{_describe_across(context, found)}{lost}"
+        f"{is_or_are(found.leaked)} open{_describe_across(context, found)}{lost}"
     )
 
 
@@ -247,6 +252,13 @@ def _describe_future(context: RuleContext, case: MaskCase) -> str:
         f", with {found.n_open} of {cells} cells open where {case.expected} opens "
         f"{found.n_expected}, so {rows}"
     )
+
+
+def _describe_padding(context: RuleContext, case: MaskCase) -> str:
+    found = case.difference
+    n_rows = len(found.leaking_rows)
+    rows = f"{plural(n_rows, 'row')} {'sees' if n_rows == 1 else 'see'}"
+    return f", in which {rows} padding keys ({case.format_pairs(found.leaked)})"
 
 
 def _describe_counts(context: RuleContext, case: MaskCase) -> str:
@@ -360,176 +372,3 @@ def count_pieces(context: RuleContext, found: CellDifference) -> tuple[int, int]
             old, new = piece_of[row], piece_of[key]
             piece_of = {n: new if piece == old else piece for n, piece in piece_of.items()}
     return len({*piece_of.values()}), len(paraphrases)
-
-
-def padding_sentence(context: RuleContext, case: MaskCase) -> str:
-    """Return one sentence: which layers, what ran there, and which rows see padding."""
-    found = case.difference
-    n_rows = len(found.leaking_rows)
-    return (
-        f"{describe_where(case.group, case.heads, case.n_heads)} ran {describe_run(case.group)}, "
-        f"in which {plural(n_rows, 'row')} {'sees' if n_rows == 1 else 'see'} padding keys "
-        f"({case.format_pairs(found.leaked)}){_describe_first_pair(context, found)}."
-    )
-
-
-_MASK_CALL_QUERY = (
-    "SELECT c.layer, c.path, c.backend, c.mask, m.kind, m.rule, c.handed, c.swallowed, c.window "
-    "FROM calls c LEFT JOIN masks m ON m.fingerprint = c.mask WHERE c.generation = {generation} "
-    "AND c.branch = {branch} AND c.step = {step} ORDER BY c.call"
-)
-_MASK_DIFFERENCE_HINT = (
-    "In the mask panel, switch the view to the difference: leaked and lost cells are highlighted, "
-    "and the cursor shows both tokens of a pair."
-)
-
-MASK_KINDS: Mapping[str, FindingKind] = {
-    MASK_NOT_APPLIED: FindingKind(
-        Severity.ERROR,
-        "the declared mask was not applied at all",
-        why="Segments that should be isolated attended to each other. No error is raised, but the "
-        "output belongs to a different experiment.",
-        confirm=f"{_MASK_DIFFERENCE_HINT} The path panel shows which path each layer took.",
-        fix="Check every step between your mask and the layer: a patch behind an `if` that is "
-        "never true (SDPA receives None, not a tensor), a backend that was not switched, an "
-        "override that is never called, a placeholder mask_mod.",
-        query=_MASK_CALL_QUERY,
-    ),
-    MASK_LEAK: FindingKind(
-        Severity.ERROR,
-        "cells are open that should be closed",
-        why="Each open cell passes information from one token to another that must not have it, "
-        "and from there to every token that sees that one.",
-        confirm=_MASK_DIFFERENCE_HINT,
-        fix="Compare the borders in the mask_mod with the segments panel. Most leaks are spans "
-        "that are off by one, a missing `&`, or a layer or head with a mask_mod of its own.",
-        query=_MASK_CALL_QUERY,
-    ),
-    MASK_LOST: FindingKind(
-        Severity.ERROR,
-        "cells are closed that should be open",
-        why="Rows do not see tokens that they need. The output gets worse in a way that looks like "
-        "a weak model.",
-        confirm=_MASK_DIFFERENCE_HINT,
-        fix="Look for spans that end too early, a decode row without its offset, and block tables "
-        "built for another length. If a sliding window is intended, declare it.",
-        query=_MASK_CALL_QUERY,
-    ),
-    MASK_NONE: FindingKind(
-        Severity.ERROR,
-        "a causal layer received no mask, on a path that is not causal by itself",
-        why="Without a mask FlexAttention is bidirectional: each row sees the tokens that it "
-        "should predict, and padding takes part.",
-        confirm="The mask panel shows every cell open. The path panel shows under which name "
-        "attention was dispatched.",
-        fix="Register a mask function under the same name "
-        "(`AttentionMaskInterface.register(name, flex_attention_mask)`), or pass the mask on.",
-        query=_MASK_CALL_QUERY,
-    ),
-    MASK_FUTURE: FindingKind(
-        Severity.ERROR,
-        "rows of a causal layer see keys that come after them",
-        why="The model was trained to see only the past, and here sees the tokens that it should "
-        "predict. Its logits are meaningless, however low the loss.",
-        confirm="In the mask panel, cells above the diagonal are open; the cursor shows the tokens "
-        "of each.",
-        fix="Add `kv_idx <= q_idx` to the mask_mod, and look for an offset that is one too large. "
-        "If a bidirectional prefix is intended, no action is needed.",
-        query=_MASK_CALL_QUERY,
-    ),
-    BOOL_ADDED: FindingKind(
-        Severity.ERROR,
-        "a bool mask was added to the scores, so it closes nothing",
-        why="As numbers, True is 1 and False is 0: open cells get slightly more weight and closed "
-        "cells stay open. The same call is correct under SDPA.",
-        confirm="The mask panel shows every cell open, although a bool mask was received.",
-        fix="Pass a float mask (0 where open, the lowest float where closed), or use a backend "
-        "that takes bool masks.",
-        query=_MASK_CALL_QUERY,
-    ),
-    MASK_MERGED: FindingKind(
-        Severity.ERROR,
-        "segments that should be isolated form one piece of the executed mask",
-        why="The mask_mod missed the borders, so neighbouring segments attend to each other as if "
-        "they were one text. The loss looks normal.",
-        confirm=f"{_MASK_DIFFERENCE_HINT} The tokens panel shows whether the prompt contains the "
-        "token that marks a border.",
-        fix="Derive borders from lengths or spans, not from a token (EOS) that the tokenizer may "
-        "not add. Check that ids were not shifted before they were counted.",
-        query=_MASK_CALL_QUERY,
-    ),
-    LAYERS_DIFFER: FindingKind(
-        Severity.WARNING,
-        "layers of one kind executed different masks in one step",
-        why="A single layer with another mask can pass information from any token to all later "
-        "layers.",
-        confirm="Go through the layers in the mask panel at this step. The path panel shows "
-        "whether the layer took another path.",
-        fix="Look for a patch that missed a layer, an `except` around the call, or a mask that "
-        "each layer builds again.",
-        query=_MASK_CALL_QUERY,
-    ),
-    MASK_PADDING: FindingKind(
-        Severity.ERROR,
-        "rows see padding keys",
-        why="Padding is noise, and its amount depends on the batch: the same prompt gets another "
-        "output in another batch.",
-        confirm="In the mask panel, the columns of the segment `padding` are open for rows of the "
-        "prompt.",
-        fix="Combine the padding mask with yours (`and_masks`), or run the prompts one by one.",
-        query=_MASK_CALL_QUERY,
-    ),
-}
-
-STALE_TABLES, IGNORES_HEAD = "mask.stale-tables", "mask.ignores-head"
-WRONG_SIZE, BLOCK_VIEW = "mask.wrong-size", "mask.block-view"
-
-_TABLE_QUERY = (
-    "SELECT c.layer, c.path, c.batch, c.q_heads, c.kv_heads, m.batch AS mask_batch, "
-    "m.heads AS mask_heads, m.block_q, m.block_kv, m.rule, m.rule_source, m.compiled "
-    "FROM calls c JOIN masks m ON m.fingerprint = c.mask WHERE c.generation = {generation} "
-    "AND c.branch = {branch} AND c.step = {step} ORDER BY c.call"
-)
-_BLOCKS_HINT = "In the mask panel, show the blocks: some open cells lie outside of them."
-
-TABLE_KINDS: Mapping[str, FindingKind] = {
-    STALE_TABLES: FindingKind(
-        Severity.WARNING,
-        "the block tables of a mask do not match its mask_mod",
-        why="Uncompiled FlexAttention evaluates the mask_mod on every cell. Compiled, it applies "
-        "the mask_mod in partial blocks only and opens full blocks completely. The two now give "
-        "different masks.",
-        confirm=_BLOCKS_HINT,
-        fix="Build the mask again after any change to a tensor that its mask_mod reads. Do not "
-        "crop, index or reuse a BlockMask of another step.",
-        query=_TABLE_QUERY,
-    ),
-    IGNORES_HEAD: FindingKind(
-        Severity.WARNING,
-        "a mask was built for one head, but its mask_mod depends on the head",
-        why="With H=None the block tables are those of head 0. Uncompiled, every head gets its own "
-        "cells; compiled, the other heads lose what lies outside of the blocks of head 0.",
-        confirm=f"{_BLOCKS_HINT} Go through the heads.",
-        fix="Build the mask with H set to the number of query heads.",
-        query=_TABLE_QUERY,
-    ),
-    WRONG_SIZE: FindingKind(
-        Severity.WARNING,
-        "a mask was built for another batch or another number of heads",
-        why="FlexAttention checks neither. Uncompiled it goes unnoticed; compiled the kernel may "
-        "read past the end of the block tables and crash the process.",
-        confirm="The query shows the sizes of each call next to those of its mask.",
-        fix="Build the mask for 1, or for exactly the batch and the query heads (not the KV heads) "
-        "of the call, and again for each batch.",
-        query=_TABLE_QUERY,
-    ),
-    BLOCK_VIEW: FindingKind(
-        Severity.NOTE,
-        "the block tables show a whole mask as one block",
-        why="`to_dense()` and `sparsity()` describe blocks of 128 x 128, not tokens, and do not "
-        "distinguish partial from full blocks.",
-        confirm="The mask panel shows cells, and blocks only where it says so.",
-        fix="Look at cells: `create_mask(block_mask.mask_mod, B, H, Q, K)`.",
-        query=_TABLE_QUERY,
-    ),
-}

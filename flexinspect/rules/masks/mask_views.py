@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexinspect.core.text import Positions, format_layers
+from flexinspect.core.text import Positions, capitalize, plural, printable
 from flexinspect.masks.algebra import BoolArray, MaskSpec
+from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import RuleContext
+from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
+from flexinspect.rules.context import RuleContext, format_step_layers
+from flexinspect.rules.engine import Rule
 
 NON_PROMPT_LABELS = ("padding", "before watching")
 """Labels of segments that the capture adds for positions outside of the prompt."""
@@ -63,11 +65,9 @@ class StepMaskView:
 
 def step_mask_views(step: StepRecord, context: RuleContext) -> tuple[list[StepMaskView], bool]:
     """Return the masks executed in a step, and whether the masks of all its calls are known."""
-    layers: dict[str | None, list[int]] = {}
-    for call in step.calls:
-        layers.setdefault(call.mask, []).append(call.layer)
+    calls_of = calls_by_mask(step)
     views = []
-    for fingerprint, which in layers.items():
+    for fingerprint, calls in calls_of.items():
         mask = context.mask(fingerprint)
         if fingerprint is None or mask is None or mask.cells is None:
             continue
@@ -76,13 +76,89 @@ def step_mask_views(step: StepRecord, context: RuleContext) -> tuple[list[StepMa
         views.append(
             StepMaskView(
                 fingerprint=fingerprint,
-                layers=tuple(sorted(set(which))),
+                layers=layers_of(calls),
                 cells=mask.cells,
                 first_key_pos=first_key_pos,
                 newest_key=min(step.kv_after - first_key_pos, mask.kv_len) - 1,
             )
         )
-    return views, bool(views) and len(views) == len(layers)
+    return views, bool(views) and len(views) == len(calls_of)
+
+
+def calls_by_mask(step: StepRecord) -> dict[str | None, list[CallRecord]]:
+    """Return the calls of a step by the fingerprint of their mask."""
+    calls: dict[str | None, list[CallRecord]] = {}
+    for call in step.calls:
+        calls.setdefault(call.mask, []).append(call)
+    return calls
+
+
+def layers_of(calls: Iterable[CallRecord]) -> tuple[int, ...]:
+    """Return the layers of calls, ascending."""
+    return tuple(sorted({call.layer for call in calls}))
+
+
+def call_layers(context: RuleContext, calls: Iterable[CallRecord]) -> tuple[int, ...]:
+    """Return the layers of calls for a finding; a standalone call belongs to none."""
+    return () if context.is_standalone else layers_of(calls)
+
+
+def format_call_place(context: RuleContext, step: StepRecord, calls: Sequence[CallRecord]) -> str:
+    """Return `Layers 0-2`, or `A standalone call of flex_attention (8 rows, 8 keys)`."""
+    if context.is_standalone:
+        call = calls[0]
+        return f"A standalone call of flex_attention ({call.q_len} rows, {call.kv_len} keys)"
+    return capitalize(format_step_layers(layers_of(calls), step))
+
+
+def format_mask_mod(mask: MaskRecord) -> str:
+    """Return the name of the mask_mod of a block mask, for sentences."""
+    return printable(mask.mask_mod or "an unnamed mask_mod")
+
+
+def mask_series(mask: MaskRecord, calls: Iterable[CallRecord]) -> str:
+    """Return the series of a finding about a mask_mod in some layers."""
+    return f"{mask.mask_mod} in layers {', '.join(map(str, layers_of(calls)))}"
+
+
+def has_wrong_size(mask: MaskRecord, call: CallRecord) -> bool:
+    """Return whether a mask was built for another batch or another number of heads than a call."""
+    return mask.batch not in (1, call.batch) or mask.heads not in (1, call.q_heads)
+
+
+def wrong_size_finding(
+    rule: Rule, step: StepRecord, finding_id: str, mask: MaskRecord, calls: Sequence[CallRecord]
+) -> Finding:
+    """Return the finding about a mask that `has_wrong_size` for the first of these calls."""
+    call, wrong = calls[0], []
+    if mask.batch not in (1, call.batch):
+        wrong.append(f"batch {mask.batch}, but the call has {call.batch}")
+    if mask.heads not in (1, call.q_heads):
+        kv = " (its KV heads)" if mask.heads == call.kv_heads else ""
+        wrong.append(f"{plural(mask.heads, 'head')}{kv}, but the call has {call.q_heads}")
+    outcome = (
+        "compiled FlexAttention reads past the end of the block tables and may crash"
+        if mask.compiled
+        else "uncompiled FlexAttention does not notice, compiled FlexAttention reads past the end "
+        "of the block tables and may crash"
+    )
+    return rule.finding(
+        step,
+        finding_id,
+        f"{format_call_place(rule.context, step, calls)}: the mask of {format_mask_mod(mask)} was "
+        f"built for {', and for '.join(wrong)}; {outcome}.",
+        severity=Severity.ERROR if mask.compiled else Severity.WARNING,
+        layers=call_layers(rule.context, calls),
+        evidence={
+            "mask": mask.fingerprint,
+            "mask_batch": mask.batch,
+            "mask_heads": mask.heads,
+            "batch": call.batch,
+            "q_heads": call.q_heads,
+            "kv_heads": call.kv_heads,
+        },
+        series=f"{mask_series(mask, calls)}: {mask.batch}, {mask.heads}",
+    )
 
 
 def broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
@@ -92,9 +168,12 @@ def broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
     return cells
 
 
-def format_step_layers(layers: Iterable[int], step: StepRecord) -> str:
-    """Return `layer 3`, `layers 0-2` or `all 8 layers`, of the layers with calls in a step."""
-    return format_layers(sorted(set(layers)), len({call.layer for call in step.calls}))
+def slice_flags(flags: BoolArray, start: int, n: int, *, fill: bool = True) -> BoolArray:
+    """Return the flags of n positions from `start`, with `fill` for those after the prompt."""
+    inside = flags[start : start + n]
+    if len(inside) == n:
+        return inside
+    return np.concatenate((inside, np.full(n - len(inside), fill)))
 
 
 def is_suffix(positions: Positions, last: int) -> bool:

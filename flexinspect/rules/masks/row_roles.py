@@ -7,20 +7,24 @@ the generated rows, they do not see the segments that they should fuse.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from flexinspect.core.text import Positions, limit_positions, plural, printable
+from flexinspect.core.text import Positions, capitalize, is_or_are, plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import DeclaredMask, RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.context import (
+    DeclaredMask,
+    RuleContext,
+    abbreviate_labels,
+    format_step_layers,
+)
+from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import (
     StepMaskView,
-    format_step_layers,
     is_sliding_window,
     paraphrase_segments,
     segment_labels,
@@ -30,15 +34,6 @@ from flexinspect.rules.masks.mask_views import (
 
 PROMPT_ROW_GENERATED = "decode.prompt-row-generated"
 GENERATED_ROW_ISOLATED = "decode.generated-row-isolated"
-
-_ROLE_QUERY = (
-    "SELECT c.step, c.layer, c.kv_len, m.kind, m.rule, m.rule_source, s.label, s.start, s.stop "
-    "FROM calls c LEFT JOIN masks m ON m.fingerprint = c.mask "
-    "JOIN segments s ON s.generation = c.generation AND s.branch = c.branch "
-    "AND s.kind IN ('paraphrase', 'generated') "
-    "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
-    "AND c.layer = {layer} ORDER BY c.call, s.segment"
-)
 
 
 class RowRolesRule(Rule):
@@ -50,66 +45,36 @@ class RowRolesRule(Rule):
     """
 
     name: ClassVar[str] = "roles"
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        PROMPT_ROW_GENERATED: FindingKind(
-            Severity.ERROR,
-            "a prompt row at the end of a segment sees other segments, as generated rows do",
-            why="The row mixes the other segments into its own, so the segments are not isolated "
-            "for anything that reads it.",
-            confirm="In the mask panel, the row is open over the other segments while the rows "
-            "above it are closed. The segment borders are off by one or more tokens.",
-            fix="Count the spans on the ids that the model receives, including special tokens (a "
-            "missing BOS shifts all spans by one). Generated rows start at the prompt length.",
-            query=_ROLE_QUERY,
-        ),
-        GENERATED_ROW_ISOLATED: FindingKind(
-            Severity.ERROR,
-            "generated rows do not see segments that they should fuse",
-            why="These segments have no influence on the output from this step on.",
-            confirm="In the mask panel of this step, the newest row is closed over the named "
-            "segments.",
-            fix="In the mask_mod, handle positions from the prompt length on separately, and let "
-            "them see every segment.",
-            query=_ROLE_QUERY,
-        ),
-    }
+    findings = finding_kinds(PROMPT_ROW_GENERATED, GENERATED_ROW_ISOLATED)
 
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Reset the rows of the last generation."""
+        super().on_generation_start(context)
+        self._paraphrases = paraphrase_segments(context.segments)
         self._checked: set[str] = set()
         self._n_seen: dict[int, int] = {}
         """By layer: how many keys the newest row of the last step saw."""
         self._cue: dict[int, frozenset[int]] = {}
         """By layer: starts of the paraphrases that the last prompt row sees, if it is a cue."""
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the rows of the last generation."""
-        super().on_generation_start(context)
-        self._reset()
-        self._paraphrases = paraphrase_segments(context.segments)
-
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for rows of a step that are masked for another role."""
         declared = self.context.declared_mask
         if declared is None or len(self._paraphrases) < 2:
-            return ()
+            return
         views, _ = step_mask_views(step, self.context)
-        findings: list[Finding] = []
         if step.kv_before == 0 and step.q_len >= self.context.n_prompt:
-            findings += self._check_prompt_rows(step, views, declared)
+            yield from self._check_prompt_rows(step, views, declared)
         if step.kv_after > self.context.n_prompt:
-            findings += self._check_generated_row(step, views, declared)
+            yield from self._check_generated_row(step, views, declared)
         elif step.kv_before == 0:
             self._record_last_row(views)
-        return findings
 
     # -- prompt rows that see too much -----------------------------------------------------------
 
     def _check_prompt_rows(
         self, step: StepRecord, views: Sequence[StepMaskView], declared: DeclaredMask
-    ) -> list[Finding]:
+    ) -> Iterator[Finding]:
         """Return a finding for each segment and group of layers with the same open rows."""
         layers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for view in views:
@@ -120,10 +85,8 @@ class RowRolesRule(Rule):
                 rows = self._find_open_rows(view, number, declared)
                 if len(rows):
                     layers.setdefault((number, tuple(rows.tolist())), []).extend(view.layers)
-        return [
-            self._prompt_row_finding(step, number, np.array(rows), tuple(sorted(group)), declared)
-            for (number, rows), group in layers.items()
-        ]
+        for (number, open_rows), group in layers.items():
+            yield self._prompt_row_finding(step, number, open_rows, tuple(sorted(group)), declared)
 
     def _find_open_rows(self, view: StepMaskView, number: int, declared: DeclaredMask) -> Positions:
         """Return the last rows of a segment if only they see all paraphrases before it."""
@@ -144,7 +107,7 @@ class RowRolesRule(Rule):
         self,
         step: StepRecord,
         number: int,
-        rows: Positions,
+        rows: Sequence[int],
         layers: tuple[int, ...],
         declared: DeclaredMask,
     ) -> Finding:
@@ -154,24 +117,21 @@ class RowRolesRule(Rule):
         seen = sum(len(other) for other in others)
         n_isolated = len(own) - len(rows)
         rest = "row of its segment sees" if n_isolated == 1 else "rows of its segment see"
-        position = self.context.format_position(int(rows[0]))
         sentence = (
-            f"{position[0].upper()}{position[1:]}, {last} of {printable(own.label)}, "
-            f"{'is' if one else 'are'} masked as if generated in "
+            f"{capitalize(self.context.format_position(rows[0]))}, {last} of "
+            f"{printable(own.label)}, {is_or_are(len(rows))} masked as if generated in "
             f"{format_step_layers(layers, step)}: "
             f"{'it sees' if one else 'they see'} {plural(seen, 'key')} of "
-            f"{_join_labels(segment_labels(others))}, of which the other {n_isolated} {rest} none"
-            f"{_format_assumption(declared)}."
+            f"{abbreviate_labels(segment_labels(others))}, of which the other {n_isolated} {rest} "
+            f"none{_format_assumption(declared)}."
         )
-        return Finding(
-            id=PROMPT_ROW_GENERATED,
-            severity=Severity.WARNING if declared.assumed else Severity.ERROR,
-            sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=layers[0],
-            positions=limit_positions(rows),
+        return self.finding(
+            step,
+            PROMPT_ROW_GENERATED,
+            sentence,
+            severity=Severity.WARNING if declared.assumed else None,
+            layers=layers,
+            positions=rows,
             evidence={
                 "segment": own.label,
                 "rows": len(rows),
@@ -180,7 +140,6 @@ class RowRolesRule(Rule):
                 "segments_seen": segment_labels(others),
                 "assumed": declared.assumed,
             },
-            layers=layers if len(layers) > 1 else (),
             series=f"{own.start} {rows[0]} {layers}",
         )
 
@@ -199,7 +158,7 @@ class RowRolesRule(Rule):
 
     def _check_generated_row(
         self, step: StepRecord, views: Sequence[StepMaskView], declared: DeclaredMask
-    ) -> list[Finding]:
+    ) -> Iterator[Finding]:
         missed: dict[tuple[int, ...], list[StepMaskView]] = {}
         for view in views:
             newest = view.newest_row
@@ -208,10 +167,9 @@ class RowRolesRule(Rule):
             missing = self._missed_paraphrases(view, declared)
             if missing:
                 missed.setdefault(missing, []).append(view)
-        return [
-            self._isolated_finding(step, [s for s in self._paraphrases if s.start in starts], group)
-            for starts, group in missed.items()
-        ]
+        for starts, group in missed.items():
+            segments = [s for s in self._paraphrases if s.start in starts]
+            yield self._isolated_finding(step, segments, group, declared)
 
     def _missed_paraphrases(self, view: StepMaskView, declared: DeclaredMask) -> tuple[int, ...]:
         """Return the starts of the paraphrases that the row should see and does not.
@@ -239,13 +197,15 @@ class RowRolesRule(Rule):
         )
 
     def _isolated_finding(
-        self, step: StepRecord, missed: Sequence[Segment], views: Sequence[StepMaskView]
+        self,
+        step: StepRecord,
+        missed: Sequence[Segment],
+        views: Sequence[StepMaskView],
+        declared: DeclaredMask,
     ) -> Finding:
-        declared = self.context.declared_mask
-        assert declared is not None
         layers = tuple(sorted(layer for view in views for layer in view.layers))
         keys, last = views[0].visible_positions(), views[0].newest_pos
-        names = _join_labels(segment_labels(missed))
+        names = abbreviate_labels(segment_labels(missed))
         cue = ", although the last row of the cue does" if self._cue else ""
         sentence = (
             f"Generated rows do not see {names} in {format_step_layers(layers, step)}: in step "
@@ -253,14 +213,12 @@ class RowRolesRule(Rule):
             f"{plural(last + 1, 'key')}, {self._format_segments(keys)}{cue}"
             f"{_format_assumption(declared)}."
         )
-        return Finding(
-            id=GENERATED_ROW_ISOLATED,
+        return self.finding(
+            step,
+            GENERATED_ROW_ISOLATED,
+            sentence,
             severity=self._severity(missed, declared),
-            sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=layers[0],
+            layers=layers,
             positions=(last,),
             evidence={
                 "missed": segment_labels(missed),
@@ -269,7 +227,6 @@ class RowRolesRule(Rule):
                 "keys": last + 1,
                 "assumed": declared.assumed,
             },
-            layers=layers if len(layers) > 1 else (),
             series=f"{[segment.start for segment in missed]} {layers}",
         )
 
@@ -284,14 +241,6 @@ class RowRolesRule(Rule):
             return Severity.ERROR
         continues_last = not self._cue and list(missed) == self._paraphrases[:-1]
         return Severity.NOTE if continues_last else Severity.WARNING
-
-
-def _join_labels(labels: Sequence[str]) -> str:
-    """Return `paraphrase 1 and paraphrase 2`, or `paraphrase 1 and 2 other segments`."""
-    names = [printable(label) for label in labels]
-    if len(names) > 2:
-        return f"{names[0]} and {len(names) - 1} other segments"
-    return " and ".join(names)
 
 
 def _format_assumption(declared: DeclaredMask) -> str:

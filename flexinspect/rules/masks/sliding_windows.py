@@ -6,49 +6,30 @@ than the window nothing differs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from flexinspect.core.text import plural
 from flexinspect.masks.algebra import BoolArray
-from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.finding import Finding
 from flexinspect.records.step import CallRecord, StepRecord
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.context import format_step_layers
+from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.declared_vs_executed import call_frame
-from flexinspect.rules.masks.mask_views import format_step_layers
+from flexinspect.rules.masks.mask_views import layers_of
 
 WINDOW_LOST = "mask.window-lost"
-
-_MAX_LISTED_ROWS = 64
-
-_WINDOW_QUERY = (
-    "SELECT c.layer, c.path, c.backend, c.window, c.kv_len, m.kind, m.rule FROM calls c LEFT JOIN "
-    "masks m ON m.fingerprint = c.mask WHERE c.generation = {generation} AND c.branch = {branch} "
-    "AND c.step = {step} ORDER BY c.call"
-)
 
 
 class SlidingWindowRule(Rule):
     """Compares the executed mask of a layer with the sliding window that the layer declares."""
 
     name: ClassVar[str] = "windows"
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        WINDOW_LOST: FindingKind(
-            Severity.WARNING,
-            "a layer sees keys beyond its own sliding window",
-            why="The layer was trained to attend within its window. Beyond it, attention is spread "
-            "over distances that the layer never saw in training, more so the longer the text.",
-            confirm="In the mask panel of this layer, each row should see as many keys as the "
-            "window holds. Compare the logits with those of the unpatched model on a longer text.",
-            fix="Combine your mask with the window of the layer: `(kv_idx > q_idx - window)`. The "
-            "attention function receives it as the keyword argument `sliding_window`.",
-            query=_WINDOW_QUERY,
-        ),
-    }
+    findings = finding_kinds(WINDOW_LOST)
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return a finding for each window with rows that see the first key outside of it."""
         wide: dict[int, list[CallRecord]] = {}
         checked: dict[tuple[Any, ...], list[int]] = {}
@@ -63,7 +44,8 @@ class SlidingWindowRule(Rule):
             if checked[key]:
                 wide.setdefault(window, []).append(call)
                 rows.setdefault(window, checked[key])
-        return [self._finding(step, window, wide[window], rows[window]) for window in wide]
+        for window, calls in wide.items():
+            yield self._window_finding(step, window, calls, rows[window])
 
     def _rows_beyond_window(self, step: StepRecord, call: CallRecord) -> list[int]:
         """Return the positions of rows that see the first key outside of the window."""
@@ -73,7 +55,7 @@ class SlidingWindowRule(Rule):
         cells = mask.cells
         if call.q_len == 1:  # the whole cost of a decode step without findings
             key = frame.q_offset - window - frame.kv_offset
-            is_inside = 0 <= key < cells.shape[2] and mask.averaged is None
+            is_inside = 0 <= key < cells.shape[2] and mask.uniform_rows is None
             return [frame.q_offset] if is_inside and cells[:, -1, key].any() else []
         rows = np.arange(call.q_len)
         keys = frame.q_offset + rows - window - frame.kv_offset
@@ -81,29 +63,28 @@ class SlidingWindowRule(Rule):
         rows, keys = rows[inside], keys[inside]
         cell_rows = np.minimum(rows, cells.shape[1] - 1)
         is_open: BoolArray = np.asarray(cells[:, cell_rows, keys].any(axis=0))
-        if mask.averaged is not None:
-            averaged: BoolArray = np.asarray(mask.averaged[:, cell_rows].any(axis=0))
+        if mask.uniform_rows is not None:
+            averaged: BoolArray = np.asarray(mask.uniform_rows[:, cell_rows].any(axis=0))
             is_open = is_open & ~averaged
         return [int(pos) for pos in frame.q_offset + rows[is_open]]
 
-    def _finding(
+    def _window_finding(
         self, step: StepRecord, window: int, calls: Sequence[CallRecord], rows: Sequence[int]
     ) -> Finding:
-        layers = {call.layer for call in calls}
-        where = format_step_layers(layers, step)
-        first = rows[0]
+        layers = layers_of(calls)
         sentence = (
-            f"The sliding window of {where} holds {plural(window, 'key')}, but in step "
-            f"{step.step} {plural(len(rows), 'row')} {'sees' if len(rows) == 1 else 'see'} keys "
-            f"beyond it; first: {self.context.format_position(first)} sees "
-            f"{self.context.format_position(first - window)}."
+            f"The sliding window of {format_step_layers(layers, step)} holds "
+            f"{plural(window, 'key')}, but in step {step.step} {plural(len(rows), 'row')} "
+            f"{'sees' if len(rows) == 1 else 'see'} keys beyond it; first: "
+            f"{self.context.format_position(rows[0])} sees "
+            f"{self.context.format_position(rows[0] - window)}."
         )
         return self.finding(
             step,
             WINDOW_LOST,
             sentence,
             layers=layers,
-            positions=tuple(rows[:_MAX_LISTED_ROWS]),
+            positions=rows,
             evidence={"window": window, "rows": len(rows), "path": calls[0].path},
             series=WINDOW_LOST,
         )

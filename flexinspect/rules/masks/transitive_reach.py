@@ -8,20 +8,26 @@ and through which rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import format_ranges, limit_positions, plural, printable
+from flexinspect.core.text import (
+    capitalize,
+    format_ranges,
+    join_labels,
+    plural,
+    printable,
+)
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import DeclaredMask, RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.context import DeclaredMask, RuleContext, abbreviate_labels
+from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import (
     NON_PROMPT_LABELS,
     paraphrase_segments,
@@ -202,13 +208,6 @@ REACH_BY_DESIGN = "reach.by-design"
 _MAX_NAMED_CARRIERS = 4
 """Up to this many rows, a sentence names each with its token."""
 
-_REACH_QUERY = (
-    "SELECT c.layer, c.path, m.fingerprint, m.kind, m.q_len, m.kv_len, m.rule, m.rule_source "
-    "FROM calls c LEFT JOIN masks m ON m.fingerprint = c.mask "
-    "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
-    "ORDER BY c.layer"
-)
-
 
 class TransitiveReachRule(Rule):
     """Follows the segments of the prompt through the layers, once per set of masks.
@@ -219,67 +218,34 @@ class TransitiveReachRule(Rule):
     """
 
     name: ClassVar[str] = "reach"
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        REACH_LEAK: FindingKind(
-            Severity.ERROR,
-            "segments that do not see each other depend on each other over several layers",
-            why="The mask of each layer isolates the segments, but the hidden states of one still "
-            "change with the text of the other.",
-            confirm="Change a token of one segment: the hidden states of the other change from the "
-            "named layer on. In the mask panel, the named rows are open over one segment, and the "
-            "other segment sees them.",
-            fix="Close the named rows over the segments, or close them for the other segments. "
-            "Usually each separator should belong to the segment before it.",
-            query=_REACH_QUERY,
-        ),
-        REACH_BY_DESIGN: FindingKind(
-            Severity.WARNING,
-            "the declared mask joins segments over several layers that it isolates in each",
-            why="The mask was applied as declared, but it does not isolate the segments: "
-            "information passes through rows that several segments share.",
-            confirm="Show the declared mask in the mask panel: the named rows are open over one "
-            "segment, and the other segment sees them.",
-            fix="If the segments should be independent, close the named rows over them, or give "
-            "each segment rows of its own. Otherwise no action is needed.",
-            query=_REACH_QUERY,
-        ),
-    }
-
-    def __init__(self) -> None:
-        self._checked: set[tuple[tuple[int, str], ...]] = set()
+    findings = finding_kinds(REACH_LEAK, REACH_BY_DESIGN)
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the masks that were checked."""
         super().on_generation_start(context)
-        self._checked = set()
+        self._checked: set[tuple[tuple[int, str], ...]] = set()
         self._targets = paraphrase_segments(context.segments)
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return the leaks of a step that computes the whole prompt, as one finding."""
         # A decode row does not change the hidden states of prompt rows.
         if step.kv_before or len(self._targets) < 2 or step.q_len < self._targets[-1].stop:
-            return ()
+            return
         key = tuple((call.layer, call.mask or "") for call in step.calls)
         if key in self._checked:
-            return ()
+            return
         self._checked.add(key)
-        leaks, is_design = self._find_leaks(step)
-        leaks.sort(key=lambda leak: leak.layer)
-        return [self._finding(step, leaks, is_design)] if leaks else ()
-
-    def _find_leaks(self, step: StepRecord) -> tuple[list[TransitiveLeak], bool]:
-        """Return the leaks to report, and whether the declared mask has them by design."""
-        views, _ = step_mask_views(step, self.context)
-        n = self._targets[-1].stop
         packed: dict[int, PackedRows] = {}
-        for view in views:
+        for view in step_mask_views(step, self.context)[0]:
             if not view.first_key_pos:
-                packed.update(dict.fromkeys(view.layers, pack_rows(view.cells, n)))
+                rows = pack_rows(view.cells, self._targets[-1].stop)
+                packed.update(dict.fromkeys(view.layers, rows))
         sources = self._sources()
         leaks = find_transitive_leaks(packed, self._targets, sources) if packed else []
-        if not leaks:
-            return [], False
-        return self._reportable_leaks(leaks, sources)
+        leaks, by_design = self._reportable_leaks(leaks, sources) if leaks else ([], False)
+        if leaks:
+            leaks.sort(key=lambda leak: leak.layer)
+            yield self._leak_finding(step, leaks, sources, by_design)
 
     def _sources(self) -> list[Segment]:
         """Return the segments from which others may have to be isolated.
@@ -312,28 +278,31 @@ class TransitiveReachRule(Rule):
             return beyond, False
         return [leak for leak in leaks if not direct[leak.target, leak.source]], True
 
-    def _finding(
-        self, step: StepRecord, leaks: Sequence[TransitiveLeak], by_design: bool
+    def _leak_finding(
+        self,
+        step: StepRecord,
+        leaks: Sequence[TransitiveLeak],
+        sources: Sequence[Segment],
+        by_design: bool,
     ) -> Finding:
-        declared, sources = self.context.declared_mask, self._sources()
-        first = leaks[0]
+        declared, first = self.context.declared_mask, leaks[0]
         target, source = self._targets[first.target], sources[first.source]
-        carriers = np.array(sorted({pos for leak in leaks for pos in leak.carriers}), np.intp)
-        return Finding(
-            id=REACH_BY_DESIGN if by_design else REACH_LEAK,
+        carriers = sorted({pos for leak in leaks for pos in leak.carriers})
+        n_others = len(leaks) - 1
+        others = f"; the same holds for {plural(n_others, 'other pair')} of segments"
+        sentence = (
+            f"{printable(capitalize(target.label))} depends on {printable(source.label)} from "
+            f"layer {first.layer} on, through {self._format_carriers(first.carriers)}, although "
+            f"none of its {plural(len(target), 'row')} sees it directly"
+            f"{others if n_others else ''}{_format_declaration(declared, by_design)}."
+        )
+        return self.finding(
+            step,
+            REACH_BY_DESIGN if by_design else REACH_LEAK,
+            sentence,
             severity=_reach_severity(declared, by_design),
-            sentence=(
-                f"{printable(target.label[:1].upper() + target.label[1:])} depends on "
-                f"{printable(source.label)} from layer {first.layer} on, through "
-                f"{self._format_carriers(first.carriers)}, although none of its "
-                f"{plural(len(target), 'row')} sees it directly{_format_others(leaks)}"
-                f"{_format_declaration(declared, by_design)}."
-            ),
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=first.layer,
-            positions=limit_positions(carriers),
+            layers=(first.layer,),
+            positions=carriers,
             evidence={
                 "pairs": [
                     [self._targets[leak.target].label, sources[leak.source].label, leak.layer]
@@ -347,30 +316,14 @@ class TransitiveReachRule(Rule):
 
     def _format_carriers(self, carriers: Sequence[int]) -> str:
         """Return `rows 7 "," and 8 "and" (separator 1)`, or `12 rows, 5-12 (separator 1)`."""
-        labels: dict[str, None] = {}
-        for pos in carriers:
-            segment = self.context.segment_at(pos)
-            if segment is not None:
-                labels.setdefault(printable(segment.label))
-        names = list(labels)
-        where = f" ({' and '.join(names)})" if 0 < len(names) < 3 else ""
-        if len(names) > 2:
-            where = f" ({names[0]} and {len(names) - 1} other segments)"
+        labels = self.context.labels_at(np.array(carriers, np.intp))
+        where = f" ({abbreviate_labels(labels)})" if labels else ""
         if len(carriers) > _MAX_NAMED_CARRIERS:
             return (
                 f"{len(carriers)} rows, {format_ranges(carriers[: 2 * _MAX_NAMED_CARRIERS])}{where}"
             )
         rows = [self.context.format_position(pos).removeprefix("position ") for pos in carriers]
-        if len(rows) == 1:
-            return f"row {rows[0]}{where}"
-        return f"rows {', '.join(rows[:-1])} and {rows[-1]}{where}"
-
-
-def _format_others(leaks: Sequence[TransitiveLeak]) -> str:
-    n = len(leaks) - 1
-    if not n:
-        return ""
-    return f"; the same holds for {plural(n, 'other pair')} of segments"
+        return f"row{'s' if len(rows) > 1 else ''} {join_labels(rows)}{where}"
 
 
 def _reach_severity(declared: DeclaredMask | None, by_design: bool) -> Severity:

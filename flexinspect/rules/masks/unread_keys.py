@@ -7,24 +7,32 @@ reported when the generation is over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
-from flexinspect.core.text import Positions, limit_positions, plural, printable
+from flexinspect.core.text import (
+    Positions,
+    capitalize,
+    is_or_are,
+    join_labels,
+    plural,
+    printable,
+)
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import DeclaredMask, RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.context import DeclaredMask, RuleContext, read_unpadded, step_array
+from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.empty_rows import count_readers
 from flexinspect.rules.masks.mask_views import (
     NON_PROMPT_LABELS,
     StepMaskView,
     is_sliding_window,
     segment_labels,
+    slice_flags,
     spec_reads_key,
     spec_sees_segment,
     step_mask_views,
@@ -38,12 +46,6 @@ MIN_ATTENTION_SHARE = 1e-4
 
 _READ_KINDS = (SegmentKind.PARAPHRASE, SegmentKind.SHARED)
 
-_UNREAD_QUERY = (
-    "SELECT DISTINCT c.layer, m.fingerprint, m.kind, m.q_len, m.kv_len, m.rule, m.rule_source "
-    "FROM calls c JOIN masks m ON m.fingerprint = c.mask "
-    "WHERE c.generation = {generation} AND c.branch = {branch} ORDER BY m.q_len DESC, c.layer"
-)
-
 
 class UnreadKeysRule(Rule):
     """Tracks which keys and segments are read, and reports at the end those that never were.
@@ -54,34 +56,11 @@ class UnreadKeysRule(Rule):
 
     name: ClassVar[str] = "columns"
     streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "attention.mass")
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        ORPHAN_KEY: FindingKind(
-            Severity.WARNING,
-            "keys of the prompt that no other row ever reads",
-            why="These tokens cannot change anything after them: the model generates as if they "
-            "were not in the prompt.",
-            confirm="In the mask panel of the prefill, their columns are closed below the "
-            "diagonal, and they stay closed in every later step.",
-            fix="Check the ends of the spans in the mask_mod: a stop that is one too small leaves "
-            "out the last token, and a separator may belong to no segment.",
-            query=_UNREAD_QUERY,
-        ),
-        UNUSED_SEGMENT: FindingKind(
-            Severity.WARNING,
-            "a declared segment that neither the cue nor any generated row sees",
-            why="The segment has no influence on the output: without it the model generates the "
-            "same.",
-            confirm="In the mask panel, the rows of the cue and the generated rows are closed over "
-            "the segment. In the attention panel, its share is 0 in every layer and head.",
-            fix="Let the rows that should fuse the segments see it, or remove it from the prompt.",
-            query=_UNREAD_QUERY,
-        ),
-    }
+    findings = finding_kinds(ORPHAN_KEY, UNUSED_SEGMENT)
 
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Reset what was read."""
+        super().on_generation_start(context)
         self._has_unknown_mask = False
         """Whether a mask is not known, so any key may have been read."""
         self._unread: Positions = np.zeros(0, np.intp)
@@ -100,11 +79,6 @@ class UnreadKeysRule(Rule):
         """Index of each segment without attention to the largest share that it got."""
         self._visible_segments: set[int] = set()
         """Those of them that a generated row with recorded attention could see."""
-
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset what was read."""
-        super().on_generation_start(context)
-        self._reset()
         for number, segment in enumerate(context.segments[:-1]):
             if segment.kind in _READ_KINDS and segment.label not in NON_PROMPT_LABELS:
                 self._unseen_segments.append(segment)
@@ -130,11 +104,11 @@ class UnreadKeysRule(Rule):
             self._drop_attended_segments(step, views)
         return ()
 
-    def on_generation_end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Iterator[Finding]:
         """Return findings for keys and segments that were never read."""
-        if self._has_unknown_mask or not self._layers:
-            return ()
-        return [*self._check_unread_keys(), *self._check_unused_segments()]
+        if not self._has_unknown_mask and self._layers:
+            yield from self._check_unread_keys()
+            yield from self._check_unused_segments()
 
     # -- keys ------------------------------------------------------------------------------------
 
@@ -166,23 +140,17 @@ class UnreadKeysRule(Rule):
         is_padding = np.array(
             [s is not None and s.label in NON_PROMPT_LABELS for s in segments], np.bool_
         )
-        for record in step.arrays:
-            if record.stream == "inputs.mask" and record.array.ndim == 2:
-                real = np.ones(self._length, np.bool_)
-                real[: record.array.shape[1]] = record.array[0][: self._length]
-                is_padding |= ~real[positions]
+        received = read_unpadded(step)
+        if received is not None:
+            is_padding |= ~slice_flags(received, 0, self._length)[positions]
         return is_padding
 
-    def _check_unread_keys(self) -> list[Finding]:
+    def _check_unread_keys(self) -> Iterator[Finding]:
         """Return a finding for keys that should be read, and one for the others."""
-        if not len(self._unread):
-            return []
-        meant = np.array([self._should_be_read(pos) for pos in self._unread.tolist()])
-        return [
-            self._orphan_finding(self._unread[keep], is_meant)
-            for keep, is_meant in ((meant, True), (~meant, False))
-            if keep.any() and (is_meant or self.context.declared_mask is None)
-        ]
+        meant = np.array([self._should_be_read(pos) for pos in self._unread.tolist()], np.bool_)
+        for keep, is_meant in ((meant, True), (~meant, False)):
+            if keep.any() and (is_meant or self.context.declared_mask is None):
+                yield self._orphan_finding(self._unread[keep], is_meant)
 
     def _should_be_read(self, pos: int) -> bool:
         """Return whether the declared mask lets a later row read a key.
@@ -209,12 +177,12 @@ class UnreadKeysRule(Rule):
             f"by no other row, in any of the {layers} or any step: no later token depends on "
             f"{'it' if one else 'them'}."
         )
-        return Finding(
-            id=ORPHAN_KEY,
+        return self.finding(
+            None,
+            ORPHAN_KEY,
+            sentence,
             severity=Severity.WARNING if is_warning else Severity.NOTE,
-            sentence=sentence,
-            generation=self.context.generation.generation,
-            positions=limit_positions(keys),
+            positions=keys,
             evidence={"keys": len(keys), "rows": self._length, "layers": len(self._layers)},
         )
 
@@ -250,41 +218,77 @@ class UnreadKeysRule(Rule):
         """Remove the segments that get more than `MIN_ATTENTION_SHARE` of the newest row."""
         if not all(view.cells[:, -1, view.newest_key].any() for view in views):
             return  # a row that does not see itself has the mask of another one
-        for record in step.arrays:
-            if record.stream == "attention.mass" and record.array.ndim == 3:
-                shares = record.array.max(axis=(0, 1))
-                self._shares = {
-                    number: max(share, float(shares[number]))
-                    for number, share in self._shares.items()
-                    if number < len(shares) and not shares[number] > MIN_ATTENTION_SHARE
-                }
-                for number in self._shares:
-                    segment = self.context.segments[number]
-                    if any(view.sees(segment) for view in views):
-                        self._visible_segments.add(number)
-                return
+        attention = step_array(step, "attention.mass")
+        if attention is None:
+            return
+        shares = attention.max(axis=(0, 1))
+        self._shares = {
+            number: max(share, float(shares[number]))
+            for number, share in self._shares.items()
+            if number < len(shares) and not shares[number] > MIN_ATTENTION_SHARE
+        }
+        self._visible_segments |= {
+            number
+            for number in self._shares
+            if any(view.sees(self.context.segments[number]) for view in views)
+        }
 
-    def _check_unused_segments(self) -> list[Finding]:
+    def _check_unused_segments(self) -> Iterator[Finding]:
         """Return findings for segments never seen, and for those that got no attention."""
         declared = self.context.declared_mask
         if not self._n_readers or self._is_sliding or self._is_single_forward():
-            return []
-        findings = []
+            return
         unseen = [
             segment
             for segment in self._unseen_segments
             if declared is None or self._should_be_seen(segment, declared)
         ]
         if unseen:
-            findings.append(self._unseen_finding(unseen))
-        weak = [
-            (self.context.segments[n], self._shares[n])
-            for n in self._shares
-            if n in self._visible_segments
-        ]
+            assumption = ""
+            if declared is not None and declared.assumed:
+                assumption = "; no mask was declared, so the output is assumed to use all segments"
+            sentence = (
+                f"{_format_labels(unseen)} ({self.context.format_position(unseen[0].start)} to "
+                f"{self.context.format_position(unseen[-1].stop - 1)}) {is_or_are(len(unseen))} "
+                f"seen by no row of the cue and by no generated row, in any layer or "
+                f"head{assumption}."
+            )
+            severity = Severity.NOTE if declared is None else Severity.WARNING
+            positions = [pos for s in unseen for pos in range(s.start, s.stop)]
+            yield self._unused_finding(unseen, sentence, severity, positions, 0.0)
+        numbers = self._shares.keys() & self._visible_segments
+        weak = [self.context.segments[n] for n in sorted(numbers)]
         if weak:
-            findings.append(self._unattended_finding(weak))
-        return findings
+            most = max(self._shares[n] for n in numbers)
+            sentence = (
+                f"{_format_labels(weak)} {is_or_are(len(weak))} visible to generated rows, but "
+                f"{'gets' if len(weak) == 1 else 'get'} at most {most:.1g} of their attention in "
+                "any layer and head."
+            )
+            positions = [segment.start for segment in weak]
+            yield self._unused_finding(weak, sentence, Severity.NOTE, positions, most)
+
+    def _unused_finding(
+        self,
+        segments: Sequence[Segment],
+        sentence: str,
+        severity: Severity,
+        positions: Sequence[int],
+        share: float,
+    ) -> Finding:
+        return self.finding(
+            None,
+            UNUSED_SEGMENT,
+            sentence,
+            severity=severity,
+            positions=positions,
+            evidence={
+                "segments": segment_labels(segments),
+                "keys": sum(len(segment) for segment in segments),
+                "largest_share": share,
+                "layers": len(self._layers),
+            },
+        )
 
     def _should_be_seen(self, segment: Segment, declared: DeclaredMask) -> bool:
         """Return whether the declared mask shows a segment to the newest row.
@@ -301,53 +305,6 @@ class UnreadKeysRule(Rule):
     def _is_single_forward(self) -> bool:
         """Return whether this is a single forward, whose last segment may not be a cue."""
         return self.context.declared_spec is None and self._length <= self.context.n_prompt
-
-    def _unseen_finding(self, segments: Sequence[Segment]) -> Finding:
-        declared = self.context.declared_mask
-        assumption = ""
-        if declared is not None and declared.assumed:
-            assumption = "; no mask was declared, so the output is assumed to use all segments"
-        sentence = (
-            f"{_join_segment_labels(segments)} "
-            f"({self.context.format_position(segments[0].start)} to "
-            f"{self.context.format_position(segments[-1].stop - 1)}) "
-            f"{'is' if len(segments) == 1 else 'are'} seen by no row of the cue and by no "
-            f"generated row, in any layer or head{assumption}."
-        )
-        return Finding(
-            id=UNUSED_SEGMENT,
-            severity=Severity.NOTE if declared is None else Severity.WARNING,
-            sentence=sentence,
-            generation=self.context.generation.generation,
-            positions=limit_positions(
-                np.concatenate([np.arange(s.start, s.stop) for s in segments])
-            ),
-            evidence=self._evidence(segments, 0.0),
-        )
-
-    def _unattended_finding(self, weak: Sequence[tuple[Segment, float]]) -> Finding:
-        segments, most = [segment for segment, _ in weak], max(share for _, share in weak)
-        verbs = ("is", "gets") if len(weak) == 1 else ("are", "get")
-        sentence = (
-            f"{_join_segment_labels(segments)} {verbs[0]} visible to generated rows, but "
-            f"{verbs[1]} at most {most:.1g} of their attention in any layer and head."
-        )
-        return Finding(
-            id=UNUSED_SEGMENT,
-            severity=Severity.NOTE,
-            sentence=sentence,
-            generation=self.context.generation.generation,
-            positions=tuple(segment.start for segment in segments),
-            evidence=self._evidence(segments, most),
-        )
-
-    def _evidence(self, segments: Sequence[Segment], share: float) -> dict[str, Any]:
-        return {
-            "segments": segment_labels(segments),
-            "keys": sum(len(segment) for segment in segments),
-            "largest_share": share,
-            "layers": len(self._layers),
-        }
 
 
 def _read_by_others(view: StepMaskView, positions: Positions, offset: int) -> BoolArray:
@@ -393,7 +350,5 @@ def _count_second_last_row(view: StepMaskView) -> int:
     return int(np.count_nonzero(cells[:, -2].any(axis=0))) if cells.shape[1] > 1 else 0
 
 
-def _join_segment_labels(segments: Sequence[Segment]) -> str:
-    labels = [printable(segment.label) for segment in segments]
-    text = " and ".join([", ".join(labels[:-1]), labels[-1]]) if len(labels) > 1 else labels[0]
-    return text[:1].upper() + text[1:]
+def _format_labels(segments: Sequence[Segment]) -> str:
+    return capitalize(join_labels([printable(segment.label) for segment in segments]))

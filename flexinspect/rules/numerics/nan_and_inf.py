@@ -13,12 +13,12 @@ separate queries and keys, values, and what follows the attention in that row
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from flexinspect.core.text import Positions, limit_positions, plural, printable
+from flexinspect.core.text import Positions, is_or_are, plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import (
     ArrayRecord,
@@ -34,7 +34,7 @@ from flexinspect.rules.attention.attention_shape import (
     newest_row,
 )
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
 
 NAN = "numbers.nan"
 INF = "numbers.inf"
@@ -42,20 +42,6 @@ _AFTER_LAST_LAYER = 1 << 30
 """Stands for the final norm and the output head."""
 
 _UNLIMITED = 1 << 62
-_NONFINITE_QUERY = (
-    "SELECT layer, module, n_nan, n_inf, bad_row, min, max FROM layer_stats WHERE generation = "
-    "{generation} AND branch = {branch} AND step = {step} AND (n_nan > 0 OR n_inf > 0) "
-    "ORDER BY layer"
-)
-
-_LOGITS_QUERY = (
-    "SELECT step, n_nan, n_inf FROM steps WHERE generation = {} AND branch = {} AND step = {}"
-)
-
-_NAN_CALL_QUERY = (
-    "SELECT layer, path, mask, gate, gate_kind FROM calls WHERE generation = {} AND branch = {} "
-    "AND step = {} AND gate = 'nan'"
-)
 
 LARGEST_FLOAT16 = 65504
 
@@ -70,56 +56,17 @@ class NumbersRule(Rule):
     name: ClassVar[str] = "numbers"
     streams: ClassVar[tuple[str, ...]] = ("hidden", *ROW_STREAMS)
     handles_standalone_calls: ClassVar[bool] = True
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        NAN: FindingKind(
-            Severity.ERROR,
-            "NaN in a layer's output, in an attention call or in the logits",
-            why=(
-                "NaN propagates to every row that attends to it, to every later layer, and through "
-                "the cache to every later step."
-            ),
-            confirm=(
-                "The layers panel shows the named layer at this step; the layer before it is "
-                "finite. Level extreme stores its hidden states, q, k and v."
-            ),
-            fix=(
-                "Look for non-finite weights, a division by 0 or a logarithm of 0 in patched code, "
-                "a row without any open key under eager attention, and cache slots that were "
-                "allocated but never written."
-            ),
-            query=_NONFINITE_QUERY,
-        ),
-        INF: FindingKind(
-            Severity.ERROR,
-            "Inf in a layer's output or in the logits",
-            why="The next norm or softmax turns it into NaN in the whole row.",
-            confirm=(
-                "Check min and max of the layers up to the named one in the layers panel: either "
-                "they grow towards the limit of the dtype, or a single value stands out."
-            ),
-            fix=(
-                "Replace float16 by bfloat16 or float32 for this layer. Otherwise look for a "
-                "division by 0, or a -Inf mask that is added to something other than scores."
-            ),
-            query=_NONFINITE_QUERY,
-        ),
-    }
+    findings = finding_kinds(NAN, INF)
 
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Reset the reported layers."""
+        super().on_generation_start(context)
         self._reported_layers: dict[int, int] = {}
         """By branch: the earliest reported layer."""
         self._n_closed: dict[int, int] = {}
         """By branch: the number of -Inf logits that count as intended."""
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the reported layers."""
-        super().on_generation_start(context)
-        self._reset()
-
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterable[Finding]:
         """Report the producing layer, or the logits if all layers are finite."""
         # A step without NaN or Inf costs only these lines.
         nonfinite = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
@@ -176,12 +123,17 @@ class NumbersRule(Rule):
             "carriers": carriers,
             "in_logits": in_logits,
         }
-        finding_id = NAN if producer.n_nan else INF
         if rows is None and producer.bad_row is not None:
             rows = np.array([step.kv_before + producer.bad_row])
-        return [
-            _nonfinite_finding(step, finding_id, f"{sentence}.", evidence, producer.layer, rows)
-        ]
+        finding = self.finding(
+            step,
+            NAN if producer.n_nan else INF,
+            f"{sentence}.",
+            layers=(producer.layer,),
+            positions=() if rows is None else rows,
+            evidence=evidence,
+        )
+        return (finding,)
 
     def _check_scores(
         self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]
@@ -199,20 +151,17 @@ class NumbersRule(Rule):
             if part is None:
                 continue
             self._reported_layers[step.branch] = call.layer
-            row = np.array([step.kv_after - 1])
             sentence = (
                 f"NaN is among the scores of layer {call.layer} in step {step.step} at "
-                f"{self.context.format_position(int(row[0]))}: {part.description}; the kernel "
-                f"({call.path}) ignores it, so the layer's output is finite but wrong."
+                f"{self.context.format_position(step.kv_after - 1)}: {part.description}; the "
+                f"kernel ({call.path}) ignores it, so the layer's output is finite but wrong."
             )
             evidence = {"part": part.name, "path": call.path}
-            query = _NAN_CALL_QUERY.format(step.generation, step.branch, step.step)
-            return [_nonfinite_finding(step, NAN, sentence, evidence, call.layer, row, query=query)]
+            return (self._newest_row_finding(step, NAN, sentence, evidence, "nan-call", call),)
         return ()
 
-    def _check_calls(self, step: StepRecord) -> Sequence[Finding]:
+    def _check_calls(self, step: StepRecord) -> Iterator[Finding]:
         """Check standalone calls: their LSE check is NaN if their output is."""
-        found = []
         for number, call in enumerate(step.calls):
             part = find_nonfinite_call(step, number, self.context)
             if part is not None:
@@ -221,12 +170,28 @@ class NumbersRule(Rule):
                     f"({call.path}) is NaN; {part.description}."
                 )
                 evidence = {"part": part.name, "path": call.path, "keys": call.kv_len}
-                rows = np.array([step.kv_after - 1])
-                query = _NAN_CALL_QUERY.format(step.generation, step.branch, step.step)
-                found.append(
-                    _nonfinite_finding(step, NAN, sentence, evidence, call.layer, rows, query=query)
-                )
-        return found
+                yield self._newest_row_finding(step, NAN, sentence, evidence, "nan-call", call)
+
+    def _newest_row_finding(
+        self,
+        step: StepRecord,
+        finding_id: str,
+        sentence: str,
+        evidence: Mapping[str, Any],
+        query: str,
+        call: CallRecord | None = None,
+        severity: Severity | None = None,
+    ) -> Finding:
+        return self.finding(
+            step,
+            finding_id,
+            sentence,
+            severity=severity,
+            layers=() if call is None else (call.layer,),
+            positions=(step.kv_after - 1,),
+            evidence=evidence,
+            query=query,
+        )
 
     def _format_where(
         self, step: StepRecord, rows: Positions | None, producer: LayerStatRecord
@@ -257,11 +222,9 @@ class NumbersRule(Rule):
             f"{_nan_or_inf(logits)} appears in the logits of step {step.step} "
             f"({_format_value_counts(logits)}), {source}."
         )
-        rows = np.array([step.kv_after - 1])
-        evidence = _logits_evidence(logits)
         finding_id = NAN if logits.n_nan else INF
-        query = _LOGITS_QUERY.format(step.generation, step.branch, step.step)
-        return [_nonfinite_finding(step, finding_id, sentence, evidence, None, rows, query=query)]
+        evidence = _logits_evidence(logits)
+        return (self._newest_row_finding(step, finding_id, sentence, evidence, "logits"),)
 
     def _check_closed_logits(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
         """Check logits that are partly -Inf before any logits processor.
@@ -274,40 +237,15 @@ class NumbersRule(Rule):
             return ()
         self._n_closed[step.branch] = _UNLIMITED
         sentence = (
-            f"{plural(logits.n_inf, 'logit')} of step {step.step} {_is_or_are(logits.n_inf)} -Inf "
+            f"{plural(logits.n_inf, 'logit')} of step {step.step} {is_or_are(logits.n_inf)} -Inf "
             f"before any logits processor, where the first step had {before}: no processor or "
             "sampling option excluded these tokens."
         )
         evidence = {**_logits_evidence(logits), "before": before}
-        rows = np.array([step.kv_after - 1])
-        query = _LOGITS_QUERY.format(step.generation, step.branch, step.step)
-        return [
-            _nonfinite_finding(step, INF, sentence, evidence, None, rows, Severity.WARNING, query)
-        ]
-
-
-def _nonfinite_finding(
-    step: StepRecord,
-    finding_id: str,
-    sentence: str,
-    evidence: dict[str, Any],
-    layer: int | None,
-    rows: Positions | None,
-    severity: Severity | None = None,
-    query: str = "",
-) -> Finding:
-    return Finding(
-        id=finding_id,
-        severity=severity or NumbersRule.findings[finding_id].severity,
-        sentence=sentence,
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        layer=layer,
-        positions=() if rows is None else limit_positions(rows),
-        evidence=evidence,
-        query=query,
-    )
+        finding = self._newest_row_finding(
+            step, INF, sentence, evidence, "logits", severity=Severity.WARNING
+        )
+        return (finding,)
 
 
 def _logits_evidence(logits: LogitsRecord) -> dict[str, Any]:
@@ -322,10 +260,6 @@ def _format_value_counts(record: LayerStatRecord | LogitsRecord) -> str:
     if record.n_nan and record.n_inf:
         return f"{record.n_nan} NaN and {record.n_inf} Inf values"
     return plural(record.n_nan or record.n_inf, "value")
-
-
-def _is_or_are(n: int) -> str:
-    return "is" if n == 1 else "are"
 
 
 def _format_carriers(carriers: Sequence[int], in_logits: bool) -> str:
@@ -393,13 +327,13 @@ def find_nonfinite_part(
     part = _score_part(step, call, lse, producer.layer, context)
     if part is not None:
         return part
-    if call.gate is None:
+    if call.lse_error is None:
         return None
-    if call.gate != call.gate:
+    if call.lse_error != call.lse_error:
         return _value_part(step, number, context)
     if not is_newest:
         return None
-    if call.gate_kind == "output":
+    if call.check_kind == "output":
         words = "the attention of that row is finite, so it comes from a later part: the output "
         return LayerPart("after attention", f"{words}projection, the MLP or a norm")
     words = "the scores of that row are finite, so it comes from the values or a later part"
@@ -412,7 +346,7 @@ def find_nonfinite_call(step: StepRecord, number: int, context: RuleContext) -> 
     The compiled kernel skips closed blocks, so a recomputed NaN in them does not count.
     """
     call = step.calls[number]
-    if call.gate is None or call.gate == call.gate or call.path == "flex compiled":
+    if call.lse_error is None or call.lse_error == call.lse_error or call.path == "flex compiled":
         return None
     lse = _call_lse(step, number)
     if lse is None:
@@ -437,14 +371,14 @@ def _score_part(
     step: StepRecord, call: CallRecord, lse: NumberArray, layer: int | None, context: RuleContext
 ) -> LayerPart | None:
     """The part, if the scores of the newest row are not finite or the row has no open key."""
-    if call.gate is None:
+    if call.lse_error is None:
         return None
     if np.isneginf(lse).any():
         words = "its newest row has no open key, and the softmax of an empty row is NaN"
-        return LayerPart("row without keys", words) if call.gate != call.gate else None
+        return LayerPart("row without keys", words) if call.lse_error != call.lse_error else None
     bad = ~np.isfinite(lse)
     is_beyond = bool((np.abs(lse[~bad]) > LARGEST_FLOAT16).any())
-    if call.dtype == "float16" and call.gate != call.gate and is_beyond:
+    if call.dtype == "float16" and call.lse_error != call.lse_error and is_beyond:
         words = f"its scores exceed the largest float16 ({LARGEST_FLOAT16}) and overflow to Inf"
         return LayerPart("scores", words)
     if not bad.any():
@@ -468,7 +402,7 @@ def _value_part(step: StepRecord, number: int, context: RuleContext) -> LayerPar
     n_open = count_open_keys(step, context, number)
     n_closed = 0 if n_open is None else call.kv_len - int(n_open.max())
     if n_closed:
-        verb = "is" if n_closed == 1 else "are"
-        words += f" ({plural(n_closed, 'key')} of {call.kv_len} {verb} closed to the newest row, "
+        words += f" ({plural(n_closed, 'key')} of {call.kv_len} "
+        words += f"{is_or_are(n_closed)} closed to the newest row, "
         words += "but 0 times NaN is NaN)"
     return LayerPart("values", words)

@@ -8,7 +8,7 @@ with itself in other steps of the same phase, and only the range of float16 is a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter, eq, lt
@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flexinspect.core.text import format_layers as in_layers
+from flexinspect.core.text import capitalize, format_layers
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import CallRecord, LayerStatRecord, StepRecord
+from flexinspect.records.step import LayerStatRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import ROW_STREAMS
 from flexinspect.rules.attention.call_arguments import find_capped_layers
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.context import RuleContext, format_step_layers
+from flexinspect.rules.engine import Rule, finding_kinds
 
 OVERFLOW_RISK = "numbers.overflow-risk"
 SATURATION = "numbers.saturation"
@@ -85,100 +85,36 @@ class OutputRangeRule(Rule):
 
     name: ClassVar[str] = "ranges"
     streams: ClassVar[tuple[str, ...]] = ROW_STREAMS
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        OVERFLOW_RISK: FindingKind(
-            Severity.NOTE,
-            "a layer's output is close to the largest float16",
-            why=(
-                "Above 65504 a float16 is Inf, and the next norm turns the whole row into NaN. "
-                "Another or a longer prompt may be enough."
-            ),
-            confirm=(
-                "Check min and max in the layers panel, and run again with --dtype bfloat16, which "
-                "has the range of float32."
-            ),
-            fix="Run in bfloat16, or keep the named layer and the residual stream in float32.",
-            query=(
-                "SELECT layer, module, min, max FROM layer_stats WHERE generation = {generation} "
-                "AND branch = {branch} AND step = {step} AND max(abs(min), abs(max)) > 32752"
-            ),
-        ),
-        SATURATION: FindingKind(
-            Severity.WARNING,
-            "a layer's output is constant, equals its input or does not depend on it, or its "
-            "scores are at the softcap",
-            why=(
-                "Such a layer carries no information about the text, and later layers get an input "
-                "they were not trained on."
-            ),
-            confirm=(
-                "Step through the layers panel: the row of the layer does not change, or equals "
-                "the row above it. For capped scores compare attention.lse minus entropy with the "
-                "cap."
-            ),
-            fix=(
-                "Look for weights that were not loaded (zeros), a hook or patch that returns its "
-                "input or a buffer, and scores that are not scaled before the softcap."
-            ),
-            query=(
-                "SELECT step, layer, module, min, max, mean, std, norm FROM layer_stats "
-                "WHERE generation = {generation} AND branch = {branch} AND layer = {layer} "
-                "AND step <= {step} ORDER BY step"
-            ),
-        ),
-        NORM_JUMP: FindingKind(
-            Severity.WARNING,
-            "the norm of a layer's output differs by orders of magnitude from other steps",
-            why=(
-                "The norms of a layer stay within a small factor from token to token. They change "
-                "by orders of magnitude if the computation differs: other weights, another scale, "
-                "overwritten memory."
-            ),
-            confirm=(
-                "Compare the norms of this step and the previous one in the layers panel; the "
-                "fault begins at the first layer that jumps."
-            ),
-            fix=(
-                "Check what modifies this layer between the two steps: hooks, switched adapters, "
-                "quantized or offloaded weights, reused buffers."
-            ),
-            query=(
-                "SELECT step, norm, min, max FROM layer_stats WHERE generation = {generation} "
-                "AND branch = {branch} AND layer = {layer} ORDER BY step"
-            ),
-        ),
-    }
+    findings = finding_kinds(OVERFLOW_RISK, SATURATION, NORM_JUMP)
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the norms."""
         super().on_generation_start(context)
         self._histories: dict[tuple[int, str], _NormHistory] = {}
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check the outputs of a step; another rule reports NaN and Inf."""
         stats = step.layer_stats
-        found: list[Finding] = []
         if step.calls and step.calls[0].softcap is not None:
-            found += self._check_capped(step)
+            yield from self._check_capped(step)
         if len(stats) < 2:  # level basic records only non-finite layers
-            return found
+            return
         norms = list(map(_get_norm, stats))
         history = self._norm_history(step)
         if not history.are_in_range(norms):
-            found += self._check_jump(step, history, norms)
+            yield from self._check_jump(step, history, norms)
         else:
             history.add(norms)
         constant = [stat for stat in stats if stat.min == stat.max]
         if constant:
-            found.append(self._constant_finding(step, constant))
+            yield self._constant_finding(step, constant)
         elif any(map(eq, norms, norms[1:])):
-            found += self._check_identity(step)
+            yield from self._check_identity(step)
         if step.q_len == 1 and not constant:
-            found += self._check_unchanged(step, history, norms)
+            yield from self._check_unchanged(step, history, norms)
         history.last_norms = norms
         if step.calls and step.calls[0].dtype == "float16":
-            found += self._check_overflow(step)
-        return found
+            yield from self._check_overflow(step)
 
     def _norm_history(self, step: StepRecord) -> _NormHistory:
         """The history of the step's phase; a new one if the number of recorded layers changes."""
@@ -189,15 +125,14 @@ class OutputRangeRule(Rule):
 
     # -- float16 ---------------------------------------------------------------------------------
 
-    def _check_overflow(self, step: StepRecord) -> list[Finding]:
+    def _check_overflow(self, step: StepRecord) -> Iterator[Finding]:
         near = [
             stat
             for stat in step.layer_stats
-            if NEAR_LIMIT_SHARE * FLOAT16_MAX < _abs_max(stat) < np.inf
+            if NEAR_LIMIT_SHARE * FLOAT16_MAX < _abs_max(stat) < np.inf and _is_float16(stat)
         ]
-        near = [stat for stat in near if _is_float16(stat)]
         if not near:
-            return []
+            return
         worst = max(near, key=_abs_max)
         is_at_limit = _abs_max(worst) >= AT_LIMIT_SHARE * FLOAT16_MAX
         which = sorted(stat.layer for stat in near)
@@ -206,19 +141,16 @@ class OutputRangeRule(Rule):
             f"{_abs_max(worst) / FLOAT16_MAX:.0%} of the largest float16 (65504)"
         )
         if len(which) > 1:
-            sentence += f"; {in_layers(which, len(step.layer_stats))} are above half of it"
-        evidence = {"module": worst.module, "min": worst.min, "max": worst.max}
-        return [
-            _range_finding(
-                step,
-                OVERFLOW_RISK,
-                f"{sentence}.",
-                evidence,
-                [worst.layer],
-                severity=Severity.WARNING if is_at_limit else Severity.NOTE,
-                series="at the end" if is_at_limit else "near",
-            )
-        ]
+            sentence += f"; {format_layers(which, len(step.layer_stats))} are above half of it"
+        yield self.finding(
+            step,
+            OVERFLOW_RISK,
+            f"{sentence}.",
+            severity=Severity.WARNING if is_at_limit else Severity.NOTE,
+            layers=(worst.layer,),
+            evidence={"module": worst.module, "min": worst.min, "max": worst.max},
+            series="at the end" if is_at_limit else "near",
+        )
 
     # -- constant, identity, unchanged, capped ---------------------------------------------------
 
@@ -230,28 +162,26 @@ class OutputRangeRule(Rule):
             f"{step.step}: the layer passes on no information about the text"
         )
         if len(which) > 1:
-            sentence += f"; also constant: {in_layers(which[1:], len(step.layer_stats))}"
-        evidence = {"value": value}
-        return _range_finding(step, SATURATION, f"{sentence}.", evidence, which, series="dead")
+            sentence += f"; also constant: {format_layers(which[1:], len(step.layer_stats))}"
+        return self._saturation(step, f"{sentence}.", which, {"value": value}, "dead")
 
-    def _check_identity(self, step: StepRecord) -> list[Finding]:
-        pairs = pairwise(step.layer_stats)
+    def _check_identity(self, step: StepRecord) -> Iterator[Finding]:
         which = [
-            b.layer for a, b in pairs if a.layer < b.layer and _stat_values(a) == _stat_values(b)
+            b.layer
+            for a, b in pairwise(step.layer_stats)
+            if a.layer < b.layer and _stat_values(a) == _stat_values(b)
         ]
-        if not which:
-            return []
-        one = len(which) == 1
-        sentence = (
-            f"{in_layers(which, len(step.layer_stats)).capitalize()} "
-            f"{'returns its input' if one else 'return their input'} unchanged in step "
-            f"{step.step}: neither attention nor MLP adds anything."
-        )
-        return [_range_finding(step, SATURATION, sentence, {"layers": which}, which, series="idle")]
+        if which:
+            verb = "returns its input" if len(which) == 1 else "return their input"
+            sentence = (
+                f"{capitalize(format_layers(which, len(step.layer_stats)))} {verb} unchanged in "
+                f"step {step.step}: neither attention nor MLP adds anything."
+            )
+            yield self._saturation(step, sentence, which, {"layers": which}, "idle")
 
     def _check_unchanged(
         self, step: StepRecord, history: _NormHistory, norms: list[float]
-    ) -> list[Finding]:
+    ) -> Iterator[Finding]:
         """Report layers with the output of the previous step although the input token differs."""
         same = any(map(eq, norms, history.last_norms))
         token = self.context.token(step.kv_before)
@@ -259,50 +189,54 @@ class OutputRangeRule(Rule):
         history.last_token_id = None if token is None else token.token_id
         stats, history.last_stats = history.last_stats, step.layer_stats
         if not same or token is None or last_token_id in (None, token.token_id):
-            return []
+            return
         pairs = zip(step.layer_stats, stats, strict=True)
         which = [now.layer for now, then in pairs if _stat_values(now) == _stat_values(then)]
-        if not which:
-            return []
-        one = len(which) == 1
-        sentence = (
-            f"The output of {in_layers(which, len(norms))} in step {step.step} is the same as in "
-            f"step {step.step - 1}, although the input token differs: "
-            f"{'it does' if one else 'they do'} not depend on the input."
-        )
-        return [
-            _range_finding(step, SATURATION, sentence, {"layers": which}, which, series="stuck")
-        ]
-
-    def _check_capped(self, step: StepRecord) -> list[Finding]:
-        which = find_capped_layers(step, self.context)
-        if not which:
-            return []
-        cap = next(call.softcap for call in step.calls if call.layer == which[0])
-        sentence = (
-            f"The keys that the newest row of step {step.step} attends to have scores at the "
-            f"softcap of {cap:g} in every head of {in_layers(which, len(_layer_set(step.calls)))}: "
-            "the softcap makes them all equal."
-        )
-        query = (
-            f"SELECT layer, softcap, scale, head_dim FROM calls WHERE generation = "
-            f"{step.generation} AND branch = {step.branch} AND step = {step.step} "
-            f"AND layer = {which[0]}"
-        )
-        evidence = {"softcap": cap}
-        return [
-            _range_finding(
-                step, SATURATION, sentence, evidence, which, series="capped", query=query
+        if which:
+            sentence = (
+                f"The output of {format_layers(which, len(norms))} in step {step.step} is the same "
+                f"as in step {step.step - 1}, although the input token differs: "
+                f"{'it does' if len(which) == 1 else 'they do'} not depend on the input."
             )
-        ]
+            yield self._saturation(step, sentence, which, {"layers": which}, "stuck")
+
+    def _check_capped(self, step: StepRecord) -> Iterator[Finding]:
+        which = find_capped_layers(step, self.context)
+        if which:
+            cap = next(call.softcap for call in step.calls if call.layer == which[0])
+            sentence = (
+                f"The keys that the newest row of step {step.step} attends to have scores at the "
+                f"softcap of {cap:g} in every head of {format_step_layers(which, step)}: the "
+                "softcap makes them all equal."
+            )
+            yield self._saturation(step, sentence, which, {"softcap": cap}, "capped", "capped")
+
+    def _saturation(
+        self,
+        step: StepRecord,
+        sentence: str,
+        which: Sequence[int],
+        evidence: Mapping[str, Any],
+        series: str,
+        query: str = "",
+    ) -> Finding:
+        return self.finding(
+            step,
+            SATURATION,
+            sentence,
+            layers=which,
+            evidence=evidence,
+            series=series,
+            query=query,
+        )
 
     # -- jumps -----------------------------------------------------------------------------------
 
     def _check_jump(
         self, step: StepRecord, history: _NormHistory, norms: list[float]
-    ) -> list[Finding]:
+    ) -> Iterator[Finding]:
         if any(stat.n_nan or stat.n_inf for stat in step.layer_stats):
-            return []
+            return
         # The norm of finite numbers may be infinite; use the largest of them instead.
         norms = [
             n if n < math.inf else _abs_max(s) for n, s in zip(norms, step.layer_stats, strict=True)
@@ -315,27 +249,34 @@ class OutputRangeRule(Rule):
             if norm > 0 < low and _is_jump(stat, norm, low, high)
         ]
         if not jumps:
-            return []
+            return
         first, ratio = min(jumps, key=lambda jump: jump[0].layer)
         which = sorted(stat.layer for stat, _ in jumps)
         more = ratio > 1
         times = ratio if more else 1 / ratio
+        how_often = f"{times:,.0f}" if times < 1e6 else f"{times:.0e}"
         sentence = (
-            f"The output of layer {first.layer} is {_format_ratio(times)} times "
+            f"The output of layer {first.layer} is {how_often} times "
             f"{'larger' if more else 'smaller'} in step {step.step} than in any {step.phase} step "
             f"before (largest value {_abs_max(first):.3g})"
         )
         if first.layer > min(stat.layer for stat in step.layer_stats):
             sentence += ", while the layers before it are unchanged"
         if len(which) > 1:
-            sentence += f"; it continues in {in_layers(which[1:], len(norms))}"
-        evidence = {"norm": first.norm, "times": times, "module": first.module, "layers": which}
-        series = f"layer {first.layer} {'up' if more else 'down'}"
-        return [_range_finding(step, NORM_JUMP, f"{sentence}.", evidence, which, series=series)]
-
-
-def _format_ratio(ratio: float) -> str:
-    return f"{ratio:,.0f}" if ratio < 1e6 else f"{ratio:.0e}"
+            sentence += f"; it continues in {format_layers(which[1:], len(norms))}"
+        yield self.finding(
+            step,
+            NORM_JUMP,
+            f"{sentence}.",
+            layers=which,
+            evidence={
+                "norm": first.norm,
+                "times": times,
+                "module": first.module,
+                "layers": which,
+            },
+            series=f"layer {first.layer} {'up' if more else 'down'}",
+        )
 
 
 def _abs_max(stat: LayerStatRecord) -> float:
@@ -356,33 +297,3 @@ def _is_jump(stat: LayerStatRecord, norm: float, low: float, high: float) -> boo
 
 def _stat_values(stat: LayerStatRecord) -> tuple[float, ...]:
     return stat.min, stat.max, stat.mean, stat.norm
-
-
-def _layer_set(calls: Sequence[CallRecord]) -> set[int]:
-    return {call.layer for call in calls}
-
-
-def _range_finding(
-    step: StepRecord,
-    finding_id: str,
-    sentence: str,
-    evidence: dict[str, Any],
-    which: Sequence[int],
-    *,
-    series: str,
-    severity: Severity | None = None,
-    query: str = "",
-) -> Finding:
-    return Finding(
-        id=finding_id,
-        severity=severity or OutputRangeRule.findings[finding_id].severity,
-        sentence=sentence,
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        layer=which[0],
-        evidence=evidence,
-        layers=tuple(which) if len(which) > 1 else (),
-        series=series,
-        query=query,
-    )

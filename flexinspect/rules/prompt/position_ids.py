@@ -6,7 +6,7 @@ start of a segment they may restart. The ids are those that the layers received.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, ClassVar, NamedTuple
@@ -14,48 +14,25 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import plural, printable
+from flexinspect.core.text import capitalize, plural, printable
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import MaskRecord, StepRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.context import RuleContext, step_array
+from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.declared_vs_executed import count_pads_by_id
 
 NOT_RESET = "positions.not-reset"
-NOT_RESET_KIND = FindingKind(
-    Severity.NOTE,
-    "isolated segments whose position ids are not restarted",
-    why="Inside a segment this changes nothing. Rows that attend to several segments see them at "
-    "different distances, so with rotary embeddings the answer depends on their order. This is a "
-    "modeling choice, not a fault.",
-    confirm="Run again with the two segments in the other order, and compare the logits of the "
-    "first generated token (panel logits, step 0).",
-    fix="If the order should not matter, restart the position ids of each segment after the shared "
-    "prefix, and continue the text after them from the longest segment.",
-    query="SELECT t.segment, s.label, min(t.position_id) AS first_id, "
-    "max(t.position_id) AS last_id FROM tokens t "
-    "JOIN segments s USING (generation, branch, segment) "
-    "WHERE t.generation = {generation} AND t.branch = {branch} GROUP BY t.segment",
-)
 
 POSITION_JUMP = "positions.jump"
 POSITION_RESTART = "positions.restart"
 POSITION_PADDING = "positions.padding"
-LEARNED_POSITIONS_EVENT = "learnt-positions"
+LEARNED_POSITIONS_EVENT = "learned-positions"
 """Event of a model with learned position embeddings, where absolute ids matter."""
 
 POSITION_DUPLICATE = "positions.duplicate"
-_POSITION_QUERY = (
-    "SELECT step, batch, positions, cached_before FROM inputs "
-    "WHERE generation = {generation} AND branch = {branch} ORDER BY step"
-)
 
-_POSITION_CONFIRM = (
-    "Check the position ids in the tokens panel, or the column positions of the table inputs step "
-    "by step."
-)
 
 PositionIds = npt.NDArray[Any]
 
@@ -70,13 +47,6 @@ class _PositionFault(NamedTuple):
     ids: dict[str, int]
 
 
-class _ReportedFault(NamedTuple):
-    """The first fault reported for decode steps."""
-
-    id: str
-    is_error: bool
-
-
 class PositionsRule(Rule):
     """Compares the position ids of a step with the previous step, the cache and the padding.
 
@@ -85,50 +55,9 @@ class PositionsRule(Rule):
 
     name: ClassVar[str] = "positions"
     streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "inputs.positions")
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        POSITION_JUMP: FindingKind(
-            Severity.WARNING,
-            "position ids that skip some numbers",
-            why="With rotary embeddings the gap is added to the distance between the token and the "
-            "text before it; with learned embeddings the token gets another position.",
-            confirm=_POSITION_CONFIRM,
-            fix="Continue from the last id in decode steps too. A model that creates ids itself "
-            "counts the cached keys, which differs if you pass your own ids for the prompt.",
-            query=_POSITION_QUERY,
-        ),
-        POSITION_RESTART: FindingKind(
-            Severity.ERROR,
-            "position ids that restart where the text continues",
-            why="The new token is positioned before the text that it follows: distances to the "
-            "keys are negative, which no causal model was trained on.",
-            confirm=_POSITION_CONFIRM,
-            fix="In a decode step the id is the last one plus 1, not the row index within the "
-            "step: pass position_ids, or let the model create them from the cache.",
-            query=_POSITION_QUERY,
-        ),
-        POSITION_PADDING: FindingKind(
-            Severity.WARNING,
-            "position ids that disagree with the padding of a batch",
-            why="The distances between tokens of a padded row differ from those in a run of that "
-            "row alone, so the answer depends on the other rows of the batch.",
-            confirm="Check the arrays inputs.positions and inputs.mask of this step: ids of real "
-            "tokens should rise by one. Run the row alone and compare.",
-            fix="Use position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0) for the prompt, "
-            "and add 1 in each later step.",
-            query=_POSITION_QUERY,
-        ),
-        POSITION_DUPLICATE: FindingKind(
-            Severity.WARNING,
-            "a position id that two tokens of a sequence share",
-            why="With rotary embeddings the two tokens have the same position and their order is "
-            "lost; everything after them is one position too close.",
-            confirm=_POSITION_CONFIRM,
-            fix="Look for an off-by-one error between prompt and answer: the first generated token "
-            "has the id of the last prompt token plus 1.",
-            query=_POSITION_QUERY,
-        ),
-        NOT_RESET: NOT_RESET_KIND,
-    }
+    findings = finding_kinds(
+        POSITION_JUMP, POSITION_RESTART, POSITION_PADDING, POSITION_DUPLICATE, NOT_RESET
+    )
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the state of a generation."""
@@ -137,13 +66,14 @@ class PositionsRule(Rule):
         """The last id of each row of the batch."""
         self._length = 0
         self._unpadded: npt.NDArray[np.bool_] | None = None
-        self._reported: _ReportedFault | None = None
+        self._reported: _PositionFault | None = None
+        """The first fault of the decode steps, or the first error among them."""
         self._counted_pads_severity = Severity.NOTE
         """Severity of ids that count padding: rotary embeddings are not affected."""
         self._isolated_pairs: Sequence[IsolatedPair] = ()
         """Isolated segments without restarted ids, until a row attends to both."""
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterable[Finding]:
         """Check the position ids of a step."""
         inputs = step.inputs
         if inputs is None or not inputs.positions:
@@ -158,29 +88,28 @@ class PositionsRule(Rule):
             last[0] += runs[0][1]
             self._length = step.kv_after
             return ()
-        table = _stream_array(step, "inputs.positions")
+        table = step_array(step, "inputs.positions")
         if table is None:  # all batch rows share one row of ids
             table = np.tile(np.asarray(inputs.position_ids), (max(inputs.batch, 1), 1))
         return self._check_ids(step, table)
 
-    def _check_ids(self, step: StepRecord, ids: PositionIds) -> list[Finding]:
-        real = _stream_array(step, "inputs.mask")
-        if not step.kv_before:
+    def _check_ids(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
+        if step.kv_before:
+            yield from self._check_decode_step(step, ids)
+        else:
+            real = step_array(step, "inputs.mask")
             is_learned = any(event.kind == LEARNED_POSITIONS_EVENT for event in step.events)
             self._counted_pads_severity = Severity.WARNING if is_learned else Severity.NOTE
             self._unpadded = real if real is not None and real.shape == ids.shape else None
-        found = (
-            self._check_decode_step(step, ids) if step.kv_before else self._check_prompt(step, ids)
-        )
+            self._isolated_pairs = find_isolated_pairs(self.context, step, ids[0])
+            yield from self._check_prompt(step, ids)
         self._last_ids, self._length = self._last_real_ids(step, ids), step.kv_after
-        if step.kv_before:
-            pairs, self._isolated_pairs = self._isolated_pairs, ()
-        else:
-            pairs = self._isolated_pairs = find_isolated_pairs(self.context, step, ids[0])
-        notes = check_position_order(self.context, step, pairs)
-        if notes:
+        pairs = self._isolated_pairs
+        pair = find_pair_in_one_row(self.context, step, pairs) if pairs else None
+        if pair is not None or step.kv_before:
             self._isolated_pairs = ()
-        return [*found, *notes]
+        if pair is not None:
+            yield self._not_reset_finding(step, pair)
 
     def _last_real_ids(self, step: StepRecord, ids: PositionIds) -> PositionIds:
         """The last id of each row; with right padding, that of its last real token."""
@@ -193,16 +122,14 @@ class PositionsRule(Rule):
 
     # -- a prompt, or the whole sequence again ---------------------------------------------------
 
-    def _check_prompt(self, step: StepRecord, ids: PositionIds) -> list[Finding]:
-        found: list[Finding] = []
+    def _check_prompt(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
         for row in range(len(ids)):
             fault = self._check_padded_row(ids[row], row)
             if fault is None and row == 0:
                 fault = self._check_unpadded_row(ids[row])
             if fault is not None:
-                found.append(self._finding(step, fault, row, len(ids)))
-                break
-        return found
+                yield self._fault_finding(step, fault, row, len(ids))
+                return
 
     def _check_padded_row(self, ids: PositionIds, row: int) -> _PositionFault | None:
         """Compare the ids of the real tokens of a padded row with each other."""
@@ -246,9 +173,12 @@ class PositionsRule(Rule):
         at = int(breaks[0])
         before, now = int(ids[at - 1]), int(ids[at])
         # Without declared segments, ids that restart may belong to packed documents.
-        has_segments = self._has_declared_segments()
+        labels = [segment.label for segment in self.context.segments]
+        has_segments = sum(label not in ("padding", "prompt") for label in labels) > 1
         severity = Severity.WARNING if has_segments else Severity.NOTE
-        inside = f" inside {self._segment_label(at)}" if has_segments else ""
+        segment = self.context.segment_at(at)
+        label = "no segment" if segment is None else segment.label
+        inside = f" inside {label}" if has_segments else ""
         seen = {"id": now, "before": before, "places": len(breaks)}
         others = "" if len(breaks) == 1 else f" (first of {len(breaks)} such positions)"
         where = f"at {self.context.format_position(at)}{inside}{others}"
@@ -269,54 +199,48 @@ class PositionsRule(Rule):
             return first.stop
         return count_pads_by_id(self.context)
 
-    def _has_declared_segments(self) -> bool:
-        """Whether segments were declared; otherwise the prompt is a single one."""
-        return sum(s.label not in ("padding", "prompt") for s in self.context.segments) > 1
-
     def _segment_starts(self) -> list[int]:
         return [segment.start for segment in self.context.segments]
 
-    def _segment_label(self, pos: int) -> str:
-        segment = self.context.segment_at(pos)
-        return "no segment" if segment is None else segment.label
-
     # -- rows on a filled cache ------------------------------------------------------------------
 
-    def _check_decode_step(self, step: StepRecord, ids: PositionIds) -> list[Finding]:
+    def _check_decode_step(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
         if self._follows_faulty_cache(step, ids):
-            return []
+            return
         last = self._last_ids
         if last is None:
-            return self._check_first_decode_step(step, ids)
+            yield from self._check_first_decode_step(step, ids)
+            return
         if len(last) != len(ids):
-            return []
+            return
         firsts = ids[:, 0]
         # After rejected drafts, the cache and the ids go back by the same number.
         gone = self._length - step.kv_before
         bad = (firsts != last + 1) & (firsts != last + 1 - gone)
         rows = np.flatnonzero(bad)
         if not len(rows):
-            return []
+            return
         row = int(rows[0])
         fault = self._classify_fault(step, int(last[row]), int(firsts[row]), row)
         reported = self._reported
-        if reported is not None and (fault.severity is not Severity.ERROR or reported.is_error):
+        error = Severity.ERROR
+        if reported is not None and (fault.severity is not error or reported.severity is error):
             fault = fault._replace(id=reported.id)  # later steps follow from the first fault
         else:
-            self._reported = _ReportedFault(fault.id, fault.severity is Severity.ERROR)
-        return [self._finding(step, fault, row, len(rows) if len(ids) > 1 else 1)]
+            self._reported = fault
+        yield self._fault_finding(step, fault, row, len(rows) if len(ids) > 1 else 1)
 
-    def _check_first_decode_step(self, step: StepRecord, ids: PositionIds) -> list[Finding]:
+    def _check_first_decode_step(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
         """Check the first recorded step if the cache was already filled."""
         if step.step or int(ids[0, 0]) != 0 or step.kv_before < 2:
-            return []
+            return
         words = (
             f"position ids begin at 0 in step {step.step}, on a cache of {step.kv_before} keys "
             f"({self.context.format_position(step.kv_before)})"
         )
         seen = {"id": 0, "cached": step.kv_before}
         fault = _PositionFault(POSITION_RESTART, Severity.WARNING, words, 0, seen)
-        return [self._finding(step, fault, 0, 1)]
+        yield self._fault_finding(step, fault, 0, 1)
 
     def _follows_faulty_cache(self, step: StepRecord, ids: PositionIds) -> bool:
         """Whether the ids count keys that the first layer lost, which the cache rule reports."""
@@ -329,7 +253,7 @@ class PositionsRule(Rule):
         expected, cached = before + 1, step.kv_before
         seen = {"id": now, "expected": expected, "cached": cached}
         where = f"in step {step.step} ({self._format_position(cached, row)})"
-        pads = self._count_row_pads(row)
+        pads = 0 if self._unpadded is None else int((~self._unpadded[row]).sum())
         if pads and now == cached:
             words = (
                 f"position ids go from {before} to {now} {where}: the ids of the prompt skip its "
@@ -351,35 +275,50 @@ class PositionsRule(Rule):
         words = f"position ids jump from {before} to {now} {where}{counts}"
         return _PositionFault(POSITION_JUMP, Severity.WARNING, words, 0, seen)
 
-    def _count_row_pads(self, row: int) -> int:
-        return 0 if self._unpadded is None else int((~self._unpadded[row]).sum())
-
     # -- findings --------------------------------------------------------------------------------
 
     def _format_position(self, pos: int, row: int) -> str:
         """A position with its word, which is known for batch row 0 only."""
         return self.context.format_position(pos) if row == 0 else f"position {pos}"
 
-    def _finding(self, step: StepRecord, fault: _PositionFault, row: int, n_rows: int) -> Finding:
+    def _fault_finding(
+        self, step: StepRecord, fault: _PositionFault, row: int, n_rows: int
+    ) -> Finding:
         many = step.inputs is not None and step.inputs.batch > 1
         words = f"in batch row {row}, {fault.description}" if many else fault.description
         if many and step.kv_before and n_rows > 1:
             words = f"in {n_rows} batch rows, first in row {row}: {fault.description}"
-        return Finding(
-            id=fault.id,
+        return self.finding(
+            step,
+            fault.id,
+            f"{capitalize(words)}.",
             severity=fault.severity,
-            sentence=f"{words[0].upper()}{words[1:]}.",
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
             positions=(step.kv_before + fault.column,),
             evidence={**fault.ids, "batch_row": row},
             series="decode" if step.kv_before else "prompt",
         )
 
-
-def _stream_array(step: StepRecord, stream: str) -> PositionIds | None:
-    return next((one.array for one in step.arrays if one.stream == stream), None)
+    def _not_reset_finding(self, step: StepRecord, pair: IsolatedPair) -> Finding:
+        a, b = printable(pair.first.label), printable(pair.second.label)
+        sentence = (
+            f"Position ids are not restarted at {b}: it begins at {pair.second_id} "
+            f"({self.context.format_position(pair.second.start)}), and {a}, to which it does not "
+            f"attend, at {pair.first_id}; a row that attends to both sees them at different "
+            "distances, so their order may matter (a modeling choice, not a fault)."
+        )
+        return self.finding(
+            step,
+            NOT_RESET,
+            sentence,
+            positions=(pair.second.start,),
+            evidence={
+                "first": a,
+                "second": b,
+                "first_id": pair.first_id,
+                "second_id": pair.second_id,
+            },
+            series="order",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,12 +352,10 @@ def find_isolated_pairs(
     return []
 
 
-def check_position_order(
+def find_pair_in_one_row(
     context: RuleContext, step: StepRecord, pairs: Sequence[IsolatedPair]
-) -> list[Finding]:
-    """A note on the first of these pairs of which some row of the step attends to both."""
-    if not pairs:
-        return []
+) -> IsolatedPair | None:
+    """The first of these pairs of which some row of the step attends to both."""
     for fingerprint in {call.mask: None for call in step.calls}:
         mask = context.mask(fingerprint)
         if mask is None or mask.cells is None or mask.kv_offset:
@@ -429,15 +366,15 @@ def check_position_order(
                 for segment in (pair.first, pair.second)
             )
             if (sees_first & sees_second).any():
-                return [_not_reset_finding(context, step, pair)]
-    return []
+                return pair
+    return None
 
 
 def _common_cells(mask: MaskRecord | None, n: int) -> BoolArray | None:
     """The cells (rows, keys) that are open in any head; None if not all `n` positions are known."""
     if mask is None or mask.cells is None or mask.cells.shape[1] != n:
         return None
-    if mask.averaged is not None or mask.cells.shape[2] < n:
+    if mask.uniform_rows is not None or mask.cells.shape[2] < n:
         return None
     cells: BoolArray = np.any(mask.cells, axis=0)
     return cells
@@ -446,28 +383,3 @@ def _common_cells(mask: MaskRecord | None, n: int) -> BoolArray | None:
 def _is_isolated(cells: BoolArray, first: Segment, second: Segment) -> bool:
     one, other = slice(first.start, first.stop), slice(second.start, second.stop)
     return not cells[other, one].any() and not cells[one, other].any()
-
-
-def _not_reset_finding(context: RuleContext, step: StepRecord, pair: IsolatedPair) -> Finding:
-    a, b = printable(pair.first.label), printable(pair.second.label)
-    return Finding(
-        id=NOT_RESET,
-        severity=Severity.NOTE,
-        sentence=(
-            f"Position ids are not restarted at {b}: it begins at {pair.second_id} "
-            f"({context.format_position(pair.second.start)}), and {a}, to which it does not "
-            f"attend, at {pair.first_id}; a row that attends to both sees them at different "
-            "distances, so their order may matter (a modeling choice, not a fault)."
-        ),
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        positions=(pair.second.start,),
-        evidence={
-            "first": a,
-            "second": b,
-            "first_id": pair.first_id,
-            "second_id": pair.second_id,
-        },
-        series="order",
-    )

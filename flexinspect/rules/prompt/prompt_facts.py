@@ -328,17 +328,14 @@ def _shift_by_ends(prompt: PromptTokens, spans: Sequence[DeclaredSegment]) -> in
     """The shift that moves a BOS out of the first span and the last span to the end."""
     first, last = spans[0], spans[-1]
     n = prompt.stop - last.stop
-    if prompt.tokenizer_facts.bos is None or not _is_paraphrase(prompt, first):
+    is_paraphrase = any(segment.label == first.label for segment in prompt.paraphrases)
+    if prompt.tokenizer_facts.bos is None or not is_paraphrase:
         return None
     if n > 0 and prompt.has_bos and n == prompt.first_unpadded + 1 - first.start:
         return n
     if n == -1 and not prompt.has_bos and first.start == prompt.first_unpadded + 1:
         return n
     return None
-
-
-def _is_paraphrase(prompt: PromptTokens, piece: DeclaredSegment) -> bool:
-    return any(segment.label == piece.label for segment in prompt.paraphrases)
 
 
 def find_odd_border(prompt: PromptTokens) -> Iterator[tuple[DeclaredSegment, bool, int]]:

@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import format_layers, plural, printable
+from flexinspect.core.text import is_or_are, join_labels, plural, printable
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
-from flexinspect.rules.context import RuleContext
+from flexinspect.rules.context import format_step_layers
+from flexinspect.rules.engine import Rule
+from flexinspect.rules.masks.mask_views import layers_of
 from flexinspect.rules.prompt.prompt_facts import (
     MAX_SHIFT,
     PromptTokens,
@@ -32,11 +34,14 @@ from flexinspect.rules.prompt.prompt_facts import (
     leading_lengths,
     token_lengths,
 )
-from flexinspect.rules.prompt.segment_findings import DRIFT, SEGMENTS_MERGED, SHIFTED
+
+SHIFTED, DRIFT, SEGMENTS_MERGED = "segments.shifted", "segments.drift", "segments.merged"
 
 _LIBRARY_PREFIXES = ("transformers.", "flexinspect")
 
-_MAX_NAMED_SEGMENTS = 3
+MAX_NAMES = 3
+"""Labels or places that a sentence lists; it counts the others."""
+
 OpenKeyCounts = npt.NDArray[np.intp]
 """Open keys per row, (rows,)."""
 
@@ -61,8 +66,8 @@ class BorderFault:
 class BorderCheck:
     """Compares the borders of masks with the segments of one generation."""
 
-    def __init__(self, context: RuleContext, prompt: PromptTokens) -> None:
-        self._context, self._prompt = context, prompt
+    def __init__(self, rule: Rule, prompt: PromptTokens) -> None:
+        self._rule, self._context, self._prompt = rule, rule.context, prompt
         self._paraphrases = prompt.paraphrases
         self.is_needed = bool(self._paraphrases)
 
@@ -80,8 +85,7 @@ class BorderCheck:
 
     @property
     def _has_declared_mask(self) -> bool:
-        declared = self._context.declared_mask
-        return declared is not None and not declared.assumed
+        return self._context.declared_spec is not None
 
     def check_mask(self, mask: MaskRecord | None, head_borders: HeadBorders) -> BorderFault | None:
         """The fault in the borders of a mask; None if there is none, or if it is unclear.
@@ -138,7 +142,7 @@ class BorderCheck:
     def _is_custom_mask(self, mask: MaskRecord, borders: Borders) -> bool:
         """Whether user code made this mask with borders, and not a library."""
         if mask.kind == "block":
-            return not (mask.rule or "").startswith(_LIBRARY_PREFIXES)
+            return not (mask.mask_mod or "").startswith(_LIBRARY_PREFIXES)
         return len(borders) > 0
 
     # -- findings --------------------------------------------------------------------------------
@@ -147,8 +151,8 @@ class BorderCheck:
         self, step: StepRecord, fault: BorderFault, calls: Sequence[CallRecord]
     ) -> Finding:
         """The finding about a fault, for the layers of these calls."""
-        layers = sorted({call.layer for call in calls})
-        where = format_layers(layers, len({call.layer for call in step.calls}))
+        layers = layers_of(calls)
+        where = format_step_layers(layers, step)
         if fault.heads:
             where += f" ({plural(len(fault.heads), 'head')}, first {fault.heads[0]})"
         describe = {
@@ -159,18 +163,15 @@ class BorderCheck:
         sentence, positions = describe(fault, where)
         if not self._has_declared_mask:
             sentence += " No mask was declared; segments are assumed to be isolated."
-        return Finding(
-            id=fault.id,
+        return self._rule.finding(
+            step,
+            fault.id,
+            sentence,
             severity=Severity.ERROR if self._has_declared_mask else Severity.WARNING,
-            sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=layers[0],
+            layers=layers,
             head=fault.heads[0] if len(fault.heads) == 1 else None,
             positions=positions,
             evidence=self._evidence(fault, calls, layers),
-            layers=tuple(layers) if len(layers) > 1 else (),
             series=f"mask {fault.heads} {fault.offsets} {len(fault.missing)}",
         )
 
@@ -218,12 +219,10 @@ class BorderCheck:
         if not parts:  # inside separators
             executed = self._context.format_position(borders[0])
             declared = self._context.format_position(borders[0] + n)
-            return f"the first is at {executed} instead of {declared}", borders[:32]
-        named = _limit_names(parts)
-        listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+            return f"the first is at {executed} instead of {declared}", borders
         neighbor = "after" if n > 0 else "before"
-        verb = "is" if len(positions) == 1 else "are"
-        return f"{listed} {verb} treated as part of what comes {neighbor}", tuple(positions[:32])
+        listed, verb = join_labels(limit_names(parts)), is_or_are(len(positions))
+        return f"{listed} {verb} treated as part of what comes {neighbor}", tuple(positions)
 
     def _describe_drift(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
         steps = ", ".join(map(str, fault.offsets))
@@ -235,7 +234,7 @@ class BorderCheck:
             f"one by one{summed if alone != joined else ''}; the last is at "
             f"{self._context.format_position(fault.borders[-1])}."
         )
-        return sentence, fault.borders[:32]
+        return sentence, fault.borders
 
     def _describe_merge(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
         starts = tuple(segment.start for segment in fault.missing)
@@ -243,7 +242,7 @@ class BorderCheck:
         if n_missing == n - 1:
             what = f"is one block in {where}, but {n} segments were declared"
         else:
-            labels = _limit_names([f"'{printable(segment.label)}'" for segment in fault.missing])
+            labels = limit_names([f"'{printable(segment.label)}'" for segment in fault.missing])
             what = (
                 f"has {n - n_missing} blocks in {where}, but {n} segments were declared: there is "
                 f"no border before {' and '.join(labels)}"
@@ -253,7 +252,7 @@ class BorderCheck:
             f"token of '{printable(fault.missing[0].label)}', attends to the previous "
             f"segment{self._describe_eos()}."
         )
-        return sentence, starts[:32]
+        return sentence, starts
 
     def _describe_eos(self) -> str:
         """Whether an EOS separates the segments, where that explains the missing borders."""
@@ -270,11 +269,11 @@ class BorderCheck:
         return ""
 
 
-def _limit_names(names: Sequence[str]) -> list[str]:
+def limit_names(names: Sequence[str]) -> list[str]:
     """The first names, and how many more there are."""
-    if len(names) <= _MAX_NAMED_SEGMENTS:
+    if len(names) <= MAX_NAMES:
         return [*names]
-    return [*names[:_MAX_NAMED_SEGMENTS], f"{len(names) - _MAX_NAMED_SEGMENTS} more"]
+    return [*names[:MAX_NAMES], f"{len(names) - MAX_NAMES} more"]
 
 
 def explain_shift(prompt: PromptTokens, n: int) -> str:
@@ -309,8 +308,8 @@ def find_borders(mask: MaskRecord) -> tuple[HeadBorders, ...] | None:
         return None
     if mask.kind.startswith("none"):
         return None
-    if mask.averaged is not None:  # rows without any open key, averaged by eager attention
-        cells = cells & ~mask.averaged[..., None]
+    if mask.uniform_rows is not None:  # rows without any open key, averaged by eager attention
+        cells = cells & ~mask.uniform_rows[..., None]
     by_head: dict[Borders, list[int]] = {}
     for head, rows in enumerate(cells):
         counts = np.count_nonzero(rows, axis=1)

@@ -7,27 +7,44 @@ rows are compared with those of the declared segments once per run. Decode steps
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from flexinspect.core.text import plural, printable
+from flexinspect.core.text import join_labels, plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import DeclaredSegment
 from flexinspect.records.step import CallRecord, StepRecord, TokenRecord
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.masks.mask_views import calls_by_mask
 from flexinspect.rules.prompt import prompt_facts
-from flexinspect.rules.prompt import segment_findings as kinds
 from flexinspect.rules.prompt.prompt_facts import PromptTokens, SpanShift
 from flexinspect.rules.prompt.segment_borders import (
+    DRIFT,
+    MAX_NAMES,
+    SEGMENTS_MERGED,
+    SHIFTED,
     BorderCheck,
     BorderFault,
     HeadBorders,
     explain_shift,
     find_borders,
+    limit_names,
 )
-from flexinspect.rules.prompt.segment_findings import PROMPT_KINDS
 
-_MAX_NAMED_PIECES = 3
+ODD_BORDER = "segments.odd-border"
+NOT_FOUND = "segments.not-found"
+TRUNCATED = "segments.truncated"
+AMBIGUOUS = "segments.ambiguous"
+OVERLAP = "segments.overlap"
+UNCOVERED = "segments.uncovered"
+PADDING_INSIDE = "segments.padding-inside"
+BOS_MISSING = "segments.bos-missing"
+BOS_DOUBLED = "segments.bos-doubled"
+EOS_INSIDE = "segments.eos-inside"
+REORDERED = "segments.reordered"
+SPECIAL_AS_TEXT = "segments.special-as-text"
+
 _MAX_LISTED = 32
 _SHIFT_REASONS = {
     "lines": (
@@ -47,7 +64,23 @@ class PromptRule(Rule):
     """Reports where the declared segments differ from the input tokens or the executed mask."""
 
     name: ClassVar[str] = "fed"
-    findings: ClassVar[Mapping[str, FindingKind]] = PROMPT_KINDS
+    findings = finding_kinds(
+        SHIFTED,
+        DRIFT,
+        SEGMENTS_MERGED,
+        ODD_BORDER,
+        NOT_FOUND,
+        TRUNCATED,
+        AMBIGUOUS,
+        OVERLAP,
+        UNCOVERED,
+        PADDING_INSIDE,
+        BOS_MISSING,
+        BOS_DOUBLED,
+        EOS_INSIDE,
+        REORDERED,
+        SPECIAL_AS_TEXT,
+    )
 
     def __init__(self) -> None:
         self._borders: dict[str, tuple[HeadBorders, ...] | None] = {}
@@ -61,51 +94,57 @@ class PromptRule(Rule):
         self._later_tokens: list[TokenRecord] = []
         self._prompt = PromptTokens.from_context(context)
         self._is_checked = not self._prompt.tokens
-        self._border_check = BorderCheck(context, self._prompt)
+        self._border_check = BorderCheck(self, self._prompt)
         self._border_faults: dict[str, tuple[BorderFault, ...]] = {}
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check the prompt once it is complete, and the masks of steps with several rows."""
         if self._is_checked and step.q_len == 1:
-            return ()
-        found = []
+            return
         if not self._is_checked:
-            found += self._read_prompt(step)
+            yield from self._read_prompt(step)
         if step.q_len > 1 and self._border_check.is_needed:
-            found += self._check_masks(step)
-        return found
+            yield from self._check_masks(step)
 
-    def on_generation_end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Iterator[Finding]:
         """Check a prompt that never became complete."""
-        return () if self._is_checked else self._check_prompt()
+        if not self._is_checked:
+            yield from self._check_prompt()
 
-    def _read_prompt(self, step: StepRecord) -> list[Finding]:
+    def _read_prompt(self, step: StepRecord) -> Iterator[Finding]:
         """Check the prompt, unless pieces are missing that later forwards may still add."""
         prompt_tokens = [token for token in step.tokens if token.step is None]
         if prompt_tokens:
             self._later_tokens += prompt_tokens
             self._prompt = PromptTokens.from_context(self.context, self._later_tokens)
         if prompt_facts.is_complete(self._prompt) or (step.step > 0 and not prompt_tokens):
-            return self._check_prompt()
-        return []
+            yield from self._check_prompt()
 
-    def _check_prompt(self) -> list[Finding]:
-        self._is_checked = True
-        found = list(
-            check_prompt(self.context, self._prompt, had_complete_prompt=self._had_complete_prompt)
-        )
-        self._had_complete_prompt |= bool(self._prompt.pieces) and prompt_facts.is_complete(
-            self._prompt
-        )
-        return found
+    def _check_prompt(self) -> Iterator[Finding]:
+        """Yield what is wrong with the prompt, without the consequences of another finding."""
+        self._is_checked, prompt = True, self._prompt
+        if not prompt.tokens:
+            return
+        shift = prompt_facts.find_shift(prompt)
+        if shift is not None:
+            yield self._shifted(shift) if shift.tokens is not None else self._drifted(shift)
+        else:
+            yield from self._odd_border()
+            yield from self._inner_padding()
+            yield from self._missing_pieces()
+            yield from self._uncovered_words()
+        yield from self._doubtful_texts()
+        yield from self._reordered()
+        yield from self._check_bos()
+        yield from self._check_eos()
+        yield from self._special_tokens()
+        self._had_complete_prompt |= bool(prompt.pieces) and prompt_facts.is_complete(prompt)
 
     def _check_masks(self, step: StepRecord) -> Iterator[Finding]:
-        by_mask: dict[str, list[CallRecord]] = {}
-        for call in step.calls:
-            if call.mask is not None:
-                by_mask.setdefault(call.mask, []).append(call)
         calls_by_fault: dict[BorderFault, list[CallRecord]] = {}
-        for fingerprint, calls in by_mask.items():
+        for fingerprint, calls in calls_by_mask(step).items():
+            if fingerprint is None:
+                continue
             if fingerprint not in self._border_faults:
                 self._border_faults[fingerprint] = tuple(self._check_mask(fingerprint))
             for fault in self._border_faults[fingerprint]:
@@ -122,40 +161,9 @@ class PromptRule(Rule):
             if fault is not None:
                 yield fault
 
+    # -- sentences -------------------------------------------------------------------------------
 
-def check_prompt(
-    context: RuleContext, prompt: PromptTokens, *, had_complete_prompt: bool
-) -> Iterator[Finding]:
-    """Yield what is wrong with a prompt, without the consequences of another finding.
-
-    `had_complete_prompt` says that an earlier generation had all the pieces, so that a prompt
-    without some of them probably has another purpose.
-    """
-    if not prompt.tokens:
-        return
-    reporter = _PromptReporter(context, prompt)
-    shift = prompt_facts.find_shift(prompt)
-    if shift is not None:
-        yield reporter.shifted(shift) if shift.tokens is not None else reporter.drifted(shift)
-    else:
-        yield from reporter.odd_border()
-        yield from reporter.inner_padding()
-        yield from reporter.missing_pieces(had_complete_prompt=had_complete_prompt)
-        yield from reporter.uncovered_words()
-    yield from reporter.doubtful_texts()
-    yield from reporter.reordered()
-    yield from reporter.bos()
-    yield from reporter.eos()
-    yield from reporter.special_tokens()
-
-
-class _PromptReporter:
-    """Builds the findings about one prompt."""
-
-    def __init__(self, context: RuleContext, prompt: PromptTokens) -> None:
-        self._context, self._prompt = context, prompt
-
-    def _finding(
+    def _prompt_finding(
         self,
         finding_id: str,
         sentence: str,
@@ -163,29 +171,26 @@ class _PromptReporter:
         evidence: Mapping[str, Any],
         severity: Severity | None = None,
     ) -> Finding:
-        return Finding(
-            id=finding_id,
-            severity=severity or kinds.PROMPT_KINDS[finding_id].severity,
-            sentence=sentence,
-            generation=self._context.generation.generation,
-            step=0,
-            positions=tuple(positions)[:_MAX_LISTED],
+        finding = self.finding(
+            None,
+            finding_id,
+            sentence,
+            severity=severity,
+            positions=positions,
             evidence=evidence,
         )
+        return replace(finding, step=0)
 
     def _join_piece_labels(self, pieces: Sequence[DeclaredSegment]) -> str:
-        names = [_quote_label(piece) for piece in pieces[:_MAX_NAMED_PIECES]]
-        if len(pieces) > _MAX_NAMED_PIECES:
-            names.append(f"{len(pieces) - _MAX_NAMED_PIECES} more")
-        return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        return join_labels(limit_names([_quote_label(piece) for piece in pieces]))
 
     # -- spans -----------------------------------------------------------------------------------
 
-    def shifted(self, shift: SpanShift) -> Finding:
+    def _shifted(self, shift: SpanShift) -> Finding:
         """All spans are off by the same number of tokens."""
         n, spans = shift.tokens or 0, self._prompt.spans
         misfits = [self._describe_misfit(span, n) for span in spans]
-        listed = "; ".join(text for text, _ in misfits[:_MAX_NAMED_PIECES])
+        listed = "; ".join(text for text, _ in misfits[:MAX_NAMES])
         subject = (
             "The declared span is" if len(spans) == 1 else f"The {len(spans)} declared spans are"
         )
@@ -196,8 +201,8 @@ class _PromptReporter:
         )
         positions = sorted({position for _, some in misfits for position in some})
         declared = [[span.label, span.start, span.stop] for span in spans]
-        evidence = {"shift": n, "declared": declared, "told by": shift.source}
-        return self._finding(kinds.SHIFTED, sentence, positions, evidence)
+        evidence = {"shift": n, "declared": declared, "reported_by": shift.source}
+        return self._prompt_finding(SHIFTED, sentence, positions, evidence)
 
     def _describe_misfit(self, span: DeclaredSegment, n: int) -> tuple[str, list[int]]:
         """Describe the tokens that a span wrongly includes and misses; also their positions."""
@@ -211,10 +216,10 @@ class _PromptReporter:
         return text, [p for p in (*extra, *missing) if p < self._prompt.stop]
 
     def _describe_positions(self, positions: Sequence[int]) -> str:
-        first = self._context.format_position(positions[0])
+        first = self.context.format_position(positions[0])
         return first if len(positions) == 1 else f"{len(positions)} tokens from {first}"
 
-    def drifted(self, shift: SpanShift) -> Finding:
+    def _drifted(self, shift: SpanShift) -> Finding:
         """Each span is off by more tokens than the one before."""
         spans = self._prompt.spans
         moves = ", ".join(
@@ -225,30 +230,30 @@ class _PromptReporter:
             f"The {len(spans)} declared spans drift away from the words: to start and end at line "
             f"or sentence boundaries they would have to move, {moves}, as if positions had been "
             f"summed from pieces encoded one by one; {_quote_label(last)} begins at "
-            f"{self._context.format_position(last.start)}."
+            f"{self.context.format_position(last.start)}."
         )
         positions = [span.start for span in spans]
         declared = [[span.label, span.start, span.stop] for span in spans]
         evidence = {"offsets": list(shift.offsets), "declared": declared}
         severity = Severity.WARNING
-        return self._finding(kinds.DRIFT, sentence, positions, evidence, severity)
+        return self._prompt_finding(DRIFT, sentence, positions, evidence, severity)
 
-    def odd_border(self) -> Iterator[Finding]:
+    def _odd_border(self) -> Iterator[Finding]:
         """A single border does not fit."""
         for span, is_start, n in prompt_facts.find_odd_border(self._prompt):
             at = span.start if is_start else span.stop
             side = "begins at" if is_start else "ends before"
             direction = "later" if n > 0 else "earlier"
             sentence = (
-                f"{_quote_label(span)} {side} {self._context.format_position(at)}, inside a line: "
+                f"{_quote_label(span)} {side} {self.context.format_position(at)}, inside a line: "
                 f"the line {'begins' if is_start else 'ends'} {plural(abs(n), 'token')} "
                 f"{direction}. All other borders are at line or sentence boundaries."
             )
             between = range(min(at, at + n), max(at, at + n))
             evidence = {"border": at, "shift": n, "segment": span.label}
-            yield self._finding(kinds.ODD_BORDER, sentence, between, evidence)
+            yield self._prompt_finding(ODD_BORDER, sentence, between, evidence)
 
-    def inner_padding(self) -> Iterator[Finding]:
+    def _inner_padding(self) -> Iterator[Finding]:
         """Pieces contain padding: one finding for all of them."""
         padded = list(prompt_facts.find_inner_padding(self._prompt))
         if not padded:
@@ -258,14 +263,14 @@ class _PromptReporter:
         verb = "contains" if len(pieces) == 1 else "contain"
         sentence = (
             f"{self._join_piece_labels(pieces)} {verb} {plural(len(pads), 'padding token')} "
-            f"(first: {self._context.format_position(pads[0])}); the prompt has "
+            f"(first: {self.context.format_position(pads[0])}); the prompt has "
             f"{plural(self._prompt.n_pads, 'leading padding token')}."
         )
         labels = [piece.label for piece in pieces]
         evidence = {"pads": len(pads), "before the prompt": self._prompt.n_pads, "segments": labels}
-        yield self._finding(kinds.PADDING_INSIDE, sentence, pads, evidence)
+        yield self._prompt_finding(PADDING_INSIDE, sentence, pads, evidence)
 
-    def uncovered_words(self) -> Iterator[Finding]:
+    def _uncovered_words(self) -> Iterator[Finding]:
         """Words belong to no piece: one finding for all of them."""
         gaps = prompt_facts.find_uncovered_gaps(self._prompt)
         if gaps:
@@ -275,24 +280,27 @@ class _PromptReporter:
                 f"{plural(len(gaps), 'gap')} between declared pieces {verb} words that belong to "
                 f"no piece, {plural(n, 'token')}; first: "
                 f'"{printable(first.strip())[:_MAX_LISTED]}" at '
-                f"{self._context.format_position(gaps[0][0])}."
+                f"{self.context.format_position(gaps[0][0])}."
             )
             positions = [p for a, b in gaps for p in range(a, b)]
-            yield self._finding(
-                kinds.UNCOVERED, sentence, positions, {"gaps": len(gaps), "tokens": n}
+            yield self._prompt_finding(
+                UNCOVERED, sentence, positions, {"gaps": len(gaps), "tokens": n}
             )
 
     # -- texts -----------------------------------------------------------------------------------
 
-    def missing_pieces(self, *, had_complete_prompt: bool) -> Iterator[Finding]:
-        """Pieces are missing or truncated; only a note if `had_complete_prompt`."""
+    def _missing_pieces(self) -> Iterator[Finding]:
+        """Pieces are missing or truncated; only a note if an earlier prompt had them all.
+
+        A prompt without some of the pieces then probably has another purpose.
+        """
         prompt = self._prompt
         cut = prompt_facts.find_truncated(prompt)
         missing = prompt_facts.find_missing_texts(prompt)
         if cut is not None:
             late = [span for span in prompt.spans if span.stop > prompt.stop and span != cut.piece]
             after = [*(piece for piece in missing if piece != cut.piece), *late]
-            yield self._truncated(cut, after, had_complete_prompt=had_complete_prompt)
+            yield self._truncated(cut, after)
         elif missing:
             n, n_found = len(prompt.pieces), len(prompt.pieces) - len(missing)
             subject, verb = ("text", "is") if len(missing) == 1 else ("texts", "are")
@@ -302,15 +310,11 @@ class _PromptReporter:
                 f"{n_found} of {n} declared pieces were found."
             )
             texts = [piece.text for piece in missing]
-            severity = Severity.NOTE if had_complete_prompt else None
-            yield self._finding(kinds.NOT_FOUND, sentence, (), {"texts": texts}, severity)
+            severity = Severity.NOTE if self._had_complete_prompt else None
+            yield self._prompt_finding(NOT_FOUND, sentence, (), {"texts": texts}, severity)
 
     def _truncated(
-        self,
-        cut: prompt_facts.TruncatedPiece,
-        after: Sequence[DeclaredSegment],
-        *,
-        had_complete_prompt: bool,
+        self, cut: prompt_facts.TruncatedPiece, after: Sequence[DeclaredSegment]
     ) -> Finding:
         prompt, side = self._prompt, "ends" if cut.at_end else "begins"
         at = prompt.stop - 1 if cut.at_end else prompt.first_unpadded
@@ -320,23 +324,23 @@ class _PromptReporter:
         in_characters = ", as if positions had been counted in characters" if by_character else ""
         sentence = (
             f"The prompt {side} inside {_quote_label(cut.piece)}, at "
-            f"{self._context.format_position(at)}: {cut.n_lost} of its {plural(cut.n, cut.unit)} "
+            f"{self.context.format_position(at)}: {cut.n_lost} of its {plural(cut.n, cut.unit)} "
             f"are missing{rest}{in_characters}."
         )
         evidence = {
             "lost": cut.n_lost,
             "of": cut.n,
-            "fed": len(prompt.ids),
+            "received": len(prompt.ids),
             "segment": cut.piece.label,
         }
-        severity = Severity.NOTE if had_complete_prompt else None
-        return self._finding(kinds.TRUNCATED, sentence, (at,), evidence, severity)
+        severity = Severity.NOTE if self._had_complete_prompt else None
+        return self._prompt_finding(TRUNCATED, sentence, (at,), evidence, severity)
 
     def _quote_beginning(self) -> str:
         texts = "".join(token.text for token in self._prompt.tokens[self._prompt.n_pads :][:12])
         return f'"{printable(texts)[:_MAX_LISTED]}"'
 
-    def doubtful_texts(self) -> Iterator[Finding]:
+    def _doubtful_texts(self) -> Iterator[Finding]:
         """Texts were found, but not unambiguously."""
         yield from self._overlaps()
         yield from self._length_drift()
@@ -346,10 +350,10 @@ class _PromptReporter:
             times = f"at least {n}" if n >= prompt_facts.MAX_COUNTED_PLACES else str(n)
             sentence = (
                 f"The text of {_quote_label(located.piece)} occurs {times} times in the prompt; "
-                f"the occurrence at {self._context.format_position(start)} was used."
+                f"the occurrence at {self.context.format_position(start)} was used."
             )
             evidence = {"places": n, "text": located.piece.text}
-            yield self._finding(kinds.AMBIGUOUS, sentence, (start,), evidence)
+            yield self._prompt_finding(AMBIGUOUS, sentence, (start,), evidence)
 
     def _overlaps(self) -> Iterator[Finding]:
         located = [piece for piece in self._prompt.located_pieces if piece.span is not None]
@@ -363,10 +367,10 @@ class _PromptReporter:
                 sentence = (
                     f"{_quote_label(first.piece)} and {_quote_label(second.piece)} share "
                     f"{plural(len(shared), 'token')}, starting at "
-                    f"{self._context.format_position(shared[0])}; only the first is a segment."
+                    f"{self.context.format_position(shared[0])}; only the first is a segment."
                 )
                 both = [first.piece.label, second.piece.label]
-                yield self._finding(kinds.OVERLAP, sentence, shared, {"segments": both})
+                yield self._prompt_finding(OVERLAP, sentence, shared, {"segments": both})
                 break
 
     def _length_drift(self) -> Iterator[Finding]:
@@ -385,20 +389,20 @@ class _PromptReporter:
             f"{plural(worst, 'token')}."
         )
         evidence = {"tokens alone and fed": [list(pair) for pair in pairs], "worst": worst}
-        yield self._finding(kinds.DRIFT, sentence, (), evidence)
+        yield self._prompt_finding(DRIFT, sentence, (), evidence)
 
     # -- special tokens --------------------------------------------------------------------------
 
-    def bos(self) -> Iterator[Finding]:
+    def _check_bos(self) -> Iterator[Finding]:
         """The BOS is missing, doubled, or repeated inside the prompt."""
-        prompt, context = self._prompt, self._context
+        prompt, context = self._prompt, self.context
         bos, first = prompt.tokenizer_facts.bos, prompt.first_unpadded
         if prompt_facts.lacks_bos(prompt):
             sentence = (
                 f"The prompt begins with {context.format_position(first)}, without the BOS "
                 f"(id {bos}) that its tokenizer adds to every text."
             )
-            yield self._finding(kinds.BOS_MISSING, sentence, (first,), {"bos": bos})
+            yield self._prompt_finding(BOS_MISSING, sentence, (first,), {"bos": bos})
         n = prompt_facts.count_leading_bos(prompt)
         if n > 1:
             sentence = (
@@ -406,7 +410,7 @@ class _PromptReporter:
                 f"{context.format_position(first + n)}, is {n - 1} further than in training."
             )
             evidence = {"bos": bos, "n": n}
-            yield self._finding(kinds.BOS_DOUBLED, sentence, range(first, first + n), evidence)
+            yield self._prompt_finding(BOS_DOUBLED, sentence, range(first, first + n), evidence)
         later = prompt_facts.find_inner_bos(prompt)
         if later:
             sentence = (
@@ -416,9 +420,9 @@ class _PromptReporter:
                 "with special tokens."
             )
             evidence = {"bos": bos, "n": len(later)}
-            yield self._finding(kinds.BOS_DOUBLED, sentence, later, evidence, Severity.NOTE)
+            yield self._prompt_finding(BOS_DOUBLED, sentence, later, evidence, Severity.NOTE)
 
-    def eos(self) -> Iterator[Finding]:
+    def _check_eos(self) -> Iterator[Finding]:
         """The tokenizer added an EOS to each piece; only a note where that may be intended."""
         prompt = self._prompt
         inside = prompt_facts.find_inner_eos(prompt)
@@ -427,15 +431,15 @@ class _PromptReporter:
             sentence = (
                 f"The prompt contains {plural(len(inside), 'EOS token')} (id "
                 f"{prompt.ids[inside[0] - prompt.start]}){at_end}, first at "
-                f"{self._context.format_position(inside[0])}: the tokenizer adds one to every "
+                f"{self.context.format_position(inside[0])}: the tokenizer adds one to every "
                 "text, as if pieces had been encoded one by one with special tokens."
             )
             may_be_intended = not prompt.pieces or prompt_facts.is_packed(prompt)
             evidence = {"eos": list(prompt.tokenizer_facts.eos), "n": len(inside)}
             severity = Severity.NOTE if may_be_intended else None
-            yield self._finding(kinds.EOS_INSIDE, sentence, inside, evidence, severity)
+            yield self._prompt_finding(EOS_INSIDE, sentence, inside, evidence, severity)
 
-    def reordered(self) -> Iterator[Finding]:
+    def _reordered(self) -> Iterator[Finding]:
         """Texts are in another order; only a note where the declared order may mean nothing."""
         reordered = prompt_facts.find_reordered(self._prompt)
         if reordered:
@@ -446,11 +450,11 @@ class _PromptReporter:
                 f"{self._join_piece_labels(pieces)}."
             )
             starts = [located.span[0] for located in reordered if located.span is not None]
-            evidence = {"fed": [piece.label for piece in pieces], "declared": declared}
+            evidence = {"received": [piece.label for piece in pieces], "declared": declared}
             severity = None if prompt_facts.is_order_declared(self._prompt) else Severity.NOTE
-            yield self._finding(kinds.REORDERED, sentence, starts, evidence, severity)
+            yield self._prompt_finding(REORDERED, sentence, starts, evidence, severity)
 
-    def special_tokens(self) -> Iterator[Finding]:
+    def _special_tokens(self) -> Iterator[Finding]:
         """Special tokens were encoded as characters: one finding for each kind of token."""
         by_name: dict[str, list[prompt_facts.WrittenSpecial]] = {}
         for special in prompt_facts.find_written_specials(self._prompt):
@@ -462,11 +466,11 @@ class _PromptReporter:
             sentence = (
                 f'The characters of the special token "{printable(name)}" ({known_as}) were '
                 f"encoded as {stop - start} ordinary tokens,{times} at "
-                f"{self._context.format_position(start)}."
+                f"{self.context.format_position(start)}."
             )
             positions = [p for special in occurrences for p in range(*special.span)]
             evidence = {"token": name, "id": token_id, "times": len(occurrences)}
-            yield self._finding(kinds.SPECIAL_AS_TEXT, sentence, positions, evidence)
+            yield self._prompt_finding(SPECIAL_AS_TEXT, sentence, positions, evidence)
 
 
 def _quote_label(piece: DeclaredSegment) -> str:

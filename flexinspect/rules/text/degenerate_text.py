@@ -8,8 +8,8 @@ embeddings repeat their input from the first token on).
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord, TokenRecord
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
 
 REPETITION = "text.repetition"
 COLLAPSE = "text.entropy-collapse"
@@ -41,12 +41,6 @@ MIN_FLAT_SHARE = 0.9
 MIN_FLAT_STEPS = 4
 MAX_PEAKED_SHARE = 0.5
 """Share of log(vocabulary) below which a distribution is peaked."""
-
-_TEXT_QUERY = (
-    "SELECT step, chosen_id, chosen_rank, exp(chosen_logprob) AS probability, entropy, margin "
-    "FROM steps WHERE generation = {generation} AND branch = {branch} AND step <= {step} "
-    "ORDER BY step"
-)
 
 
 @dataclass(slots=True)
@@ -73,104 +67,35 @@ class TextRule(Rule):
     """Follows the chosen tokens and their distributions."""
 
     name: ClassVar[str] = "text"
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        REPETITION: FindingKind(
-            Severity.WARNING,
-            "the text repeats the same few tokens",
-            why=(
-                "Each repetition makes the next one more probable, so a loop does not end by "
-                "itself. It often begins where attention no longer reads the prompt."
-            ),
-            confirm=(
-                "The attention panel at this step shows whether the newest row attends to the "
-                "prompt or only to the loop."
-            ),
-            fix=(
-                "Check the other findings first (mask, positions, cache). If there are none, run "
-                "the unpatched model on the same ids: if it loops too, use another prompt, "
-                "sampling or a repetition penalty."
-            ),
-            query=_TEXT_QUERY,
-        ),
-        COLLAPSE: FindingKind(
-            Severity.NOTE,
-            "one token has all the probability in many consecutive steps",
-            why=(
-                "Trained models are certain about some tokens, but not about every one. Logits "
-                "that are too large by a factor look like this, and sampling has no effect."
-            ),
-            confirm="The margins in the logits panel are tens of nats in every step.",
-            fix=(
-                "Look for a temperature close to 0 inside the model, a scaled output head or final "
-                "norm, or a text that the model has memorized."
-            ),
-            query=_TEXT_QUERY,
-        ),
-        FLAT: FindingKind(
-            Severity.WARNING,
-            "all tokens of the vocabulary are about equally probable",
-            why=(
-                "In a flat distribution nothing of the prompt reached the output head, or the "
-                "weights are not trained."
-            ),
-            confirm=(
-                "Compare the entropy in the logits panel with log(vocabulary size). The run panel "
-                "shows the source of the weights."
-            ),
-            fix=(
-                "Look for weights that were newly initialized when the model was loaded, for "
-                "--weights random, and for a last layer or norm whose output is zero."
-            ),
-            query=_TEXT_QUERY,
-        ),
-        STOPPED_AT_ONCE: FindingKind(
-            Severity.WARNING,
-            "the first token chosen is a special one and the answer is empty",
-            why="Nothing was generated, and an evaluation counts this as a wrong answer.",
-            confirm=(
-                "Check the end of the prompt in the tokens panel: an EOS added by the tokenizer, a "
-                "template without its last header, a trailing space."
-            ),
-            fix=(
-                "Encode the prompt with add_special_tokens=False if you add the BOS yourself, and "
-                "use add_generation_prompt=True with a chat template."
-            ),
-            query=_TEXT_QUERY,
-        ),
-    }
+    findings = finding_kinds(REPETITION, COLLAPSE, FLAT, STOPPED_AT_ONCE)
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the texts."""
         super().on_generation_start(context)
-        self._texts: dict[int, _BranchText] = {}
+        self._texts = defaultdict[int, _BranchText](_BranchText)
         self._vocabulary = max((t.token_id for t in context.generation.tokens), default=-1) + 1
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check the text up to the token that this step chose."""
-        text = self._texts.get(step.branch)
-        if text is None:
-            text = self._texts[step.branch] = _BranchText()
-        logits, found = step.logits, []
+        text = self._texts[step.branch]
+        logits = step.logits
         text.has_nan = text.has_nan or (logits is not None and logits.n_nan > 0)
         if text.has_nan:
-            return ()
+            return
         if logits is not None:
-            found += self._check_entropy(step, logits, text)
+            yield from self._check_entropy(step, logits, text)
         for token in step.tokens:
             if token.step == step.step:
-                found += self._add_token(step, token, logits, text)
-        return found
+                yield from self._add_token(step, token, logits, text)
 
-    def on_generation_end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Iterator[Finding]:
         """Report answers that ended with their first token."""
-        return [
-            self._stopped_finding(text.first_step, text.first_token)
-            for text in self._texts.values()
-            if text.first_token is not None
-            and text.first_step is not None
-            and text.first_token.special
-            if len(text.logprobs) == 1 and not self._is_part_of_answer(text.first_token.pos - 1)
-        ]
+        for text in self._texts.values():
+            step, token = text.first_step, text.first_token
+            if step is None or token is None or not token.special or len(text.logprobs) != 1:
+                continue
+            if not self._is_part_of_answer(token.pos - 1):
+                yield self._stopped_finding(step, token)
 
     def _is_part_of_answer(self, pos: int) -> bool:
         """Whether the token belongs to the answer, in a branch that began with part of it."""
@@ -183,7 +108,7 @@ class TextRule(Rule):
 
     def _add_token(
         self, step: StepRecord, token: TokenRecord, logits: LogitsRecord | None, text: _BranchText
-    ) -> list[Finding]:
+    ) -> Iterator[Finding]:
         if text.first_token is None:
             text.first_token, text.first_step = token, step
         is_known = logits is not None and logits.chosen_rank != UNKNOWN
@@ -201,13 +126,11 @@ class TextRule(Rule):
                 MIN_LOOP_TOKENS, MIN_PERIODS * period
             ):
                 looping = period
-        if not looping:
-            text.loop_period = 0
-            return []
         is_new, text.loop_period = text.loop_period != looping, looping
         # A flat distribution has its own finding.
         is_expected = token.special or text.n_flat >= MIN_FLAT_STEPS
-        return [self._loop_finding(step, text, looping)] if is_new and not is_expected else []
+        if looping and is_new and not is_expected:
+            yield self._loop_finding(step, text, looping)
 
     def _loop_finding(self, step: StepRecord, text: _BranchText, period: int) -> Finding:
         length = text.matches[period] + period
@@ -221,22 +144,20 @@ class TextRule(Rule):
             f"the loop begins at step {begins}, and its tokens have a probability of "
             f"{probability:.2g} (geometric mean)."
         )
-        evidence = {
-            "period": period,
-            "tokens": length,
-            "begins": begins,
-            "probability": probability,
-            "vocabulary": self._vocabulary,
-        }
         is_serious = self._is_serious(text, length, period, n_before, probability)
-        positions = range(step.kv_after - period + 1, step.kv_after + 1)
         return self.finding(
             step,
             REPETITION,
             sentence,
-            evidence=evidence,
             severity=Severity.WARNING if is_serious else Severity.NOTE,
-            positions=positions,
+            positions=range(step.kv_after - period + 1, step.kv_after + 1),
+            evidence={
+                "period": period,
+                "tokens": length,
+                "begins": begins,
+                "probability": probability,
+                "vocabulary": self._vocabulary,
+            },
             series=f"from {begins}",
         )
 
@@ -263,25 +184,28 @@ class TextRule(Rule):
 
     def _check_entropy(
         self, step: StepRecord, logits: LogitsRecord, text: _BranchText
-    ) -> list[Finding]:
+    ) -> Iterator[Finding]:
         entropy = logits.entropy
         if entropy < MAX_CERTAIN_ENTROPY:
             text.n_certain, text.n_flat = text.n_certain + 1, 0
             text.n_peaked += 1
-            return self._check_certain(step, logits, text)
+            if text.n_certain >= MIN_CERTAIN_STEPS and not text.loop_period:
+                yield self._certain_finding(step, logits, text)
+            return
         text.n_certain = 0
         if not logits.histogram:
             self._update_vocabulary(logits)
-            return []
+            return
         size = sum(logits.histogram)
         self._vocabulary = max(self._vocabulary, size)
         share = entropy / math.log(size) if size > 1 else 0.0
         if share < MIN_FLAT_SHARE:
             text.n_flat = 0
             text.n_peaked += share < MAX_PEAKED_SHARE
-            return []
+            return
         text.n_flat += 1
-        return self._check_flat(step, logits, text, size) if text.n_flat >= MIN_FLAT_STEPS else []
+        if text.n_flat >= MIN_FLAT_STEPS:
+            yield self._flat_finding(step, logits, text, size)
 
     def _update_vocabulary(self, logits: LogitsRecord) -> None:
         """Estimate the vocabulary size from the ids, if it is not recorded."""
@@ -289,26 +213,29 @@ class TextRule(Rule):
             highest = max(candidate.token_id for candidate in logits.candidates)
             self._vocabulary = max(self._vocabulary, highest + 1)
 
-    def _check_certain(
+    def _certain_finding(
         self, step: StepRecord, logits: LogitsRecord, text: _BranchText
-    ) -> list[Finding]:
-        if text.n_certain < MIN_CERTAIN_STEPS or text.loop_period:
-            return []
+    ) -> Finding:
         sentence = (
             f"For {text.n_certain} steps up to step {step.step}, one token has all the probability "
             f"(entropy {logits.entropy:.1e} nats, margin {logits.margin:.1f})."
         )
-        evidence = {"steps": text.n_certain, "entropy": logits.entropy, "margin": logits.margin}
-        here = (step.kv_after,)
-        return [
-            self.finding(
-                step, COLLAPSE, sentence, evidence=evidence, positions=here, series="certain"
-            )
-        ]
+        return self.finding(
+            step,
+            COLLAPSE,
+            sentence,
+            positions=(step.kv_after,),
+            evidence={
+                "steps": text.n_certain,
+                "entropy": logits.entropy,
+                "margin": logits.margin,
+            },
+            series="certain",
+        )
 
-    def _check_flat(
+    def _flat_finding(
         self, step: StepRecord, logits: LogitsRecord, text: _BranchText, size: int
-    ) -> list[Finding]:
+    ) -> Finding:
         was_peaked = text.n_peaked >= MIN_FLAT_STEPS
         before = ""
         if was_peaked:
@@ -320,18 +247,15 @@ class TextRule(Rule):
             f"entropy {logits.entropy:.2f} of at most {math.log(size):.2f} nats over {size} "
             f"tokens{before}."
         )
-        evidence = {"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat}
-        return [
-            self.finding(
-                step,
-                FLAT,
-                sentence,
-                severity=Severity.WARNING if was_peaked else Severity.NOTE,
-                positions=(step.kv_after,),
-                evidence=evidence,
-                series="flat",
-            )
-        ]
+        return self.finding(
+            step,
+            FLAT,
+            sentence,
+            severity=Severity.WARNING if was_peaked else Severity.NOTE,
+            positions=(step.kv_after,),
+            evidence={"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat},
+            series="flat",
+        )
 
     # -- empty answers ---------------------------------------------------------------------------
 

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
 
-from flexinspect.core.text import format_ranges, plural
-from flexinspect.records.finding import Finding, Severity
+from flexinspect.core.text import format_ranges, is_or_are, plural
+from flexinspect.records.finding import Finding
 from flexinspect.records.step import MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.step_diff import (
     RealPositions,
     StepDifference,
-    compare_steps,
+    compare_runs,
     find_jump,
-    rounding_limit,
+    real_positions,
 )
 
 SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS = "twins.same", "twins.rounding", "twins.differ"
@@ -35,15 +35,6 @@ MAX_COMPARED_STEPS = 32
 """Steps of each generation that are kept."""
 MAX_MASK_CELLS = 1 << 22
 """Cells of the largest mask that is kept."""
-
-_SAME_PROMPT_QUERY = (
-    "SELECT generation, step, layer, module, norm, mean, std, min, max FROM layer_stats "
-    "WHERE step = {step} ORDER BY layer, generation"
-)
-_SAME_PROMPT_CONFIRM = (
-    "`flexinspect compare` does the same for two traces, with every step; at level extreme it "
-    "compares hidden states themselves."
-)
 
 
 @dataclass
@@ -62,35 +53,7 @@ class SamePromptRule(Rule):
 
     name: ClassVar[str] = "twins"
     streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        SAME_OUTPUT: FindingKind(
-            Severity.NOTE,
-            "two generations of the same prompt are equal",
-            why="Another kernel or backend did not change the result.",
-            confirm=_SAME_PROMPT_CONFIRM,
-            fix="No action needed.",
-            query=_SAME_PROMPT_QUERY,
-        ),
-        DIFFERS_BY_ROUNDING: FindingKind(
-            Severity.NOTE,
-            "two generations of the same prompt differ by rounding",
-            why="Differences that grow evenly over the layers come from the dtype. A near tie can "
-            "change a token, after which the texts differ; mask and cache are not the cause.",
-            confirm=_SAME_PROMPT_CONFIRM,
-            fix="No action needed. To compare two runs beyond the token that differs, force the "
-            "same tokens in both.",
-            query=_SAME_PROMPT_QUERY,
-        ),
-        DIFFERS: FindingKind(
-            Severity.NOTE,
-            "two generations of the same prompt differ by more than rounding",
-            why="The first difference locates the cause: the mask of a layer, a path, or a jump in "
-            "a single layer.",
-            confirm=_SAME_PROMPT_CONFIRM,
-            fix="If the two runs should be equal, fix the difference that the sentence names.",
-            query=_SAME_PROMPT_QUERY,
-        ),
-    }
+    findings = finding_kinds(SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS)
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Begin a generation; earlier ones are kept, also those of other models."""
@@ -115,10 +78,7 @@ class SamePromptRule(Rule):
         if not run.prompt or len(run.steps) >= MAX_COMPARED_STEPS or step.branch:
             return ()
         if not run.steps:
-            for record in step.arrays:
-                if record.stream == "inputs.mask" and len(record.array):
-                    real = np.asarray(record.array[0], np.bool_)
-                    run.unpadded = None if real.all() else real
+            run.unpadded = real_positions(step)
         for name in {call.mask for call in step.calls} - run.masks.keys():
             mask = self.context.mask(name)
             if mask is not None and mask.q_len * mask.kv_len <= MAX_MASK_CELLS:
@@ -126,52 +86,78 @@ class SamePromptRule(Rule):
         run.steps.append(replace(step, masks=(), arrays=(), builds=(), memory=None, events=()))
         return ()
 
-    def on_generation_end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Iterator[Finding]:
         """Compare the generation with the last one of the same prompt."""
         run = self._current
         if not run.steps:
-            return ()
+            return
         earlier = [r for r in self._generations if r.generation < run.generation and r.steps]
         last = next((r for r in reversed(earlier) if r.prompt == run.prompt), None)
-        return () if last is None else _compare_generations(last, run)
+        if last is not None:
+            yield from self._compare_generations(last, run)
 
+    def _compare_generations(self, a: _GenerationRun, b: _GenerationRun) -> Iterator[Finding]:
+        """The finding about two generations, none if they do not differ at all."""
+        if (a.unpadded is None) != (b.unpadded is None) or _model_shape(a) != _model_shape(b):
+            return
+        difference = compare_runs(a.steps, b.steps, (a.masks.get, b.masks.get), b.unpadded)
+        differences, limit = difference.steps, difference.limit
+        if all(replace(one, tokens=None).is_same for one in differences):
+            return  # equal logits: another token can only come from sampling
+        odd = difference.first_beyond_rounding
+        if odd is not None:
+            masks = odd.masks and odd.masks[0].layers
+            layer = masks[0] if masks else difference.jump
+            text = _describe_difference(odd, limit)
+            yield self._generations_finding(a, b, DIFFERS, text, odd, layer)
+            return
+        parted, last = difference.divergence, len(differences) - 1
+        is_drawn = parted is not None and (
+            _best_token_id(a.steps[last]) == _best_token_id(b.steps[last])
+        )
+        at = parted or differences[0]
+        if (parted is None or is_drawn) and all(map(_is_near_equal, differences)):
+            yield self._generations_finding(a, b, SAME_OUTPUT, _describe_same(differences), at)
+        else:
+            text = _describe_rounding(differences, is_drawn)
+            yield self._generations_finding(a, b, DIFFERS_BY_ROUNDING, text, at)
 
-def _compare_generations(a: _GenerationRun, b: _GenerationRun) -> Sequence[Finding]:
-    """The finding about two generations, none if they do not differ at all."""
-    if (a.unpadded is None) != (b.unpadded is None) or _model_shape(a) != _model_shape(b):
-        return ()
-    differences = []
-    for one, other in zip(a.steps, b.steps, strict=False):
-        difference = compare_steps(one, other, (a.masks.get, b.masks.get), real=b.unpadded)
-        differences.append(difference)
-        if difference.is_diverged or difference.lengths:
-            break  # the inputs differ from here on
-    if all(replace(one, tokens=None).is_same for one in differences):
-        return ()  # equal logits: another token can only come from sampling
-    limit = rounding_limit(a.steps[0], b.steps[0])
-    odd = next((one for one in differences if _exceeds_rounding(one, limit)), None)
-    if odd is not None:
-        return [
-            _same_prompt_finding(
-                b,
-                DIFFERS,
-                _describe_difference(a, b, odd, limit),
-                odd,
-                _find_jump_layer(odd, limit),
+    def _generations_finding(
+        self,
+        a: _GenerationRun,
+        b: _GenerationRun,
+        finding_id: str,
+        text: str,
+        at: StepDifference,
+        layer: int | None = None,
+    ) -> Finding:
+        pads = () if b.unpadded is None else np.flatnonzero(~b.unpadded).tolist()
+        first = at.masks[0].first if at.masks else None
+        padding = ""
+        if b.unpadded is not None:
+            padding = (
+                f"; rows {format_ranges(pads)} are padding: differences there are expected and "
+                "not counted"
             )
-        ]
-    parted, last = next((one for one in differences if one.is_diverged), None), len(differences) - 1
-    at = parted or differences[0]
-    is_drawn = parted is not None and _best_token_id(a.steps[last]) == _best_token_id(b.steps[last])
-    is_same = (parted is None or is_drawn) and all(_is_near_equal(one) for one in differences)
-    words = (
-        _describe_same(a, b, differences)
-        if is_same
-        else _describe_rounding(a, b, differences, is_drawn)
-    )
-    return [
-        _same_prompt_finding(b, SAME_OUTPUT if is_same else DIFFERS_BY_ROUNDING, words, at, None)
-    ]
+        path_a, path_b = _format_path(a), _format_path(b)
+        ran_a, ran_b = ("", "") if path_a == path_b else (f" ({path_a})", f" ({path_b})")
+        sentence = (
+            f"Generation {b.generation}{ran_b} has the same prompt as generation "
+            f"{a.generation}{ran_a}, {text}{padding}."
+        )
+        finding = self.finding(
+            None,
+            finding_id,
+            sentence,
+            layers=() if layer is None else (layer,),
+            positions=pads or (() if first is None else (first[0],)),
+            evidence={
+                "logits": at.logits,
+                "margins": [None if math.isnan(one) else one for one in at.margins or ()],
+                "layers": {str(one.layer): round(one.difference, 6) for one in at.layers},
+            },
+        )
+        return replace(finding, step=at.step)
 
 
 def _model_shape(run: _GenerationRun) -> tuple[int, tuple[tuple[int, int], ...]]:
@@ -186,55 +172,13 @@ def _best_token_id(step: StepRecord) -> int | None:
     return logits.candidates[0].token_id if logits is not None and logits.candidates else None
 
 
-def _exceeds_rounding(one: StepDifference, limit: float) -> bool:
-    worst = one.worst
-    has_other_inputs = bool(one.masks or one.lengths or one.positions)
-    return has_other_inputs or (worst is not None and worst.difference > limit)
-
-
 def _is_near_equal(one: StepDifference) -> bool:
     """Whether a step differs only in the last bits."""
     worst = one.worst
     return (one.logits or 0.0) < 1e-3 and (worst is None or worst.difference < 1e-4)
 
 
-def _find_jump_layer(one: StepDifference, limit: float) -> int | None:
-    if one.masks and one.masks[0].layers:
-        return one.masks[0].layers[0]
-    jump = find_jump(one.layers, limit)
-    return None if jump is None else jump.layer
-
-
-def _same_prompt_finding(
-    run: _GenerationRun, finding_id: str, sentence: str, at: StepDifference, layer: int | None
-) -> Finding:
-    pads = () if run.unpadded is None else tuple(np.flatnonzero(~run.unpadded)[:32].tolist())
-    first = at.masks[0].first if at.masks else None
-    return Finding(
-        id=finding_id,
-        severity=Severity.NOTE,
-        sentence=sentence,
-        generation=run.generation,
-        step=at.step,
-        layer=layer,
-        positions=pads or (() if first is None else (first[0],)),
-        evidence={
-            "logits": at.logits,
-            "margins": [None if math.isnan(one) else one for one in at.margins or ()],
-            "layers": {str(one.layer): round(one.difference, 6) for one in at.layers},
-        },
-    )
-
-
 # -- sentences -------------------------------------------------------------------------------------
-
-
-def _format_generations(a: _GenerationRun, b: _GenerationRun) -> tuple[str, str]:
-    """Both generations, with path and dtype in parentheses if they differ."""
-    path_a, path_b = (_format_path(run) for run in (a, b))
-    if path_a == path_b:
-        return f"generation {a.generation}", f"Generation {b.generation}"
-    return f"generation {a.generation} ({path_a})", f"Generation {b.generation} ({path_b})"
 
 
 def _format_path(run: _GenerationRun) -> str:
@@ -242,39 +186,19 @@ def _format_path(run: _GenerationRun) -> str:
     return f"{calls[0].path}, {calls[0].dtype}" if calls else "no calls seen"
 
 
-def _format_opening(a: _GenerationRun, b: _GenerationRun) -> str:
-    first, second = _format_generations(a, b)
-    return f"{second} has the same prompt as {first}"
-
-
-def _format_padding(run: _GenerationRun) -> str:
-    if run.unpadded is None:
-        return ""
-    rows = format_ranges(np.flatnonzero(~run.unpadded).tolist())
-    return f"; rows {rows} are padding: differences there are expected and not counted"
-
-
-def _describe_same(
-    a: _GenerationRun, b: _GenerationRun, differences: Sequence[StepDifference]
-) -> str:
+def _describe_same(differences: Sequence[StepDifference]) -> str:
     moved = max((one.logits or 0.0 for one in differences), default=0.0)
     n_steps = len(differences)
-    what = f"{plural(n_steps, 'step')} {'is' if n_steps == 1 else 'are'}"
     sampled = _describe_sampled(differences[-1]) if differences[-1].is_diverged else ""
-    same = f"{_format_opening(a, b)}, and {what} equal (logits up to {moved:.1g})"
-    return f"{same}{sampled}{_format_padding(b)}."
+    steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)}"
+    return f"and {steps} equal (logits up to {moved:.1g}){sampled}"
 
 
 def _describe_sampled(parted: StepDifference) -> str:
     return f"; step {parted.step} samples another token, although the best one is the same"
 
 
-def _describe_rounding(
-    a: _GenerationRun,
-    b: _GenerationRun,
-    differences: Sequence[StepDifference],
-    is_drawn: bool,
-) -> str:
+def _describe_rounding(differences: Sequence[StepDifference], is_drawn: bool) -> str:
     first, parted = differences[0], differences[-1]
     each = ", ".join(f"{one.difference:.2g}" for one in first.layers[:8])
     layers = ""
@@ -293,12 +217,10 @@ def _describe_rounding(
             f"; step {parted.step} chooses another token, with margins of "
             f"{parted.margins[0]:.3g} and {parted.margins[1]:.3g}"
         )
-    return f"{_format_opening(a, b)}, and differs by rounding{layers}{token}{_format_padding(b)}."
+    return f"and differs by rounding{layers}{token}"
 
 
-def _describe_difference(
-    a: _GenerationRun, b: _GenerationRun, odd: StepDifference, limit: float
-) -> str:
+def _describe_difference(odd: StepDifference, limit: float) -> str:
     what = []
     for mask in odd.masks[:2]:
         where = f"layers {format_ranges(mask.layers)}" if mask.layers else "a layer"
@@ -318,5 +240,4 @@ def _describe_difference(
             "more than rounding"
         )
     parted = ", and another token is chosen" if odd.is_diverged else ""
-    where = f"in step {odd.step} {' and '.join(what)}"
-    return f"{_format_opening(a, b)}, but {where}{parted}{_format_padding(b)}."
+    return f"but in step {odd.step} {' and '.join(what)}{parted}"

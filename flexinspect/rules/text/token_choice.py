@@ -7,7 +7,8 @@ distributions would not have chosen the best token every time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
 
 NEAR_TIE = "text.near-tie"
 NOT_BEST = "text.not-the-best"
@@ -49,64 +50,25 @@ class TokenChoiceRule(Rule):
     """Compares the chosen token with the best one."""
 
     name: ClassVar[str] = "choice"
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        NEAR_TIE: FindingKind(
-            Severity.NOTE,
-            "the two best tokens are closer than the dtype can tell apart",
-            why=(
-                "Another kernel, batch size or dtype may choose the other token, and the texts "
-                "differ from there on. A divergence that begins here is not a fault of mask or "
-                "cache."
-            ),
-            confirm="The logits panel shows equal logits for the two best tokens.",
-            fix=(
-                "No action needed. To compare two runs, force the same tokens in both, or compute "
-                "in float32."
-            ),
-            query=(
-                "SELECT rank, token_id, text, logit, logprob FROM candidates WHERE generation = "
-                "{generation} AND branch = {branch} AND step = {step} AND rank < 2 ORDER BY rank"
-            ),
-        ),
-        NOT_BEST: FindingKind(
-            Severity.WARNING,
-            "greedy decoding chose a token that was not the best",
-            why=(
-                "The token was not chosen from these logits, but from another row, an older "
-                "tensor, or scores changed by a logits processor."
-            ),
-            confirm="The logits panel at this step shows the rank of the chosen token.",
-            fix=(
-                "In your own loop, use argmax of logits[:, -1] of this forward. In generate, look "
-                "for logits processors (repetition_penalty, min_new_tokens, bad words)."
-            ),
-            query=(
-                "SELECT step, chosen_id, chosen_rank, chosen_logprob, margin FROM steps WHERE "
-                "generation = {generation} AND branch = {branch} AND chosen_rank > 0 ORDER BY step"
-            ),
-        ),
-    }
+    findings = finding_kinds(NEAR_TIE, NOT_BEST)
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the counts."""
         super().on_generation_start(context)
-        self._counts: dict[int, _ChoiceCounts] = {}
+        self._counts = defaultdict[int, _ChoiceCounts](_ChoiceCounts)
 
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Count the choice of a step, and report a tie."""
         logits = step.logits
         if logits is None or not logits.candidates or logits.n_nan:
-            return ()
+            return
         if logits.chosen_rank != UNKNOWN:
             self._count_choice(step, logits)
         if logits.margin < MAX_TIE_MARGIN and logits.chosen_rank < 2 and len(logits.candidates) > 1:
-            return self._check_tie(step, logits)
-        return ()
+            yield from self._check_tie(step, logits)
 
     def _count_choice(self, step: StepRecord, logits: LogitsRecord) -> None:
-        run = self._counts.get(step.branch)
-        if run is None:
-            run = self._counts[step.branch] = _ChoiceCounts()
+        run = self._counts[step.branch]
         best = logits.candidates[0]
         is_scored = best.score == best.score
         run.has_scores = run.has_scores and is_scored
@@ -119,18 +81,18 @@ class TokenChoiceRule(Rule):
 
     # -- ties ------------------------------------------------------------------------------------
 
-    def _check_tie(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
+    def _check_tie(self, step: StepRecord, logits: LogitsRecord) -> Iterator[Finding]:
         dtype = step.calls[0].dtype if step.calls else ""
         first, second = logits.candidates[:2]
         if logits.candidates[-1].logit == first.logit and len(logits.candidates) > 2:
-            return ()  # a flat distribution, not a tie of two
+            return  # a flat distribution, not a tie of two
         if dtype not in SIGNIFICAND_BITS or not math.isfinite(first.logit):
-            return ()
+            return
         if first.score == first.score and first.score != first.logit:
-            return ()  # sampled, so rounding does not decide
+            return  # sampled, so rounding does not decide
         unit = math.ldexp(1.0, math.frexp(first.logit)[1] - SIGNIFICAND_BITS[dtype])
         if logits.margin > ROUNDING_ULPS[dtype] * unit:
-            return ()
+            return
         sentence = (
             f'The two best tokens of step {step.step}, "{printable(first.text)}" and '
             f'"{printable(second.text)}", are {logits.margin:.2g} apart at a logit of '
@@ -138,18 +100,19 @@ class TokenChoiceRule(Rule):
             "them."
         )
         evidence = {"margin": logits.margin, "logit": first.logit, "unit": unit, "dtype": dtype}
-        positions = (step.kv_after,)
-        return [
-            self.finding(
-                step, NEAR_TIE, sentence, positions=positions, evidence=evidence, series="tie"
-            )
-        ]
+        yield self.finding(
+            step,
+            NEAR_TIE,
+            sentence,
+            positions=(step.kv_after,),
+            evidence=evidence,
+            series="tie",
+        )
 
     # -- not the best ----------------------------------------------------------------------------
 
-    def on_generation_end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Iterator[Finding]:
         """Report the first token that was not the best in a run that seems greedy."""
-        found = []
         for run in self._counts.values():
             n_off = run.n_chosen - run.n_best
             is_greedy = run.n_chosen >= MIN_GREEDY_STEPS and run.logprob_sum < UNLIKELY_LOGPROB
@@ -158,8 +121,7 @@ class TokenChoiceRule(Rule):
                 and is_greedy
                 and n_off <= max(1, MAX_NOT_BEST_SHARE * run.n_chosen)
             ):
-                found.append(self._not_best_finding(*run.first_not_best, run, n_off))
-        return found
+                yield self._not_best_finding(*run.first_not_best, run, n_off)
 
     def _not_best_finding(
         self, step: StepRecord, logits: LogitsRecord, run: _ChoiceCounts, n_off: int
@@ -175,14 +137,11 @@ class TokenChoiceRule(Rule):
         )
         if not run.has_scores:
             sentence += ", unless a logits processor that was not recorded changed the scores"
-        evidence = {"rank": logits.chosen_rank, "chosen": logits.chosen_id, "off": n_off}
-        severity = Severity.WARNING if run.has_scores else Severity.NOTE
-        positions = (step.kv_after,)
         return self.finding(
             step,
             NOT_BEST,
             f"{sentence}.",
-            severity=severity,
-            positions=positions,
-            evidence=evidence,
+            severity=None if run.has_scores else Severity.NOTE,
+            positions=(step.kv_after,),
+            evidence={"rank": logits.chosen_rank, "chosen": logits.chosen_id, "off": n_off},
         )

@@ -42,7 +42,7 @@ _GRADIENT_QUERY = (
     "AND branch = {branch} AND step = {step} ORDER BY layer, name"
 )
 _TARGET_QUERY = (
-    "SELECT target, token_id, value, scale, gate, tolerance, anomaly FROM gradients WHERE "
+    "SELECT target, token_id, value, scale, logits_error, tolerance, anomaly FROM gradients WHERE "
     "generation = {generation} AND branch = {branch} AND step = {step}"
 )
 _GRADIENT_CONFIRM = (
@@ -160,7 +160,7 @@ def layer_growth(gradients: GradientRecord) -> list[float]:
 def _anomaly_finding(gradients: GradientRecord) -> Finding:
     message, *_ = (gradients.anomaly or "").splitlines()
     function = _anomaly_function(message)
-    evidence = {"function": function, "said": gradients.anomaly}
+    evidence = {"function": function, "anomaly_message": gradients.anomaly}
     sentence = f"Autograd's anomaly mode at step {gradients.step}: {message}"
     return _gradient_finding(ANOMALY, gradients, sentence, evidence, series=function)
 
@@ -174,10 +174,14 @@ def _anomaly_function(message: str) -> str:
 def _forward_check_finding(gradients: GradientRecord) -> Finding:
     sentence = (
         f"The forward to differentiate for step {gradients.step} ({gradients.path}) is not what "
-        f"ran: its logits differ by {gradients.gate:.2g} of the largest recorded one, but rounding "
-        f"explains at most {gradients.tolerance:.0e}."
+        f"ran: its logits differ by {gradients.logits_error:.2g} of the largest recorded one, but "
+        f"rounding explains at most {gradients.tolerance:.0e}."
     )
-    evidence = {"gate": gradients.gate, "tolerance": gradients.tolerance, "path": gradients.path}
+    evidence = {
+        "check_error": gradients.logits_error,
+        "tolerance": gradients.tolerance,
+        "path": gradients.path,
+    }
     return _gradient_finding(FORWARD_CHECK, gradients, sentence, evidence, series="gate")
 
 

@@ -32,7 +32,7 @@ LOADER_BOUND = "training.loader-bound"
 
 _TRAINING_WHERE = "WHERE generation = {generation} AND branch = {branch}"
 _CURVE_QUERY = (
-    "SELECT step, loss, total_norm, learning_rates, producer FROM training_steps "
+    "SELECT step, loss, total_norm, learning_rates, anomaly_origin FROM training_steps "
     f"{_TRAINING_WHERE} ORDER BY step"
 )
 _GRADS_QUERY = (
@@ -131,7 +131,7 @@ TRAINING_KINDS: Mapping[str, FindingKind] = {
         fix="One or two skips at the start are normal while the scaler finds its scale. Otherwise "
         "look for gradients that overflow at any scale: a NaN in the forward, a loss that is too "
         "large, gradients that are never unscaled.",
-        query="SELECT step, scale, is_skipped, n_sick, loss FROM training_steps "
+        query="SELECT step, scale, is_skipped, n_nonfinite, loss FROM training_steps "
         f"{_TRAINING_WHERE} ORDER BY step",
     ),
     LOADER_BOUND: FindingKind(
@@ -229,10 +229,25 @@ class TrainingRule(Rule):
         ]
         return [finding for finding in found if finding is not None]
 
+    def _finding(
+        self,
+        step: StepRecord,
+        finding_id: str,
+        sentence: str,
+        evidence: Mapping[str, Any],
+        severity: Severity | None = None,
+        series: str = "",
+    ) -> Finding:
+        """A finding that is merged with those of its kind at other steps."""
+        series = series or finding_id
+        return self.finding(
+            step, finding_id, sentence, severity=severity, evidence=evidence, series=series
+        )
+
     # -- NaN and Inf -----------------------------------------------------------------------------
 
     def _check_nonfinite(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        producer = training.producer
+        producer = training.anomaly_origin
         if producer is not None and producer.kind == "module" and producer.detail == "float16":
             return self._overflow_finding(step, producer)
         if training.is_loss_anomaly:
@@ -252,10 +267,10 @@ class TrainingRule(Rule):
             "it may have overflowed (largest value 65504); its weights are "
             f"finite{others}."
         )
-        return _training_finding(step, FP16_OVERFLOW, sentence, _producer_evidence(producer))
+        return self._finding(step, FP16_OVERFLOW, sentence, _producer_evidence(producer))
 
     def _loss_finding(self, step: StepRecord, training: TrainingStepRecord) -> Finding:
-        producer = training.producer or AnomalyOrigin("loss", "")
+        producer = training.anomaly_origin or AnomalyOrigin("loss", "")
         what = "NaN" if math.isnan(training.loss) else "infinite"
         subject = f"The loss of step {step.step} is {what}"
         if not training.has_loss:
@@ -265,7 +280,7 @@ class TrainingRule(Rule):
         )
         rates = [*training.learning_rates]
         evidence = {**_producer_evidence(producer), "loss": training.loss, "learning_rates": rates}
-        return _training_finding(step, LOSS_NAN, sentence, evidence)
+        return self._finding(step, LOSS_NAN, sentence, evidence)
 
     def _describe_history(self, step: StepRecord, training: TrainingStepRecord) -> str:
         history = ""
@@ -289,12 +304,12 @@ class TrainingRule(Rule):
             f"({printable(producer.detail.partition(';')[0])}), the first on the way back from the "
             f"loss; {loss}{arrives}{_describe_carriers(producer, 'parameter')}."
         )
-        return _training_finding(step, NAN_GRADIENT, sentence, _producer_evidence(producer))
+        return self._finding(step, NAN_GRADIENT, sentence, _producer_evidence(producer))
 
     # -- size ------------------------------------------------------------------------------------
 
     def _check_explosion(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        producer = training.producer
+        producer = training.anomaly_origin
         if producer is None or producer.kind != "explosion" or training.is_skipped:
             return None
         self._first_explosion = self._first_explosion or (step.step, producer.name)
@@ -304,10 +319,10 @@ class TrainingRule(Rule):
             f"{producer.detail}{clipped}, above 10; the first on the way back from the loss"
             f"{_describe_carriers(producer, 'parameter')}."
         )
-        return _training_finding(step, GRADIENT_EXPLOSION, sentence, _producer_evidence(producer))
+        return self._finding(step, GRADIENT_EXPLOSION, sentence, _producer_evidence(producer))
 
     def _check_vanishing(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        producer, total = training.producer, training.total_norm
+        producer, total = training.anomaly_origin, training.total_norm
         if producer is None or producer.kind != "vanishing" or total is None:
             return None
         if training.is_skipped:
@@ -318,13 +333,13 @@ class TrainingRule(Rule):
             return None
         if least > VANISHED_SHARE * total and total > 10 * THRESHOLD:
             return None
-        also = plural(producer.n_carriers, "other parameter")
+        also = plural(producer.n_affected, "other parameter")
         sentence = (
             f"The gradient of {printable(producer.name)} vanishes in step {step.step}: its norm is "
             f"{producer.detail}, below 1e-6, of {total:.3g} in total"
-            + (f"; also that of {also}." if producer.n_carriers else ".")
+            + (f"; also that of {also}." if producer.n_affected else ".")
         )
-        return _training_finding(step, GRADIENT_VANISHING, sentence, _producer_evidence(producer))
+        return self._finding(step, GRADIENT_VANISHING, sentence, _producer_evidence(producer))
 
     def _check_dead_parameters(
         self, step: StepRecord, training: TrainingStepRecord
@@ -347,12 +362,14 @@ class TrainingRule(Rule):
             f"The gradient of {printable(names[0])} is exactly 0 in all recorded steps from step "
             f"{since} to {step.step}" + (f", and so is that of {others}." if others else ".")
         )
-        return _training_finding(
+        return self._finding(
             step, DEAD_PARAMETERS, sentence, {"names": [*names[:100]], "n": len(names)}
         )
 
     def _check_unreached(self, step: StepRecord) -> Finding | None:
-        event = next((one for one in step.events if one.kind == "unreached"), None)
+        event = next(
+            (one for one in step.events if one.kind == "parameters-without-gradient"), None
+        )
         if event is None:
             return None
         names, n = list(event.data.get("names", [])), int(event.data.get("n", 0))
@@ -361,9 +378,7 @@ class TrainingRule(Rule):
             f"{printable(str(names[0]))}: the loss does not depend on them."
         )
         evidence = {"names": names, "n": n}
-        return _training_finding(
-            step, DEAD_PARAMETERS, sentence, evidence, Severity.NOTE, "unreached"
-        )
+        return self._finding(step, DEAD_PARAMETERS, sentence, evidence, Severity.NOTE, "unreached")
 
     # -- losses and rates ------------------------------------------------------------------------
 
@@ -374,7 +389,7 @@ class TrainingRule(Rule):
         if high <= MAX_LEARNING_RATE:
             return None
         sentence = f"The learning rate of step {step.step} is {high:g}, above 1.0."
-        return _training_finding(
+        return self._finding(
             step, LEARNING_RATE, sentence, {"learning_rates": [*training.learning_rates]}
         )
 
@@ -393,7 +408,7 @@ class TrainingRule(Rule):
             f"The loss jumps to {loss:.4g} in step {step.step}; the median of the {len(before)} "
             f"losses before is {middle:.4g}."
         )
-        return _training_finding(step, LOSS_SPIKE, sentence, {"loss": loss, "median": middle})
+        return self._finding(step, LOSS_SPIKE, sentence, {"loss": loss, "median": middle})
 
     # -- scaler and loader -----------------------------------------------------------------------
 
@@ -404,14 +419,14 @@ class TrainingRule(Rule):
         self._n_skipped += 1
         if self._n_skipped < (MAX_SKIPS if self._n_done else MAX_INITIAL_SKIPS):
             return None
-        producer = training.producer
+        producer = training.anomaly_origin
         scale = "" if training.scale is None else f", the scale has fallen to {training.scale:g}"
         named = "" if producer is None else _describe_nonfinite(producer)
         sentence = (
             f"The gradient scaler has skipped {self._n_skipped} consecutive steps up to step "
             f"{step.step}{scale}{named}."
         )
-        return _training_finding(
+        return self._finding(
             step, SCALER_SKIPS, sentence, {"in_a_row": self._n_skipped, "scale": training.scale}
         )
 
@@ -436,7 +451,7 @@ class TrainingRule(Rule):
         )
         severity = Severity.WARNING if is_measured else Severity.NOTE
         evidence = {"ms": typical, "share": share, "mean_ms": fmean(w for w, _ in self._waits)}
-        return _training_finding(step, LOADER_BOUND, sentence, evidence, severity)
+        return self._finding(step, LOADER_BOUND, sentence, evidence, severity)
 
 
 def _describe_origin(producer: AnomalyOrigin) -> str:
@@ -478,9 +493,9 @@ def _highest_rate(training: TrainingStepRecord) -> float:
 
 
 def _describe_carriers(producer: AnomalyOrigin, what: str) -> str:
-    if not producer.n_carriers:
+    if not producer.n_affected:
         return ""
-    return f"; propagated by {plural(producer.n_carriers, f'other {what}')}"
+    return f"; propagated by {plural(producer.n_affected, f'other {what}')}"
 
 
 def is_spike(loss: float, before: Sequence[float], first: float) -> bool:
@@ -505,28 +520,8 @@ def _robust_deviation(values: Sequence[float]) -> float:
 
 def _producer_evidence(producer: AnomalyOrigin) -> dict[str, Any]:
     return {
-        "producer": producer.kind,
+        "anomaly_origin": producer.kind,
         "name": producer.name,
-        "carriers": producer.n_carriers,
+        "carriers": producer.n_affected,
         "detail": producer.detail,
     }
-
-
-def _training_finding(
-    step: StepRecord,
-    finding_id: str,
-    sentence: str,
-    evidence: Mapping[str, Any],
-    severity: Severity | None = None,
-    series: str = "",
-) -> Finding:
-    return Finding(
-        id=finding_id,
-        severity=severity or TRAINING_KINDS[finding_id].severity,
-        sentence=sentence,
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        evidence=evidence,
-        series=series or finding_id,
-    )

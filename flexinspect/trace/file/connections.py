@@ -1,9 +1,4 @@
-"""The connections of a reader: one per thread, opened when needed, read only.
-
-A trace of an earlier build may lack tables and columns. A temporary view then takes the place of
-such a table, because SQLite resolves an unqualified name to it first, and gives defaults for what
-is missing.
-"""
+"""The connections of a reader: one per thread, opened when needed, read only."""
 
 from __future__ import annotations
 
@@ -17,16 +12,8 @@ from typing import Any
 from weakref import WeakSet
 
 from flexinspect.core.errors import TraceError, TruncatedTraceError
-from flexinspect.trace import schema
-from flexinspect.trace.schema import (
-    APPLICATION_ID,
-    EVENTS,
-    FINDINGS,
-    REVIEWS,
-    VERSION,
-    Column,
-    Table,
-)
+from flexinspect.trace.file.earlier_versions import OLDEST_VERSION, compatibility_selects
+from flexinspect.trace.schema import APPLICATION_ID, EVENTS, FINDINGS, REVIEWS, VERSION
 
 ReviewKey = tuple[str, int]
 """A rule and a generation that it has reviewed."""
@@ -81,7 +68,7 @@ class TraceConnections:
         self._saw_wal = False
         self._overlay: dict[ReviewKey, Sequence[tuple[str, Sequence[Any]]]] = {}
         self._overlaid_state: object = None
-        check_header(path)
+        self.version = check_header(path)
         self.changed()
 
     def query(self, sql: str, params: Sequence[Any] = ()) -> list[Any]:
@@ -271,8 +258,11 @@ def _wal_bytes(path: Path) -> int:
         return 0
 
 
-def check_header(path: Path) -> None:
-    """Raise `TraceError` unless the header is that of a trace of a supported version."""
+def check_header(path: Path) -> int:
+    """Return the version of a trace, from its header.
+
+    Raises `TraceError` unless it is the header of a trace of a supported version.
+    """
     head, size = _read_header(path)
     if not head:
         raise TraceError(f"{path} is empty.", hint="The recording never started; run it again.")
@@ -288,12 +278,14 @@ def check_header(path: Path) -> None:
             f"{path} is a SQLite file of another program, not a trace.",
             hint="Traces end in .flextrace and are made by 'flexinspect run'.",
         )
-    _check_version(path, int.from_bytes(head[60:64], "big"))
+    version = int.from_bytes(head[60:64], "big")
+    _check_version(path, version)
     page = int.from_bytes(head[16:18], "big")
     n_pages = int.from_bytes(head[28:32], "big")
     # In WAL mode the header may be ahead of the file while a writer folds its WAL into it.
     if head[18] == 1 and size < n_pages * (65536 if page == 1 else page):
         raise _cut_short_error(path, size)
+    return version
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:
@@ -322,7 +314,7 @@ def _check_version(path: Path, version: int) -> None:
             f"{path} is a trace of version {version}; this program reads up to {VERSION}.",
             hint="Update it: pip install --upgrade flexinspect.",
         )
-    if version < VERSION:
+    if version < OLDEST_VERSION:
         raise TraceError(
             f"{path} is a trace of version {version}, which this program no longer reads.",
             hint="Read it with the release that recorded it, or record it again.",
@@ -366,54 +358,3 @@ def trace_error(path: Path, error: sqlite3.Error) -> TraceError:
         return TraceError(f"{path} cannot be opened ({error}).", hint="Check its permissions.")
     reason = "".join(char if char.isprintable() else "?" for char in str(error))
     return TraceError(f"{path} is damaged: {reason}.", hint=_COPY_HINT)
-
-
-ADDED_TABLES = (
-    schema.INPUTS,
-    schema.BUILDS,
-    schema.GRADIENTS,
-    schema.TRAINING_STEPS,
-    schema.REVIEWS,
-    schema.OUTPUT,
-)
-"""Tables that the first traces of this version did not have; the others are in every trace."""
-
-_COLUMNS_SQL = (
-    "SELECT m.name, p.name FROM main.sqlite_schema m JOIN pragma_table_info(m.name, 'main') p "
-    "WHERE m.type = 'table'"
-)
-_DEFAULT_LITERALS = {"int": "0", "bool": "0", "text": "''", "json": "'[]'"}
-
-
-def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
-    """Return for each incomplete table, by name, the SELECT that completes it with defaults."""
-    columns: dict[str, set[str]] = {}
-    for table, column in db.execute(_COLUMNS_SQL):
-        columns.setdefault(table, set()).add(column)
-    return {
-        table.name: _compatibility_select(table, columns.get(table.name, set()))
-        for table in schema.TABLES
-        if _is_incomplete(table, columns.get(table.name))
-    }
-
-
-def _is_incomplete(table: Table, columns: set[str] | None) -> bool:
-    if columns is None:
-        return table in ADDED_TABLES
-    return not columns.issuperset(table.names)
-
-
-def _compatibility_select(table: Table, columns: set[str]) -> str:
-    parts = [
-        column.name if column.name in columns else f"{_default_literal(column)} AS {column.name}"
-        for column in table.columns
-    ]
-    source = f"FROM main.{table.name}" if columns else "WHERE 0"
-    return f"SELECT {', '.join(parts)} {source}"
-
-
-def _default_literal(column: Column) -> str:
-    """Return the literal of a column that was not recorded; NULL where that is allowed."""
-    if column.kind == "json" and "an object" in column.meaning:
-        return "'{}'"
-    return _DEFAULT_LITERALS.get(column.kind, "NULL")

@@ -65,12 +65,9 @@ _LAST_STEP_SQL = (
 
 
 def _explanation_statements(db: sqlite3.Connection, explain: ExplainEnd | None) -> list[Statement]:
-    statements: list[Statement] = []
-    if explain is None:
-        return statements
-    explanation = explain(*(db.execute(_LAST_STEP_SQL).fetchone() or (None, None)))
-    if explanation is not None:
-        event, findings = explanation
-        codec.encode_events(statements, (event,))
-        codec.encode_findings(statements, findings)
-    return statements
+    last_step = db.execute(_LAST_STEP_SQL).fetchone() or (None, None)
+    explanation = explain(*last_step) if explain is not None else None
+    if explanation is None:
+        return []
+    event, findings = explanation
+    return codec.encode_events((event,)) + codec.encode_findings(findings)

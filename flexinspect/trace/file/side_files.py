@@ -1,11 +1,12 @@
 """Two small files beside a trace that is being recorded: its last kernel call, its debugger stop.
 
-The last kernel call (`-crumb`) is written into a file mapped into memory. If compiled code crashes
-the process, the file remains, so that the parent process can report where it crashed. Only calls of
-compiled FlexAttention are noted, and only they create the file; closing the trace removes it.
+The last kernel call (`-last-call`) is written into a file mapped into memory. If compiled code
+crashes the process, the file remains, so that the parent process can report where it crashed. Only
+calls of compiled FlexAttention are noted, and only they create the file; closing the trace removes
+it.
 
-The debugger stop (`-held`) exists while a debugger holds the process, which can then neither answer
-nor write to the trace. A stop of a dead process does not count.
+The debugger stop (`-debugger-stop`) exists while a debugger holds the process, which can then
+neither answer nor write to the trace. A stop of a dead process does not count.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from flexinspect.core.environment import is_recorder_alive
 
-LAST_CALL_SUFFIX = "-crumb"
+LAST_CALL_SUFFIX = "-last-call"
 
 _HEADER = struct.Struct("<B3x6i")
 _SIZE = 512
@@ -41,13 +42,13 @@ class LastKernelCall:
     outside of a model's forward.
     """
 
-    entered: bool
+    is_running: bool
     generation: int | None
     step: int | None
     layer: int | None
     q_len: int
     kv_len: int
-    what: str
+    description: str
 
 
 def last_call_path(trace: Path) -> Path:
@@ -121,13 +122,13 @@ def take_last_call(trace: Path) -> LastKernelCall | None:
     if not what:
         return None
     return LastKernelCall(
-        entered=bool(state),
+        is_running=bool(state),
         generation=_none_if_negative(generation),
         step=_none_if_negative(step),
         layer=_none_if_negative(layer),
         q_len=q_len,
         kv_len=kv_len,
-        what=what,
+        description=what,
     )
 
 
@@ -135,7 +136,7 @@ def _none_if_negative(number: int) -> int | None:
     return None if number < 0 else number
 
 
-STOP_SUFFIX = "-held"
+STOP_SUFFIX = "-debugger-stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class DebuggerStop:
     """
 
     pid: int
-    by: str
+    debugger: str
     file: str
     line: int
     function: str
@@ -163,7 +164,7 @@ class DebuggerStop:
         return self._location() + self._reason_text()
 
     def _location(self) -> str:
-        return f"held by {self.by} in {self.function} ({Path(self.file).name}:{self.line})"
+        return f"held by {self.debugger} in {self.function} ({Path(self.file).name}:{self.line})"
 
     def _reason_text(self) -> str:
         return f": {self.reason}" if self.reason else ""

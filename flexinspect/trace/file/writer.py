@@ -104,41 +104,27 @@ class TraceWriter:
 
     def update_run(self, **facts: Any) -> None:
         """Set facts of the manifest. Raises `TraceWriteError`."""
-        with self._lock:
-            self._commit(codec.encode_run_facts(facts), "the manifest")
+        self._write(codec.encode_run_facts(facts), "the manifest")
 
     def write_event(self, event: EventRecord) -> None:
         """Record an event that is not part of a step's record. Raises `TraceWriteError`."""
-        statements: list[Statement] = []
-        codec.encode_events(statements, (event,))
-        with self._lock:
-            self._commit(statements, f"an event ({event.kind})")
+        self._write(codec.encode_events((event,)), f"an event ({event.kind})")
 
     def write_output(self, records: Iterable[OutputRecord]) -> None:
         """Record what the program printed, in order. Raises `TraceWriteError`."""
-        statements: list[Statement] = []
-        codec.encode_output(statements, records)
-        with self._lock:
-            self._commit(statements, "the program's output")
+        self._write(codec.encode_output(records), "the program's output")
 
     def write_findings(self, findings: Iterable[Finding]) -> None:
         """Record findings that are not part of a step's record. Raises `TraceWriteError`."""
-        statements: list[Statement] = []
-        codec.encode_findings(statements, findings)
-        with self._lock:
-            self._commit(statements, "findings")
+        self._write(codec.encode_findings(findings), "findings")
 
     def write_gradients(self, record: GradientRecord) -> None:
         """Record the gradients of one token in one transaction. Raises `TraceWriteError`."""
-        with self._lock:
-            self._commit(codec.encode_gradients(record), f"the gradients of step {record.step}")
+        self._write(codec.encode_gradients(record), f"the gradients of step {record.step}")
 
     def write_repeats(self, place: tuple[int, int, int], records: Iterable[Repeat]) -> None:
         """Count repeated findings at (generation, branch, step). Raises `TraceWriteError`."""
-        statements: list[Statement] = []
-        codec.encode_repeats(statements, records, place)
-        with self._lock:
-            self._commit(statements, "repeated findings")
+        self._write(codec.encode_repeats(records, place), "repeated findings")
 
     def begin_generation(self, record: GenerationRecord) -> None:
         """Record the prompt of a new generation. Raises `TraceWriteError`."""
@@ -161,10 +147,8 @@ class TraceWriter:
         how it differs, see `BranchRecord`. Raises `TraceWriteError`.
         """
         place = (generation, branch, parent, fork_step)
-        statements = codec.encode_branch_start(*place, time.time(), change)
-        codec.encode_segments(statements, (generation, branch), segments)
-        with self._lock:
-            self._commit(statements, f"branch {branch} of generation {generation}")
+        statements = codec.encode_branch_start(*place, time.time(), change, segments)
+        self._write(statements, f"branch {branch} of generation {generation}")
 
     def write_step(self, record: StepRecord) -> None:
         """Record one step in one transaction.
@@ -230,10 +214,8 @@ class TraceWriter:
 
     def end_generation(self, record: GenerationEnd) -> None:
         """Record how a branch ended, with its final segments. Raises `TraceWriteError`."""
-        with self._lock:
-            self._commit(
-                codec.encode_generation_end(record), f"the end of generation {record.generation}"
-            )
+        what = f"the end of generation {record.generation}"
+        self._write(codec.encode_generation_end(record), what)
 
     def close(self, state: str = "finished") -> None:
         """End the trace in `state` (finished, interrupted, failed) and fold the WAL into it.
@@ -270,6 +252,10 @@ class TraceWriter:
     def _is_stopped(self) -> bool:
         # A forked child shares the connection but not its locks: it must never write.
         return self.failed or self._closed or os.getpid() != self._pid
+
+    def _write(self, statements: Sequence[Statement], what: str) -> None:
+        with self._lock:
+            self._commit(statements, what)
 
     def _commit(self, statements: Sequence[Statement], what: str) -> bool:
         """Run the statements in one transaction; return False if recording has stopped."""
@@ -400,7 +386,7 @@ def _create_tables(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
 
 def recording_error(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
     """Return the error for an error of SQLite that ends a recording at `what`."""
-    reason, remedy = _recording_error_reason(error)
+    reason, remedy = _write_problem(error)
     kept = "Everything recorded so far stays readable; the generation itself continues."
     hint = f"{kept} {remedy}".rstrip()
     return TraceWriteError(f"Recording to {path} stopped at {what}: {reason}.", hint=hint)
@@ -408,22 +394,30 @@ def recording_error(path: Path, what: str, error: sqlite3.Error) -> TraceWriteEr
 
 def creation_error(path: Path, error: sqlite3.Error) -> TraceWriteError:
     """Return the error for an error of SQLite at the first write, when nothing has run yet."""
-    reason, remedy = _recording_error_reason(error)
+    reason, remedy = _write_problem(error)
     return TraceWriteError(f"The trace {path} cannot be created: {reason}.", hint=remedy or None)
 
 
-def _recording_error_reason(error: sqlite3.Error) -> tuple[str, str]:
+_PROBLEMS = (
+    ("SQLITE_FULL", "the disk is full", "Free some space, or choose another disk with --out."),
+    (("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"), "it is read-only", ""),
+    (
+        ("SQLITE_BUSY", "SQLITE_LOCKED"),
+        "it is locked by another program",
+        "Close the program that writes to it.",
+    ),
+    ("SQLITE_IOERR", "the disk reports an error ({})", "Check the disk and the space left on it."),
+)
+"""Errors of SQLite by the beginning of their names: the reason, and what the user can do."""
+
+
+def _write_problem(error: sqlite3.Error) -> tuple[str, str]:
     """Return the reason, and what the user can do about it (empty when unknown)."""
     name = getattr(error, "sqlite_errorname", "")
-    if name.startswith("SQLITE_FULL"):
-        return "the disk is full", "Free some space, or choose another disk with --out."
-    if name.startswith("SQLITE_READONLY"):
-        return "it has become read-only", ""
-    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        return "it is locked by another program", "Close the program that writes to it."
-    if name.startswith("SQLITE_IOERR"):
-        return f"the disk reports an error ({error})", "Check the disk and the space left on it."
-    return str(error), ""
+    for names, reason, remedy in _PROBLEMS:
+        if name.startswith(names):
+            return reason.format(error), remedy
+    return "".join(char if char.isprintable() else "?" for char in str(error)), ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,7 +439,9 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
     and not written twice. Raises `TraceWriteError`, with nothing written, when the trace is being
     recorded or cannot be written to; `TraceError` when it is not a trace.
     """
-    check_header(path)
+    version = check_header(path)
+    if version < schema.VERSION:
+        raise _append_error(path, f"it has version {version} of the format, which is only read")
     if is_repaired_copy(path):
         raise _append_error(path, "it is a repaired copy of a damaged trace")
     pid = recording_pid(path)
@@ -460,7 +456,7 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
         ) as db:
             _write_reviews(db, reviews)
     except sqlite3.Error as error:
-        raise _append_error(path, _append_error_reason(error)) from error
+        raise _append_error(path, _write_problem(error)[0]) from error
 
 
 def _write_reviews(db: sqlite3.Connection, reviews: Iterable[RuleReview]) -> None:
@@ -482,10 +478,11 @@ def review_statements(reviews: Iterable[RuleReview]) -> dict[ReviewKey, list[Sta
     """Return the statements that write these reviews, by rule and generation."""
     out: dict[ReviewKey, list[Statement]] = {}
     for each in reviews:
-        statements = out[each.rule, each.generation] = []
-        codec.encode_findings(statements, each.findings)
-        codec.encode_events(statements, each.events)
-        statements.append(codec.encode_review(each.rule, each.generation, each.at, each.wall_ms))
+        out[each.rule, each.generation] = [
+            *codec.encode_findings(each.findings),
+            *codec.encode_events(each.events),
+            codec.encode_review(each.rule, each.generation, each.at, each.wall_ms),
+        ]
     return out
 
 
@@ -496,24 +493,12 @@ def _append_error(path: Path, why: str) -> TraceWriteError:
     )
 
 
-def _append_error_reason(error: sqlite3.Error) -> str:
-    name = getattr(error, "sqlite_errorname", "")
-    if name.startswith("SQLITE_FULL"):
-        return "the disk is full"
-    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
-        return "it is read-only"
-    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        return "it is locked by another program"
-    return "".join(char if char.isprintable() else "?" for char in str(error))
-
-
 def add_run_facts(path: Path, facts: Mapping[str, Any], event: EventRecord) -> None:
     """Add facts to the manifest of a finished trace, and an event about them.
 
     Raises `sqlite3.Error`; only for a trace that this program has just made.
     """
-    out = codec.encode_run_facts(facts)
-    codec.encode_events(out, (event,))
+    out = codec.encode_run_facts(facts) + codec.encode_events((event,))
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("BEGIN IMMEDIATE")
         for sql, params in out:

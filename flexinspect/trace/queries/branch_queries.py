@@ -10,7 +10,9 @@ from flexinspect.trace.queries.range_queries import lineage
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
 
-MASK_KEYS = frozenset({"preset", "separators", "starts", "head", "low", "rule"})
+MASK_KEYS = frozenset(
+    {"preset", "separators", "starts", "prefix_stops", "local_starts", "mask_mod"}
+)
 """The keys of a declaration that describe the declared mask."""
 
 

@@ -42,18 +42,21 @@ def step_paths(
         f"SELECT step, path, mask, group_concat(layer) FROM calls {WHERE_BRANCH} "
         "AND step >= ? AND step < ? GROUP BY step, path, mask"
     )
-    found: list[StepPath] = []
-    for number, first, last in lineage(reader, generation, branch):
-        low, high = max(first, start), stop if last is None else min(last, stop)
-        if low < high:
-            rows = reader._query(sql, (generation, number, low, high))
-            found += [reader._decode(_decode_step_path, row) for row in rows]
+    kinds = ("int", "text", "text?", "text")
+    found = [
+        StepPath(step, path, mask, reader._decode(_parse_layers, layers))
+        for place in _branch_ranges(reader, generation, start, stop, branch)
+        for step, path, mask, layers in _values(reader, sql, (generation, *place), kinds, "calls")
+    ]
     return sorted(found, key=lambda path: (path.step, path.layers))
 
 
-def _decode_step_path(row: Sequence[Any]) -> StepPath:
-    step, path, mask, layers = codec.decode_values(("int", "text", "text?", "text"), row, "calls")
-    return StepPath(step, path, mask, _parse_layers(layers))
+def _values(
+    reader: TraceReader, sql: str, params: Sequence[Any], kinds: Sequence[str], table: str
+) -> Iterator[list[Any]]:
+    """Yield the cleaned values of each row that a query of a table selects."""
+    for row in reader._query(sql, params):
+        yield reader._decode(lambda row: codec.decode_values(kinds, row, table), row)
 
 
 @lru_cache(maxsize=512)
@@ -67,10 +70,13 @@ def _parse_layers(text: str) -> tuple[int, ...]:
 def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int, int, int | None]]:
     """Return (branch, first step, step after the last) of a branch and its parents, newest first.
 
-    The step after the last of the branch itself is None, because it may still grow.
+    The step after the last of the branch itself is None, because it may still grow. It is read
+    once per branch, because the parent and the fork of a branch never change.
     """
     if branch == 0:
         return [(0, 0, None)]
+    if known := reader.known_lineages.get((generation, branch)):
+        return list(known)
     rows = {row.branch: row for row in reader.branches(generation)}
     found: list[tuple[int, int, int | None]] = []
     here: int | None = branch
@@ -79,6 +85,8 @@ def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int
         row = rows.pop(here)  # removed, so that a damaged file cannot cause an endless loop
         found.append((here, row.fork_step or 0, stop))
         here, stop = row.parent, row.fork_step
+    if found:
+        reader.known_lineages[generation, branch] = tuple(found)
     return found
 
 
@@ -248,7 +256,7 @@ def _next_step_with_findings(
 
 
 def _first_finding(reader: TraceReader, rest: str, params: Sequence[Any]) -> FindingRow | None:
-    rows = reader._records(codec.decode_finding, schema.FINDINGS, rest, params)
+    rows = reader._made(codec.decode_finding, schema.FINDINGS, rest, params)
     return rows[0] if rows else None
 
 
@@ -267,7 +275,7 @@ def step_events(
         "ORDER BY event LIMIT ?"
     )
     params = (generation, start, stop, like, like, limit)
-    return reader._records(codec.decode_event, schema.EVENTS, rest, params)
+    return reader._made(codec.decode_event, schema.EVENTS, rest, params)
 
 
 def events_between(
@@ -282,7 +290,7 @@ def events_between(
         "ORDER BY event LIMIT ?"
     )
     params = (start_at, stop_at, like, like, limit)
-    return reader._records(codec.decode_event, schema.EVENTS, rest, params)
+    return reader._made(codec.decode_event, schema.EVENTS, rest, params)
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
@@ -380,16 +388,11 @@ def chosen_tokens(
 ) -> dict[int, int | None]:
     """Return the token that each step `start <= step < stop` chose, None where it is not known."""
     sql = f"SELECT step, chosen_id FROM steps {_STEP_RANGE_SQL}"
-    found: dict[int, int | None] = {}
-    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
-        for row in reader._query(sql, (generation, number, low, high)):
-            step, chosen = reader._decode(_decode_step_and_token, row)
-            found[step] = chosen
-    return found
-
-
-def _decode_step_and_token(row: Sequence[Any]) -> list[Any]:
-    return codec.decode_values(("int", "int?"), row, "steps")
+    return {
+        step: chosen
+        for place in _branch_ranges(reader, generation, start, stop, branch)
+        for step, chosen in _values(reader, sql, (generation, *place), ("int", "int?"), "steps")
+    }
 
 
 def decode_phase_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:
@@ -403,13 +406,12 @@ def memory_range(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
 ) -> dict[int, MemoryRecord]:
     """Return the memory at the end of each step `start <= step < stop` that has it."""
-    found: dict[int, MemoryRecord] = {}
-    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
-        rest = f"{_STEP_RANGE_SQL} ORDER BY step"
-        params = (generation, number, low, high)
-        for values in reader._select(schema.MEMORY, rest, params, skip=2):
-            found[values[0]] = reader._decode(codec.decode_memory, values[1:])
-    return found
+    rest = f"{_STEP_RANGE_SQL} ORDER BY step"
+    return {
+        step: reader._decode(codec.MEMORY_ROWS.decode, values)
+        for place in _branch_ranges(reader, generation, start, stop, branch)
+        for step, *values in reader._select(schema.MEMORY, rest, (generation, *place), skip=2)
+    }
 
 
 def layer_stats_range(
@@ -431,11 +433,9 @@ def layer_stats_range(
     )
     kinds = ("int", "int", "text", "real", "int")
     found: list[StatCell] = []
-    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
-        params = (generation, number, low, high, MAX_STAT_ROWS - len(found))
-        for row in reader._query(sql, params):
-            values = reader._decode(lambda row: codec.decode_values(kinds, row, "layer_stats"), row)
-            found.append(StatCell(*values))
+    for place in _branch_ranges(reader, generation, start, stop, branch):
+        params = (generation, *place, MAX_STAT_ROWS - len(found))
+        found += [StatCell(*row) for row in _values(reader, sql, params, kinds, "layer_stats")]
     return found
 
 
@@ -452,7 +452,7 @@ def first_nonfinite_output(
     if not rows:
         return None
     step, _, *values = rows[0]
-    return NonfiniteOutput(step, reader._decode(codec.decode_layer_stat, values))
+    return NonfiniteOutput(step, reader._decode(codec.LAYER_STAT_ROWS.decode, values))
 
 
 def _branch_ranges(

@@ -108,7 +108,7 @@ def find_text(
 def newest_events(trace: TraceQueries, kind: str, after_id: int, limit: int) -> list[EventRow]:
     """Return the newest events of a kind whose number is above `after_id`, in order."""
     rest = "WHERE kind = ? AND event > ? ORDER BY event DESC LIMIT ?"
-    return trace._records(codec.decode_event, schema.EVENTS, rest, (kind, after_id, limit))[::-1]
+    return trace._made(codec.decode_event, schema.EVENTS, rest, (kind, after_id, limit))[::-1]
 
 
 def last_output(trace: TraceQueries) -> int | None:

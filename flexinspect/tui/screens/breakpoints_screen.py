@@ -72,7 +72,6 @@ class BreakpointsScreen(ModalScreen[None]):
         self._breakpoints = list(breakpoints)
 
     def compose(self) -> ComposeResult:
-        """Yield the input for a condition, its error, and the list."""
         with Vertical(classes="window"):
             yield Static(Content("Stop when"), markup=False)
             yield ConditionInput(placeholder=EXAMPLE, suggester=ConditionSuggester())
@@ -81,7 +80,6 @@ class BreakpointsScreen(ModalScreen[None]):
             yield Static(Content(_KEY_HELP), markup=False, classes="muted")
 
     def on_mount(self) -> None:
-        """Show the breakpoints."""
         self.query_one("#wrong").display = False
         self._fill()
 
@@ -118,7 +116,6 @@ class BreakpointsScreen(ModalScreen[None]):
             await self._reload()
 
     async def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Enable or disable a breakpoint."""
         one = self._breakpoints[event.option_index]
         await self._call_capture(
             lambda client: client.enable_breakpoint(one.id, not one.is_enabled)
@@ -126,7 +123,6 @@ class BreakpointsScreen(ModalScreen[None]):
         await self._reload()
 
     async def action_remove(self) -> None:
-        """Remove the breakpoint under the cursor."""
         at = self.query_one(OptionList).highlighted
         if at is not None and self._breakpoints:
             number = self._breakpoints[at].id

@@ -1,8 +1,8 @@
-"""Screens below the trace screen: pending rules in the background, and control of the capture.
+"""The screen below the trace screen: pending rules in the background, control of the capture.
 
-`ReviewScreen` runs the rules that have not checked a trace in a separate process: in a thread they
-would compete with drawing for the GIL. `ControlScreen` pauses, steps, rewinds and edits a running
-capture, with the dialogs for its commands.
+The rules that have not checked a trace run in a separate process: in a thread they would compete
+with drawing for the GIL. `ControlScreen` pauses, steps, rewinds and edits a running capture, with
+the dialogs for its commands.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from textual import work
-from textual.app import App
 from textual.reactive import reactive
 from textual.screen import Screen
 
@@ -28,8 +27,8 @@ from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.trace.queries.range_queries import branch_of_step
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
-from flexinspect.tui.screens.dialogs import ChoiceDialog, TextDialog
-from flexinspect.tui.trace_session import TraceSession
+from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread
+from flexinspect.tui.trace_session import RunStatus, TraceSession
 
 # Rules, messages of control and some dialogs are imported on first use: the first screen does not
 # need them, and they would delay it.
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from flexinspect.control.client import ControlClient
     from flexinspect.control.messages import (
         CommandResponse,
-        Cost,
         MaskEdit,
         RewindState,
         StatusResponse,
@@ -50,38 +48,6 @@ if TYPE_CHECKING:
 
 REVIEW_DELAY_S = 0.3
 """Delay before rules are imported, which would compete with drawing the first screen."""
-
-
-class ReviewScreen(Screen[None]):
-    """A screen on a trace that runs pending rules in the background and shows their findings."""
-
-    _last_review: tuple[Path | None, int] | None = None
-
-    def poll_trace(self) -> None:
-        """Show what has changed in the trace."""
-        raise NotImplementedError
-
-    def review_once(self, session: TraceSession, pool: Executor, n_held: int = 0) -> None:
-        """Run the pending rules in the background, once per file.
-
-        While the model is held after `n_held` generations, they run once for each number of
-        generations. These findings cannot be stored, so the rules run again when the trace is
-        finished.
-        """
-        if self._last_review != (session.path, n_held):
-            self._last_review = (session.path, n_held)
-            if not n_held and session.reader is not None:
-                session.reader.remove_added_reviews()
-            self._review(session, pool)
-
-    @work(exclusive=True, group="review")
-    async def _review(self, session: TraceSession, pool: Executor) -> None:
-        await asyncio.sleep(REVIEW_DELAY_S)
-        message = await review_in_background(session, pool)
-        if message is not None:
-            self.poll_trace()
-        if message:
-            self.notify(message, severity="warning", markup=False, timeout=20)
 
 
 async def review_in_background(session: TraceSession, pool: Executor) -> str | None:
@@ -131,9 +97,8 @@ async def _run_review(reader: TraceReader) -> Review:
     try:
         return review_from_json(text.decode())
     except ValueError:
-        return Review(
-            note="The rules that look at a finished trace failed; see the findings command."
-        )
+        note = "The rules that look at a finished trace failed; see the findings command."
+        return Review(0, (), note)
 
 
 POLL_S = 0.25
@@ -146,29 +111,37 @@ COMMAND_POLL_S = 0.03
 BRANCH_WAIT_S = 3.0
 """How long to wait for a new branch in the trace after the capture has reported it."""
 
+N_THREADS = 2
+"""Threads that load what the screen shows."""
+
 T = TypeVar("T")
 
 
-class ControlScreen(ReviewScreen):
-    """The actions of control. `TraceScreen`, its subclass, keeps the current place."""
+class ControlScreen(Screen[None]):
+    """A place in a trace, and the actions of control. `TraceScreen`, its subclass, navigates."""
 
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False)
+    following: reactive[bool] = reactive(True, repaint=False)
     capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
-    capture: CaptureClient
-    _has_shown_pause_hint = False
-    """Whether the keys that resume the run have been shown."""
 
-    # Reactives of the trace screen.
-    place: Any
-    following: Any
+    def __init__(self, session: TraceSession) -> None:
+        super().__init__()
+        self._session, self.capture = session, CaptureClient(session)
+        self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="flexinspect-load")
+        self.status = RunStatus()
+        self._last_review: tuple[Path | None, int] | None = None
+        self._has_shown_pause_hint = False
+
+    def on_unmount(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def reader(self) -> TraceReader | None:
         """The reader of the trace, None before there is one."""
-        raise NotImplementedError
+        return self._session.reader
 
-    @property
-    def is_live(self) -> bool:
-        """Whether the trace may still grow."""
+    def poll_trace(self) -> None:
+        """Show what has changed in the trace."""
         raise NotImplementedError
 
     def navigate(self, target: Navigate) -> None:
@@ -181,14 +154,15 @@ class ControlScreen(ReviewScreen):
 
     def keys_of(self, name: str) -> str:
         """Return the configured keys of an action."""
-        raise NotImplementedError
+        app: Any = self.app
+        return str(app.keys_of(name))
 
     # -- status ----------------------------------------------------------------------------------
 
     @work(exclusive=True, group="status")
     async def poll_capture(self) -> None:
         """Update the status of the capture while there is one."""
-        while self.is_live:
+        while self.status.live:
             self.capture_status = await asyncio.to_thread(self.capture.poll)
             await asyncio.sleep(POLL_S)
         self.capture_status = CaptureStatus()
@@ -199,12 +173,10 @@ class ControlScreen(ReviewScreen):
         if status is not None and new.state == "paused" and old.state != "paused":
             self._notify_paused(status)
         if new.debugger_stop and new.debugger_stop != old.debugger_stop:
-            self.notify(escape_unprintable(new.debugger_stop), severity="warning", markup=False)
+            self.notify(escape_unprintable(new.debugger_stop), severity="warning")
         elif new.is_unresponsive and not old.is_unresponsive:
             self.notify(
-                "The model's process does not answer; a debugger may hold it.",
-                severity="warning",
-                markup=False,
+                "The model's process does not answer; a debugger may hold it.", severity="warning"
             )
 
     def _notify_paused(self, status: StatusResponse) -> None:
@@ -218,22 +190,42 @@ class ControlScreen(ReviewScreen):
         keys = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
         show_reason = status.reason and not is_requested
         reason = f": {escape_unprintable(status.reason)}" if show_reason else ""
-        self.notify(f"{escape_unprintable(status.description)}{reason}. {keys}.", markup=False)
+        self.notify(f"{escape_unprintable(status.description)}{reason}. {keys}.")
 
     def show_debugger_messages(self, messages: deque[str]) -> None:
         """Show and remove messages about debuggers, such as where to attach."""
         while messages:
-            self.notify(escape_unprintable(messages.popleft()), timeout=15, markup=False)
+            self.notify(escape_unprintable(messages.popleft()), timeout=15)
+
+    # -- rules -----------------------------------------------------------------------------------
+
+    def review_once(self, n_held: int = 0) -> None:
+        """Run the pending rules in the background, once per file.
+
+        While the model is held after `n_held` generations, they run once for each number of
+        generations. These findings cannot be stored, so the rules run again when the trace is
+        finished.
+        """
+        if self._last_review != (self._session.path, n_held):
+            self._last_review = (self._session.path, n_held)
+            if not n_held and self.reader is not None:
+                self.reader.remove_added_reviews()
+            self._review()
+
+    @work(exclusive=True, group="review")
+    async def _review(self) -> None:
+        await asyncio.sleep(REVIEW_DELAY_S)
+        message = await review_in_background(self._session, self._pool)
+        if message is not None:
+            self.poll_trace()
+        if message:
+            self.notify(message, severity="warning", timeout=20)
 
     # -- commands --------------------------------------------------------------------------------
 
     async def call_capture(self, command: Callable[[ControlClient], T]) -> T | None:
         """Run a command in a thread; show an error of it and return None."""
-        try:
-            return await asyncio.to_thread(lambda: self.capture.call(command))
-        except FlexInspectError as error:
-            self.notify(format_error(error), severity="error", markup=False, timeout=10)
-            return None
+        return await call_in_thread(self.app, lambda: self.capture.call(command))
 
     @work(group="command")
     async def _run_command(self, command: Callable[[ControlClient], CommandResponse]) -> None:
@@ -242,12 +234,9 @@ class ControlScreen(ReviewScreen):
             self.capture_status = CaptureStatus(response.status)
             if response.status.until:
                 await asyncio.sleep(NOTIFY_AFTER_S)
-            if not self._has_taken_effect(response.status.until):
-                self.notify(f"{escape_unprintable(response.message)}.", markup=False)
-
-    def _has_taken_effect(self, until: str) -> bool:
-        """Return whether a command that ends in a pause has done so; the header shows it."""
-        return bool(until) and self.capture_status.state == "paused"
+            # The header shows a pause that the command has led to.
+            if not (response.status.until and self.capture_status.state == "paused"):
+                self.notify(f"{escape_unprintable(response.message)}.")
 
     def toggle_pause(self) -> None:
         """Pause after this step, or continue."""
@@ -275,69 +264,52 @@ class ControlScreen(ReviewScreen):
     @work(group="dialog")
     async def restore_step(self) -> None:
         """Restore the state of the model after the current step."""
-        from flexinspect.control.messages import StepRef as LivePlace
-
-        there = _to_control_place(self.place, LivePlace)
+        there = _live_place(self.place)
         await self._run_with_cost(lambda client, dry: client.restore(there, dry_run=dry))
 
     @work(group="dialog")
     async def fork_step(self) -> None:
         """Choose another token for the current step; the model continues from there as a branch."""
-        await self._fork_with(
-            ask_token,
-            lambda client, there, token, dry: client.fork(
-                there, token_id=token.token_id, text=token.text, dry_run=dry
-            ),
-        )
+        there = _live_place(self.place)  # it may follow the model while the user chooses
+        token = await ask_token(self.app, self.reader, self.place) if self.reader else None
+        if token is not None:
+            await self._run_with_cost(
+                lambda client, dry: client.fork(
+                    there, token_id=token.token_id, text=token.text, dry_run=dry
+                )
+            )
 
     @work(group="dialog")
     async def edit_mask(self) -> None:
         """Edit the mask; the model continues from the current step as a branch."""
-        await self._fork_with(
-            ask_edit,
-            lambda client, there, edit, dry: client.edit_mask(there, (edit,), dry_run=dry),
-        )
-
-    async def _fork_with(
-        self,
-        choose: Callable[[App[Any], TraceReader, TracePlace], Awaitable[T | None]],
-        command: Callable[[ControlClient, LivePlace, T, bool], CommandResponse],
-    ) -> None:
-        """Let the user choose a change at the current step, and send the command."""
-        from flexinspect.control.messages import StepRef as LivePlace
-
-        if self.reader is None:
-            return
-        shown = self.place  # it may follow the model while the user chooses
-        chosen = await choose(self.app, self.reader, shown)
-        if chosen is not None:
-            there = _to_control_place(shown, LivePlace)
-            await self._run_with_cost(lambda client, dry: command(client, there, chosen, dry))
+        there = _live_place(self.place)
+        edit = await ask_edit(self.app, self.reader, self.place) if self.reader else None
+        if edit is not None:
+            await self._run_with_cost(
+                lambda client, dry: client.edit_mask(there, (edit,), dry_run=dry)
+            )
 
     async def _run_with_cost(
         self, command: Callable[[ControlClient, bool], CommandResponse]
     ) -> None:
         """Run a command, after a question if it is expensive, and go to its result."""
         dry = await self.call_capture(lambda client: command(client, True))
-        if dry is None or not await self._confirm_cost(dry.cost):
+        if dry is None:
             return
+        if dry.cost is not None and dry.cost.is_expensive:
+            options = [("do", "Do it"), ("leave", "Leave it")]
+            if await ask_choice(self.app, escape_unprintable(dry.cost.sentence), options) != "do":
+                return
         response = await self.call_capture(lambda client: command(client, False))
         if response is None or response.rewind_number is None:
             return
         cost_text = f"; {dry.cost.sentence}" if dry.cost is not None else ""
-        self.notify(escape_unprintable(f"{response.message}{cost_text}"), markup=False)
+        self.notify(escape_unprintable(f"{response.message}{cost_text}"))
         await self._show_result(await self._wait_for_command(response.rewind_number))
-
-    async def _confirm_cost(self, cost: Cost | None) -> bool:
-        if cost is None or not cost.is_expensive:
-            return True
-        options = [("do", "Do it"), ("leave", "Leave it")]
-        question = escape_unprintable(cost.sentence)
-        return await self.app.push_screen_wait(ChoiceDialog(question, options)) == "do"
 
     async def _wait_for_command(self, number: int) -> RewindState | None:
         """Wait until a command is done, for as long as the model takes."""
-        while self.is_live:
+        while self.status.live:
             self.capture_status = await asyncio.to_thread(self.capture.poll)
             status = self.capture_status.status
             rewind = status.last_rewind if status is not None else None
@@ -352,7 +324,7 @@ class ControlScreen(ReviewScreen):
         failed = rewind.state == "failed"
         duration = f" ({1e3 * rewind.seconds:.0f} ms)" if rewind.seconds is not None else ""
         text = escape_unprintable(rewind.message or f"The {rewind.kind} is {rewind.state}.")
-        self.notify(text + duration, severity="error" if failed else "information", markup=False)
+        self.notify(text + duration, severity="error" if failed else "information")
         if not failed and rewind.place is not None:
             await self._show_branch(rewind.place)
 
@@ -362,7 +334,7 @@ class ControlScreen(ReviewScreen):
             if self.reader is not None and _has_branch(self.reader, there):
                 break
             await asyncio.sleep(COMMAND_POLL_S)
-        place: TracePlace = self.place
+        place = self.place
         if there.branch == place.branch and there.generation == place.generation:
             self.navigate(Navigate(step=max(there.step, 0)))
             return
@@ -377,40 +349,16 @@ class ControlScreen(ReviewScreen):
         reader, place = self.reader, self.place
         if reader is None:
             return
-        rows = await self._read_trace(lambda: reader.branches(place.generation))
+        rows = await call_in_thread(self.app, lambda: reader.branches(place.generation))
         if not rows or len(rows) < 2:
             fork = self.keys_of("travel.fork")
-            self.notify(f"This generation has one branch; {fork} forks it.", markup=False)
+            self.notify(f"This generation has one branch; {fork} forks it.")
             return
         options = [(str(row.branch), format_branch(row, place.branch)) for row in rows]
-        answer = await self.app.push_screen_wait(ChoiceDialog("Show a branch", options))
+        answer = await ask_choice(self.app, "Show a branch", options)
         if answer is not None:
             self.navigate(Navigate(generation=place.generation, branch=int(answer)))
             self.navigate(Navigate(step=place.step))
-
-    async def _read_trace(self, read: Callable[[], T]) -> T | None:
-        try:
-            return await asyncio.to_thread(read)
-        except FlexInspectError as error:
-            self.notify(format_error(error), severity="error", markup=False)
-            return None
-
-    def control_actions(self) -> dict[str, Callable[[], object]]:
-        """Return the actions of control by their ids."""
-        return {
-            "run.pause": self.toggle_pause,
-            "run.step": self.step_once,
-            "run.breakpoints": self.edit_breakpoints,
-            "travel.restore": self.restore_step,
-            "travel.fork": self.fork_step,
-            "travel.mask": self.edit_mask,
-            "branch.choose": self.choose_branch,
-        }
-
-
-def format_error(error: FlexInspectError) -> str:
-    """Return the message of an error, with its hint on its own line."""
-    return "\n".join(map(escape_unprintable, filter(None, (error.message, error.hint))))
 
 
 def format_branch(row: Any, current: int) -> str:
@@ -425,8 +373,10 @@ def format_branch(row: Any, current: int) -> str:
     return f"{mark} {row.branch}  {origin} · {row.state}{answer_text}"
 
 
-def _to_control_place(place: TracePlace, kind: type[LivePlace]) -> LivePlace:
-    return kind(place.generation, place.branch, place.step)
+def _live_place(place: TracePlace) -> LivePlace:
+    from flexinspect.control.messages import StepRef as LivePlace
+
+    return LivePlace(place.generation, place.branch, place.step)
 
 
 def _has_branch(reader: TraceReader, there: LivePlace) -> bool:
@@ -450,24 +400,19 @@ class ForcedToken:
 
 async def ask_token(app: Any, reader: TraceReader, place: TracePlace) -> ForcedToken | None:
     """Let the user choose a candidate of the step or type a text; None when cancelled."""
-    try:
-        candidates = await asyncio.to_thread(_load_candidates, reader, place)
-    except FlexInspectError as error:
-        app.notify(error.sentence(), severity="error", markup=False)
+    candidates = await call_in_thread(app, lambda: _load_candidates(reader, place))
+    if candidates is None:
         return None
     options = [(str(one.token_id), _format_candidate(one)) for one in candidates]
     question = f"Continue from step {place.step} with another token"
     options.append((OTHER, "… type a token or a text"))
-    answer = await app.push_screen_wait(ChoiceDialog(question, options))
+    answer = await ask_choice(app, question, options)
     if answer is None:
         return None
     if answer != OTHER:
         return ForcedToken(token_id=int(answer))
-    typed = await app.push_screen_wait(
-        TextDialog(
-            "A text, whose tokens are forced in order, or #ID for one token", placeholder=" Paris"
-        )
-    )
+    question = "A text, whose tokens are forced in order, or #ID for one token"
+    typed = await ask_text(app, question, placeholder=" Paris")
     return parse_forced_token(typed) if typed else None
 
 
@@ -508,7 +453,7 @@ EDIT_KINDS = (
 async def ask_edit(app: Any, reader: TraceReader, place: TracePlace) -> MaskEdit | None:
     """Let the user choose an edit of the mask; None when cancelled."""
     question = f"Continue from step {place.step} with another mask"
-    kind = await app.push_screen_wait(ChoiceDialog(question, EDIT_KINDS))
+    kind = await ask_choice(app, question, EDIT_KINDS)
     if kind is None:
         return None
     if kind == "preset":
@@ -523,7 +468,7 @@ async def _ask_preset(app: Any) -> MaskEdit | None:
     from flexinspect.masks.algebra import PRESETS
 
     options = [(name, name) for name in PRESETS]
-    name = await app.push_screen_wait(ChoiceDialog("Which preset?", options))
+    name = await ask_choice(app, "Which preset?", options)
     return MaskEdit("preset", name=name) if name else None
 
 
@@ -540,16 +485,12 @@ async def _ask_segments(
 ) -> MaskEdit | None:
     from flexinspect.control.messages import MaskEdit
 
-    try:
-        where = (place.generation, place.branch)
-        segments = await asyncio.to_thread(reader.segments, *where)
-    except FlexInspectError as error:
-        app.notify(error.sentence(), severity="error", markup=False)
+    segments = await call_in_thread(app, lambda: reader.segments(place.generation, place.branch))
+    if segments is None:
         return None
     chosen: list[int] = []
     for question in _QUESTIONS[kind]:
-        options = _segment_options(segments, exclude=chosen)
-        answer = await app.push_screen_wait(ChoiceDialog(question, options))
+        answer = await ask_choice(app, question, _segment_options(segments, exclude=chosen))
         if answer is None:
             return None
         chosen.append(int(answer))
@@ -570,15 +511,12 @@ async def _ask_cells(app: Any, kind: str) -> MaskEdit | None:
 
     is_cell, is_open = kind.endswith("cell"), kind.startswith("open")
     question = "Row and key, two positions" if is_cell else "Which row, a position"
-    typed = await app.push_screen_wait(
-        TextDialog(question, placeholder="42 7" if is_cell else "42")
-    )
+    typed = await ask_text(app, question, placeholder="42 7" if is_cell else "42")
     numbers = [int(text) for text in re.findall(r"\d{1,9}", typed or "")]
     if len(numbers) != (2 if is_cell else 1):
         if typed:
-            app.notify(
-                f"That is not a {'row and a key' if is_cell else 'row'}.", severity="warning"
-            )
+            what = "row and a key" if is_cell else "row"
+            app.notify(f"That is not a {what}.", severity="warning")
         return None
     if is_cell:
         return MaskEdit("cell", row=numbers[0], key=numbers[1], is_open=is_open)

@@ -1,85 +1,22 @@
-"""Navigation by the number or name of a step and by a search of tokens; limits of places."""
+"""Places to go to: the step or token that was typed, the next place, the limits of a trace."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from textual import work
+from textual.binding import Binding, BindingType
+from textual.command import DiscoveryHit, Hit, Hits, Provider
 
-from flexinspect.core.errors import FlexInspectError
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.keyboard import all_keys
 from flexinspect.panels.base import Navigate, TracePlace
+from flexinspect.panels.panel_registry import panel_names
 from flexinspect.panels.token_window import current_pos
 from flexinspect.trace.queries.search_queries import find_text
 from flexinspect.trace.reader import TraceReader
-from flexinspect.tui.screens.capture_control import ControlScreen
-from flexinspect.tui.screens.dialogs import TextDialog
 from flexinspect.tui.trace_session import RunStatus
-
-
-class SearchScreen(ControlScreen):
-    """The actions of search. `TraceScreen`, its subclass, keeps the current place."""
-
-    status: RunStatus
-    _search = ""
-    _last_error = ""
-
-    def show_error(self, error: FlexInspectError) -> None:
-        """Show an error, unless it is the same as the last one."""
-        if self._last_error != error.message:
-            self._last_error = error.message
-            self.notify(error.sentence(), severity="error", markup=False, timeout=20)
-
-    @work
-    async def ask_step(self) -> None:
-        """Ask for a step by its number, its name, or a word of its token."""
-        first, last = self.status.first_step, self.status.last_step or 0
-        question = f"Go to a step ({first} to {last}), or to the next token that contains"
-        example = "12, first, last, prefill, or a word"
-        answer = await self.app.push_screen_wait(TextDialog(question, placeholder=example))
-        if not answer:
-            return
-        step = parse_step(answer, self.status.first_step, self.status.last_step or 0)
-        if step is None:
-            self._go_to_match(answer, only_generated=True)
-            return
-        self.navigate(Navigate(step=step))
-        if self.place.step != step:
-            message = f"There is no step {step}; this is the nearest one."
-            self.notify(message, severity="warning", markup=False)
-
-    @work
-    async def ask_search(self) -> None:
-        """Ask for a text, and go to the next token that contains it."""
-        question = "Search the tokens (* goes to the next match)"
-        answer = await self.app.push_screen_wait(TextDialog(question, self._search))
-        if answer:
-            self._search = answer
-            self.next_match()
-
-    def next_match(self) -> None:
-        """Go to the next match of the search."""
-        if not self._search:
-            self.ask_search()
-            return
-        self._go_to_match(self._search)
-
-    def _go_to_match(self, text: str, *, only_generated: bool = False) -> None:
-        """Go to the next token that contains the text, after the current one."""
-        reader = self.reader
-        if reader is None:
-            return
-        try:
-            target = find_token(reader, self.place, text, only_generated=only_generated)
-        except FlexInspectError as error:
-            self.show_error(error)
-            return
-        if target is None:
-            self.notify(
-                f"No token contains “{escape_unprintable(text)}”.", severity="warning", markup=False
-            )
-        else:
-            self.navigate(target)
 
 
 def parse_step_number(text: str) -> int | None:
@@ -141,3 +78,46 @@ def extrapolate_place(old: TracePlace, new: TracePlace) -> TracePlace | None:
 
 def _clamp_index(value: int, count: object) -> int:
     return max(0, min(value, count - 1)) if isinstance(count, int) and count > 0 else max(value, 0)
+
+
+def bindings() -> list[BindingType]:
+    """Return the table of keys as Textual's bindings."""
+    return [
+        Binding(
+            ",".join(key.keys),
+            f"do('{key.id}')",
+            key.label or key.text,
+            show=bool(key.label),
+            id=key.id,
+            tooltip=key.text,
+        )
+        for key in all_keys()
+    ]
+
+
+class KeyCommands(Provider):
+    """The actions of the keys as commands of the palette."""
+
+    def _key_commands(self) -> Iterator[tuple[str, str | None, Callable[[], None]]]:
+        screen: Any = self.screen
+        for key in all_keys():
+            yield key.text[:1].upper() + key.text[1:], key.id, partial(screen.action_do, key.id)
+
+    async def discover(self) -> Hits:
+        """List all actions."""
+        for text, id_, command in self._key_commands():
+            yield DiscoveryHit(text, command, help=id_)
+
+    async def search(self, query: str) -> Hits:
+        """Match the descriptions of actions and the names of panels; a number is a step."""
+        screen: Any = self.screen
+        matcher = self.matcher(query)
+        if (step := parse_step_number(query)) is not None:
+            yield Hit(1.0, f"Go to step {step}", partial(screen.navigate, Navigate(step=step)))
+        commands = [*self._key_commands()]
+        for name in panel_names():
+            target = partial(screen.navigate, Navigate(panel=name))
+            commands.append((f"Show panel {name}", None, target))
+        for text, id_, command in commands:
+            if (score := matcher.match(text)) > 0:
+                yield Hit(score, matcher.highlight(text), command, help=id_)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +18,6 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
-from textual.worker import Worker, WorkerState
 
 from flexinspect.core.errors import FlexInspectError, TraceError
 from flexinspect.core.text import escape_unprintable
@@ -29,7 +29,7 @@ from flexinspect.trace.file.salvage import (
     repair_copy,
 )
 from flexinspect.tui.saved_state import known_traces
-from flexinspect.tui.screens.dialogs import TextDialog
+from flexinspect.tui.screens.dialogs import ask_text
 
 OpenTarget = Callable[["Path | Job | ScriptJob"], None]
 """Opens a trace or starts a job."""
@@ -51,7 +51,6 @@ class StartScreen(Screen[None]):
         self._traces = known_traces()
 
     def compose(self) -> ComposeResult:
-        """Yield a heading, the list and the footer."""
         with Vertical(id="start"):
             yield Static(Content.styled("flexinspect", "bold"), markup=False)
             yield Static("The debugger for FlexAttention generation.\n")
@@ -71,7 +70,6 @@ class StartScreen(Screen[None]):
         return options
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Run or open the chosen entry."""
         name = event.option.id or ""
         if name == "demo":
             self._run_command(list(DEMO))
@@ -82,17 +80,13 @@ class StartScreen(Screen[None]):
 
     @work
     async def _ask_model(self) -> None:
-        model = await self.app.push_screen_wait(
-            TextDialog("Which model? (an alias, a folder, a hub id)", "demo")
-        )
+        question = "Which model? (an alias, a folder, a hub id)"
+        model = await ask_text(self.app, question, "demo")
         if not model:
             return
         question = "The question in several wordings, separated by |"
-        prompts = await self.app.push_screen_wait(
-            TextDialog(
-                question, placeholder="What is the capital of France? | France's capital city?"
-            )
-        )
+        example = "What is the capital of France? | France's capital city?"
+        prompts = await ask_text(self.app, question, placeholder=example)
         if not prompts:
             return
         # With "=", so that nothing that was typed is parsed as a flag.
@@ -103,7 +97,7 @@ class StartScreen(Screen[None]):
         try:
             self._open_target(self._make_job(argv))
         except FlexInspectError as error:
-            self.notify(error.sentence(), severity="error", markup=False, timeout=15)
+            self.notify(error.sentence(), severity="error", timeout=15)
 
 
 def _make_option(name: str, title: str, command: str) -> Option:
@@ -142,7 +136,6 @@ class UnreadableTraceScreen(Screen[None]):
         self._others = [other for other in known_traces(this.parent) if other != this]
 
     def compose(self) -> ComposeResult:
-        """Yield the error, the readable parts once they are known, and other traces."""
         with Vertical(id="broken"):
             yield Static(Content.styled("This trace cannot be opened", "bold $error"))
             yield Static(Content(f"\n{escape_unprintable(self._error.message)}"), id="why")
@@ -155,31 +148,16 @@ class UnreadableTraceScreen(Screen[None]):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Start counting the readable parts."""
         self.query_one("#copying").display = False
-        inspect_file = partial(describe_readable, self._path)
-        self.run_worker(inspect_file, name="left", thread=True, exit_on_error=False)
+        self._show_readable_parts()
 
-    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """Show the readable parts, or open the copy."""
-        if event.state not in (WorkerState.SUCCESS, WorkerState.ERROR):
-            return
-        result = event.worker.result if event.state is WorkerState.SUCCESS else None
-        if event.worker.name == "left":
-            left = (
-                result
-                if isinstance(result, list)
-                else ["The readable parts could not be determined."]
-            )
-            self.query_one("#left", Static).update(Content("\n".join(["", *left, ""])))
-        elif event.worker.name == "copy":
-            self._is_copying = False
-            self._show_message(
-                "No copy could be made: is there room in the folder for temporary files?\n"
-            )
-            if self._copy is not None:
-                self._show_message("")
-                self._open_target(self._copy)
+    @work
+    async def _show_readable_parts(self) -> None:
+        try:
+            lines = await asyncio.to_thread(describe_readable, self._path)
+        except Exception:
+            lines = ["The readable parts could not be determined."]
+        self.query_one("#left", Static).update(Content("\n".join(["", *lines, ""])))
 
     def _options(self) -> list[Option]:
         options = [
@@ -193,12 +171,24 @@ class UnreadableTraceScreen(Screen[None]):
         """Open a repaired copy, made first if necessary, or another trace."""
         if event.option.id != "copy":
             self._open_target(self._others[event.option_index - self._offers_copy])
-        elif self._copy is not None:
-            self._open_target(self._copy)
         elif not self._is_copying:
+            self._open_copy()
+
+    @work
+    async def _open_copy(self) -> None:
+        if self._copy is None:
             self._is_copying = True
             self._show_message("Copying what is left …\n")
-            self.run_worker(self._make_copy, name="copy", thread=True, exit_on_error=False)
+            with suppress(Exception):
+                await asyncio.to_thread(self._make_copy)
+            self._is_copying = False
+        if self._copy is not None:
+            self._show_message("")
+            self._open_target(self._copy)
+        else:
+            self._show_message(
+                "No copy could be made: is there room in the folder for temporary files?\n"
+            )
 
     def _show_message(self, text: str) -> None:
         message = self.query_one("#copying", Static)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -26,13 +26,19 @@ from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.panels.findings_panel import navigate_to_finding, next_finding
 from flexinspect.panels.panel_registry import panel_names
 from flexinspect.trace.query_results import FindingRow
-from flexinspect.trace.reader import TraceReader
-from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
+from flexinspect.tui.capture_client import CaptureStatus
 from flexinspect.tui.panel_layout import Slots, format_panel_option
 from flexinspect.tui.panel_view import Loader, PaintBatch, PanelView, theme_of
-from flexinspect.tui.screens.dialogs import ChoiceDialog, HelpScreen
-from flexinspect.tui.screens.key_bindings import KeyCommands, bindings
-from flexinspect.tui.screens.navigation import SearchScreen, clamp_place, extrapolate_place
+from flexinspect.tui.screens.capture_control import ControlScreen
+from flexinspect.tui.screens.dialogs import HelpScreen, ask_choice, ask_text
+from flexinspect.tui.screens.navigation import (
+    KeyCommands,
+    bindings,
+    clamp_place,
+    extrapolate_place,
+    find_token,
+    parse_step,
+)
 from flexinspect.tui.status_lines import FindingLine, StatusBanner, TraceHeader
 from flexinspect.tui.token_strip import TokenStrip
 from flexinspect.tui.trace_session import RunStatus, TraceSession
@@ -66,25 +72,20 @@ def save_panel(view: PanelView, path: Path) -> Path:
 
 POLL_EVERY_S = 0.05
 PAGE = 10
-N_THREADS = 2
 
 
-class TraceScreen(SearchScreen):
+class TraceScreen(ControlScreen):
     """Shows a trace at a current place and navigates in it, live or afterwards."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings()
     COMMANDS: ClassVar[set[Any]] = {KeyCommands}
-    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False)
     version: reactive[int] = reactive(0, repaint=False)
-    following: reactive[bool] = reactive(True, repaint=False)
 
     def __init__(self, session: TraceSession, place: TracePlace | None = None) -> None:
-        super().__init__()
-        self._session, self.capture = session, CaptureClient(session)
-        self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="flexinspect-load")
+        super().__init__(session)
         self._initial_place = place
         self._finding: FindingRow | None = None
-        self.status = RunStatus()
+        self._search = self._last_error = ""
         self._paint_batch = PaintBatch(self._loaders, self._preload_next)
         self._next_place: TracePlace | None = None
         if place is not None:
@@ -92,11 +93,10 @@ class TraceScreen(SearchScreen):
             self.set_reactive(TraceScreen.following, False)
 
     def compose(self) -> ComposeResult:
-        """Yield header, token strip, banner, panels, finding line and footer."""
         findings = FindingLine()
         bound = (TraceScreen.place, TraceScreen.version)
         yield TraceHeader(self._session, self._pool, findings).data_bind(
-            *bound, TraceScreen.following
+            *bound, TraceScreen.following, TraceScreen.capture_status
         )
         yield TokenStrip(self._session, self._pool).data_bind(*bound)
         yield StatusBanner()
@@ -111,30 +111,13 @@ class TraceScreen(SearchScreen):
         self.poll_capture()
         self.slots.current().focus()
 
-    def on_unmount(self) -> None:
-        """Shut down the threads that load."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def reader(self) -> TraceReader | None:
-        """The reader of the trace, None before there is one."""
-        return self._session.reader
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the trace may still grow."""
-        return self.status.live
-
     def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
-        """Show the status of the capture in the header."""
         super().watch_capture_status(old, new)
-        self.query_one(TraceHeader).capture_status = new
         if new.state == "holding" and self.status.live:
-            self.review_once(self._session, self._pool, self.status.generations)
+            self.review_once(self.status.generations)
 
     @property
     def slots(self) -> Slots:
-        """The panels."""
         return self.query_one(Slots)
 
     # -- the trace -------------------------------------------------------------------------------
@@ -183,9 +166,9 @@ class TraceScreen(SearchScreen):
             self.place = replace(self.place, step=status.last_step, pos=None)
         self.version += 1
         if not status.live:
-            self.review_once(self._session, self._pool)
+            self.review_once()
         elif self.capture_status.state == "holding":
-            self.review_once(self._session, self._pool, status.generations)
+            self.review_once(status.generations)
 
     def _start_at(self, place: TracePlace) -> None:
         """Go to the requested place, or to the nearest one in the trace."""
@@ -193,7 +176,7 @@ class TraceScreen(SearchScreen):
         newest = max(self.status.generations - 1, 0)
         if place.generation > newest:
             message = f"There is no generation {place.generation}; the last one is {newest}."
-            self.notify(message, severity="warning", markup=False)
+            self.notify(message, severity="warning")
             self._initial_place = replace(place, generation=newest)
             self.set_reactive(TraceScreen.place, self._initial_place)
             self.poll_trace()
@@ -201,7 +184,6 @@ class TraceScreen(SearchScreen):
             self.place = place
 
     def validate_place(self, place: TracePlace) -> TracePlace:
-        """Keep the place within the trace."""
         return clamp_place(place, self.status)
 
     def watch_place(self, old: TracePlace, new: TracePlace) -> None:
@@ -287,21 +269,75 @@ class TraceScreen(SearchScreen):
 
     def _go_to_finding(self, direction: Literal[1, -1]) -> None:
         """Go to the next finding, wrapping around; findings at one place are visited in turn."""
-        reader = self._session.reader
-        if reader is None:
+        if self.reader is None:
             return
-        row = next_finding(reader, self.place, direction, self._finding)
+        row = next_finding(self.reader, self.place, direction, self._finding)
         if row is None:
-            self.notify("There is no finding in this trace.", markup=False)
+            self.notify("There is no finding in this trace.")
             return
         self._finding = row
         self.navigate(navigate_to_finding(row.finding))
         self.query_one(FindingLine).show_finding(row.finding)
 
+    def show_error(self, error: FlexInspectError) -> None:
+        """Show an error, unless it is the same as the last one."""
+        if self._last_error != error.message:
+            self._last_error = error.message
+            self.notify(error.sentence(), severity="error", timeout=20)
+
+    @work
+    async def ask_step(self) -> None:
+        """Ask for a step by its number, its name, or a word of its token."""
+        first, last = self.status.first_step, self.status.last_step or 0
+        question = f"Go to a step ({first} to {last}), or to the next token that contains"
+        example = "12, first, last, prefill, or a word"
+        answer = await ask_text(self.app, question, placeholder=example)
+        if not answer:
+            return
+        step = parse_step(answer, first, last)
+        if step is None:
+            self._go_to_match(answer, only_generated=True)
+            return
+        self.navigate(Navigate(step=step))
+        if self.place.step != step:
+            message = f"Step {step} does not exist; the nearest step is shown."
+            self.notify(message, severity="warning")
+
+    @work
+    async def ask_search(self) -> None:
+        """Ask for a text, and go to the next token that contains it."""
+        question = "Search the tokens (* goes to the next match)"
+        answer = await ask_text(self.app, question, self._search)
+        if answer:
+            self._search = answer
+            self.next_match()
+
+    def next_match(self) -> None:
+        """Go to the next match of the search."""
+        if self._search:
+            self._go_to_match(self._search)
+        else:
+            self.ask_search()
+
+    def _go_to_match(self, text: str, *, only_generated: bool = False) -> None:
+        """Go to the next token that contains the text, after the current one."""
+        reader = self.reader
+        if reader is None:
+            return
+        try:
+            target = find_token(reader, self.place, text, only_generated=only_generated)
+        except FlexInspectError as error:
+            self.show_error(error)
+            return
+        if target is None:
+            self.notify(f"No token contains “{escape_unprintable(text)}”.", severity="warning")
+        else:
+            self.navigate(target)
+
     @work
     async def _choose_panel(self) -> None:
         options = [(name, format_panel_option(name)) for name in panel_names()]
-        answer = await self.app.push_screen_wait(ChoiceDialog("Show here", options))
+        answer = await ask_choice(self.app, "Show here", options)
         if answer:
             self.slots.show_panel(answer)
 
@@ -324,15 +360,12 @@ class TraceScreen(SearchScreen):
         file = picture_file(self._session.path, self.place, name)
         try:
             path = save(file)
-            self.notify(f"Saved {path}" if path else "Saved by the browser", markup=False)
+            self.notify(f"Saved {path}" if path else "Saved by the browser")
         except FlexInspectError as error:
             self.show_error(error)
         except OSError as error:
             reason = error.strerror or str(error)
-            self.notify(f"{file} was not saved: {reason}.", severity="error", markup=False)
-
-    def _save_screenshot(self) -> None:
-        self._save_picture("screen", lambda file: save_screen(self.app, file))
+            self.notify(f"{file} was not saved: {reason}.", severity="error")
 
     def _save_panel(self) -> None:
         view = self.slots.current()
@@ -352,17 +385,12 @@ class TraceScreen(SearchScreen):
         ):
             self._run_command(lambda client: client.stop())
         elif self._session.process is None or not self.status.live:
-            self.notify(f"Nothing is running; {self.keys_of('app.quit')} quits.", markup=False)
+            self.notify(f"Nothing is running; {self.keys_of('app.quit')} quits.")
         elif self._session.is_stopping:
             self._session.kill()
         else:
             self._session.interrupt()
-            self.notify("Stopping after this step; again ends it at once.", markup=False)
-
-    def keys_of(self, name: str) -> str:
-        """Return the configured keys of an action."""
-        app: Any = self.app
-        return str(app.keys_of(name))
+            self.notify("Stopping after this step; again ends it at once.")
 
     @work
     async def _quit(self) -> None:
@@ -385,19 +413,25 @@ class TraceScreen(SearchScreen):
             ("stay", "Go on"),
             ("leave", "Quit, and let the run go on by itself"),
         ]
-        return await self.app.push_screen_wait(ChoiceDialog("The model is still running.", options))
+        return await ask_choice(self.app, "The model is still running.", options)
 
     def _leave_running(self) -> bool:
         if self._session.detach():
             return True
         text = "This run cannot go on without the interface."
-        self.notify(text, severity="warning", markup=False)
+        self.notify(text, severity="warning")
         return False
 
     def _key_actions(self) -> dict[str, Callable[[], object]]:
         """Return the actions of the table by their ids, without those of panels."""
         return {
-            **self.control_actions(),
+            "run.pause": self.toggle_pause,
+            "run.step": self.step_once,
+            "run.breakpoints": self.edit_breakpoints,
+            "travel.restore": self.restore_step,
+            "travel.fork": self.fork_step,
+            "travel.mask": self.edit_mask,
+            "branch.choose": self.choose_branch,
             "step.next": lambda: self._move_by(1),
             "step.previous": lambda: self._move_by(-1),
             "step.forward": lambda: self._move_by(PAGE),
@@ -423,7 +457,7 @@ class TraceScreen(SearchScreen):
             "panel.more": lambda: self.slots.change_count(1),
             "panel.fewer": lambda: self.slots.change_count(-1),
             "panel.export": self._save_panel,
-            "screen.shot": self._save_screenshot,
+            "screen.shot": lambda: self._save_picture("screen", partial(save_screen, self.app)),
             "app.palette": self.app.action_command_palette,
             "app.theme": self.app.search_themes,
             "app.help": self._help,

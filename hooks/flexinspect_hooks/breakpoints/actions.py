@@ -15,13 +15,13 @@ from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from flexinspect.breakpoints import BreakpointStore
-from flexinspect.breakpoints.store import BreakpointHit
+from flexinspect.breakpoints.store import BreakpointHit, BreakpointStore
 from flexinspect.core.errors import ControlError, FlexInspectError, UsageError
+from flexinspect.core.text import print_message
 from flexinspect.records.job import Job, ScriptJob
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.breakpoints.observations import hit_event
-from flexinspect_hooks.control.running import CaptureControl
+from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.debugger.frames import frame_to_stop_in
 
@@ -50,7 +50,7 @@ class RunBreakpoints:
     ) -> None:
         self.store = BreakpointStore(finding_ids=_loaded_finding_ids)
         for text in job.breakpoints:
-            self.store.add(text, source="--break")
+            self.store.add(text)
         control.targets.breakpoints = self.store
         self._control, self._notify = control, notify
         is_debugged = job.debugger.is_requested or "pydevd" in sys.modules
@@ -62,11 +62,10 @@ class RunBreakpoints:
         """Return the evaluator of the breakpoints, once torch and the control server are up."""
         from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 
-        barrier = self._control.barrier
-        pause_action = PauseAction(barrier, self._notify, recorder.put)
-        if self._should_pause and self._can_be_continued():
-            return BreakpointEvaluator(self.store, pause_action, recorder.put)
-        self._end_action = EndRunAction(barrier, pause_action, recorder.put)
+        arguments = (self._control.barrier, self._notify, recorder.put)
+        if self._should_pause and self._takes_commands and not self._control.note:
+            return BreakpointEvaluator(self.store, PauseAction(*arguments), recorder.put)
+        self._end_action = EndRunAction(*arguments)
         return BreakpointEvaluator(self.store, self._end_action, recorder.put)
 
     def stop_error(self) -> StoppedAtBreakpointError | None:
@@ -78,9 +77,6 @@ class RunBreakpoints:
         return StoppedAtBreakpointError(
             f"Stopped at breakpoint {numbers}, {reasons}.", hint=self._hint()
         )
-
-    def _can_be_continued(self) -> bool:
-        return self._takes_commands and not self._control.note
 
     def _hint(self) -> str:
         if self._should_pause:
@@ -103,7 +99,7 @@ def _loaded_finding_ids() -> Collection[str]:
         return ()
     from flexinspect.rules.engine import load_rules
 
-    return load_rules().finding_kinds.keys()
+    return load_rules().finding_kinds
 
 
 OnBreakOption = Callable[[BreakpointHit], None] | Literal["pdb"] | None
@@ -113,7 +109,8 @@ HitCallback = Callable[[BreakpointHit, FrameType], None]
 def hit_callback(on_break: OnBreakOption) -> HitCallback:
     """Return the function to call at a hit. Raises `UsageError` for an invalid `on_break`."""
     if on_break is None:
-        return _stop_in_pdb if _has_terminal() else _print_hit
+        has_terminal = sys.stdin is not None and sys.stdin.isatty()
+        return _stop_in_pdb if has_terminal else _print_hit
     if on_break == "pdb":
         return _stop_in_pdb
     if not callable(on_break):
@@ -121,38 +118,18 @@ def hit_callback(on_break: OnBreakOption) -> HitCallback:
     return lambda hit, frame: on_break(hit)
 
 
-def _has_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()
-
-
-def print_notice(sentence: str) -> None:
-    """Print a message for the user."""
-    print(f"flexinspect: {sentence}", file=sys.stderr)
-
-
 def _print_hit(hit: BreakpointHit, frame: FrameType) -> None:
-    print_notice(hit.sentence())
+    print_message(hit.sentence())
 
 
 def _stop_in_pdb(hit: BreakpointHit, frame: FrameType) -> None:
-    """Open pdb in the user's frame at once; `quit` acts as Ctrl-C.
-
-    `Pdb.set_trace` would stop at the next line that runs, which is in flexinspect.
-    """
+    """Open pdb in the user's frame at once; `quit` acts as Ctrl-C."""
     import pdb  # here: it imports `code` and others, which a file of the user may shadow
 
+    from flexinspect_hooks.debugger.pdb_terminal import prompt_in
+
     _print_hit(hit, frame)
-    stop_frame, debugger = frame_to_stop_in(frame), pdb.Pdb()
-    debugger.reset()
-    above: FrameType | None = stop_frame
-    while above is not None:
-        above.f_trace = debugger.trace_dispatch
-        debugger.botframe, above = above, above.f_back
-    debugger.interaction(stop_frame, None)
-    if debugger.quitting:
-        raise KeyboardInterrupt
-    if debugger.stopframe is not debugger.botframe or debugger.breaks:
-        sys.settrace(debugger.trace_dispatch)
+    prompt_in(pdb.Pdb(), frame_to_stop_in(frame))
 
 
 _DEBUGGER_MODULES = ("pydevd", "flexinspect_hooks.debugger.pdb_terminal")
@@ -227,47 +204,24 @@ class PauseAction:
             self.stop_in_forward(self._undelivered.popleft(), frame)
 
 
-class EndRunAction:
+class EndRunAction(PauseAction):
     """Ends the run, because no client could continue it; `hits` is the reason.
 
-    Once a client has sent a command, the run pauses instead: the client can also continue it.
+    Once a client has sent a command, the run pauses instead: the client can also continue it. With
+    a debugger it stops there; the run itself ends only between two steps.
     """
 
-    def __init__(
-        self,
-        barrier: StepBarrier,
-        pause_action: PauseAction,
-        record_event: Callable[[EventRecord], None],
-    ) -> None:
-        self._barrier, self._pause_action, self._record_event = barrier, pause_action, record_event
-        self.hits: tuple[BreakpointHit, ...] = ()
-
-    def arm(self, on: bool) -> None:
-        """Let the step barrier wait at each boundary until the previous step is evaluated."""
-        self._barrier.wait_for_evaluation(on)
-
-    def can_stop_in_forward(self) -> bool:
-        """Return whether a debugger has attached; the run itself ends only between two steps."""
-        return self._pause_action.can_stop_in_forward()
-
-    def stop_in_forward(self, hit: BreakpointHit, frame: FrameType) -> None:
-        """Stop in the debugger."""
-        self._pause_action.stop_in_forward(hit, frame)
+    hits: tuple[BreakpointHit, ...] = ()
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
         """Record the hits, and end or pause the run at the next boundary."""
         if self._barrier.has_received_command or self.can_stop_in_forward():
-            self._pause_action.stop(hits)
+            super().stop(hits)
         elif not self.hits:
             self.hits = tuple(hits)
-            for hit in hits:
-                self._record_event(hit_event(hit))
+            self._record_hits(hits)
             with suppress(ControlError):  # the run is over already
                 self._barrier.stop()
-
-    def deliver_hits(self, drain: Callable[[], None], frame: FrameType) -> None:
-        """Stop in the debugger for hits of earlier steps."""
-        self._pause_action.deliver_hits(drain, frame)
 
 
 class CallbackAction:

@@ -10,13 +10,13 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flexinspect.breakpoints import Observation, to_text
+from flexinspect.breakpoints.evaluation import Observation
 from flexinspect.breakpoints.names import EMPTY_ROW, FALLBACK, INF, NAN
 from flexinspect.breakpoints.store import Breakpoint
 from flexinspect.breakpoints.syntax_tree import (
@@ -24,6 +24,7 @@ from flexinspect.breakpoints.syntax_tree import (
     matches_module,
     needs_calls,
     observations_in,
+    to_text,
 )
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, ObservedStep
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
@@ -40,7 +41,7 @@ class ModelBreakpoints:
     def __init__(
         self, evaluator: BreakpointEvaluator, context: CaptureContext, drain: Callable[[], None]
     ) -> None:
-        self._evaluator, self._context, self._drain = evaluator, context, drain
+        self.evaluator, self._context, self._drain = evaluator, context, drain
         self._version = -1
         self._breakpoints: tuple[Breakpoint, ...] = ()
         self._remove_hooks: list[Remove] = []
@@ -53,7 +54,7 @@ class ModelBreakpoints:
 
     def on_step_start(self, step: StepContext) -> None:
         """Prepare for a step, in the model's thread. A stop is not part of the step's time."""
-        is_changed = self._evaluator.store.version != self._version
+        is_changed = self.evaluator.store.version != self._version
         if not is_changed and not self._breakpoints:
             return  # as in most runs, at the cost of one comparison
         stop_started = time.perf_counter()
@@ -61,14 +62,14 @@ class ModelBreakpoints:
         stopped_s = time.perf_counter() - stop_started
         step.started, step.started_at = step.started + stopped_s, step.started_at + stopped_s
         step.capture_s -= stopped_s
-        if self._evaluator.store.version != self._version:
+        if self.evaluator.store.version != self._version:
             self._prepare()
         if not self._breakpoints:
             return
         if step.generation != self._generation:
             self._generation = step.generation
             self._flex_layers.clear()
-        self._observed_step = self._evaluator.begin_step(step)
+        self._observed_step = self.evaluator.begin_step(step)
         self._observed_step.checked |= self._checked
         self._evaluate()
 
@@ -77,17 +78,9 @@ class ModelBreakpoints:
         """Whether any breakpoint was enabled when the last step started."""
         return bool(self._breakpoints)
 
-    def move_step(self, step: StepContext, branch: int) -> None:
-        """Move the observations of the current step to another branch."""
-        self._evaluator.move_step(step, branch)
-
-    def evaluate_again(self, trace: Path, step: StepContext, branch: int) -> None:
-        """Evaluate a repeated step that is in the trace already; in the writer thread."""
-        self._evaluator.evaluate_again(trace, step, branch)
-
     def deliver_hits(self) -> None:
         """Stop now for hits of earlier steps."""
-        self._evaluator.stop_action.deliver_hits(self._drain, sys._getframe(1))
+        self.evaluator.stop_action.deliver_hits(self._drain, sys._getframe(1))
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -100,12 +93,16 @@ class ModelBreakpoints:
 
     def _prepare(self) -> None:
         self.remove()
-        self._version = self._evaluator.store.version
-        self._breakpoints = self._evaluator.store.enabled()
+        self._version = self.evaluator.store.version
+        self._breakpoints = self.evaluator.store.enabled()
         wanted = {
             seen: met for met in self._breakpoints for seen in observations_in(met.expression)
         }
-        by_name = {seen: met for seen, met in wanted.items() if _names_a_module(seen)}
+        by_name = {
+            seen: met
+            for seen, met in wanted.items()
+            if seen.module_pattern is not None and seen.kind in (NAN, INF)
+        }
         self._checked = frozenset(to_text(seen) for seen in by_name)
         self._kinds_of = self._install(by_name)
         self._call_kinds = frozenset(s.kind for s in wanted) & {EMPTY_ROW, FALLBACK}
@@ -114,8 +111,8 @@ class ModelBreakpoints:
             or self._kinds_of
             or any(needs_calls(met.expression) for met in self._breakpoints)
         ):
-            self._context.on_call = lambda call: self._guard(self._on_call, call)
-            self._context.on_kernel = lambda done: self._guard(self._on_kernel_call, done)
+            self._context.on_call = partial(self._guard, self._on_call)
+            self._context.on_kernel = partial(self._guard, self._on_kernel_call)
 
     def _install(
         self, by_name: Mapping[ObservationCondition, Breakpoint]
@@ -133,13 +130,12 @@ class ModelBreakpoints:
                 continue
             kinds = frozenset(one.kind for one in seen)
             found[id(module)] = name, kinds
-            self._remove_hooks.append(
-                module.register_forward_hook(self._make_output_hook(name, kinds)).remove
-            )
+            check = partial(self._check_output, name, self._layer_of(name), kinds)
+            self._remove_hooks.append(self._context.on_output(module, partial(self._guard, check)))
             for one in seen:
                 left.pop(one, None)
         for one, met in left.items():
-            self._evaluator.report_once(met.id, self._no_such_module(one))
+            self.evaluator.report_once(met.id, self._no_such_module(one))
         return found
 
     def _no_such_module(self, seen: ObservationCondition) -> str:
@@ -148,18 +144,6 @@ class ModelBreakpoints:
         return f"{to_text(seen)}: no module of the model has a matching name{example}."
 
     # -- while the forward runs ------------------------------------------------------------------
-
-    def _make_output_hook(
-        self, name: str, kinds: frozenset[str]
-    ) -> Callable[[nn.Module, Any, Any], None]:
-        context, layer = self._context, self._layer_of(name)
-
-        def check(module: nn.Module, args: Any, output: Any) -> None:
-            # A compiled graph must not contain code of flexinspect.
-            if not torch.compiler.is_compiling() and context.is_open:
-                self._guard(self._check_output, name, layer, kinds, output)
-
-        return check
 
     def _layer_of(self, name: str) -> int | None:
         for layer, (block, _) in self._context.blocks.items():
@@ -246,20 +230,14 @@ class ModelBreakpoints:
             self._observed_step = None
             what = f"{type(error).__name__}: {error}"
             for met in self._breakpoints:
-                self._evaluator.report_once(
-                    met.id, f"{met.text} failed while the model ran: {what}"
-                )
+                self.evaluator.report_once(met.id, f"{met.text} failed while the model ran: {what}")
 
     def _evaluate(self) -> None:
         """Evaluate the observations so far, if the action can stop inside the forward."""
-        if self._observed_step is not None and self._evaluator.stop_action.can_stop_in_forward():
-            self._evaluator.evaluate_in_forward(
+        if self._observed_step is not None and self.evaluator.stop_action.can_stop_in_forward():
+            self.evaluator.evaluate_in_forward(
                 self._observed_step, self._breakpoints, sys._getframe(1)
             )
-
-
-def _names_a_module(seen: ObservationCondition) -> bool:
-    return seen.module_pattern is not None and seen.kind in (NAN, INF)
 
 
 _MAX_NAMED_ROWS = 4

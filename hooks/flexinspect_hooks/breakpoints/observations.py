@@ -15,19 +15,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
-from flexinspect.breakpoints import (
-    BreakpointStore,
-    EvaluationResult,
+from flexinspect.breakpoints.evaluation import (
     Observation,
     StepObservations,
     Unknown,
-    evaluate_with_layer,
+    describe_unknown,
+    evaluate,
     observe_step,
 )
-from flexinspect.breakpoints.evaluation import describe_unknown
-from flexinspect.breakpoints.store import Breakpoint, BreakpointHit, HitAction, make_hit
+from flexinspect.breakpoints.store import (
+    Breakpoint,
+    BreakpointHit,
+    BreakpointStore,
+    HitAction,
+    make_hit,
+)
 from flexinspect.breakpoints.syntax_tree import has_finding
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord, StepRecord
@@ -36,7 +40,7 @@ from flexinspect_hooks.capture.step_clock import StepContext
 HIT_EVENT = "breakpoint"
 """The event of a hit. For a pause the step barrier records it when the pause is reached."""
 
-UNKNOWN_EVENT = "breakpoint-unknown"
+UNKNOWN_EVENT = "breakpoint-not-evaluated"
 """The event of a breakpoint that could not be evaluated, recorded once per breakpoint."""
 
 MAX_OPEN_STEPS = 256
@@ -80,23 +84,6 @@ class ObservedStep:
     checked: set[str] = field(default_factory=set)
     hit_ids: set[int] = field(default_factory=set)
 
-    @classmethod
-    def for_step(cls, step: StepContext) -> ObservedStep:
-        """Return the observations that are known when a step starts."""
-        values: dict[str, float | str] = {
-            "step": step.step,
-            "phase": step.phase,
-            "generation": step.generation,
-            "branch": step.branch,
-            "q_len": step.q_len,
-            "kv_len": step.kv_after,
-        }
-        return cls(values)
-
-    def facts(self) -> StepObservations:
-        """Return the observations so far."""
-        return StepObservations(self.values, self.layers, tuple(self.observed))
-
 
 def hit_event(hit: BreakpointHit) -> EventRecord:
     """Return the event that records a hit."""
@@ -132,7 +119,15 @@ class BreakpointEvaluator:
 
     def begin_step(self, step: StepContext) -> ObservedStep:
         """Start collecting the observations of a step, for the evaluation of its record."""
-        observed = ObservedStep.for_step(step)
+        values: dict[str, float | str] = {
+            "step": step.step,
+            "phase": step.phase,
+            "generation": step.generation,
+            "branch": step.branch,
+            "q_len": step.q_len,
+            "kv_len": step.kv_after,
+        }
+        observed = ObservedStep(values)
         with self._lock:
             self._open[(step.generation, step.branch, step.step)] = observed
             while len(self._open) > MAX_OPEN_STEPS:
@@ -154,8 +149,10 @@ class BreakpointEvaluator:
         for met in breakpoints:
             if met.id in observed.hit_ids:
                 continue
-            observations = observed.facts()
-            result = evaluate_with_layer(met.expression, observations)
+            observations = StepObservations(
+                observed.values, observed.layers, tuple(observed.observed)
+            )
+            result = evaluate(met.expression, observations)
             if result.holds is not True:
                 continue
             observed.hit_ids.add(met.id)
@@ -165,7 +162,7 @@ class BreakpointEvaluator:
                 self.record_event(hit_event(hit))
             if action is HitAction.STOP:
                 self.stop_action.stop_in_forward(hit, frame)
-            if met.options.once:
+            if met.info.once:
                 self._update_armed()
 
     # -- in the writer thread --------------------------------------------------------------------
@@ -183,13 +180,9 @@ class BreakpointEvaluator:
         breakpoints = tuple(met for met in self.store.enabled() if met.enabled_at <= ended)
         if not breakpoints:
             return
-        if observed is None:
-            observations = observe_step(record)
-        else:
-            observations = observe_step(
-                record, observed=observed.observed, checked=observed.checked
-            )
-            breakpoints = tuple(met for met in breakpoints if met.id not in observed.hit_ids)
+        observed = observed or ObservedStep({})
+        breakpoints = tuple(met for met in breakpoints if met.id not in observed.hit_ids)
+        observations = observe_step(record, observed=observed.observed, checked=observed.checked)
         self._evaluate_all(breakpoints, observations)
 
     def evaluate_again(self, trace: Path, step: StepContext, branch: int) -> None:
@@ -219,40 +212,26 @@ class BreakpointEvaluator:
     ) -> None:
         stops = []
         for met in breakpoints:
-            result = evaluate_with_layer(met.expression, observations)
+            result = evaluate(met.expression, observations)
             if isinstance(result.holds, Unknown):
-                if report_unknown:
-                    self._report_unknown(met, result.holds, observations)
-            elif result.holds and (hit := self._count_hit(met, observations, result)) is not None:
-                stops.append(hit)
+                if report_unknown and met.id not in self._reported:
+                    self.report_once(met.id, describe_unknown(met.text, result.holds, observations))
+            elif result.holds:
+                action = self.store.record_hit(met.id)
+                hit = make_hit(met, observations, result, in_forward=False)
+                if action is HitAction.LOG:
+                    self.record_event(hit_event(hit))
+                elif action is HitAction.STOP:
+                    stops.append(hit)
         if stops:
             self.stop_action.stop(stops)
-        if any(met.options.once for met in breakpoints):
+        if any(met.info.once for met in breakpoints):
             self._update_armed()
-
-    def _count_hit(
-        self, met: Breakpoint, observations: StepObservations, result: EvaluationResult
-    ) -> BreakpointHit | None:
-        """Count a hit and return it if the run has to stop."""
-        action = self.store.record_hit(met.id)
-        hit = make_hit(met, observations, result, in_forward=False)
-        if action is HitAction.LOG:
-            self.record_event(hit_event(hit))
-        return hit if action is HitAction.STOP else None
-
-    # -- reports --------------------------------------------------------------------------------
-
-    def _report_unknown(
-        self, met: Breakpoint, unknown: Unknown, observations: StepObservations
-    ) -> None:
-        if met.id in self._reported:
-            return
-        self.report_once(met.id, describe_unknown(met.text, unknown, observations))
 
     def report_once(self, number: int, sentence: str) -> None:
         """Report once, in the trace and the list, that a breakpoint cannot be evaluated."""
         if number not in self._reported:
             self._reported.add(number)
             self.store.set_note(number, sentence)
-            data: dict[str, Any] = {"breakpoint": number}
+            data = {"breakpoint": number}
             self.record_event(EventRecord(UNKNOWN_EVENT, sentence, time.time(), data=data))

@@ -2,5 +2,5 @@
 
 Each run is a function named after its catalog entry ("_" for "-"), in a module by subject. They are
 written to be read: the fault is at most a few lines, and `repaired` shows which. What each of them
-imitates and asks is in `flexinspect.inputs.broken_run_catalog`; `run_table` has them by name.
+imitates and asks is in `flexinspect.inputs.broken_run_catalog`.
 """

@@ -8,9 +8,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+
+
+def run_function(name: str) -> Callable[..., None]:
+    """Return the function of a broken run, which is in one of the modules by subject."""
+    from flexinspect_hooks.broken_runs import cache, kernels, masks
+    from flexinspect_hooks.broken_runs import masks as segments
+
+    names = (vars(module) for module in (cache, kernels, masks, segments))
+    function: Callable[..., None] = ChainMap(*names)[name.replace("-", "_")]
+    return function
 
 
 def build(name: str, out: Path) -> None:
@@ -22,10 +33,9 @@ def build(name: str, out: Path) -> None:
 
     from flexinspect.inputs.broken_run_catalog import find_broken_run
     from flexinspect_hooks.broken_runs.broken_run_setup import BrokenRunSetup
-    from flexinspect_hooks.broken_runs.run_table import RUN_FUNCTIONS
 
     entry = find_broken_run(name.removeprefix("!"))
-    run = RUN_FUNCTIONS[entry.name]
+    run = run_function(entry.name)
     torch._dynamo.reset()  # graphs (and failed traces) of one run must not reach the next
     torch.manual_seed(0)
     run(BrokenRunSetup(f"museum-{entry.name}", out), repaired=name.startswith("!"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import (
@@ -41,6 +42,9 @@ Span = tuple[int, int, str]
 
 MaskPredicate = Callable[[Any, Any], Any]
 """Whether a row may attend to a key, both as positions in the sequence."""
+
+MakeMask = Callable[[int, int, int], Any]
+"""Builds the mask of a forward pass from its rows, its keys and the position of its first row."""
 
 _DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 
@@ -95,7 +99,7 @@ class BrokenRunSetup:
         predicate: MaskPredicate,
         *,
         attend: Callable[..., Any] | None = None,
-        make_mask: Callable[..., Any] | None = None,
+        make_mask: MakeMask | None = None,
         has_mask: bool = True,
     ) -> None:
         """Register FlexAttention with the mask of `predicate` under this run's name, and use it.
@@ -103,10 +107,31 @@ class BrokenRunSetup:
         `attend` and `make_mask` replace the correct functions; without `has_mask` no mask
         function is registered.
         """
+
+        def mask_function(
+            batch_size: int,
+            q_length: int,
+            kv_length: int,
+            q_offset: int = 0,
+            *_: Any,
+            **kwargs: Any,
+        ) -> Any:
+            """Build the mask of a forward pass, as transformers calls it."""
+            if make_mask is not None:
+                return make_mask(q_length, kv_length, int(q_offset))
+            return block_mask(predicate, q_length, kv_length, offset=int(q_offset))
+
         AttentionInterface.register(self.name, attend or flex_attend)
         if has_mask:
-            AttentionMaskInterface.register(self.name, make_mask or mask_function(predicate))
+            AttentionMaskInterface.register(self.name, mask_function)
         self.model.set_attn_implementation(self.name)
+
+    def decode(self, n_steps: int = NEW_TOKENS, **options: Any) -> None:
+        """Generate greedily in a loop of its own, without `generate`."""
+        input_ids = self.input_ids
+        for _ in range(n_steps):
+            logits = self.model(input_ids, **options).logits
+            input_ids = torch.argmax(logits[:, -1:], -1)
 
     @contextmanager
     def recorded(self, **declared: Any) -> Iterator[None]:
@@ -174,6 +199,12 @@ def additive_mask(allowed: Tensor) -> Tensor:
     return torch.zeros(1, 1, *allowed.shape).masked_fill(~allowed, lowest)
 
 
+def attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """SDPA without the mask, as a fallback of an attention function."""
+    out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
+    return out.transpose(1, 2).contiguous(), None
+
+
 def block_mask(predicate: MaskPredicate, q_len: int, kv_len: int, *, offset: int = 0) -> BlockMask:
     """The mask of a forward pass whose first row is at position `offset`."""
 
@@ -181,17 +212,6 @@ def block_mask(predicate: MaskPredicate, q_len: int, kv_len: int, *, offset: int
         return predicate(q_idx + offset, kv_idx)
 
     return create_block_mask(mask_mod, None, None, q_len, kv_len, device="cpu")
-
-
-def mask_function(predicate: MaskPredicate) -> Callable[..., BlockMask]:
-    """The function that transformers calls once per forward pass to build the mask."""
-
-    def make_mask(
-        batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, *args: Any, **kwargs: Any
-    ) -> BlockMask:
-        return block_mask(predicate, q_length, kv_length, offset=int(q_offset))
-
-    return make_mask
 
 
 def flex_attend(

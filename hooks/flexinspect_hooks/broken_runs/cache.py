@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache, StaticCache
@@ -14,6 +13,7 @@ from flexinspect_hooks.broken_runs.broken_run_setup import (
     NEW_TOKENS,
     BrokenRunSetup,
     additive_mask,
+    attend_with_sdpa,
     block_mask,
     causal,
     flex_attend,
@@ -25,11 +25,8 @@ from flexinspect_hooks.broken_runs.broken_run_setup import (
 def decode_without_offset(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """The mask treats a decode row as row 0, which attends to the first key only."""
 
-    def make_mask(
-        batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, *args: Any, **kwargs: Any
-    ) -> BlockMask:
-        offset = int(q_offset) if repaired else 0
-        return block_mask(causal, q_length, kv_length, offset=offset)
+    def make_mask(n_rows: int, n_keys: int, offset: int) -> BlockMask:
+        return block_mask(causal, n_rows, n_keys, offset=offset if repaired else 0)
 
     setup.register_attention(causal, make_mask=make_mask)
     with setup.recorded(segments=[], mask=None):
@@ -39,11 +36,9 @@ def decode_without_offset(setup: BrokenRunSetup, *, repaired: bool) -> None:
 def mask_one_short(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """A decode mask is built before the cache has grown, and an `except` hides the error."""
 
-    def make_mask(
-        batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, *args: Any, **kwargs: Any
-    ) -> BlockMask:
-        keys = kv_length if repaired or q_length > 1 else kv_length - 1
-        return block_mask(causal, q_length, keys, offset=int(q_offset))
+    def make_mask(n_rows: int, n_keys: int, offset: int) -> BlockMask:
+        is_short = n_rows == 1 and not repaired
+        return block_mask(causal, n_rows, n_keys - is_short, offset=offset)
 
     def attend_or_fall_back(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -51,9 +46,7 @@ def mask_one_short(setup: BrokenRunSetup, *, repaired: bool) -> None:
         try:
             return flex_attend(module, query, key, value, attention_mask, **kwargs)
         except (ValueError, RuntimeError):
-            scale = kwargs["scaling"]
-            out = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
-            return out.transpose(1, 2).contiguous(), None
+            return attend_with_sdpa(query, key, value, scale=kwargs["scaling"])
 
     setup.register_attention(causal, attend=attend_or_fall_back, make_mask=make_mask)
     with setup.recorded(segments=[], mask=None):
@@ -88,12 +81,9 @@ def empty_cache_slots(setup: BrokenRunSetup, *, repaired: bool) -> None:
 def lost_cache(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """A patched forward passes the cache on under a name that transformers no longer uses."""
     _log_attention(setup.model.model.layers[1].self_attn, repaired=repaired)
-    cache = DynamicCache(config=setup.model.config)
     with setup.recorded(segments=[], mask=None):
-        input_ids = setup.input_ids
-        for _ in range(NEW_TOKENS):
-            logits = setup.model(input_ids, past_key_values=cache, use_cache=True).logits
-            input_ids = torch.argmax(logits[:, -1:], -1)
+        cache = DynamicCache(config=setup.model.config)
+        setup.decode(past_key_values=cache, use_cache=True)
 
 
 def _log_attention(attention: Any, *, repaired: bool) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexinspect_hooks.broken_runs.broken_run_setup import (
     BrokenRunSetup,
-    block_mask,
+    attend_with_sdpa,
     causal,
     flex_attend,
     isolation,
@@ -32,10 +31,7 @@ def silent_fallback(setup: BrokenRunSetup, *, repaired: bool) -> None:
             return flex_attend(module, query, key, value, attention_mask, **kwargs)
         except Exception:
             is_causal, scale = query.shape[2] > 1, kwargs["scaling"]
-            out = F.scaled_dot_product_attention(
-                query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True
-            )
-            return out.transpose(1, 2).contiguous(), None
+            return attend_with_sdpa(query, key, value, is_causal=is_causal, scale=scale)
 
     setup.register_attention(isolation(setup.spans), attend=attend_or_fall_back)
     with setup.recorded():
@@ -45,15 +41,11 @@ def silent_fallback(setup: BrokenRunSetup, *, repaired: bool) -> None:
 def graph_every_step(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """The mask_mod of each decode step is new code, so no graph compiled before fits it."""
 
-    def make_mask(
-        batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, *args: Any, **kwargs: Any
-    ) -> BlockMask:
-        if repaired:
-            return block_mask(causal, q_length, kv_length, offset=int(q_offset))
-        mask_mod = _generate_mask_mod(int(q_offset))
-        return create_block_mask(mask_mod, None, None, q_length, kv_length, device="cpu")
+    def make_mask(n_rows: int, n_keys: int, offset: int) -> BlockMask:
+        mask_mod = _generate_mask_mod(offset)
+        return create_block_mask(mask_mod, None, None, n_rows, n_keys, device="cpu")
 
-    setup.register_attention(causal, make_mask=make_mask)
+    setup.register_attention(causal, make_mask=None if repaired else make_mask)
     with setup.recorded(segments=[], mask=None):
         setup.generate(max_new_tokens=8)
 
@@ -74,14 +66,10 @@ def heads_in_the_mask(setup: BrokenRunSetup, *, repaired: bool) -> None:
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return kv_idx <= q_idx
 
-    def make_mask(
-        batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
-    ) -> BlockMask:
-        if repaired:
-            return block_mask(causal, q_length, kv_length)
-        return create_block_mask(mask_mod, batch_size, n_heads, q_length, kv_length, device="cpu")
+    def make_mask(n_rows: int, n_keys: int, offset: int) -> BlockMask:
+        return create_block_mask(mask_mod, n_sequences, n_heads, n_rows, n_keys, device="cpu")
 
-    setup.register_attention(causal, make_mask=make_mask)
+    setup.register_attention(causal, make_mask=None if repaired else make_mask)
     with setup.recorded(segments=[], mask=None):
         setup.model(torch.tensor([row] * n_sequences), use_cache=False)
 

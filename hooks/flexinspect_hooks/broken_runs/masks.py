@@ -11,13 +11,16 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from flexinspect_hooks.broken_runs.broken_run_setup import (
     MAX_POSITIONS,
+    QUESTIONS,
     BrokenRunSetup,
+    Span,
     additive_mask,
     block_mask,
     causal,
     flex_attend,
     isolation,
     span_numbers,
+    spans_of,
 )
 
 # -- separators ------------------------------------------------------------------------------------
@@ -25,36 +28,34 @@ from flexinspect_hooks.broken_runs.broken_run_setup import (
 
 def orphan_separators(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """The line breaks belong to no wording, and a row may attend to its own wording only."""
-    if repaired:
-        predicate = isolation(setup.spans)
-    else:
-        inner = [(start, stop - 1, label) for start, stop, label in setup.spans]
-        numbers, cue = span_numbers(inner, MAX_POSITIONS), setup.spans[-1][1]
+    numbers, cue = span_numbers(_without_separators(setup), MAX_POSITIONS), setup.spans[-1][1]
 
-        def predicate(q: Any, kv: Any) -> Any:
-            same_wording = (numbers[q] == numbers[kv]) & (numbers[q] > 0)
-            return (kv <= q) & (same_wording | (q >= cue))
+    def predicate(q: Any, kv: Any) -> Any:
+        same_wording = (numbers[q] == numbers[kv]) & (numbers[q] > 0)
+        return (kv <= q) & (same_wording | (q >= cue))
 
-    setup.register_attention(predicate)
+    setup.register_attention(isolation(setup.spans) if repaired else predicate)
     with setup.recorded():
         setup.generate()
 
 
 def leak_through_separators(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """Wordings are isolated, but line breaks attend to all of them, and are open to every row."""
-    inner = [(start, stop - 1, label) for start, stop, label in setup.spans]
-    if repaired:
-        predicate = isolation(setup.spans)
-    else:
-        numbers, cue = span_numbers(inner, MAX_POSITIONS), setup.spans[-1][1]
+    inner = _without_separators(setup)
+    numbers, cue = span_numbers(inner, MAX_POSITIONS), setup.spans[-1][1]
 
-        def predicate(q: Any, kv: Any) -> Any:
-            shared = (numbers[q] == 0) | (numbers[kv] == 0)
-            return (kv <= q) & ((numbers[q] == numbers[kv]) | shared | (q >= cue))
+    def predicate(q: Any, kv: Any) -> Any:
+        shared = (numbers[q] == 0) | (numbers[kv] == 0)
+        return (kv <= q) & ((numbers[q] == numbers[kv]) | shared | (q >= cue))
 
-    setup.register_attention(predicate)
+    setup.register_attention(isolation(setup.spans) if repaired else predicate)
     with setup.recorded(segments=setup.spans if repaired else inner, mask=None):
         setup.generate()
+
+
+def _without_separators(setup: BrokenRunSetup) -> list[Span]:
+    """The spans of the wordings without the line break at the end of each."""
+    return [(start, stop - 1, label) for start, stop, label in setup.spans]
 
 
 # -- the right mask is built, and another one runs -------------------------------------------------
@@ -134,17 +135,10 @@ def padding_of_infinity(setup: BrokenRunSetup, *, repaired: bool) -> None:
     value = torch.finfo(torch.float32).min if repaired else -torch.inf
     n_padding = 3
 
-    def make_mask(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        *args: Any,
-        attention_mask: Tensor,
-        **kwargs: Any,
-    ) -> Tensor:
-        rows, keys = torch.arange(q_length)[:, None], torch.arange(kv_length)[None]
-        closed = (keys > rows) | ~attention_mask.bool()[:, None, None]
-        return torch.zeros(closed.shape).masked_fill(closed, value)
+    def make_mask(n_rows: int, n_keys: int, offset: int) -> Tensor:
+        rows, keys = torch.arange(n_rows)[:, None], torch.arange(n_keys)[None]
+        closed = (keys > rows) | (keys < n_padding)
+        return torch.zeros(1, 1, *closed.shape).masked_fill(closed, value)
 
     setup.register_attention(causal, attend=eager_attention_forward, make_mask=make_mask)
     input_ids = torch.tensor([[int(setup.tokenizer.pad_token_id)] * n_padding + setup.ids])
@@ -157,3 +151,47 @@ def _grid(setup: BrokenRunSetup) -> tuple[Tensor, Tensor]:
     """The rows (n, 1) and keys (1, n) of the prompt."""
     n = len(setup.ids)
     return torch.arange(n)[:, None], torch.arange(n)[None]
+
+
+def spans_without_bos(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    """The spans are counted in the pieces, but the encoded prompt begins with a BOS."""
+    start = 1 if repaired else 0  # the tokenizer writes one token before the first piece
+    setup.register_attention(isolation(spans_of(setup.pieces, start=start)))
+    with setup.recorded(segments=[f"{question}\n" for question in QUESTIONS]):
+        setup.generate()
+
+
+def two_bos(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    """The template writes the BOS into the text, and the tokenizer adds another one."""
+    ids = setup.ids if repaired else [setup.ids[0], *setup.ids]
+    with setup.recorded(segments=list(QUESTIONS), mask="causal"):
+        setup.generate(torch.tensor([ids]))
+
+
+def missing_eos(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    """Documents are separated by the EOS between them, but the tokenizer wrote none."""
+    bos, eos = int(setup.tokenizer.bos_token_id), int(setup.tokenizer.eos_token_id)
+    documents = [[bos, *piece, *([eos] if repaired else [])] for piece in setup.pieces]
+    input_ids = torch.tensor([[n for document in documents for n in document]])
+    is_end = (input_ids[0] == eos).long()
+    document_of = is_end.cumsum(0) - is_end  # an EOS is the last token of its own document
+
+    def same_document(q: Any, kv: Any) -> Any:
+        return (kv <= q) & (document_of[q] == document_of[kv])
+
+    setup.register_attention(same_document)
+    with setup.recorded(segments=spans_of(documents, start=0)):
+        setup.model(input_ids)
+
+
+def order_of_the_wordings(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    """Isolated wordings share one run of positions, so their order decides the answer."""
+    positions = list(range(len(setup.ids)))
+    if repaired:  # each wording begins after the BOS, the cue after the longest of them
+        for start, stop, _ in setup.spans:
+            positions[start:stop] = range(1, 1 + stop - start)
+        cue, longest = setup.spans[-1][1], max(positions)
+        positions[cue:] = range(longest + 1, longest + 1 + len(positions) - cue)
+    setup.register_attention(isolation(setup.spans))
+    with setup.recorded():
+        setup.model(setup.input_ids, position_ids=torch.tensor([positions]), use_cache=False)

@@ -20,22 +20,22 @@ T = TypeVar("T")
 
 def check_module(value: T, caller: str) -> T:
     """Check that `value` is a `torch.nn.Module`."""
-    if not isinstance(value, nn.Module):
-        raise UsageError(f"{caller} needs a torch module, not {describe_type(value)}.")
-    return value
+    return _require(isinstance(value, nn.Module), value, caller, "a torch module")
 
 
 def check_tensor(value: Tensor, caller: str) -> Tensor:
     """Check that `value` is a tensor."""
-    if not isinstance(value, Tensor):
-        raise UsageError(f"{caller} needs a torch tensor, not {describe_type(value)}.")
-    return value
+    return _require(isinstance(value, Tensor), value, caller, "a torch tensor")
 
 
 def check_optimizer(value: T, caller: str) -> T:
     """Check that `value` has `param_groups`: an optimizer, or a wrapper of one."""
-    if not hasattr(value, "param_groups"):
-        raise UsageError(f"{caller} needs a torch optimizer, not {describe_type(value)}.")
+    return _require(hasattr(value, "param_groups"), value, caller, "a torch optimizer")
+
+
+def _require(is_valid: bool, value: T, caller: str, expected: str) -> T:
+    if not is_valid:
+        raise UsageError(f"{caller} needs {expected}, not {describe_type(value)}.")
     return value
 
 
@@ -78,9 +78,8 @@ def check_function(value: object, name: str, argument: str) -> Callable[..., Any
 
 def check_batches(value: Any, caller: str) -> Any:
     """Check that `value` is iterable or can be indexed, as a `DataLoader`."""
-    if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
-        raise UsageError(f"{caller} needs a loader of batches, not {describe_type(value)}.")
-    return value
+    is_loader = isinstance(value, Iterable) or hasattr(value, "__getitem__")
+    return _require(is_loader, value, caller, "a loader of batches")
 
 
 def describe_type(value: object) -> str:

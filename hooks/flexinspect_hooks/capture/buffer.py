@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +22,13 @@ _NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
     torch.int64: np.int64,
     torch.int32: np.int32,
     torch.int16: np.int16,
+    torch.int8: np.int8,
     torch.uint8: np.uint8,
     torch.bool: np.bool_,
 }
 
+
+Inputs = Tensor | Sequence[Tensor] | None
 
 Reduction = Callable[..., Mapping[str, Any]]
 """A reduction written once for torch and numpy, whose functions share names and `axis`."""
@@ -54,7 +57,7 @@ class StepBuffer:
         self._device = device
         self._stream = stream
         self._tensors: dict[str, Tensor] = {}
-        self._pending: list[tuple[Any, Reduction, tuple[Tensor, ...]]] = []
+        self._pending: list[tuple[Any, Reduction, dict[str, Any]]] = []
         self._parts: list[_PackedTensor] = []
         self._host: Tensor | None = None
         self._packed: Tensor | None = None
@@ -65,8 +68,8 @@ class StepBuffer:
         self._tensors[name] = tensor.detach()
         self._owners[name] = self.owner
 
-    def defer(self, reduction: Reduction, *inputs: Tensor, wait: bool = True) -> None:
-        """Add the results of `reduction(xp, *inputs)`, with `xp` torch or numpy.
+    def defer(self, reduction: Reduction, *, wait: bool = True, **inputs: Inputs) -> None:
+        """Add the results of `reduction(xp, **inputs)`, with `xp` torch or numpy.
 
         On CPU the model's thread runs each operation with cold caches, and the writer thread
         several steps in a row, so there the work waits for the writer thread and is done in numpy.
@@ -76,9 +79,10 @@ class StepBuffer:
         inputs are. Inputs must not change afterwards; `wait=False` does the work at once.
         """
         if self._device.type == "cpu" and wait:
-            self._pending.append((self.owner, reduction, tuple(t.detach() for t in inputs)))
+            detached = {name: _map(Tensor.detach, value) for name, value in inputs.items()}
+            self._pending.append((self.owner, reduction, detached))
             return
-        for name, tensor in reduction(torch, *inputs).items():
+        for name, tensor in reduction(torch, **inputs).items():
             self.put(name, tensor)
 
     def tensor(self, name: str) -> Tensor:
@@ -141,8 +145,14 @@ def _named_array(name: str, tensor: Tensor) -> dict[str, npt.NDArray[Any]]:
     return {name: _as_numpy(tensor)}
 
 
-def _reduce_in_numpy(reduction: Reduction, inputs: tuple[Tensor, ...]) -> Mapping[str, Any]:
-    return reduction(np, *(_as_numpy(tensor) for tensor in inputs))
+def _reduce_in_numpy(reduction: Reduction, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    return reduction(np, **{name: _map(_as_numpy, value) for name, value in inputs.items()})
+
+
+def _map(convert: Callable[[Tensor], Any], value: Inputs) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return None if value is None else convert(value)
+    return [convert(tensor) for tensor in value]
 
 
 def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
@@ -161,6 +171,12 @@ def _unpack(data: npt.NDArray[np.uint8], parts: list[_PackedTensor]) -> dict[str
         out[part.name] = raw.copy().view(_NUMPY_DTYPES[part.dtype]).reshape(part.shape)
         start += part.n_bytes
     return out
+
+
+def with_prefix(values: Values, prefix: str) -> dict[str, npt.NDArray[Any]]:
+    """Return the values whose names begin with `prefix`, by the rest of their names."""
+    names = [name for name in values if name.startswith(prefix)]
+    return {name.removeprefix(prefix): values[name] for name in names}
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:

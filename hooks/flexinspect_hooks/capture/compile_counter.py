@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -79,7 +79,9 @@ def _newest_compilations(n: int) -> Mapping[str, Any]:
         newest = metrics[-n:]
         # A compilation that was refused has no name, but earlier ones of the same function do.
         facts["of"] = sorted({name for entry in newest if (name := names.get(_frame_id(entry)))})
-        if reason := _newest_reason(entry.recompile_reason for entry in newest):
+        reasons = [entry.recompile_reason for entry in newest if entry.recompile_reason]
+        if reasons:  # of the newest the first line, without the comment at its end
+            reason = reasons[-1].partition("\n")[0].partition("  #")[0].strip()
             facts["reason"] = reason
             if guarded := _GUARDED_CODE.search(reason):
                 facts["guard"] = f"{_guarded_function(guarded[1])} code object"
@@ -96,9 +98,3 @@ def _guarded_function(name: str) -> str:
         if any(guard_name in name for guard_name in guard_names):
             return mod
     return name
-
-
-def _newest_reason(reasons: Iterable[str | None]) -> str:
-    """Return the first line of the newest reason, without the comment at its end."""
-    last = next((reason for reason in reversed(list(reasons)) if reason), "")
-    return last.partition("\n")[0].partition("  #")[0].strip()

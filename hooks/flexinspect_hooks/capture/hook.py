@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from flexinspect.records.step import (
 )
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.rules.engine import Rule
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.step_clock import StepContext
 
 _ACTIVATION_PREFIX = "store/"
@@ -58,10 +58,7 @@ def put_activation(buffer: StepBuffer, name: str, tensor: Tensor) -> None:
 def record_activations(values: Values, streams: Sequence[str], draft: StepDraft) -> None:
     """Move the stored tensors of these streams into the draft, stream by stream."""
     by_stream: dict[str, list[ArrayRecord]] = {stream: [] for stream in streams}
-    for key, array in values.items():
-        if not key.startswith(_ACTIVATION_PREFIX):
-            continue
-        name = key.removeprefix(_ACTIVATION_PREFIX)
+    for name, array in with_prefix(values, _ACTIVATION_PREFIX).items():
         dtype = "bfloat16" if name.startswith(_BFLOAT16) else None
         stream, _, layer = name.removeprefix(_BFLOAT16).rpartition(".")
         if stream in by_stream:
@@ -87,6 +84,12 @@ class StepDraft:
     masks: list[MaskRecord] = field(default_factory=list)
     arrays: list[ArrayRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
+
+    def add_event(self, step: StepContext, kind: str, text: str, data: Mapping[str, Any]) -> None:
+        """Add an event of the step."""
+        self.events.append(
+            EventRecord(kind, text, step.started_at, step.generation, step.step, data)
+        )
 
     def assemble(self, step: StepContext, tokens: tuple[TokenRecord, ...]) -> StepRecord:
         """Return the record of the step. Events of the forward come before those of the hooks."""
@@ -155,31 +158,43 @@ class CaptureContext:
     def is_open(self, value: bool) -> None:
         self.thread = get_ident() if value else 0
 
+    def on_output(self, module: nn.Module, keep: Callable[[Any], None]) -> Remove:
+        """Call `keep` with each output of a module in a step's forward, until it is removed."""
+        watched = id(module)
 
-class Hook(Protocol):
-    """One source of records. The module docstring gives the order of calls."""
+        # A function, because a copy of the model would copy a bound method, and its object. It
+        # compares ids: a reference to the module would keep it alive.
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            # A compiled graph must not contain this hook: more outputs may change its results.
+            if not torch.compiler.is_compiling() and id(module) == watched and self.is_open:
+                keep(output)
+
+        return module.register_forward_hook(hook).remove
+
+
+class Hook:
+    """One source of records. The module docstring gives the order of calls.
+
+    A plug-in may derive from this class, but need not.
+    """
 
     name: str
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Install hooks and return the functions that remove them."""
-        ...
+        return ()
 
     def begin(self, context: CaptureContext) -> None:
         """A generation begins; `context.segments` are its segments."""
-        ...
 
     def open(self, step: StepContext) -> None:
-        """A step opens."""
-        ...
+        """A step opens: drop references that an aborted step may have left."""
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> Any:
         """Reduce the kept references; the return value goes to `record` (no tensors in it)."""
-        ...
 
     def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
         """Turn the reduced values into records (writer thread)."""
-        ...
 
 
 def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:

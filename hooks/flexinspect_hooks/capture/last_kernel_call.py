@@ -17,9 +17,6 @@ _call_files: list[LastCallWriter] = []
 _descriptions: dict[tuple[Any, Any], str] = {}
 """Descriptions of calls, by the code objects of score_mod and mask_mod."""
 
-_last_described: list[Any] = [None, None, ""]
-"""`id` of the last score_mod and block mask, and their description: layers of a step share them."""
-
 
 def start_recording_calls(trace: Path) -> None:
     """Note calls beside this trace from now on, but not in processes forked from this one."""
@@ -42,13 +39,8 @@ def begin_kernel_call(
     `query` is (B, H, rows, D) and `key` (B, H, keys, D).
     """
     if _call_files:
-        if _last_described[0] != id(score_mod) or _last_described[1] != id(block_mask):
-            _last_described[:] = (
-                id(score_mod),
-                id(block_mask),
-                _describe_call(score_mod, block_mask),
-            )
-        _call_files[0].enter(place, query.size(-2), key.size(-2), _last_described[2])
+        description = _describe_call(score_mod, block_mask)
+        _call_files[0].enter(place, query.size(-2), key.size(-2), description)
 
 
 def end_kernel_call() -> None:
@@ -60,12 +52,8 @@ def end_kernel_call() -> None:
 def _describe_call(score_mod: Any, block_mask: Any) -> str:
     mask_mod = getattr(block_mask, "mask_mod", None)
     key = (getattr(score_mod, "__code__", None), getattr(mask_mod, "__code__", None))
-    if key not in _descriptions:
-        _descriptions[key] = _format_call(score_mod, mask_mod)
-    return _descriptions[key]
-
-
-def _format_call(score_mod: Any, mask_mod: Any) -> str:
+    if key in _descriptions:
+        return _descriptions[key]
     from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 
     parts = ["compiled"]
@@ -73,7 +61,8 @@ def _format_call(score_mod: Any, mask_mod: Any) -> str:
         parts.append(f"score rule{_captured_tensors_text(score_mod)}")
     if mask_mod is not None:
         parts.append(f"mask rule {mask_mod_name(mask_mod)}{_captured_tensors_text(mask_mod)}")
-    return f"flex ({', '.join(parts)})"
+    description = _descriptions[key] = f"flex ({', '.join(parts)})"
+    return description
 
 
 def _captured_tensors_text(mod: Any) -> str:

@@ -6,15 +6,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from flexinspect.core.errors import TraceWriteError
-from flexinspect.records.finding import Finding, Repeat
-from flexinspect.records.prompt import Segment
+from flexinspect.records.finding import Finding
 from flexinspect.records.step import (
     BranchRecord,
     EventRecord,
@@ -58,50 +58,59 @@ N_IMMEDIATE_STEPS = 2
 """Steps of a generation that are written without waiting, so that a viewer shows them at once."""
 
 
-class Sink(Protocol):
-    """Where records go; `flexinspect.trace.file.writer.TraceWriter` is one."""
-
-    def update_run(self, **facts: Any) -> None: ...
-    def begin_generation(self, record: GenerationRecord) -> None: ...
-    def begin_branch(
-        self,
-        generation: int,
-        branch: int,
-        parent: int,
-        fork_step: int,
-        change: Mapping[str, Any] | None = None,
-        segments: Sequence[Segment] = (),
-    ) -> None: ...
-    def write_steps(self, records: Sequence[StepRecord]) -> None: ...
-    def write_gradients(self, record: GradientRecord) -> None: ...
-    def write_repeats(self, place: tuple[int, int, int], records: Sequence[Repeat]) -> None: ...
-    def write_event(self, record: EventRecord) -> None: ...
-    def write_findings(self, findings: Iterable[Finding]) -> None: ...
-    def end_generation(self, record: GenerationEnd) -> None: ...
+OnHookFailed = Callable[[Hook, Exception, StepContext], None]
+"""Called with a hook that failed, its exception, and the step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FinishedStep:
     """A step in the queue of the writer thread. `kept` is what each hook's `reduce` returned.
 
     `tokens` gives the tokens of its record, and is called in the writer thread, because their ids
-    may still be on their way from the device.
+    may still be on their way from the device. The methods are those of the writer thread.
     """
 
     context: StepContext
     buffer: StepBuffer
     kept: tuple[tuple[Hook, Any], ...]
     tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
+    _draft: StepDraft = field(default_factory=StepDraft)
+    _tokens: tuple[TokenRecord, ...] = ()
+    _values: Values = field(default_factory=dict)
+    _failed_hooks: list[Hook] = field(default_factory=list)
 
-    def take_tokens(self) -> tuple[TokenRecord, ...]:
-        """Return the tokens, and set the step's chosen token id from them if it is not set."""
-        step, tokens = self.context, self.tokens()
+    def take_values(self, on_failed: OnHookFailed) -> None:
+        """Take the tokens, and the buffer's values; a hook whose values failed is skipped."""
+        step, self._tokens = self.context, self.tokens()
         if step.token_id is None:
-            step.token_id = next((t.token_id for t in tokens if t.step == step.step), None)
-        return tokens
+            chosen = (token.token_id for token in self._tokens if token.step == step.step)
+            step.token_id = next(chosen, None)
+
+        def report(hook: Hook, error: Exception) -> None:
+            self._failed_hooks.append(hook)
+            on_failed(hook, error, step)
+
+        self._values = self.buffer.values(report)
+
+    def run_hook(self, number: int, on_failed: OnHookFailed) -> None:
+        """Let hook `number` add its records. In order: later hooks read those of earlier ones."""
+        if number >= len(self.kept):
+            return
+        hook, kept = self.kept[number]
+        if hook in self._failed_hooks:
+            return
+        try:
+            hook.record(self.context, kept, self._values, self._draft)
+        except Exception as error:
+            on_failed(hook, error, self.context)
+
+    def record(self) -> StepRecord:
+        """Return the step's record, before rules run on it."""
+        return self._draft.assemble(self.context, self._tokens)
 
 
-Item = GenerationRecord | GenerationEnd | EventRecord | GradientRecord
+Item = FinishedStep | GenerationEnd | EventRecord | GradientRecord
+"""What is written, in order. Other work of the writer thread is queued as a function."""
 
 
 class Judge(Protocol):
@@ -109,28 +118,6 @@ class Judge(Protocol):
 
     def evaluate(self, record: StepRecord) -> None: ...
     def evaluate_findings(self, findings: Sequence[Finding], generation: int) -> None: ...
-
-
-class _GenerationStarted(NamedTuple):
-    """A generation that begins, and the rules to run on its steps."""
-
-    record: GenerationRecord
-    rule_runner: RuleRunner
-
-
-class _BranchStarted(NamedTuple):
-    """A branch that begins, its generation as of the fork, and rules without any state yet."""
-
-    record: BranchRecord
-    generation: GenerationRecord
-    rule_runner: RuleRunner
-
-
-class _EventQueued(NamedTuple):
-    """An event, and the rules of its session, which run on it if its generation is not open."""
-
-    event: EventRecord
-    rule_runner: RuleRunner
 
 
 class Recorder:
@@ -141,7 +128,7 @@ class Recorder:
     written; a session ignores the hooks of others.
     """
 
-    def __init__(self, sink: Sink, *, linger_s: float = LINGER_S) -> None:
+    def __init__(self, sink: TraceWriter, *, linger_s: float = LINGER_S) -> None:
         self._sink, self._linger_s = sink, linger_s
         self._rule_runners: dict[tuple[int, int], RuleRunner] = {}
         self._rule_names: set[str] = set()
@@ -176,27 +163,22 @@ class Recorder:
 
     def begin_generation(self, record: GenerationRecord, rules: RuleRunner) -> None:
         """Queue a generation; `rules` run on each of its steps before it is written."""
-        self.put(_GenerationStarted(record, rules))
+        self.put(partial(self._begin_generation, record, rules))
 
     def begin_branch(
         self, record: BranchRecord, generation: GenerationRecord, rules: RuleRunner
     ) -> None:
-        """Queue a branch; the steps of its parents before the fork are replayed to new `rules`."""
-        self.put(_BranchStarted(record, generation, rules))
+        """Queue a branch of a generation, which is given as of the fork.
+
+        The steps of its parents before the fork are replayed to `rules`, which have no state yet.
+        """
+        self.put(partial(self._begin_branch, record, generation, rules))
 
     def put_event(self, event: EventRecord, rules: RuleRunner) -> None:
         """Queue an event. The rules of its generation run on it, or `rules` if none is open."""
-        self.put(_EventQueued(event, rules))
+        self.put(partial(self._write_event, event, rules))
 
-    def put(
-        self,
-        item: FinishedStep
-        | Item
-        | _GenerationStarted
-        | _BranchStarted
-        | _EventQueued
-        | Callable[[], Item | None],
-    ) -> None:
+    def put(self, item: Item | Callable[[], Item | None]) -> None:
         """Queue an item to be written, in order. Called from the model's thread.
 
         A callable is called in the writer thread when everything before it is written; it returns
@@ -277,16 +259,7 @@ class Recorder:
             return
         if callable(item) and (item := item()) is None:
             return
-        if isinstance(item, _GenerationStarted):
-            self._rule_runners[item.record.generation, 0] = item.rule_runner
-            item.rule_runner.share_memory(self._rule_memory)
-            self._record_rule_names(item.rule_runner.names)
-            self._sink.begin_generation(item.record)
-            for event in item.rule_runner.on_generation_start(item.record):
-                self._sink.write_event(event)
-        elif isinstance(item, _BranchStarted):
-            self._write_branch(item)
-        elif isinstance(item, GenerationEnd):
+        if isinstance(item, GenerationEnd):
             key = (item.generation, item.branch)
             if (rules := self._rule_runners.pop(key, None)) is not None:
                 self._write_findings(*rules.on_generation_end())
@@ -298,16 +271,23 @@ class Recorder:
                 self._write_findings(findings, events)
                 if repeats:
                     self._sink.write_repeats((item.generation, item.branch, item.step), repeats)
-        elif isinstance(item, _EventQueued):
-            self._write_event(item.event, item.rule_runner)
         else:
             self._write_event(item, None)
 
-    def _write_branch(self, item: _BranchStarted) -> None:
-        record, rules = item.record, item.rule_runner
+    def _begin_generation(self, record: GenerationRecord, rules: RuleRunner) -> None:
+        self._rule_runners[record.generation, 0] = rules
+        rules.share_memory(self._rule_memory)
+        self._record_rule_names(rules.names)
+        self._sink.begin_generation(record)
+        for event in rules.on_generation_start(record):
+            self._sink.write_event(event)
+
+    def _begin_branch(
+        self, record: BranchRecord, generation: GenerationRecord, rules: RuleRunner
+    ) -> None:
         place = (record.generation, record.branch, record.parent, record.fork_step)
         self._sink.begin_branch(*place, record.change, record.segments)
-        events = [*rules.on_generation_start(item.generation)]
+        events = [*rules.on_generation_start(generation)]
         if self.path is not None and not record.recomputed:
             events += replay_parents_from_path(self.path, record.generation, record.branch, rules)
         self._rule_runners[record.generation, record.branch] = rules
@@ -362,13 +342,12 @@ class Recorder:
         Work on a single step finds its code and tables evicted from the CPU caches: the rules cost
         four times as much between the matrix products of two steps as in a row.
         """
-        drafts = [StepAssembler(item) for item in items]
-        for draft in drafts:
-            draft.collect_values(self._report_hook_error)
-        for number in range(max(draft.n_hooks for draft in drafts)):
-            for draft in drafts:
-                draft.run_hook(number, self._report_hook_error)
-        return [self._run_rules(draft.assemble()) for draft in drafts]
+        for item in items:
+            item.take_values(self._report_hook_error)
+        for number in range(max(len(item.kept) for item in items)):
+            for item in items:
+                item.run_hook(number, self._report_hook_error)
+        return [self._run_rules(item.record()) for item in items]
 
     def _report_hook_error(self, hook: Hook, error: Exception, step: StepContext) -> None:
         for report in tuple(self.hook_errors):
@@ -390,50 +369,6 @@ def _short_switch_interval() -> Iterator[None]:
     finally:
         if sys.getswitchinterval() == ours:  # else the program changed it meanwhile
             sys.setswitchinterval(before)
-
-
-OnHookFailed = Callable[[Hook, Exception, StepContext], None]
-"""Called with a hook that failed, its exception, and the step."""
-
-
-class StepAssembler:
-    """Assembles the record of one step; a hook that failed is skipped for the rest of it."""
-
-    def __init__(self, item: FinishedStep) -> None:
-        self._item, self._step, self._draft = item, item.context, StepDraft()
-        self._failed_hooks: list[Hook] = []
-        self._tokens = item.take_tokens()
-        self._values: Values = {}
-
-    def collect_values(self, on_failed: OnHookFailed) -> None:
-        """Wait for the buffer's values and take them."""
-
-        def report(hook: Hook, error: Exception) -> None:
-            self._failed_hooks.append(hook)
-            on_failed(hook, error, self._step)
-
-        self._values = self._item.buffer.values(report)
-
-    @property
-    def n_hooks(self) -> int:
-        """The number of hooks that reduced this step."""
-        return len(self._item.kept)
-
-    def run_hook(self, number: int, on_failed: OnHookFailed) -> None:
-        """Let hook `number` add its records. In order: later hooks read those of earlier ones."""
-        if number >= len(self._item.kept):
-            return
-        hook, kept = self._item.kept[number]
-        if hook in self._failed_hooks:
-            return
-        try:
-            hook.record(self._step, kept, self._values, self._draft)
-        except Exception as error:
-            on_failed(hook, error, self._step)
-
-    def assemble(self) -> StepRecord:
-        """Return the step's record, before rules run on it."""
-        return self._draft.assemble(self._step, self._tokens)
 
 
 _HINT = "Please report this. The records in the trace are correct, but some are missing."

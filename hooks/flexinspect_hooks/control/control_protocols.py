@@ -5,14 +5,12 @@ Also the registry of the debuggers whose anomaly counts the `/training-logs/debu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 from flexinspect.control.messages import (
     AnomalySummary,
-    BreakpointInfo,
     Cost,
     DebugSummaryResponse,
     QueuedRewind,
@@ -23,6 +21,9 @@ from flexinspect.control.messages import (
 from flexinspect.core.errors import TraceError
 from flexinspect.records.training_step import TrainingSummary
 from flexinspect_hooks.control.step_barrier import StepBarrier
+
+if TYPE_CHECKING:
+    from flexinspect.breakpoints.store import BreakpointStore
 
 
 class Levels(Protocol):
@@ -44,28 +45,6 @@ class Levels(Protocol):
 
     def set_layers(self, layers: str) -> None:
         """Set the layers: "0,3,5-7" or "all". Raises `UsageError` for layers that do not exist."""
-        ...
-
-
-class BreakpointControl(Protocol):
-    """The breakpoints of a run. Methods are called from the server's thread."""
-
-    def add(
-        self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
-    ) -> BreakpointInfo:
-        """Add a breakpoint. Raises `FlexInspectError` for an invalid condition."""
-        ...
-
-    def list(self) -> Sequence[BreakpointInfo]:
-        """Return all breakpoints in the order in which they were added."""
-        ...
-
-    def remove(self, number: int) -> None:
-        """Remove a breakpoint. Raises `KeyError` for an unknown number."""
-        ...
-
-    def enable(self, number: int, on: bool) -> BreakpointInfo:
-        """Enable or disable a breakpoint. Raises `KeyError` for an unknown number."""
         ...
 
 
@@ -146,7 +125,7 @@ class ControlTargets:
 
     barrier: StepBarrier
     levels: Levels
-    breakpoints: BreakpointControl | None = None
+    breakpoints: BreakpointStore | None = None
     rewind_target: RewindTarget | None = None
 
 
@@ -187,7 +166,7 @@ def _training_anomalies(counts: AnomalyCounts) -> TrainingAnomalySummary:
         debug_history_length=counts.debug_history_length,
         total_steps=counts.total_steps,
         anomaly_rate=counts.total_anomalies / counts.total_steps if counts.total_steps else 0.0,
-        gradient_explosion_rate=counts.gradient_explosion_rate,
+        gradient_explosion_rate=counts.as_dict()["gradient_explosion_rate"],
     )
 
 

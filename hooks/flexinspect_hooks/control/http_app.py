@@ -6,11 +6,12 @@ Every error response is an `ErrorResponse` in JSON.
 from __future__ import annotations
 
 import hmac
-import json
+import inspect
 import socket
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,17 +19,28 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flexinspect.control.discovery import is_loopback
 from flexinspect.control.messages import ErrorResponse, from_json, to_json
+from flexinspect.core import __version__
+from flexinspect.core.addresses import is_loopback
 from flexinspect.core.errors import ControlError, FlexInspectError
 from flexinspect_hooks.control.handlers import ROUTES, NotFoundError, Route, RouteHandlers
-from flexinspect_hooks.control.openapi import openapi_document
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class _BadRequestError(ControlError):
     """The request body is not valid for the route."""
+
+
+class TooLargeError(ControlError):
+    """A body is larger than `MAX_BODY_BYTES`."""
+
+    def __init__(self) -> None:
+        super().__init__(f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
+
+
+_STATUSES = {TooLargeError: 413, _BadRequestError: 400, NotFoundError: 404}
+"""The HTTP status of each refusal; a command that is not possible now has 409."""
 
 
 def make_app(handlers: RouteHandlers) -> Starlette:
@@ -60,43 +72,36 @@ def _endpoint(route: Route, handlers: RouteHandlers) -> Endpoint:
             if route.body is not None:
                 args.append(_parse_body(route.body, await request.body()))
             return JSONResponse(to_json(handle(*args)))
-        except TooLargeError as error:
-            return _error_response(413, error)
-        except _BadRequestError as error:
-            return _error_response(400, error)
-        except NotFoundError as error:
-            return _error_response(404, error)
         except FlexInspectError as error:
-            return _error_response(409, error)
+            return _error_response(_STATUSES.get(type(error), 409), error.message, error.hint)
 
     return endpoint
 
 
 def _parse_body(kind: type[Any], data: bytes) -> Any:
     try:
-        return from_json(kind, json.loads(data.decode()))
+        return from_json(kind, msgspec.json.decode(data))
     except ControlError as error:
         raise _BadRequestError(error.message, hint=error.hint) from error
-    except (ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _BadRequestError(f"The body is not JSON: {error}") from error
 
 
-def _error_response(status: int, error: FlexInspectError) -> Response:
-    return JSONResponse(to_json(ErrorResponse(error.message, error.hint)), status)
+def _error_response(
+    status: int, error: str, hint: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    return JSONResponse(to_json(ErrorResponse(error, hint)), status, headers=headers)
 
 
 async def _on_server_error(request: Request, error: Exception) -> Response:
-    what = f"{type(error).__name__}: {error}"
-    return JSONResponse(to_json(ErrorResponse(f"The control server failed: {what}")), 500)
+    return _error_response(500, f"The control server failed: {type(error).__name__}: {error}")
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = ErrorResponse(
-        f"There is no route {request.method} {request.url.path}.",
-        "GET /openapi.json lists all routes.",
-    )
-    return JSONResponse(to_json(response), error.status_code, headers=error.headers)
+    message = f"There is no route {request.method} {request.url.path}."
+    hint = "GET /openapi.json lists all routes."
+    return _error_response(error.status_code, message, hint, error.headers)
 
 
 MAX_BODY_BYTES = 64 << 10
@@ -104,13 +109,6 @@ MAX_BODY_BYTES = 64 << 10
 
 MAX_PATH_LENGTH = 256
 """Longest path of a request, in characters."""
-
-
-class TooLargeError(ControlError):
-    """A body is larger than `MAX_BODY_BYTES`."""
-
-    def __init__(self) -> None:
-        super().__init__(f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
 
 
 class SizeGuard:
@@ -129,11 +127,10 @@ class SizeGuard:
             return
         size = _header(scope, b"content-length")
         if len(scope["path"]) > MAX_PATH_LENGTH:  # `int` would parse a number of any length
-            error = ErrorResponse(f"The path is longer than {MAX_PATH_LENGTH} characters.")
-            await _send_error(414, error, scope, receive, send)
+            message = f"The path is longer than {MAX_PATH_LENGTH} characters."
+            await _refusal(414, message)(scope, receive, send)
         elif size is not None and (not size.isdecimal() or int(size) > MAX_BODY_BYTES):
-            error = ErrorResponse(TooLargeError().message)
-            await _send_error(413, error, scope, receive, send)
+            await _refusal(413, TooLargeError().message)(scope, receive, send)
         else:
             await self._app(scope, _limited(receive), send)
 
@@ -169,11 +166,11 @@ class NetworkGuard:
         if scope["type"] != "http":
             return
         if not self._is_allowed_host(_header(scope, b"host") or ""):
-            error = ErrorResponse("The Host header does not name this server.", _HOST_HINT)
-            await _send_error(403, error, scope, receive, send)
+            refusal = _refusal(403, "The Host header does not name this server.", _HOST_HINT)
+            await refusal(scope, receive, send)
         elif not self._has_token(_header(scope, b"authorization") or ""):
-            error = ErrorResponse("The token is missing or wrong.", _TOKEN_HINT)
-            await _send_error(401, error, scope, receive, send)
+            refusal = _refusal(401, "The token is missing or wrong.", _TOKEN_HINT)
+            await refusal(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -211,8 +208,74 @@ def _header(scope: Scope, name: bytes) -> str | None:
     return values[0].decode("latin-1") if len(values) == 1 else None
 
 
-async def _send_error(
-    status: int, error: ErrorResponse, scope: Scope, receive: Receive, send: Send
-) -> None:
-    response: Any = JSONResponse(to_json(error), status, headers={"Connection": "close"})
-    await response(scope, receive, send)
+def _refusal(status: int, error: str, hint: str | None = None) -> JSONResponse:
+    """Return the response to a request that the application does not see."""
+    return _error_response(status, error, hint, {"Connection": "close"})
+
+
+ERROR_STATUSES: Mapping[int, str] = {
+    400: "The request is not valid.",
+    401: "The token is missing or wrong (only over TCP).",
+    403: "The Host header does not name this server (only over TCP).",
+    404: "There is no such route, breakpoint or level.",
+    405: "The route does not support this method.",
+    409: "The command is not possible in the current state.",
+    413: "The body is too large.",
+}
+
+
+def openapi_document() -> dict[str, Any]:
+    """Return the document as plain data for `json.dumps`."""
+    kinds = [ErrorResponse]
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+        kinds += [route.response, *([route.body] if route.body is not None else [])]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        schema["description"] = inspect.cleandoc(schema["description"])
+    refused = {
+        f"Refused{n}": {"description": description, **_content(ErrorResponse)}
+        for n, description in ERROR_STATUSES.items()
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "flexinspect control",
+            "version": __version__,
+            "description": "Commands to a running capture. Over TCP every request needs the token; "
+            "the Unix socket needs none.",
+        },
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {
+            "schemas": dict(sorted(schemas.items())),
+            "responses": refused,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    refused = {
+        str(code): {"$ref": f"#/components/responses/Refused{code}"} for code in ERROR_STATUSES
+    }
+    answer = {"description": "The response.", **_content(route.response)}
+    operation: dict[str, Any] = {
+        "operationId": route.handler.rstrip("_"),
+        "summary": route.summary,
+        "responses": {"200": answer, **refused},
+    }
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, **_content(route.body)}
+    if route.parameter is not None:
+        name, schema = route.parameter
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": dict(schema)}
+        ]
+    return operation
+
+
+def _content(kind: type[Any]) -> dict[str, Any]:
+    reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"content": {"application/json": {"schema": reference}}}

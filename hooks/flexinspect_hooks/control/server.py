@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +25,26 @@ from flexinspect.control.discovery import (
     runtime_folder,
     unregister,
 )
+from flexinspect.control.messages import StepRef
+from flexinspect.core.addresses import format_address
 from flexinspect.core.errors import ControlError, UsageError
-from flexinspect_hooks.control.control_protocols import ControlTargets
+from flexinspect.records.step import EventRecord
+from flexinspect_hooks.control.control_protocols import (
+    ControlTargets,
+    FindingCounter,
+    Levels,
+    register_counter,
+    unregister_counter,
+)
 from flexinspect_hooks.control.handlers import CaptureInfo, RouteHandlers
+from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
 
 if TYPE_CHECKING:
     import asyncio
+
+    from flexinspect.records.job import Job, ScriptJob
+    from flexinspect_hooks.capture.recorder import Recorder
 
 CLOSE_TIMEOUT_S = 1.0
 """How long the end of the process waits for the server thread."""
@@ -71,8 +84,8 @@ class ControlServer:
         if self._tcp is None or self._serving is None:
             return Address(str(self._path))
         host, port = self._tcp.getsockname()[:2]
-        name = f"[{host}]" if ":" in host else host
-        return Address(str(self._path), f"http://{name}:{port}", self._serving.token)
+        url = f"http://{format_address(host, port)}"
+        return Address(str(self._path), url, self._serving.token)
 
     def start(self, on_failure: Callable[[Exception], None] = lambda _: None) -> None:
         """Register the capture, and start the thread that serves it.
@@ -183,3 +196,86 @@ def _bind_tcp(serving: ServeOptions) -> socket.socket:
             hint="Choose another port, or 0 for a free one.",
         ) from error
     return listener
+
+
+class CaptureControl:
+    """The step barrier of a capture, and the server that controls it if `is_served`.
+
+    `note` is the reason why there is no server although one was requested. `report` receives that
+    reason, or the URL if the capture is served over TCP; it may be called from any thread. Raises
+    `UsageError` when the address of `serving` is in use.
+    """
+
+    def __init__(
+        self,
+        info: CaptureInfo,
+        levels: Levels,
+        *,
+        is_served: bool,
+        serving: ServeOptions | None,
+        report: Callable[[str], None],
+    ) -> None:
+        self._report = report
+        self.barrier = StepBarrier()
+        self.targets = ControlTargets(self.barrier, levels)
+        self.note = ""
+        self._server: ControlServer | None = None
+        self._finding_counter = FindingCounter(info.trace)
+        if is_served:
+            try:
+                self._server = ControlServer(self.targets, info, serving)
+            except ControlError as error:
+                self.note = error.sentence()
+
+    @property
+    def url(self) -> str:
+        """The URL over TCP, empty if it is not served over TCP."""
+        return self._server.address.url if self._server is not None else ""
+
+    def start(self) -> None:
+        """Start the server."""
+        register_counter("general", self._finding_counter)
+        if self._server is not None:
+            try:
+                self._server.start(self._on_server_failure)
+            except ControlError as error:
+                self.note = error.sentence()
+        if self.note:
+            self._report(f"This run cannot be controlled: {self.note}")
+        elif self.url:
+            self._report(f"control server at {self.url}")
+
+    def _on_server_failure(self, error: Exception) -> None:
+        self.note = f"{type(error).__name__}: {error}"
+        self._report(f"This run cannot be controlled: {self.note}")
+
+    def attach_recorder(self, recorder: Recorder) -> None:
+        """Record commands as events of the trace, and let pauses wait for its writer."""
+
+        def record(kind: str, text: str, place: StepRef, facts: Mapping[str, Any]) -> None:
+            has_step = place.step >= 0
+            generation, step = (place.generation, place.step) if has_step else (None, None)
+            data = {"branch": place.branch, **facts} if place.branch else facts
+            recorder.put(EventRecord(kind, text, time.time(), generation, step, data))
+
+        self.barrier.record_event, self.barrier.drain = record, recorder.drain
+
+    def close(self) -> None:
+        """Mark the run as finished, and close the server."""
+        self.barrier.finish()
+        unregister_counter("general", self._finding_counter)
+        if self._server is not None:
+            self._server.close()
+
+    def close_in_child(self) -> None:
+        """Close the sockets in a forked child; the capture belongs to its parent."""
+        if self._server is not None:
+            self._server.close_in_child()
+
+
+def job_control(
+    job: Job | ScriptJob, info: CaptureInfo, levels: Levels, report: Callable[[str], None]
+) -> CaptureControl:
+    """Return the control that a job asks for. Raises `UsageError` as `CaptureControl` does."""
+    serving = ServeOptions(*job.serving) if job.serving is not None else None
+    return CaptureControl(info, levels, is_served=job.control, serving=serving, report=report)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
+
+from msgspec import structs
 
 from flexinspect.control.messages import (
     PAUSE_REQUESTED,
@@ -154,7 +156,7 @@ class StepBarrier:
                 return None
             self._set_state("holding")
             self.record_event(
-                "holding", f"the model is kept alive {place.describe_after()}", place, {}
+                "model-kept-alive", f"the model is kept alive {place.describe_after()}", place, {}
             )
             try:
                 while self._state == "holding" and self._pending is None:
@@ -195,7 +197,7 @@ class StepBarrier:
         with self._changed:
             self._pending = self._pause_request = self._target = None
             if self._rewind_state is not None and self._is_rewinding():
-                self._rewind_state = replace(
+                self._rewind_state = structs.replace(
                     self._rewind_state, state="failed", message="The run ended first."
                 )
             self._set_state("finished")
@@ -308,7 +310,7 @@ class StepBarrier:
             return self._take_rewind()
         self._pause_reason = None
         self._raise_if_stopping()
-        self.record_event("continued", f"continued {place.describe_after()}", place, {})
+        self.record_event("resumed", f"continued {place.describe_after()}", place, {})
         return None
 
     def _wait_while_paused(self) -> None:

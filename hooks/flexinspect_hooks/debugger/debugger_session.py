@@ -8,22 +8,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from flexinspect.core.addresses import format_address
 from flexinspect.records import protocol
-from flexinspect.records.debugger_options import DebuggerOptions, format_address, listening_message
+from flexinspect.records.job import DebuggerOptions, listening_message
 from flexinspect_hooks.debugger import python_mods
 from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.debugger.pdb_terminal import Terminal
 
 RecordDebugEvent = Callable[[str, str], None]
 """Records an event with a kind and a text."""
 
-
-class SendMessage(Protocol):
-    """Sends a message to the process that started this one."""
-
-    def __call__(self, kind: str, **facts: Any) -> None:
-        """Send it."""
+SendMessage = Callable[..., None]
+"""Sends a message, given by its kind and its facts, to the process that started this one."""
 
 
 class DebuggerSession:
@@ -40,6 +40,7 @@ class DebuggerSession:
         self._flex_event: RecordDebugEvent | None = None
         self._is_enabled = options.is_requested
         self._trace: Path | None = None
+        self._terminal: Terminal | None = None
         if options.port is not None:
             from flexinspect_hooks.debugger.debugpy_server import listen
 
@@ -47,7 +48,7 @@ class DebuggerSession:
         elif options.pdb and options.tty is not None:
             from flexinspect_hooks.debugger import pdb_terminal
 
-            pdb_terminal.use_terminal(
+            self._terminal = pdb_terminal.use_terminal(
                 options.tty, lambda wanted: send(protocol.TERMINAL, wanted=wanted)
             )
 
@@ -119,17 +120,13 @@ class DebuggerSession:
 
     def on_terminal_granted(self) -> None:
         """Handle the grant of the terminal to pdb."""
-        if self.options.pdb:
-            from flexinspect_hooks.debugger import pdb_terminal
-
-            pdb_terminal.on_granted()
+        if self._terminal is not None:
+            self._terminal.on_granted()
 
     def post_mortem(self, error: BaseException) -> None:
         """Open pdb at the exception that ended the run, if pdb was requested."""
-        if self.options.pdb:
-            from flexinspect_hooks.debugger import pdb_terminal
-
-            pdb_terminal.post_mortem(error)
+        if self._terminal is not None:
+            self._terminal.post_mortem(error)
 
     def end(self) -> None:
         """Remove all hooks before the trace is closed."""

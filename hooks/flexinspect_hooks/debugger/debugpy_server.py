@@ -10,11 +10,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from flexinspect.core.errors import UsageError
-from flexinspect.records.debugger_options import DebuggerOptions
+from flexinspect.records.job import DebuggerOptions
 
 
 def listen(options: DebuggerOptions) -> tuple[str, int]:
@@ -34,7 +33,8 @@ def listen(options: DebuggerOptions) -> tuple[str, int]:
             f"debugpy cannot listen on {options.host}:{options.port}: {reason}",
             hint="Choose another port; --debugpy 0 picks a free one.",
         ) from error
-    trace_only_while_attached()
+    if stop_tracing_on_detach():
+        _stop_tracing_this_thread()
     return host, port
 
 
@@ -58,14 +58,6 @@ def active_pydevd() -> Any:
     from _pydevd_bundle.pydevd_constants import get_global_debugger
 
     return get_global_debugger()
-
-
-def trace_only_while_attached() -> None:
-    """Stop tracing while no client is attached."""
-    import pydevd_tracing
-
-    if stop_tracing_on_detach():
-        pydevd_tracing.SetTrace(None)
 
 
 def stop_tracing_on_detach() -> bool:
@@ -117,10 +109,10 @@ def _enable_tracing(debugger: Any) -> None:
 def _disable_tracing(debugger: Any) -> None:
     import pydevd_tracing
 
-    pydevd_tracing.set_trace_to_threads(_untrace_thread)
+    pydevd_tracing.set_trace_to_threads(_stop_tracing_this_thread)
 
 
-def _untrace_thread(frame: FrameType, event: str, arg: Any) -> None:
+def _stop_tracing_this_thread(*trace_event: Any) -> None:
     """Turn off the tracing of the current thread, which only that thread can do."""
     import pydevd_tracing
 

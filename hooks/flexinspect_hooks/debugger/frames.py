@@ -12,15 +12,18 @@ import os
 import site
 import sys
 import sysconfig
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from flexinspect_hooks.debugger.debugpy_server import active_pydevd, is_attached
+from flexinspect_hooks.python_internals.threads import SharedSwitch
+
+_OWN = ("flexinspect", "flexinspect_hooks")
+_STOP_CODE = ("flexinspect_hooks.debugger", "flexinspect_hooks.control")
+"""Our packages, and those of them that are on the stack at a stop."""
 
 _MODULE_CALL = ("_call_impl", "module.py")
 """The function and file in torch that run a module's forward: `nn/modules/module.py`."""
@@ -36,7 +39,7 @@ def frame_to_stop_in(frame: FrameType) -> FrameType:
     """
     stack = list(_walk_up(frame))
     inside = _model_frames(stack)
-    internal = (*_package_folders("torch"), *_stop_code_folders())
+    internal = _package_folders("torch", *_STOP_CODE)
     callers = [outer for outer in stack[len(inside) :] if not _is_in(outer, internal)]
     own = next((inner for inner in inside if is_user_frame(inner)), None)
     layer = next((inner for inner in inside if _is_forward(inner)), None)
@@ -70,7 +73,7 @@ def _is_forward(frame: FrameType) -> bool:
     """Return whether a frame is the forward of a module that is not in flexinspect or torch."""
     code = frame.f_code
     is_method = code.co_name == "forward" and "self" in code.co_varnames
-    return is_method and not _is_in(frame, (*_own_folders(), *_package_folders("torch")))
+    return is_method and not _is_in(frame, _package_folders(*_OWN, "torch"))
 
 
 def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:
@@ -86,17 +89,7 @@ def _is_user_file(filename: str) -> bool:
     parts = Path(path).parts
     if "site-packages" in parts or "dist-packages" in parts:
         return False
-    return not path.startswith((*_own_folders(), *_library_folders()))
-
-
-@cache
-def _own_folders() -> tuple[str, ...]:
-    return _package_folders("flexinspect", "flexinspect_hooks")
-
-
-@cache
-def _stop_code_folders() -> tuple[str, ...]:
-    return _package_folders("flexinspect_hooks.debugger", "flexinspect_hooks.control")
+    return not path.startswith((*_package_folders(*_OWN), *_library_folders()))
 
 
 @cache
@@ -120,45 +113,30 @@ def _package_folders(*packages: str) -> tuple[str, ...]:
 _USES_MONITORING = sys.version_info >= (3, 12)
 """Whether pydevd uses `sys.monitoring` instead of tracing."""
 
-_active_lock = threading.Lock()
-_active: list[Any] = [0, None]
-"""Number of threads in `breakpoints_disabled`, and the original `sys.breakpointhook`."""
-
 
 @contextmanager
 def breakpoints_disabled() -> Iterator[None]:
     """Context manager in which neither breakpoints nor `breakpoint()` stop this thread."""
     debugger = active_pydevd() if is_attached() else None
     trace = sys.gettrace()
-    _disable_breakpointhook()
-    if debugger is not None:  # pydevd may not use sys.settrace
-        debugger.disable_tracing()
-    elif trace is not None:
-        sys.settrace(None)
-    try:
-        yield
-    finally:
-        if debugger is None:
-            if trace is not None:
-                sys.settrace(trace)
-        elif trace is not None or _USES_MONITORING:
-            debugger.enable_tracing()
-        _restore_breakpointhook()
+    with _ignored_breakpoint_calls.on():
+        if debugger is not None:  # pydevd may not use sys.settrace
+            debugger.disable_tracing()
+        elif trace is not None:
+            sys.settrace(None)
+        try:
+            yield
+        finally:
+            if debugger is None:
+                if trace is not None:
+                    sys.settrace(trace)
+            elif trace is not None or _USES_MONITORING:
+                debugger.enable_tracing()
 
 
-def _disable_breakpointhook() -> None:
-    with _active_lock:
-        if not _active[0]:
-            _active[1], sys.breakpointhook = sys.breakpointhook, _ignore_breakpoint
-        _active[0] += 1
+def _ignore_breakpoint_calls() -> Callable[[], object]:
+    before, sys.breakpointhook = sys.breakpointhook, lambda *args, **kwargs: None
+    return lambda: setattr(sys, "breakpointhook", before)
 
 
-def _restore_breakpointhook() -> None:
-    with _active_lock:
-        _active[0] -= 1
-        if not _active[0]:
-            sys.breakpointhook = _active[1]
-
-
-def _ignore_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """Do nothing at a `breakpoint()`."""
+_ignored_breakpoint_calls = SharedSwitch(_ignore_breakpoint_calls)

@@ -42,7 +42,7 @@ class StopReason:
 
 def can_stop() -> bool:
     """Return whether `stop_in` would stop: a client is attached, or pdb has a terminal."""
-    return is_attached() or is_ready()
+    return is_attached() or _terminal is not None
 
 
 def stop_in(frame: FrameType, reason: str, facts: Mapping[str, Any] | None = None) -> bool:
@@ -60,8 +60,8 @@ def stop_in(frame: FrameType, reason: str, facts: Mapping[str, Any] | None = Non
     with _stop_variable(stop_frame, stop), stop_reason(reason):
         if is_attached():
             _stop_pydevd(stop_frame)
-        else:
-            stop_in_pdb(stop_frame, reason)
+        elif _terminal is not None:
+            _terminal.pdb().stop(stop_frame, reason)
     return True
 
 
@@ -108,48 +108,36 @@ def _stop_variable(frame: FrameType, stop: StopReason) -> Iterator[None]:
 GRANT_TIMEOUT_S = 10.0
 """How long to wait for the process that owns the terminal."""
 
-_terminals: list[Terminal] = []
-"""The terminal of this process, if pdb was requested; at most one."""
 
-
-def use_terminal(name: str, request: Callable[[bool], None]) -> None:
+def use_terminal(name: str, request: Callable[[bool], None]) -> Terminal:
     """Use the terminal `name` for pdb, at `breakpoint()`, exceptions and model events.
 
-    `request(True)` asks for the terminal, and `on_granted` is called when it is available;
+    `request(True)` asks for the terminal, and `Terminal.on_granted` is called when it is available;
     `request(False)` gives it back.
     """
-    _terminals[:] = [Terminal(name, request)]
-    sys.breakpointhook = lambda *args, **kwargs: stop_in_pdb(sys._getframe(1), "breakpoint()")
+    global _terminal
+    _terminal = Terminal(name, request)
+    pdb = _terminal.pdb
+    sys.breakpointhook = lambda *args, **kwargs: pdb().stop(sys._getframe(1), "breakpoint()")
+    return _terminal
 
 
-def is_ready() -> bool:
-    """Return whether pdb has a terminal to stop on."""
-    return bool(_terminals)
+def prompt_in(debugger: pdb.Pdb, frame: FrameType) -> None:
+    """Prompt now in `frame`, above the running one, and trace from there if the user steps.
 
-
-def on_granted() -> None:
-    """Note that the terminal is available."""
-    for terminal in _terminals:
-        terminal.on_granted()
-
-
-def stop_in_pdb(frame: FrameType, reason: str) -> None:
-    """Show pdb's prompt in a frame now; return when the run continues.
-
-    Raises `KeyboardInterrupt` when the user quits.
+    `Pdb.set_trace` would stop at the next line that runs, which is in flexinspect. Raises
+    `KeyboardInterrupt` when the user quits.
     """
-    for terminal in _terminals:
-        terminal.pdb().stop(frame, reason)
-
-
-def post_mortem(error: BaseException) -> None:
-    """Show pdb's prompt where an exception was raised, if pdb was requested."""
-    cause = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    if cause.__traceback__ is not None:
-        for terminal in _terminals:
-            terminal.pdb().post_mortem(cause)
+    debugger.reset()
+    above: FrameType | None = frame
+    while above is not None:
+        above.f_trace = debugger.trace_dispatch
+        debugger.botframe, above = above, above.f_back
+    debugger.interaction(frame, None)
+    if debugger.quitting:
+        raise KeyboardInterrupt
+    if debugger.stopframe is not debugger.botframe or debugger.breaks:
+        sys.settrace(debugger.trace_dispatch)
 
 
 class Terminal:
@@ -192,6 +180,17 @@ class Terminal:
         """Note that the terminal is available."""
         self._grant_event.set()
 
+    def post_mortem(self, error: BaseException) -> None:
+        """Show pdb's prompt where an exception was raised."""
+        while error.__cause__ is not None:
+            error = error.__cause__
+        if error.__traceback__ is not None:
+            self.pdb().post_mortem(error, error.__traceback__)
+
+
+_terminal: Terminal | None = None
+"""The terminal of this process, if pdb was requested."""
+
 
 class TerminalPdb(pdb.Pdb):
     """pdb that borrows its terminal, and whose `quit` ends the run as Ctrl-C does."""
@@ -202,25 +201,14 @@ class TerminalPdb(pdb.Pdb):
         self._terminal = terminal
 
     def stop(self, frame: FrameType, reason: str) -> None:
-        """Prompt now in `frame`, above the running one, and trace from there if the user steps."""
-        self.reset()
-        above: FrameType | None = frame
-        while above is not None:
-            above.f_trace = self.trace_dispatch
-            self.botframe, above = above, above.f_back
+        """Prompt now in `frame`; return when the run continues."""
         self._terminal.acquire()
         with stop_reason(reason):
             self.message(f"> stopped: {reason}")
-            self.interaction(frame, None)
-        if self.quitting:
-            raise KeyboardInterrupt
-        if self.stopframe is not self.botframe or self.breaks:
-            sys.settrace(self.trace_dispatch)
+            prompt_in(self, frame)
 
-    def post_mortem(self, error: BaseException) -> None:
+    def post_mortem(self, error: BaseException, trace: TracebackType) -> None:
         """Prompt where an exception was raised, in the user's innermost frame."""
-        trace = error.__traceback__
-        assert trace is not None
         self.reset()
         reason = traceback.format_exception_only(error)[-1].strip()
         self._terminal.acquire()
@@ -232,10 +220,9 @@ class TerminalPdb(pdb.Pdb):
     def interaction(self, frame: FrameType | None, traceback: Any) -> None:
         """Prompt; pdb keeps the terminal while stepping, and releases it when the run continues."""
         self._terminal.acquire()
-        last = traceback if isinstance(traceback, TracebackType) else None
-        while last is not None and last.tb_next is not None:
-            last = last.tb_next
-        stop_frame = frame or (last.tb_frame if last is not None else sys._getframe())
+        is_trace = isinstance(traceback, TracebackType)
+        frames = [link.tb_frame for link in _links(traceback)] if is_trace else []
+        stop_frame = frame or (frames[-1] if frames else sys._getframe())
         with announced_stop("pdb", stop_frame), allow_interrupts():
             super().interaction(frame, traceback)
         if self.quitting or self.stopframe is self.botframe:
@@ -251,16 +238,16 @@ class TerminalPdb(pdb.Pdb):
 
 def _trim_to_user_frame(trace: TracebackType) -> TracebackType:
     """Return the traceback up to the user's innermost frame, or all of it without one."""
-    links = []
-    link: TracebackType | None = trace
-    while link is not None:
-        links.append(link)
-        link = link.tb_next
-    own = [n for n, link in enumerate(links) if is_user_frame(link.tb_frame)]
-    if not own:
-        return trace
+    links = [*_links(trace)]
+    while links and not is_user_frame(links[-1].tb_frame):
+        links.pop()
     trimmed: TracebackType | None = None
-    for kept in reversed(links[: own[-1] + 1]):
-        trimmed = TracebackType(trimmed, kept.tb_frame, kept.tb_lasti, kept.tb_lineno)
-    assert trimmed is not None
-    return trimmed
+    for link in reversed(links):
+        trimmed = TracebackType(trimmed, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return trimmed or trace
+
+
+def _links(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next

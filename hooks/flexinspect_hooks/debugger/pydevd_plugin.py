@@ -1,4 +1,4 @@
-"""A plug-in of pydevd that shows the descriptions of `presentation` in a debugger client.
+"""A plug-in of pydevd that shows the descriptions of `value_descriptions` in a debugger client.
 
 pydevd searches for plug-ins when it is loaded, which may be before flexinspect, so `register` adds
 this module.

@@ -8,19 +8,15 @@ run them as Python.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
+
+from flexinspect_hooks.python_internals.threads import SharedSwitch
 
 _listeners: list[Callable[[str], None]] = []
 """Receivers of the messages, each sent once; empty without a debugger."""
 
 _reported: set[str] = set()
-
-_switch_lock = threading.Lock()
-_switch_state = [0, False]
-"""Number of calls that have the switch on, and its state before the first."""
 
 COMPILED = (
     "FlexAttention is compiled here, so breakpoints in a mask_mod or score_mod are not hit: "
@@ -71,28 +67,22 @@ def with_python_mods(flex_attention: Callable[..., Any], score_mod: Any) -> Call
         return flex_attention
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _compile_disabled():
+        with _compile_disabled.on():
             return flex_attention(*args, **kwargs)
 
     return call
 
 
-@contextmanager
-def _compile_disabled() -> Iterator[None]:
+def _disable_compile() -> Callable[[], object]:
     import torch.nn.attention.flex_attention as flex_module
 
-    with _switch_lock:
-        if not _switch_state[0]:
-            _switch_state[1] = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
-        _switch_state[0] += 1
-        flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    try:
-        yield
-    finally:
-        with _switch_lock:
-            _switch_state[0] -= 1
-            if not _switch_state[0]:
-                flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = bool(_switch_state[1])
+    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    before = getattr(flex_module, name)
+    setattr(flex_module, name, True)
+    return lambda: setattr(flex_module, name, before)
+
+
+_compile_disabled = SharedSwitch(_disable_compile)
 
 
 def _report_once(text: str) -> None:

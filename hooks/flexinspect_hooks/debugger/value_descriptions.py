@@ -258,10 +258,8 @@ def render_mask(mask: Tensor) -> list[str]:
         plane = unwrap_tensor(mask)
         while plane.dim() > 2:
             plane = plane[0]
-        rows, cols = (
-            _sample_positions(plane.shape[0], MAX_ROWS),
-            _sample_positions(plane.shape[1], MAX_COLS),
-        )
+        rows = _sample_positions(plane.shape[0], MAX_ROWS)
+        cols = _sample_positions(plane.shape[1], MAX_COLS)
         seen = plane[rows.to(plane.device)][:, cols.to(plane.device)].cpu().tolist()
         return ["".join(OPEN_CELL if one else CLOSED_CELL for one in row) for row in seen]
 
@@ -287,10 +285,8 @@ def render_mask_mod(mask: BlockMask) -> list[str]:
     with torch_modes_disabled():
         q_len, kv_len = mask.shape[-2:]
         device = mask.kv_num_blocks.device
-        rows, cols = (
-            _sample_positions(q_len, MAX_ROWS).to(device),
-            _sample_positions(kv_len, MAX_COLS).to(device),
-        )
+        rows = _sample_positions(q_len, MAX_ROWS).to(device)
+        cols = _sample_positions(kv_len, MAX_COLS).to(device)
 
         def sampled(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return mask.mask_mod(b, h, rows[q_idx], cols[kv_idx])

@@ -7,7 +7,6 @@ opened before torch is imported, so that the viewer shows the progress from the 
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import sys
 import threading
@@ -15,18 +14,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.control.discovery import ServeOptions
-from flexinspect.core import __version__
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import (
     DatasetError,
     FlexInspectError,
     TraceWriteError,
-    UsageError,
+    summarize_error,
 )
 from flexinspect.core.signals import (
     defer_interrupts,
@@ -41,15 +39,15 @@ from flexinspect.inputs.model_names import ModelSource
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, parse_layers
 from flexinspect.records.step import EventRecord
-from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.breakpoints.actions import RunBreakpoints
 from flexinspect_hooks.capture import last_kernel_call
+from flexinspect_hooks.capture.new_trace import new_writer, package_versions, run_manifest
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.python_internals.threads import available_cores, keep_running_when_stopped
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.control.running import CaptureControl
+    from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
     from flexinspect_hooks.loading.model_loader import LoadedModel
     from flexinspect_hooks.sessions.capture_session import CaptureSession
 
@@ -80,14 +78,11 @@ def main() -> int:
         keep_running_when_stopped(watcher).start()
         return CaptureRun(job, debugging).run()
     except FlexInspectError as error:
-        _send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
-        return error.exit_code
+        return _send_error(error)
     except KeyboardInterrupt as error:
         return exit_code_of(error)
     except Exception as error:
-        message, hint = _describe_failure(error)
-        _send(protocol.ERROR, message=message, hint=hint, exit_code=1)
-        return 1
+        return _send_error(_describe_failure(error))
 
 
 def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
@@ -111,22 +106,27 @@ def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
     os.dup2(null_device, 2)
 
 
-def _describe_failure(error: Exception) -> tuple[str, str]:
-    first_line = (str(error).strip().splitlines() or [""])[0]
+def _describe_failure(error: Exception) -> FlexInspectError:
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
-        return (
-            f"Memory ran out while the model ran: {first_line}",
-            "Use a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases.",
+        return FlexInspectError(
+            f"Memory ran out while the model ran: {summarize_error(error)}",
+            hint="Use a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases.",
         )
-    return (
-        f"The run failed: {type(error).__name__}: {first_line}",
-        "The full traceback is in the trace: flexinspect dump TRACE shows it under events.",
+    return FlexInspectError(
+        f"The run failed: {summarize_error(error)}",
+        hint="The full traceback is in the trace: flexinspect dump TRACE shows it under events.",
     )
 
 
 def _send(kind: str, **facts: Any) -> None:
     with suppress(BrokenPipeError, ValueError):
         print(protocol.format_message(kind, **facts), flush=True)
+
+
+def _send_error(error: FlexInspectError) -> int:
+    """Send an error, and return its exit code."""
+    _send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
+    return error.exit_code
 
 
 class CaptureRun:
@@ -146,7 +146,14 @@ class CaptureRun:
         """Run the job and return the exit code; leaves a valid trace or none, also after errors."""
         source = model_names.resolve(self.job.model, load_config())
         samples = load_samples(self.job)
-        self.writer = self._open_trace(source)
+        facts = {
+            "job": {k: v for k, v in asdict(self.job).items() if k not in _NOT_IN_MANIFEST},
+            "model": {"name": source.name, "place": source.place},
+            "graphs_counted": True,
+            "seed": self.job.seed,
+        }
+        manifest = run_manifest(self.job.argv, self.job.level, git_state(Path.cwd()), **facts)
+        self.writer = new_writer(self.job.out, manifest, overwrite=self.job.overwrite)
         last_kernel_call.start_recording_calls(self.writer.recording_path)
         _send(
             protocol.TRACE,
@@ -188,61 +195,45 @@ class CaptureRun:
         """The exit code; reports an error if a breakpoint ended the run or records are missing."""
         stopped = self._breaks.stop_error() if self._breaks is not None else None
         error = stopped or self._lost_records or self._write_error
-        if error is None:
-            return otherwise
-        _send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
-        return error.exit_code
-
-    def _open_trace(self, source: ModelSource) -> TraceWriter:
-        try:
-            return TraceWriter.create(
-                self.job.out, self._manifest(source), overwrite=self.job.overwrite
-            )
-        except TraceWriteError as error:
-            raise UsageError(error.message, hint=error.hint) from error
+        return otherwise if error is None else _send_error(error)
 
     def _run_job(self, source: ModelSource, samples: Sequence[Sample]) -> None:
-        control = self._control(source)
+        from flexinspect_hooks.control.server import job_control
+        from flexinspect_hooks.sessions.session_levels import SessionLevels
+
+        levels = SessionLevels(self.job.level, self.job.layers)
+        info = CaptureInfo("generation", source.name, str(self.writer.recording_path))
+        report = partial(self._record_event, "control-server")
+        control = job_control(self.job, info, levels, report)
         self._breaks = RunBreakpoints(
             self.job, control, lambda text: _send(protocol.STOPPED, text=text)
         )
         try:
             control.start()  # before torch, so that the run can be found and paused from the start
-            threads = self._import_torch()
+            with defer_interrupts(may_cut=False):
+                threads = self._import_torch()
+            from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
             from flexinspect_hooks.loading.model_facts import loaded_facts
 
-            loaded = self._load(source)
-            compiled = self._compiled(loaded.device)
+            loaded = load_model(self.job, source, self._record_progress)
+            compiled = is_compiled(self.job, loaded.device)
             self.writer.update_run(model=loaded_facts(loaded), compiled=compiled, threads=threads)
             session = self._make_session(loaded)
             session.barrier = control.barrier
             control.barrier.stop_debugger = self._debugging.stop_between_steps
-            self._levels.attach(session)
+            levels.attach(session)
             control.attach_recorder(session.recorder)
             session.break_on(self._breaks.begin(session.recorder))
             try:
                 with session:
-                    self._generations(loaded, samples, session, control, compiled=compiled)
+                    self._debugging.on_flex_attention(self._record_event, compiled=compiled)
+                    ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
+                    control.targets.rewind_target = ensemble.rewind_handler
+                    self._generations(ensemble, samples, session)
             finally:
                 self._record_outcome(session)
         finally:
             control.close()
-
-    def _control(self, source: ModelSource) -> CaptureControl:
-        from flexinspect_hooks.control.running import CaptureControl
-        from flexinspect_hooks.sessions.session_levels import SessionLevels
-
-        job = self.job
-        info = CaptureInfo("generation", source.name, str(self.writer.recording_path))
-        self._levels = SessionLevels(job.level, job.layers)
-        serving = ServeOptions(*job.serving) if job.serving is not None else None
-        return CaptureControl(
-            info,
-            self._levels,
-            is_served=job.control,
-            serving=serving,
-            report=lambda text: self._record_event("control", text),
-        )
 
     def _import_torch(self) -> int:
         self._record_progress("importing torch", {})
@@ -251,30 +242,10 @@ class CaptureRun:
         threads = self.job.threads or default_threads()
         torch.set_num_threads(threads)
         self._record_progress("importing transformers", {})
-        import transformers
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        self.writer.update_run(versions={**_versions(), **versions})
+        self.writer.update_run(versions=package_versions())
         return threads
-
-    def _load(self, source: ModelSource) -> LoadedModel:
-        from flexinspect_hooks.loading.model_loader import load
-
-        job = self.job
-        return load(
-            source,
-            device=job.device,
-            dtype=job.dtype,
-            weights=job.weights,
-            seed=job.seed,
-            trust_remote_code=job.trust_remote_code,
-            report=self._record_progress,
-        )
-
-    def _compiled(self, device: str) -> bool:
-        if self.job.compile is None:
-            return device.startswith("cuda")
-        return self.job.compile
 
     def _make_session(self, loaded: LoadedModel) -> CaptureSession:
         from flexinspect_hooks.loading.tokenizers import Vocabulary
@@ -291,19 +262,8 @@ class CaptureRun:
         )
 
     def _generations(
-        self,
-        loaded: LoadedModel,
-        samples: Sequence[Sample],
-        session: CaptureSession,
-        control: CaptureControl,
-        *,
-        compiled: bool,
+        self, ensemble: EnsembleRunner, samples: Sequence[Sample], session: CaptureSession
     ) -> None:
-        from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
-
-        self._debugging.on_flex_attention(self._record_event, compiled=compiled)
-        ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
-        control.targets.rewind_target = ensemble.rewind_handler
         self._record_progress("generating", {"samples": len(samples)})
         for number, sample in enumerate(samples):
             with defer_interrupts():
@@ -346,26 +306,6 @@ class CaptureRun:
         except TraceWriteError as error:  # raised once; later writes do nothing
             print(f"flexinspect: {error.sentence()}", file=sys.stderr)
 
-    # -- manifest and events ----------------------------------------------------------------------
-
-    def _manifest(self, source: ModelSource) -> dict[str, Any]:
-        job = self.job
-        return {
-            "flexinspect": __version__,
-            "argv": list(job.argv),
-            "cwd": str(Path.cwd()),
-            "pid": os.getpid(),
-            "started_at": time.time(),
-            "job": {k: v for k, v in asdict(job).items() if k not in _NOT_IN_MANIFEST},
-            "model": {"name": source.name, "place": source.place},
-            "level": job.level,
-            "graphs_counted": True,
-            "seed": job.seed,
-            "versions": _versions(),
-            "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
-            "git": git_state(Path.cwd()),
-        }
-
     def _record_progress(self, phase: str, data: Mapping[str, Any]) -> None:
         now = time.time()
         fraction = data.get("fraction")
@@ -378,6 +318,28 @@ class CaptureRun:
     def _record_event(self, kind: str, text: str, /, **data: Any) -> None:
         record = EventRecord(kind, text, time.time(), data=data)
         self._write_safely(lambda: self.writer.write_event(record))
+
+
+def load_model(
+    job: Job, source: ModelSource, report: Callable[[str, Mapping[str, Any]], None]
+) -> LoadedModel:
+    """Load the model of a job. Raises `ModelError`."""
+    from flexinspect_hooks.loading.model_loader import load
+
+    return load(
+        source,
+        device=job.device,
+        dtype=job.dtype,
+        weights=job.weights,
+        seed=job.seed,
+        trust_remote_code=job.trust_remote_code,
+        report=report,
+    )
+
+
+def is_compiled(job: Job, device: str) -> bool:
+    """Return whether a job compiles FlexAttention; by default on CUDA only."""
+    return device.startswith("cuda") if job.compile is None else job.compile
 
 
 def load_samples(job: Job) -> list[Sample]:
@@ -396,10 +358,6 @@ def _n_paraphrases(job: Job, sample: Sample) -> int | None:
     if job.num_paraphrases or job.indices or job.prompts:
         return job.num_paraphrases
     return min(DEFAULT_PARAPHRASES, len(sample.paraphrases))
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "flexinspect": __version__}
 
 
 def default_threads() -> int:

@@ -34,17 +34,17 @@ from flexinspect.records.prompt import (
 )
 from flexinspect.records.step import EventRecord, GenerationRecord, TokenRecord
 from flexinspect_hooks.control.step_barrier import StepBarrier
-from flexinspect_hooks.generation.decoding import Decoder
+from flexinspect_hooks.generation.decoding import Decoder, StopCriteria
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource, UserMaskSource
 from flexinspect_hooks.gradients.after_generation import TokenGradients
 from flexinspect_hooks.loading.model_loader import LoadedModel
-from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary
+from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary, token_record
 from flexinspect_hooks.rewind.branch_recorder import GeneratedText, TraceBranchRecorder
-from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder, StopCriteria
+from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder
 from flexinspect_hooks.rewind.command_handler import RewindHandler
 from flexinspect_hooks.sessions.capture_session import CaptureSession
-from flexinspect_hooks.user_code.generation_builder import keep_written_special, tokenizer_facts
+from flexinspect_hooks.user_code.generation_builder import keep_written_special
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,6 @@ class EnsembleRunner:
         self._compiled = compiled
         self._device = torch.device(loaded.device)
         self._eos = _eos_ids(loaded, self.vocabulary)
-        self._tokenizer_facts = tokenizer_facts(self.vocabulary)
         self._gradients = (
             TokenGradients(loaded.model, job, compiled=compiled) if job.grads else None
         )
@@ -114,15 +113,9 @@ class EnsembleRunner:
         if ":" in job.mask:
             mask_mod = load_mask_mod(job.mask, segments)
             source = UserMaskSource(mask_mod, name=job.mask, device=self._device)
-            return source, {"rule": job.mask}
+            return source, {"mask_mod": job.mask}
         spec = algebra.preset(job.mask, segments, separators=job.separators)
-        declared = {
-            "preset": job.mask,
-            "separators": job.separators,
-            "starts": spec.starts,
-            "head": spec.prefix_stops,
-            "low": spec.local_starts,
-        }
+        declared = {**algebra.spec_entries(spec), "separators": job.separators}
         length = segments[-1].stop
         compiled = self._compiled
         return SpecMaskSource(spec, length=length, device=self._device, compiled=compiled), declared
@@ -185,8 +178,7 @@ class EnsembleRunner:
         except FlexInspectError as error:
             barrier.report_result(rewind, error)
         except (RuntimeError, MemoryError) as error:  # mostly out of memory
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            message = f"The {rewind.kind} failed: {type(error).__name__}: {first_line}"
+            message = f"The {rewind.kind} failed: {summarize_error(error)}"
             barrier.report_result(rewind, ControlError(message))
         else:
             barrier.report_result(rewind, step_ref, message)
@@ -196,15 +188,20 @@ class EnsembleRunner:
     ) -> BranchingDecoder:
         job, prompt, text = self._job, plan.prompt, GeneratedText(self.vocabulary)
         decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
+
+        def report_compilation(kind: str) -> None:
+            """Record that a kernel is being compiled, before the wait begins."""
+            text = f"compiling FlexAttention ({kind})"
+            session.recorder.put(EventRecord("phase", text, time.time()))
+
         patch = FlexPatch(
-            self._model, plan.source, compiled=self._compiled, on_compile=_compile_reporter(session)
+            self._model, plan.source, compiled=self._compiled, on_compile=report_compilation
         )
         recorder = TraceBranchRecorder(
             session,
             prompt,
             generation,
             text,
-            self._token_record,
             self._answer_text,
             gradients=self._gradients,
         )
@@ -224,7 +221,17 @@ class EnsembleRunner:
             for pos in range(segment.start, segment.stop):
                 token_id = prompt.ids[pos]
                 text, position = stream.add(token_id), prompt.position_ids[pos]
-                tokens.append(self._token_record(pos, token_id, text, position, index, None))
+                tokens.append(
+                    token_record(
+                        self.vocabulary,
+                        pos=pos,
+                        token_id=token_id,
+                        text=text,
+                        position_id=position,
+                        segment=index,
+                        step=None,
+                    )
+                )
         return GenerationRecord(
             generation=number,
             sample_id=plan.sample.id,
@@ -240,27 +247,7 @@ class EnsembleRunner:
     def _special_token_facts(self, tokens: Sequence[TokenRecord]) -> dict[str, Any]:
         """The special tokens that this prompt uses, for `GenerationRecord.declared`."""
         ids, texts = [token.token_id for token in tokens], [token.text for token in tokens]
-        return declaration_entries((), keep_written_special(self._tokenizer_facts, ids, texts))
-
-    def _token_record(
-        self,
-        pos: int,
-        token_id: int,
-        text: str,
-        position_id: int,
-        segment: int,
-        step: int | None,
-    ) -> TokenRecord:
-        return TokenRecord(
-            pos=pos,
-            token_id=token_id,
-            token=self.vocabulary.token_of(token_id),
-            text=text,
-            position_id=position_id,
-            segment=segment,
-            special=token_id in self.vocabulary.special,
-            step=step,
-        )
+        return declaration_entries((), keep_written_special(self.vocabulary.facts, ids, texts))
 
 
 def _hold_at_end(session: CaptureSession, step_ref: StepRef) -> QueuedRewind | None:
@@ -274,16 +261,6 @@ def _hold_at_end(session: CaptureSession, step_ref: StepRef) -> QueuedRewind | N
     except KeyboardInterrupt:
         acknowledge_end()
         return None
-
-
-def _compile_reporter(session: CaptureSession) -> Callable[[str], None]:
-    """A callback that records that a kernel is being compiled, before the wait begins."""
-
-    def report(kind: str) -> None:
-        text = f"compiling FlexAttention ({kind})"
-        session.recorder.put(EventRecord("phase", text, time.time()))
-
-    return report
 
 
 def _eos_ids(loaded: LoadedModel, vocabulary: Vocabulary) -> tuple[int, ...]:

@@ -89,7 +89,8 @@ class Decoder:
     ) -> None:
         self._model = model
         self._device = next(model.parameters()).device
-        self._forward = _last_logits_forward(model)
+        parameters = inspect.signature(model.forward).parameters
+        self._extra = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._last_token: Tensor | None = None
         self.sampler = Sampler(sampling or SamplingOptions(), seed, self._device)
         self.prompt = prompt
@@ -116,8 +117,16 @@ class Decoder:
     @torch.no_grad()
     def next_logits(self) -> Tensor:
         """Process the rows that the cache lacks, and return the newest row's logits (V,)."""
-        start = int(self.cache.get_seq_length())
-        return self._forward(*self._rows(start), self.cache)
+        ids, positions = self._rows(int(self.cache.get_seq_length()))
+        output = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **self._extra,
+        )
+        logits: Tensor = output.logits[0, -1]
+        return logits
 
     def _rows(self, start: int) -> tuple[Tensor, Tensor]:
         """The ids and position ids, both (1, rows), of the rows from `start` on."""
@@ -152,6 +161,23 @@ class Decoder:
         return choice
 
 
+@dataclass(frozen=True, slots=True)
+class StopCriteria:
+    """When a generation ends: after so many tokens, at an EOS id, or when `should_stop` is true."""
+
+    max_new_tokens: int
+    eos_ids: Sequence[int] = ()
+    should_stop: Callable[[Sequence[int]], bool] | None = None
+
+    def reason(self, token_ids: Sequence[int]) -> str:
+        """Why it ends after these tokens ("eos", "stop", "length"); "" if it continues."""
+        if token_ids[-1] in self.eos_ids:
+            return "eos"
+        if self.should_stop is not None and self.should_stop(token_ids):
+            return "stop"
+        return "length" if len(token_ids) >= self.max_new_tokens else ""
+
+
 def generate(
     model: nn.Module,
     prompt: Prompt,
@@ -172,28 +198,14 @@ def generate(
         forced: tokens by step that replace the chosen ones.
     """
     decoder = Decoder(model, prompt, sampling=sampling, seed=seed)
+    criteria = StopCriteria(max_new_tokens, eos_ids, should_stop)
     for step in range(max_new_tokens):
         choice = decoder.choose(decoder.next_logits(), (forced or {}).get(step))
         if on_choice is not None:
             on_choice(choice)
-        reason = find_stop_reason(decoder.token_ids, max_new_tokens, eos_ids, should_stop)
-        if reason:
+        if reason := criteria.reason(decoder.token_ids):
             return GenerationResult(tuple(decoder.token_ids), reason)
     return GenerationResult(tuple(decoder.token_ids), "length")
-
-
-def find_stop_reason(
-    token_ids: Sequence[int],
-    max_new_tokens: int,
-    eos_ids: Sequence[int],
-    should_stop: Callable[[Sequence[int]], bool] | None,
-) -> str:
-    """Why generation ends after these tokens ("eos", "stop", "length"); "" if it continues."""
-    if token_ids[-1] in eos_ids:
-        return "eos"
-    if should_stop is not None and should_stop(token_ids):
-        return "stop"
-    return "length" if len(token_ids) >= max_new_tokens else ""
 
 
 def check_tokens(model: Any, token_ids: Sequence[int]) -> None:
@@ -211,21 +223,6 @@ def new_cache(model: nn.Module) -> Any:
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
-
-
-def _last_logits_forward(model: nn.Module) -> Callable[[Tensor, Tensor, Any], Tensor]:
-    """A forward pass that returns the newest row's logits (V,)."""
-    parameters = inspect.signature(model.forward).parameters
-    extra: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-
-    def forward(ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        output = model(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **extra
-        )
-        logits: Tensor = output.logits[0, -1]
-        return logits
-
-    return forward
 
 
 def _processors(sampling: SamplingOptions) -> Any:

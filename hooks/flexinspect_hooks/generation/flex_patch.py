@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ import torch.nn.attention.flex_attention as flex_module
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexinspect.core.errors import AttentionCallError, MaskError, ModelError
+from flexinspect.core.errors import AttentionCallError, MaskError, ModelError, summarize_error
 from flexinspect_hooks.capture import last_kernel_call
-from flexinspect_hooks.generation.mask_mods import ForwardWindow, MaskMod
-from flexinspect_hooks.generation.mask_source import MaskSource
+from flexinspect_hooks.generation.mask_source import ForwardWindow, MaskMod, MaskSource
+from flexinspect_hooks.python_internals.patching import patch
 
 BACKEND = "flexinspect"
 """Prefix of the name under which the patch registers itself."""
@@ -42,17 +42,6 @@ class LastCallInfo:
 
 
 LAST_CALL = LastCallInfo()
-
-
-@dataclass(slots=True)
-class PatchCounts:
-    """Forward passes, masks built, and the attention calls of the last forward pass."""
-
-    forwards: int = 0
-    builds: int = 0
-    calls: int = 0
-    last_rows: tuple[int, int] | None = None
-    layers: set[int] = field(default_factory=set)
 
 
 class FlexPatch:
@@ -79,37 +68,33 @@ class FlexPatch:
         self.model = model
         self.source = source
         self.compiled = compiled
-        self.counts = PatchCounts()
-        self._saved: list[tuple[Any, Any]] = []
+        self._n_forwards = 0
+        self._rows = (0, 0)
+        """First row and number of rows of the newest forward pass."""
+        self._restores: list[Callable[[], None]] = []
         self._heads: dict[int, int] = {}
         self._mask_heads = 1
-        self._name = ""
-        self._debug_flag = False
 
     def __enter__(self) -> FlexPatch:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
         _require_attention_interface(self.model)
-        self._name = f"{BACKEND}_{next(_numbers)}"
-        _register(self._name, self._attend, self._make_mask)
+        name = f"{BACKEND}_{next(_numbers)}"
+        AttentionInterface.register(name, self._attend)
+        AttentionMaskInterface.register(name, self._make_mask)
+        for registry in (AttentionInterface, AttentionMaskInterface):
+            self._restores.append(partial(registry._global_mapping.pop, name, None))
         for config in model_configs(self.model):
-            self._saved.append((config, config._attn_implementation_internal))
             self._heads[id(config)] = _query_heads(config)
-            config._attn_implementation_internal = self._name
-        self._debug_flag = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+            self._restores.append(patch(config, "_attn_implementation_internal", name))
         # Without this flag uncompiled flex goes through dynamo, which costs more than the model.
-        flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = not self.compiled
+        flag = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+        self._restores.append(patch(flex_module, flag, not self.compiled))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = self._debug_flag
-        while self._saved:
-            config, value = self._saved.pop()
-            config._attn_implementation_internal = value
-        _unregister(self._name)
+    def __exit__(self, *_: object) -> None:
+        while self._restores:
+            self._restores.pop()()
 
     def _make_mask(
         self,
@@ -131,18 +116,12 @@ class FlexPatch:
             )
         heads = self._heads.get(id(config)) or _query_heads(config)
         window = ForwardWindow(int(q_length), int(kv_length), int(q_offset), int(kv_offset), heads)
-        self._count_forward(window)
-        self.counts.builds += 1
+        rows = (window.q_offset, window.q_len)
+        if rows != self._rows:
+            self._rows, self._n_forwards = rows, self._n_forwards + 1
         block_mask = self.source.block_mask(window, _overlay(mask_function))
         self._mask_heads = max(self._mask_heads, block_mask.kv_num_blocks.shape[1])
         return block_mask
-
-    def _count_forward(self, window: ForwardWindow) -> None:
-        rows = (window.q_offset, window.q_len)
-        if rows != self.counts.last_rows:
-            self.counts.last_rows = rows
-            self.counts.forwards += 1
-            self.counts.calls = 0
 
     def _attend(
         self,
@@ -159,16 +138,14 @@ class FlexPatch:
         layer = getattr(module, "layer_idx", -1)
         try:
             _refuse_unsupported(kwargs)
-            if self.compiled and self.counts.forwards <= N_COMPILE_FORWARDS:
-                step_and_layer = (-1, self.counts.forwards - 1, layer)
+            if self.compiled and self._n_forwards <= N_COMPILE_FORWARDS:
+                step_and_layer = (-1, self._n_forwards - 1, layer)
                 last_kernel_call.begin_kernel_call(step_and_layer, query, key, None, attention_mask)
             out, lse = self._flex(query, key, value, attention_mask, scaling, softcap)
         except Exception as error:
             raise self._call_error(layer, error) from error
         finally:
             last_kernel_call.end_kernel_call()
-        self.counts.calls += 1
-        self.counts.layers.add(layer)
         LAST_CALL.path = "flex compiled" if self.compiled else "flex uncompiled"
         LAST_CALL.lse, LAST_CALL.softcap = lse, softcap
         return out.transpose(1, 2).contiguous(), None
@@ -220,11 +197,10 @@ class FlexPatch:
         return _compiled_calls[kind]
 
     def _call_error(self, layer: int, error: Exception) -> AttentionCallError:
-        rows, n_rows = self.counts.last_rows or (0, 0)
-        first_line = (str(error).strip().splitlines() or [""])[0]
+        rows, n_rows = self._rows
         return AttentionCallError(
-            f"FlexAttention failed in layer {layer}, step {self.counts.forwards - 1} "
-            f"(rows {rows} to {rows + n_rows - 1}): {type(error).__name__}: {first_line}",
+            f"FlexAttention failed in layer {layer}, step {self._n_forwards - 1} "
+            f"(rows {rows} to {rows + n_rows - 1}): {summarize_error(error)}",
             hint="No fallback ran; fix the mask or the call and run again.",
         )
 
@@ -256,20 +232,6 @@ def _query_heads(config: Any) -> int:
     """The number of query heads, 0 if the layers do not share one number."""
     heads = getattr(config, "num_attention_heads", None)
     return heads if isinstance(heads, int) else 0
-
-
-def _register(name: str, attend: Callable[..., Any], make_mask: Callable[..., Any]) -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, make_mask)
-
-
-def _unregister(name: str) -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface._global_mapping.pop(name, None)
-    AttentionMaskInterface._global_mapping.pop(name, None)
 
 
 def _overlay(mask_function: MaskMod | None) -> MaskMod | None:

@@ -28,7 +28,7 @@ from flexinspect_hooks.gradients.backward import (
 GRADIENTS_PHASE = "gradients"
 """The phase of a run while gradients are computed."""
 
-COST_EVENT = "cost"
+COST_EVENT = "gradients-cost"
 """The kind of the event that reports what gradients cost."""
 
 
@@ -45,6 +45,10 @@ class FinishedBranch:
     source: MaskSource
     branch: int = 0
     fork_step: int = 0
+
+    def event(self, kind: str, text: str) -> EventRecord:
+        """An event of this branch's generation."""
+        return EventRecord(kind, text, time.time(), self.generation)
 
 
 class TokenGradients:
@@ -88,19 +92,23 @@ class TokenGradients:
         self._has_run = bool(steps)
         for step in steps:
             check_stop()
-            recorder.put(_progress_event(len(done) / len(steps)))
+            fraction = {"fraction": len(done) / len(steps)}
+            recorder.put(EventRecord("phase", GRADIENTS_PHASE, time.time(), data=fraction))
             try:
                 record = self._compute_with_fallback(finished, step, recorder)
             except Exception as error:
-                recorder.put(_failure_event(finished, step, error))
+                text = f"Gradients were not computed from step {step} on: {_error_line(error)}"
+                recorder.put(finished.event("gradients-failed", text))
                 break
             recorder.put(record)
             done.append(record)
             del self._sampled_logits[finished.branch, step]
-        wall_s = time.perf_counter() - started
         n_steps = len(finished.token_ids) - finished.fork_step
-        text = self._cost_text(done, n_steps, wall_s) if steps else self._no_steps_text(n_steps)
-        recorder.put(_gradients_event(finished, COST_EVENT, text))
+        if steps:
+            text = _cost_text(done, n_steps, time.perf_counter() - started)
+        else:
+            text = f"--grads-steps {self._steps_argument} names none of the {n_steps} steps."
+        recorder.put(finished.event(COST_EVENT, text))
 
     def _compute_with_fallback(
         self, finished: FinishedBranch, step: int, recorder: Recorder
@@ -115,7 +123,7 @@ class TokenGradients:
                 f"FlexAttention's own backward failed, so the {DENSE_REFERENCE} is used instead: "
                 f"{_error_line(error)}"
             )
-            recorder.put(_gradients_event(finished, "gradients-by-reference", text))
+            recorder.put(finished.event("gradients-dense-fallback", text))
             self._spec = replace(self._spec, use_flex=False)
             return self._compute_step(finished, step)
 
@@ -132,33 +140,18 @@ class TokenGradients:
         sampled = self._sampled_logits[finished.branch, step]
         return self._differentiator.compute(context, sampled, finished.source, self._spec)
 
-    def _no_steps_text(self, n_steps: int) -> str:
-        return f"--grads-steps {self._steps_argument} names none of the {n_steps} steps."
 
-    def _cost_text(self, done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> str:
-        if not done:
-            return "No gradients were computed."
-        agree = sum(record.matches_recorded for record in done)
-        return (
-            f"Gradients of {len(done)} of {n_steps} tokens took {wall_s:.1f} s, "
-            f"{wall_s / len(done):.2f} s each, by the {done[0].path}; {agree} of {len(done)} "
-            "forward passes gave the recorded logits."
-        )
-
-
-def _progress_event(fraction: float) -> EventRecord:
-    return EventRecord("phase", GRADIENTS_PHASE, time.time(), data={"fraction": fraction})
-
-
-def _failure_event(finished: FinishedBranch, step: int, error: Exception) -> EventRecord:
-    text = f"Gradients were not computed from step {step} on: {_error_line(error)}"
-    return _gradients_event(finished, "gradients-failed", text)
+def _cost_text(done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> str:
+    if not done:
+        return "No gradients were computed."
+    agree = sum(record.matches_recorded for record in done)
+    return (
+        f"Gradients of {len(done)} of {n_steps} tokens took {wall_s:.1f} s, "
+        f"{wall_s / len(done):.2f} s each, by the {done[0].path}; {agree} of {len(done)} "
+        "forward passes gave the recorded logits."
+    )
 
 
 def _error_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
-
-
-def _gradients_event(finished: FinishedBranch, kind: str, text: str) -> EventRecord:
-    return EventRecord(kind, text, time.time(), finished.generation)

@@ -15,26 +15,25 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.attention.flex_attention as flex_module
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from flexinspect.core.errors import MaskError
 from flexinspect.records.step import Array
-from flexinspect.records.token_gradients import GradientRecord, GradientStat
+from flexinspect.records.token_gradients import GradientRecord
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import MaskSource
-from flexinspect_hooks.generation.reference_attention import dense_attention
 from flexinspect_hooks.gradients.reduction import GradientObserver, ReducedGradients
 from flexinspect_hooks.observers.attention.mask_capture import open_cells
+from flexinspect_hooks.python_internals.torch_private import set_flex_debug
 
 N_SAMPLED_LOGITS = 4096
 """Logits of a step that are kept, beside the chosen token's and the log-sum-exp."""
@@ -152,10 +151,9 @@ class Differentiator:
         `GradientRecord.matches_recorded`).
         """
         started = time.perf_counter()
-        note = self._detect_anomaly(context, sampled, source, spec) if spec.detect_anomaly else None
-        record = self._forward_backward(context, sampled, source, spec)
-        wall_ms = (time.perf_counter() - started) * 1e3
-        return replace(record, anomaly=note, wall_ms=wall_ms)
+        run = partial(self._forward_backward, context, sampled, source, spec)
+        note = _find_anomaly(partial(run, keeps_weights=True)) if spec.detect_anomaly else None
+        return replace(run(), anomaly=note, wall_ms=(time.perf_counter() - started) * 1e3)
 
     def uses_flex(self, spec: GradientSpec) -> bool:
         """Whether FlexAttention itself is differentiated."""
@@ -177,18 +175,38 @@ class Differentiator:
             use_flex=self.uses_flex(spec),
             keeps_weights=keeps_weights,
         )
-        unreached = 0
+        n_unreached = 0
         with patch, GradientObserver(self._model, self._blocks) as observer, torch.enable_grad():
             logits = self._forward(context)
             distance = logits_distance(sampled, logits)
             target = target_gradient(logits, sampled.token_id, spec.target)
             if distance <= sampled.tolerance:
-                unreached = _run_backward(logits, target, observer)
+                inputs = [*observer.parameters, *observer.leaves]
+                gradients = torch.autograd.grad(logits, inputs, target.unit, allow_unused=True)
+                of_parameters = gradients[: len(observer.parameters)]
+                n_unreached = sum(one is None for one in of_parameters)
                 observer.note_unreached_layers()
-            reduced = observer.reduced
-        path_and_distance = (patch.path, distance)
-        return _gradient_record(
-            context, sampled, spec, path_and_distance, target, reduced, unreached
+            reduced, factor = observer.reduced, target.factor
+        return GradientRecord(
+            generation=context.generation,
+            step=context.step,
+            token_id=sampled.token_id,
+            target=spec.target,
+            value=target.value,
+            scale=target.scale,
+            path=patch.path,
+            logits_error=distance,
+            tolerance=sampled.tolerance,
+            wall_ms=0.0,
+            branch=context.branch,
+            runner_up_id=target.rival,
+            n_unreached=n_unreached,
+            stats=tuple(
+                replace(stat, norm=stat.norm * factor, max=stat.max * factor)
+                for stat in reduced.stats.values()
+            ),
+            tokens=_token_norms(reduced, factor),
+            layers=_layer_norms(reduced, factor),
         )
 
     def _forward(self, context: TokenContext) -> Tensor:
@@ -210,25 +228,24 @@ class Differentiator:
         logits: Tensor = output.logits[0, -1]
         return logits
 
-    def _detect_anomaly(
-        self, context: TokenContext, sampled: SampledLogits, source: MaskSource, spec: GradientSpec
-    ) -> str | None:
-        """The report of autograd's anomaly mode, None if there is none.
 
-        It names the function that produced a NaN, with the traceback of its forward call.
-        """
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                with torch.autograd.set_detect_anomaly(True):
-                    self._forward_backward(context, sampled, source, spec, keeps_weights=True)
-            except RuntimeError as error:
-                if _NAN_MESSAGE not in str(error):
-                    raise
-                messages = [str(warning.message) for warning in caught]
-                traces = [text for text in messages if "Traceback of forward call" in text]
-                return "\n".join([str(error), *traces])
-        return None
+def _find_anomaly(run: Callable[[], object]) -> str | None:
+    """The report of autograd's anomaly mode on a forward and backward pass, None if there is none.
+
+    It names the function that produced a NaN, with the traceback of its forward call.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with torch.autograd.set_detect_anomaly(True):
+                run()
+        except RuntimeError as error:
+            if _NAN_MESSAGE not in str(error):
+                raise
+            messages = [str(warning.message) for warning in caught]
+            traces = [text for text in messages if "Traceback of forward call" in text]
+            return "\n".join([str(error), *traces])
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,48 +287,6 @@ def target_gradient(logits: Tensor, token_id: int, target: str) -> TargetGradien
     return TargetGradient(float(value.detach()), rival, scale, unit.to(logits.dtype))
 
 
-def _run_backward(logits: Tensor, target: TargetGradient, observer: GradientObserver) -> int:
-    """Run the backward pass; returns how many parameters the logits do not depend on."""
-    inputs = [*observer.parameters, *observer.leaves]
-    gradients = torch.autograd.grad(logits, inputs, target.unit, allow_unused=True)
-    return sum(gradient is None for gradient in gradients[: len(observer.parameters)])
-
-
-def _gradient_record(
-    context: TokenContext,
-    sampled: SampledLogits,
-    spec: GradientSpec,
-    path_and_distance: tuple[str, float],
-    target: TargetGradient,
-    reduced: ReducedGradients,
-    n_unreached: int,
-) -> GradientRecord:
-    factor = target.factor
-    path, distance = path_and_distance
-    return GradientRecord(
-        generation=context.generation,
-        step=context.step,
-        token_id=sampled.token_id,
-        target=spec.target,
-        value=target.value,
-        scale=target.scale,
-        path=path,
-        gate=distance,
-        tolerance=sampled.tolerance,
-        wall_ms=0.0,
-        branch=context.branch,
-        rival=target.rival,
-        n_unreached=n_unreached,
-        stats=tuple(_scale_stat(stat, factor) for stat in reduced.stats.values()),
-        tokens=_token_norms(reduced, factor),
-        layers=_layer_norms(reduced, factor),
-    )
-
-
-def _scale_stat(stat: GradientStat, factor: float) -> GradientStat:
-    return replace(stat, norm=stat.norm * factor, max=stat.max * factor)
-
-
 def _token_norms(reduced: ReducedGradients, factor: float) -> Array | None:
     """Return gradient times input, and the gradient's norm, of each token: float (2, positions)."""
     if reduced.embeddings is None or not reduced.stats:
@@ -340,6 +315,35 @@ def _layer_norms(reduced: ReducedGradients, factor: float) -> Array | None:
 DENSE_REFERENCE = "dense reference"
 MAX_CELLS = 1 << 28
 """The largest mask that is made dense: cells, over the heads that differ (256 MiB)."""
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    visible: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention output (batch, q heads, rows, D), differentiable on any device.
+
+    `query` is (batch, q heads, rows, D), `key` and `value` (batch, kv heads, keys, D), `visible`
+    bool (1 or q heads, rows, keys). It rounds as uncompiled FlexAttention does: scores and softmax
+    in at least float32. The output and the gradient of a row without keys are 0.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    scores = (
+        query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    )
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    # The lowest float, not -Inf: the softmax of a row of -Inf would have no gradient.
+    closed = scores.masked_fill(~visible, torch.finfo(wide).min)
+    weights = torch.softmax(closed, -1).masked_fill(~visible, 0.0)
+    return weights.to(value.dtype) @ value
 
 
 def flex_has_backward(device: torch.device) -> bool:
@@ -381,16 +385,11 @@ class GradientPatch(FlexPatch):
         super().__enter__()
         if self._uses_flex:
             # Plain Python FlexAttention, as generation runs it, does not support a backward pass.
-            flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = False
+            set_flex_debug(False)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self._dense_masks.clear()
 
     def _make_mask(self, *args: Any, **kwargs: Any) -> BlockMask:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,8 +49,7 @@ class GradientObserver:
     def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
         self._model, self._blocks = model, blocks
         self._parts = ParameterLocator(model, blocks)
-        self._requires_grad_before: list[tuple[nn.Parameter, bool]] = []
-        self._handles: list[Any] = []
+        self._restore = ExitStack()
         self._layer_and_part: dict[str, tuple[int | None, str]] = {}
         self.parameters: list[nn.Parameter] = []
         self.leaves: list[Tensor] = []
@@ -58,24 +57,20 @@ class GradientObserver:
 
     def __enter__(self) -> GradientObserver:
         self.reduced = ReducedGradients(blocks=tuple(self._blocks))
-        try:
-            self._watch_parameters()
+        with ExitStack() as stack:
+            stack.callback(self.parameters.clear)
+            stack.callback(self.leaves.clear)
+            self._watch_parameters(stack)
             embeddings = self._model.get_input_embeddings()
-            self._handles.append(embeddings.register_forward_hook(self._on_embedding_output))
+            stack.enter_context(embeddings.register_forward_hook(self._on_embedding_output))
             for layer, (_, block) in self._blocks.items():
-                self._handles.append(block.register_forward_hook(self._layer_output_hook(layer)))
-        except BaseException:
-            self._restore_model()
-            raise
+                hook = block.register_forward_hook(self._layer_output_hook(layer))
+                stack.enter_context(hook)
+            self._restore = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._restore_model()
+    def __exit__(self, *error: object) -> None:
+        self._restore.close()
 
     def note_unreached_layers(self) -> None:
         """After the backward pass, set 0 for the parameters of each layer it did not reach.
@@ -88,23 +83,14 @@ class GradientObserver:
             if layer is not None and layer not in reached:
                 self.reduced.stats[name] = GradientStat(name, 0.0, 0.0, 0, 0, layer, part)
 
-    def _restore_model(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-        while self._requires_grad_before:
-            parameter, requires_grad = self._requires_grad_before.pop()
-            parameter.requires_grad_(requires_grad)
-        self.parameters.clear()
-        self.leaves.clear()
-
-    def _watch_parameters(self) -> None:
+    def _watch_parameters(self, stack: ExitStack) -> None:
         for name, parameter in self._model.named_parameters():
             if not parameter.is_floating_point():  # quantised weights have no gradient
                 continue
-            self._requires_grad_before.append((parameter, parameter.requires_grad))
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
             parameter.requires_grad_(True)
             self.parameters.append(parameter)
-            self._handles.append(parameter.register_hook(self._reduction_hook(name, parameter)))
+            stack.enter_context(parameter.register_hook(self._reduction_hook(name, parameter)))
 
     def _reduction_hook(self, name: str, parameter: nn.Parameter) -> Any:
         layer, part = self._layer_and_part[name] = self._parts.locate(name, parameter)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flexinspect.core import environment
-from flexinspect.core.errors import ModelError
+from flexinspect.core.errors import ModelError, exception_chain
 from flexinspect.inputs.model_names import ModelSource, has_all_weights
 from flexinspect.inputs.model_sizes import INDEX_FILE, SINGLE_FILE
-
-OnDownloadProgress = Callable[[str, Mapping[str, Any]], None]
+from flexinspect_hooks.loading.library_output import OnLoadProgress
 
 # Patterns match from the root of the repository: copies in subfolders stay where they are.
 _MODEL_FILES = (
@@ -54,7 +52,7 @@ def fetch_code(source: ModelSource) -> Path:
     return _snapshot(source, ("config.json", *_CODE_FILES), lambda _phase, _data: None)
 
 
-def fetch_all(source: ModelSource, report: OnDownloadProgress, *, code: bool = False) -> Path:
+def fetch_all(source: ModelSource, report: OnLoadProgress, *, code: bool = False) -> Path:
     """Download weights (safetensors only), tokenizer and configuration; return their folder.
 
     `report("downloading", {"bytes", "total", "fraction"})` is called from download threads. With
@@ -71,7 +69,7 @@ def fetch_all(source: ModelSource, report: OnDownloadProgress, *, code: bool = F
     return folder
 
 
-def _snapshot(source: ModelSource, patterns: tuple[str, ...], report: OnDownloadProgress) -> Path:
+def _snapshot(source: ModelSource, patterns: tuple[str, ...], report: OnLoadProgress) -> Path:
     from huggingface_hub import snapshot_download
 
     _require_connection(source)
@@ -96,7 +94,7 @@ def _repo_id(source: ModelSource) -> str:
     return source.repo_id
 
 
-def _progress_class(report: OnDownloadProgress) -> Any:
+def _progress_class(report: OnLoadProgress) -> Any:
     """Return a tqdm class that draws nothing and reports the downloaded bytes."""
     from tqdm.auto import tqdm
 
@@ -119,11 +117,17 @@ def explain_hub_error(error: BaseException, source: ModelSource) -> ModelError:
     if isinstance(error, ModelError):
         return error
     endpoint = environment.hub_endpoint()
-    chain = list(_error_chain(error))
-    status = next((s for s in map(_http_status, chain) if s is not None), None)
+    chain = exception_chain(error)
+    codes = (getattr(getattr(e, "response", None), "status_code", None) for e in chain)
+    status = next((code for code in codes if isinstance(code, int)), None)
     names = {kind.__name__ for e in chain for kind in type(e).__mro__}
     if "GatedRepoError" in names or (status in (401, 403) and source.gated):
-        return _gated_error(source)
+        return ModelError(
+            f"The model {source.repo_id} is gated: its owner asks you to accept a licence first, "
+            "and the hub did not recognise your access.",
+            hint=f"Accept it on https://huggingface.co/{source.repo_id}, then run `hf auth login`"
+            f"{_random_weights_hint(source)}.",
+        )
     if "RepositoryNotFoundError" in names or status == 401:
         return ModelError(
             f"There is no model {source.repo_id} on {endpoint}, or it is private.",
@@ -140,15 +144,6 @@ def explain_hub_error(error: BaseException, source: ModelSource) -> ModelError:
             hint="Free space, or move the cache to a larger disk with HF_HOME.",
         )
     return _unreachable_error(source, status, offline="OfflineModeIsEnabled" in names)
-
-
-def _gated_error(source: ModelSource) -> ModelError:
-    return ModelError(
-        f"The model {source.repo_id} is gated: its owner asks you to accept a licence first, and "
-        "the hub did not recognise your access.",
-        hint=f"Accept it on https://huggingface.co/{source.repo_id}, then run `hf auth login`"
-        f"{_random_weights_hint(source)}.",
-    )
 
 
 def _unreachable_error(source: ModelSource, status: int | None, *, offline: bool) -> ModelError:
@@ -169,17 +164,3 @@ def _unreachable_error(source: ModelSource, status: int | None, *, offline: bool
 
 def _random_weights_hint(source: ModelSource) -> str:
     return ", or use --weights random, which needs no download" if source.config_path else ""
-
-
-def _http_status(error: BaseException) -> int | None:
-    code = getattr(getattr(error, "response", None), "status_code", None)
-    return code if isinstance(code, int) else None
-
-
-def _error_chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__

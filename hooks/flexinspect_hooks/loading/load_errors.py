@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flexinspect.core.errors import ModelError
-from flexinspect.inputs.model_names import ModelSource
+from flexinspect.inputs.model_names import ModelSource, read_config_file
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
@@ -17,7 +15,7 @@ def require_known_architecture(folder: Path, source: ModelSource, *, trusted: bo
     """Raise `ModelError` for an unknown architecture, or one with its own code unless trusted."""
     from transformers import CONFIG_MAPPING, __version__
 
-    config = _read_config(folder / "config.json")
+    config = read_config_file(folder / "config.json")
     kind = config.get("model_type")
     own_code = bool(config.get("auto_map"))
     if kind in CONFIG_MAPPING or (own_code and trusted):
@@ -36,18 +34,6 @@ def require_known_architecture(folder: Path, source: ModelSource, *, trusted: bo
     )
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"The model configuration {path} cannot be read.", hint="Fetch the file again."
-        ) from error
-    if not isinstance(config, dict):
-        raise ModelError(f"The model configuration {path} is not a JSON object.")
-    return config
-
-
 def require_causal_lm(config: Any, source: ModelSource) -> None:
     """Raise `ModelError` if the model is not a causal language model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -56,7 +42,9 @@ def require_causal_lm(config: Any, source: ModelSource) -> None:
         return  # its own code decides
     known: tuple[str, ...] = ()
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        known = _class_names(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+        classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        classes = classes if isinstance(classes, tuple | list) else (classes,)
+        known = tuple(each.__name__ for each in classes)
     declared = config.architectures or known
     if not known or not set(declared) & set(known):
         names = ", ".join(declared) or config.model_type
@@ -64,12 +52,6 @@ def require_causal_lm(config: Any, source: ModelSource) -> None:
             f"The model {source.name} ({names}) is not a causal language model.",
             hint="Choose one that generates text from left to right, such as llama3.2_1b_it.",
         )
-
-
-def _class_names(classes: Any) -> tuple[str, ...]:
-    return tuple(
-        cls.__name__ for cls in (classes if isinstance(classes, (tuple, list)) else (classes,))
-    )
 
 
 def require_all_values(info: Any, folder: Path) -> None:

@@ -36,9 +36,8 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
 
 def loaded_facts(loaded: LoadedModel) -> dict[str, Any]:
     """Return the facts of a model that flexinspect loaded."""
-    config = loaded.model.config
-    heads = int(config.num_attention_heads)
     return {
+        **model_facts(loaded.model),
         "name": loaded.source.name,
         "place": loaded.source.place,
         "class": type(loaded.model).__name__,
@@ -48,9 +47,5 @@ def loaded_facts(loaded: LoadedModel) -> dict[str, Any]:
         "device": loaded.device,
         "dtype": loaded.dtype,
         "tokenizer": loaded.tokenizer is not None,
-        "layers": int(config.num_hidden_layers),
-        "heads": heads,
-        "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
-        "hidden": int(config.hidden_size),
-        "vocabulary": int(config.vocab_size),
+        "layers": int(loaded.model.config.num_hidden_layers),
     }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from flexinspect.core.errors import FlexInspectError, ModelError
+from flexinspect.core.signals import as_interrupt
 from flexinspect.inputs.model_names import ModelSource, cached_snapshot
 from flexinspect.inputs.model_sizes import (
     SINGLE_FILE,
@@ -21,13 +22,11 @@ from flexinspect.inputs.model_sizes import (
     weight_files,
 )
 from flexinspect_hooks.loading import hub_download, load_errors, placement
-from flexinspect_hooks.loading.library_output import quiet_libraries
+from flexinspect_hooks.loading.library_output import OnLoadProgress, quiet_libraries
 from flexinspect_hooks.loading.tokenizers import IdTokenizer
 
 WEIGHTS = ("pretrained", "random")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-
-OnLoadProgress = Callable[[str, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,6 @@ class LoadedModel:
     weights_fingerprint: str
     config: Mapping[str, Any]
     weights: str
-    seed: int
 
     def tokenizer_or_ids(self) -> Any:
         """Return the tokenizer, or an `IdTokenizer` that shows ids in place of text."""
@@ -97,7 +95,8 @@ def load(
         source, weights, seed, place, trust_remote_code, report or (lambda _phase, _data: None)
     )
     try:
-        with quiet_libraries(request.report):
+        # transformers reports an interrupted import as a package that is not installed.
+        with quiet_libraries(request.report), as_interrupt():
             loaded = _load(request, dtype, n_tokens)
     except FlexInspectError:
         raise
@@ -127,7 +126,6 @@ def _load(request: _LoadRequest, dtype: str, n_tokens: int) -> LoadedModel:
         weights_fingerprint=fingerprint,
         config=model.config.to_dict(),
         weights=request.weights,
-        seed=request.seed,
     )
 
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from flexinspect_hooks.loading.library_output import OnLoadProgress
 from flexinspect_hooks.python_internals.torch_private import has_init_weights, init_weights
 
 NOISE_BLOCK_SIZE = 4_194_301  # the largest prime below 2**22
 # transformers' own initialisation of larger modules (experts) is slow; they are matrices anyway.
 _LARGE = 16_000_000
-
-OnLoadProgress = Callable[[str, Mapping[str, Any]], None]
 
 
 def count_on_meta(config: Any, *, trust_remote_code: bool = False) -> int:
@@ -117,10 +116,13 @@ def _offset(seed: int, name: str) -> int:
 
 def _init_special_modules(model: Any) -> None:
     """Let transformers initialise everything but plain matrices: norms, rotary tables, scales."""
+    import torch
+
     for owner, module in _with_owner(model):
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         has_buffers = any(True for _ in module.buffers(recurse=False))
-        if has_buffers or (0 < size < _LARGE and not _is_plain(module)):
+        is_plain = isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+        if has_buffers or (0 < size < _LARGE and not is_plain):
             init_weights(owner, module)
 
 
@@ -132,12 +134,6 @@ def _with_owner(model: Any) -> Iterator[tuple[Any, Any]]:
         yield owner, module
         for child in module.children():
             stack.append((child if has_init_weights(child) else owner, child))
-
-
-def _is_plain(module: Any) -> bool:
-    import torch
-
-    return isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
 
 
 def _cuda_devices(device: str) -> list[int]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from flexinspect.core.errors import UsageError
+from flexinspect.records.prompt import TokenizerFacts
+from flexinspect.records.step import TokenRecord
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _N_RESERVED = 3  # below the bytes, as byte-level vocabularies keep room for special tokens
 
@@ -26,20 +32,18 @@ class IdTokenizer:
     eos_token_id: int | None = None
     all_special_ids: tuple[int, ...] = ()
     name_or_path: str = "ids"
-    is_stand_in: bool = True
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> IdTokenizer:
         """Return the stand-in for a model configuration (`config.to_dict()` or config.json)."""
         text = config.get("text_config") or config
-        special = {
-            name: _special_ids(text.get(f"{name}_token_id")) for name in ("bos", "eos", "pad")
-        }
+        bos, eos, pad = special_ids(SimpleNamespace(**text))
+        ids = (bos, *eos, pad)
         return cls(
             vocab_size=int(text["vocab_size"]),
-            bos_token_id=next(iter(special["bos"]), None),
-            eos_token_id=next(iter(special["eos"]), None),
-            all_special_ids=tuple(dict.fromkeys(id_ for ids in special.values() for id_ in ids)),
+            bos_token_id=bos,
+            eos_token_id=next(iter(eos), None),
+            all_special_ids=tuple(dict.fromkeys(id_ for id_ in ids if id_ is not None)),
         )
 
     def __len__(self) -> int:
@@ -83,10 +87,20 @@ class IdTokenizer:
         return byte % self.vocab_size
 
 
-def _special_ids(value: object) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,)
-    return tuple(int(id_) for id_ in value) if isinstance(value, (list, tuple)) else ()
+def special_ids(owner: Any) -> tuple[int | None, tuple[int, ...], int | None]:
+    """Return BOS, EOS and padding ids of a tokenizer or configuration, which may have several EOS.
+
+    A configuration may also list several ids of the others; the first counts.
+    """
+    bos, eos, pad = (
+        _ids(getattr(owner, f"{name}_token_id", None)) for name in ("bos", "eos", "pad")
+    )
+    return next(iter(bos), None), eos, next(iter(pad), None)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, list | tuple) else (value,)
+    return tuple(id_ for id_ in values if type(id_) is int and id_ >= 0)
 
 
 _PART = "\ufffd"
@@ -96,8 +110,11 @@ _PART = "\ufffd"
 class Vocabulary:
     """A tokenizer with the methods that recording needs; each id is decoded once.
 
-    `joins` is whether the texts of single ids, joined, are the text of the ids together.
+    `joins` is whether the texts of single ids, joined, are the text of the ids together; `facts`
+    are all its special tokens.
     """
+
+    has_text = True
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -105,6 +122,11 @@ class Vocabulary:
         self._texts: dict[int, str] = {}
         sample = self.encode(" one two")
         self.joins = "".join(map(self.text_of, sample)) == self.decode(sample)
+        names = map(str, getattr(tokenizer, "all_special_tokens", ()))
+        special = dict(zip(names, map(int, tokenizer.all_special_ids), strict=False))
+        self.facts = TokenizerFacts(
+            *special_ids(tokenizer), self._adds_bos(), self._adds_eos(), special
+        )
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text, without special tokens."""
@@ -124,7 +146,11 @@ class Vocabulary:
         """Return the vocabulary's own string of an id."""
         return str(self.tokenizer.convert_ids_to_tokens([token_id])[0])
 
-    def decode_generated(self, token_ids: Sequence[int], *, one_line: bool) -> str:
+    def make_text_stream(self) -> Callable[[int], str]:
+        """Return a function that returns the text that each next id adds."""
+        return TextStream(self).add
+
+    def decode_generated(self, token_ids: Sequence[int], *, one_line: bool = False) -> str:
         """Return the text of ids without special tokens; with `one_line` its first line."""
         text = self.decode(i for i in token_ids if i not in self.special).strip()
         return text.split("\n")[0].strip() if one_line else text
@@ -135,19 +161,26 @@ class Vocabulary:
         first = list(self.tokenizer.encode("a", add_special_tokens=True))[:1]
         return (int(bos),) if bos is not None and first == [bos] else ()
 
-    def adds_eos(self) -> bool:
+    def _adds_bos(self) -> bool | None:
+        try:
+            return bool(self.default_bos())
+        except Exception:  # a tokenizer may override `encode` with other arguments
+            return None
+
+    def _adds_eos(self) -> bool:
         """Whether this tokenizer adds EOS after a text, and its chat template does not use EOS.
 
         A template refers to EOS as `eos_token` or by its characters.
         """
         tokenizer = self.tokenizer
-        eos, template = tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None)
-        if eos is None or any(name in str(template or "") for name in self._eos_names()):
+        try:
+            eos, template = tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None)
+            names = ("eos_token", str(tokenizer.eos_token))
+            if eos is None or any(name in str(template or "") for name in names):
+                return False
+            return list(tokenizer.encode("a", add_special_tokens=True))[-1:] == [eos]
+        except Exception:  # as above
             return False
-        return list(tokenizer.encode("a", add_special_tokens=True))[-1:] == [eos]
-
-    def _eos_names(self) -> tuple[str, str]:
-        return "eos_token", str(self.tokenizer.eos_token)
 
 
 class TextStream:
@@ -178,3 +211,93 @@ class TextStream:
             return ""
         self._known, self._new = self._new, []
         return now[len(before) :]
+
+
+class IdAdapter:
+    """Shows ids in place of text, for a model without a tokenizer."""
+
+    has_text = False
+    special: frozenset[int] = frozenset()
+    facts = TokenizerFacts()
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the ids that a text lists as numbers, none for any other text."""
+        parts = text.replace(",", " ").split()
+        return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else []
+
+    def text_of(self, token_id: int) -> str:
+        """Return the id as text."""
+        return str(token_id)
+
+    token_of = text_of
+
+    def make_text_stream(self) -> Callable[[int], str]:
+        """Return a function that formats an id with a space after it."""
+        return "{} ".format
+
+    def decode_generated(self, token_ids: Sequence[int]) -> str:
+        """Return the ids, separated by spaces."""
+        return " ".join(map(str, token_ids))
+
+
+TokenizerAdapter = Vocabulary | IdAdapter
+"""The methods that recording needs of a tokenizer. Without `has_text` only ids are searched."""
+
+
+def token_record(
+    tokenizer: TokenizerAdapter,
+    *,
+    pos: int,
+    token_id: int,
+    text: str,
+    position_id: int,
+    segment: int,
+    step: int | None,
+) -> TokenRecord:
+    """Return the record of a token; `text` is what it adds to the text before it."""
+    return TokenRecord(
+        pos=pos,
+        token_id=token_id,
+        token=tokenizer.token_of(token_id),
+        text=text,
+        position_id=position_id,
+        segment=segment,
+        special=token_id in tokenizer.special,
+        step=step,
+    )
+
+
+class SafeAdapter(IdAdapter):
+    """An adapter of a tokenizer that may fail: ids that fail to decode show as ids."""
+
+    def __init__(self, adapter: TokenizerAdapter) -> None:
+        self._adapter = adapter
+        self.has_text, self.special, self.facts = adapter.has_text, adapter.special, adapter.facts
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the ids of a text, none if it cannot be encoded."""
+        return _first_result(text, self._adapter.encode, lambda _: ())
+
+    def text_of(self, token_id: int) -> str:
+        """Return the decoded text of an id."""
+        return _first_result(token_id, self._adapter.text_of, str)
+
+    def token_of(self, token_id: int) -> str:
+        """Return the vocabulary's own string of an id."""
+        return _first_result(token_id, self._adapter.token_of, str)
+
+    def make_text_stream(self) -> Callable[[int], str]:
+        """Return a function that returns the text that each next id adds."""
+        add = self._adapter.make_text_stream()
+        return lambda token_id: _first_result(token_id, add, str)
+
+    def decode_generated(self, token_ids: Sequence[int]) -> str:
+        """Return the text of generated ids."""
+        return _first_result(token_ids, self._adapter.decode_generated, super().decode_generated)
+
+
+def _first_result(value: T, convert: Callable[[T], R], otherwise: Callable[[T], R]) -> R:
+    try:
+        return convert(value)
+    except Exception:
+        return otherwise(value)

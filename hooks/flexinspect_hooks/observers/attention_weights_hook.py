@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flexinspect.records.step import CallRecord, EventRecord
+from flexinspect.records.step import CallRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import CaptureContext, Remove, StepDraft
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 
-NO_WEIGHTS = "no-weights"
+NO_WEIGHTS = "not-attention-weights"
 
 TOLERANCE = 0.05
 """Largest deviation of a row's sum from 1: rounding of bfloat16 over many keys."""
@@ -25,7 +25,7 @@ TOLERANCE = 0.05
 _Shapes = list[tuple[int, ...] | None]
 
 
-class WeightsHook:
+class WeightsHook(Hook):
     """Checks `output.attentions` of steps whose forward returned them."""
 
     name = "weights"
@@ -33,21 +33,13 @@ class WeightsHook:
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Put a hook on the model."""
-        root = id(context.model)
         self._weights: Sequence[Any] = ()
+        return [context.on_output(context.model, self._keep)]
 
-        # The hook compares ids: a reference to the model would keep it alive.
-        def keep_weights(module: nn.Module, args: Any, output: Any) -> None:
-            if id(module) == root and not torch.compiler.is_compiling() and context.is_open:
-                self._weights = getattr(output, "attentions", None) or ()
-
-        return [context.model.register_forward_hook(keep_weights).remove]
-
-    def begin(self, context: CaptureContext) -> None:
-        """Nothing to prepare per generation."""
+    def _keep(self, output: Any) -> None:
+        self._weights = getattr(output, "attentions", None) or ()
 
     def open(self, step: StepContext) -> None:
-        """Drop references that an aborted step may have left."""
         self._weights = ()
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _Shapes:
@@ -68,16 +60,8 @@ class WeightsHook:
                 continue
             error = next(errors) if len(shape) > 1 else 0.0
             if problem := _weights_problem(shape, error, call_of.get(layer)):
-                draft.events.append(
-                    EventRecord(
-                        kind=NO_WEIGHTS,
-                        text=f"Layer {layer} returned {problem}",
-                        at=step.started_at,
-                        generation=step.generation,
-                        step=step.step,
-                        data={"layer": layer, "shape": list(shape)},
-                    )
-                )
+                facts = {"layer": layer, "shape": list(shape)}
+                draft.add_event(step, NO_WEIGHTS, f"Layer {layer} returned {problem}", facts)
 
 
 def _sum_error(weights: Tensor) -> Tensor:

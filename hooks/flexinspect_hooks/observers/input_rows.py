@@ -1,8 +1,8 @@
 """The inputs of a forward for batch row 0: token ids, position ids, padding.
 
 The tensors are copied when the forward starts, because loops may write to them, and read on
-demand. On CUDA the copy goes to pinned memory on a side stream, so that reading waits for work that
-was queued before the forward, never for the forward itself.
+demand. On CUDA a `StepBuffer` copies them on a side stream, so that reading waits for work that was
+queued before the forward, never for the forward itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from flexinspect_hooks.capture.buffer import StepBuffer
 
 
 class InputRows:
@@ -27,7 +29,7 @@ class InputRows:
         n_rows: int,
         *,
         with_mask: bool,
-        stream: torch.cuda.Stream | None = None,
+        buffer: StepBuffer | None = None,
     ) -> None:
         self.batch = batch_size_of(arguments)
         self.ids = _first_row(input_ids_of(arguments), n_rows)
@@ -36,24 +38,12 @@ class InputRows:
             "positions": _first_row(arguments.get("position_ids"), n_rows),
             "mask": _first_row(arguments.get("attention_mask"), n_rows) if with_mask else None,
         }
-        self._parts = {name: part for name, part in parts.items() if part is not None}
+        self._buffer = buffer or StepBuffer(torch.device("cpu"))
+        for name, part in parts.items():
+            if part is not None:
+                self._buffer.put(name, part)
+        self._buffer.start_copy()
         self._lists: dict[str, list[int]] | None = None
-        self._done: torch.cuda.Event | None = None
-        if stream is not None:
-            self._copy_to_host(stream)
-
-    def _copy_to_host(self, stream: torch.cuda.Stream) -> None:
-        for name, part in self._parts.items():
-            if not part.is_cuda:
-                continue
-            host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-            stream.wait_stream(torch.cuda.current_stream(part.device))
-            with torch.cuda.stream(stream):
-                host.copy_(part, non_blocking=True)
-                part.record_stream(stream)
-            self._parts[name] = host
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._done.record(stream)
 
     def token_ids(self) -> list[int] | None:
         """Return the token ids, None if the forward was called with embeddings."""
@@ -70,10 +60,8 @@ class InputRows:
 
     def _read(self) -> dict[str, list[int]]:
         if self._lists is None:
-            if self._done is not None:
-                self._done.synchronize()
-            self._lists = {name: part.tolist() for name, part in self._parts.items()}
-            self._parts = {}
+            values = self._buffer.values()
+            self._lists = {name: array.tolist() for name, array in values.items()}
         return self._lists
 
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from flexinspect.records.step import Array, ArrayRecord, InputsRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import CaptureContext, Remove, StepDraft
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.input_rows import batch_size_of, input_ids_of
 
-CACHE_OFF = "no-cache"
-LEARNED_POSITIONS = "learnt-positions"
+CACHE_OFF = "cache-disabled"
+LEARNED_POSITIONS = "learned-positions"
 
 _Lengths = list[int | None]
 """Keys per layer; None for a layer whose length is a tensor, which goes through the buffer."""
@@ -40,15 +40,7 @@ class _PendingInputs:
     tables: dict[str, Tensor] = field(default_factory=dict)
 
 
-class _InputsStep(NamedTuple):
-    """What the writer thread gets about a step's inputs: no tensors."""
-
-    batch: int
-    before: _Lengths
-    after: _Lengths
-
-
-class InputsHook:
+class InputsHook(Hook):
     """Keeps the arguments of the root forward and of the first decoder layer."""
 
     name = "inputs"
@@ -72,9 +64,6 @@ class InputsHook:
         if first is not None:
             yield first.register_forward_pre_hook(keep_positions, with_kwargs=True).remove
 
-    def begin(self, context: CaptureContext) -> None:
-        """Nothing to prepare per generation."""
-
     def open(self, step: StepContext) -> None:
         """Keep what the forward may change: the lengths, and tensors that a loop may write to."""
         arguments = step.arguments
@@ -96,7 +85,7 @@ class InputsHook:
                 text = f"Position ids are looked up in {self._position_embedding}."
                 step.events.append((LEARNED_POSITIONS, text))
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> _InputsStep:
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> tuple[int, _Lengths, _Lengths]:
         """Put tables, and lengths that are tensors; nothing waits for the device."""
         pending, self._pending = self._pending, _PendingInputs()
         if pending.cache is None:
@@ -109,20 +98,25 @@ class InputsHook:
                 pending.tables[name] = lengths
         for name, table in pending.tables.items():
             buffer.put(name, table)
-        return _InputsStep(pending.batch, pending.before[0], after[0])
+        return pending.batch, pending.before[0], after[0]
 
     def record(
-        self, step: StepContext, kept: _InputsStep, values: Values, draft: StepDraft
+        self,
+        step: StepContext,
+        kept: tuple[int, _Lengths, _Lengths],
+        values: Values,
+        draft: StepDraft,
     ) -> None:
         """Write the step's `InputsRecord`, and the tables of a batch as arrays."""
+        batch, before, after = kept
         positions = values.get("inputs.positions")
         draft.inputs = InputsRecord(
-            batch=kept.batch,
+            batch=batch,
             positions=()
             if positions is None or not len(positions)
             else _position_runs(positions[0]),
-            cached_before=_merge_lengths(kept.before, values.get("inputs.before")),
-            cached_after=_merge_lengths(kept.after, values.get("inputs.after")),
+            cached_before=_merge_lengths(before, values.get("inputs.before")),
+            cached_after=_merge_lengths(after, values.get("inputs.after")),
         )
         for name in ("inputs.ids", "inputs.positions", "inputs.mask"):
             table = values.get(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from flexinspect.records.step import UNKNOWN, Array, ArrayRecord, Candidate, LogitsRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import CaptureContext, Remove, StepDraft
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 
 TOP_K = 10
@@ -23,22 +22,16 @@ LOGITS_ARRAY = "logits.row"
 BINS = 64
 
 
-class LogitsHook:
+class LogitsHook(Hook):
     """Reduces the newest row of the logits; at level basic without the histogram."""
 
     name = "logits"
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Nothing to install: the step holds the root forward's output."""
-        self._text_of = context.text_of
+        self._context = context
         self._reducer = _RowReducer()
         return ()
-
-    def begin(self, context: CaptureContext) -> None:
-        """Nothing to prepare per generation."""
-
-    def open(self, step: StepContext) -> None:
-        """Nothing to prepare per step."""
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> bool:
         """Send the row to the writer thread (CPU), or reduce it on its device and send numbers.
@@ -64,14 +57,14 @@ class LogitsHook:
         if not kept:
             return
         row = self._reduced("logits", values, step.token_id)
-        chosen = _find_chosen(step, row, values)
+        token_id, rank, logit = _find_chosen(step, row, values)
         histogram = self._reducer.histogram(row) if step.level != "basic" else (0.0, 0.0, ())
         draft.logits = LogitsRecord(
             entropy=row.entropy,
             margin=row.top[0] - row.top[1] if len(row.top) > 1 else 0.0,
-            chosen_id=chosen.token_id,
-            chosen_rank=chosen.rank,
-            chosen_logprob=chosen.logit - row.lse,
+            chosen_id=token_id,
+            chosen_rank=rank,
+            chosen_logprob=logit - row.lse,
             n_nan=row.n_nan,
             n_inf=row.n_inf,
             histogram_min=histogram[0],
@@ -98,7 +91,9 @@ class LogitsHook:
         elif "scores.top" in values:
             scores, score_lse = values["scores.top"].tolist(), float(values["scores.lse"])
         return tuple(
-            Candidate(rank, i, self._text_of(i), logit, logit - row.lse, score, score - score_lse)
+            Candidate(
+                rank, i, self._context.text_of(i), logit, logit - row.lse, score, score - score_lse
+            )
             for rank, (i, logit, score) in enumerate(zip(row.ids, row.top, scores, strict=True))
         )
 
@@ -124,21 +119,14 @@ class _ReducedLogits:
     values: Array | None = None
 
 
-class _ChosenLogit(NamedTuple):
-    """The chosen token among the logits; `UNKNOWN`, -1 and NaN if the choice was not observed."""
-
-    token_id: int = UNKNOWN
-    rank: int = -1
-    logit: float = math.nan
-
-
-def _find_chosen(step: StepContext, row: _ReducedLogits, values: Values) -> _ChosenLogit:
+def _find_chosen(step: StepContext, row: _ReducedLogits, values: Values) -> tuple[int, int, float]:
+    """Return id, rank and logit of the chosen token; `UNKNOWN`, -1 and NaN if not observed."""
     if step.token_id is None:
-        return _ChosenLogit()
+        return UNKNOWN, -1, math.nan
     if "logits.chosen" in values:
         logit, rank = values["logits.chosen"].tolist()
-        return _ChosenLogit(step.token_id, int(rank), logit)
-    return _ChosenLogit(step.token_id, row.rank, row.chosen)
+        return step.token_id, int(rank), logit
+    return step.token_id, row.rank, row.chosen
 
 
 def reduce_chosen(row: Tensor, chosen: Tensor, buffer: StepBuffer) -> None:

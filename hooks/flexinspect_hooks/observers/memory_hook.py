@@ -15,14 +15,14 @@ import torch
 
 from flexinspect.records.step import MemoryRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import CaptureContext, Remove, StepDraft
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 
 _STATUS = Path("/proc/self/status")
 _STATM = Path("/proc/self/statm")
 
 
-class MemoryHook:
+class MemoryHook(Hook):
     """Reads counters only; it does not synchronise the device."""
 
     name = "memory"
@@ -34,9 +34,6 @@ class MemoryHook:
         self._model += sum(b.nbytes for b in context.model.buffers())
         self._rss, close = rss_reader()
         return [close]
-
-    def begin(self, context: CaptureContext) -> None:
-        """Nothing to prepare per generation."""
 
     def open(self, step: StepContext) -> None:
         """Reset the CUDA peak counter, so that it measures this step."""
@@ -50,14 +47,11 @@ class MemoryHook:
 
         Here and not in the writer thread, which may write this step with seven later ones.
         """
-        return self._rss(), self._allocated()
-
-    def _allocated(self) -> tuple[int, int, int] | None:
         if self._device.type != "cuda":
-            return None
+            return self._rss(), None
         stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        return allocated["current"], reserved["current"], allocated["peak"]
+        return self._rss(), (allocated["current"], reserved["current"], allocated["peak"])
 
     def record(
         self,
@@ -68,10 +62,10 @@ class MemoryHook:
     ) -> None:
         """Write the step's `MemoryRecord`; the cache's size is computed from the calls' shapes."""
         rss, cuda = kept
-        kv_cache = sum(
-            2 * call.batch * call.kv_heads * call.kv_len * call.head_dim * _size(call.dtype)
-            for call in draft.calls
-        )
+        kv_cache = 0
+        for call in draft.calls:
+            n_values = call.batch * call.kv_heads * call.kv_len * call.head_dim
+            kv_cache += 2 * n_values * int(getattr(torch, call.dtype).itemsize)
         draft.memory = MemoryRecord(rss, self._model, kv_cache, *(cuda or (None, None, None)))
 
 
@@ -86,10 +80,6 @@ def peak_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _size(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
 
 
 def rss_reader() -> tuple[Callable[[], int], Remove]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flexinspect.records.step import LayerStatRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import (
     CaptureContext,
+    Hook,
     Remove,
     StepDraft,
     put_activation,
@@ -22,7 +23,7 @@ from flexinspect_hooks.capture.hook import (
 from flexinspect_hooks.capture.step_clock import StepContext
 
 
-class ModuleHook:
+class ModuleHook(Hook):
     """Keeps each decoder layer's output during the forward and reduces them together.
 
     At level basic only layers with NaN/Inf are recorded, if the chosen logit is not finite; from
@@ -37,25 +38,14 @@ class ModuleHook:
         self._outputs: list[tuple[int, Tensor]] = []
         self._names = {layer: name for layer, (name, _) in context.blocks.items()}
         return [
-            module.register_forward_hook(self._make_output_hook(layer)).remove
+            context.on_output(module, partial(self._keep, layer))
             for layer, (_, module) in context.blocks.items()
         ]
 
-    def _make_output_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
-        context, outputs = self._context, self._outputs
-
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            # A compiled graph must not contain this hook: more outputs may change its results.
-            if not torch.compiler.is_compiling() and context.is_open:
-                outputs.append((layer, output if isinstance(output, Tensor) else output[0]))
-
-        return keep
-
-    def begin(self, context: CaptureContext) -> None:
-        """Nothing to prepare per generation."""
+    def _keep(self, layer: int, output: Any) -> None:
+        self._outputs.append((layer, output if isinstance(output, Tensor) else output[0]))
 
     def open(self, step: StepContext) -> None:
-        """Drop references that an aborted step may have left."""
         self._outputs.clear()
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> list[int]:
@@ -70,7 +60,7 @@ class ModuleHook:
         rows = [output[0] for _, output in kept]
         if step.q_len == 1:
             stack = torch.stack(rows).flatten(1).float()
-            buffer.defer(partial(_statistics, on_cpu, 1), stack)
+            buffer.defer(partial(_statistics, on_cpu, 1), rows=stack)
         else:
             # A prompt is reduced layer by layer: a float32 stack of it may not fit in memory.
             per_layer = [_statistics(on_cpu, len(r), torch, r.reshape(1, -1).float()) for r in rows]

@@ -20,6 +20,8 @@ _MODULES = {
     "kernel": "kernel_weights",
     "cache": "cache_check",
 }
+_UNUSED = {"order": {"mask"}, "kernel": {"mask"}, "cache": {"mask", "segments"}}
+"""Options of `subject_of` that a kind of proof does not take."""
 
 
 def prove(kind: str, model: Any, ids: Any, **options: Any) -> Proof:
@@ -28,30 +30,49 @@ def prove(kind: str, model: Any, ids: Any, **options: Any) -> Proof:
     `kind` is one of "isolation" (changing a segment moves no row that must not attend to it),
     "order" (how far the next token's logits move when two segments are swapped), "kernel" (the
     weights that the kernel used equal those that are drawn) and "cache" (steps with the cache equal
-    a full recompute). The options are the keyword arguments of `prove_isolation`, `prove_order`,
-    `prove_kernel` and `prove_cache`; docs/proofs.md lists them.
+    a full recompute). The options are the keyword arguments of `proof_subject.subject_of`, which
+    describes the run, and of `check_isolation`, `check_order`, `check_kernel` and `check_cache`;
+    docs/proofs.md lists them.
 
     Raises `UsageError` for an unknown kind or option, and for a run that cannot be proved.
     """
-    prover = prover_of(kind)
-    known = [name for name in inspect.signature(prover).parameters if name not in ("model", "ids")]
+    of_subject, of_check = options_of(kind)
     for name in options:
-        if name not in known:
-            matches = difflib.get_close_matches(name, known, 1)
-            hint = f"Did you mean {matches[0]}=?" if matches else f"It takes {', '.join(known)}."
+        if name not in {*of_subject, *of_check}:
+            matches = difflib.get_close_matches(name, [*of_subject, *of_check], 1)
+            takes = f"It takes {', '.join([*of_subject, *of_check])}."
+            hint = f"Did you mean {matches[0]}=?" if matches else takes
             raise UsageError(f"A proof of kind '{kind}' takes no option {name}=.", hint=hint)
-    proof: Proof = prover(model, ids, **options)
+    subject = _subject_of()(model, ids, **{n: options.pop(n) for n in of_subject if n in options})
+    proof: Proof = check_of(kind)(subject, **options)
     return proof
 
 
-def prover_of(kind: str) -> Callable[..., Any]:
-    """The function of a kind of proof. Raises `UsageError` for an unknown kind."""
+def options_of(kind: str) -> tuple[list[str], list[str]]:
+    """The options of a kind of proof that describe the run, and those of the check itself.
+
+    Raises `UsageError` for an unknown kind.
+    """
+    _, *of_check = inspect.signature(check_of(kind)).parameters
+    _, _, *of_subject = inspect.signature(_subject_of()).parameters
+    return [name for name in of_subject if name not in _UNUSED.get(kind, ())], of_check
+
+
+def check_of(kind: str) -> Callable[..., Any]:
+    """The function that proves a subject. Raises `UsageError` for an unknown kind."""
     if kind not in PROOF_KINDS:
         matches = difflib.get_close_matches(str(kind), PROOF_KINDS, 1)
         raise UsageError(
             f"There is no proof '{kind}'; the proofs are {', '.join(PROOF_KINDS)}.",
             hint=f"Did you mean {matches[0]}?" if matches else None,
         )
-    module = import_module(f"{__name__}.{_MODULES[kind]}")
-    prover: Callable[..., Any] = getattr(module, f"prove_{kind}")
-    return prover
+    check: Callable[..., Any] = getattr(
+        import_module(f"{__name__}.{_MODULES[kind]}"), f"check_{kind}"
+    )
+    return check
+
+
+def _subject_of() -> Callable[..., Any]:
+    from flexinspect_hooks.proofs.proof_subject import subject_of  # loads torch
+
+    return subject_of

@@ -7,7 +7,7 @@ rounding; a decode row may differ by a few times that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,11 +29,9 @@ from flexinspect.core.text import format_layers, plural, printable
 from flexinspect.records.finding import Finding
 from flexinspect_hooks.observers.input_rows import ArgumentNames, input_ids_of
 from flexinspect_hooks.proofs.hidden_states import CapturePoint, capture_points, capture_rows
-from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds, Subject, subject_of
+from flexinspect_hooks.proofs.proof_subject import RunIds, Subject, check_padding
 
 Floats = npt.NDArray[np.float64]
-Recompute = Callable[[Tensor, dict[str, Any]], object]
-"""Runs ids (batch, rows) without a cache, with the other inputs: positions and padding."""
 
 _CACHE_LIMITS = {
     torch.float32: (1e-4, 1e-2),
@@ -47,17 +45,15 @@ _CACHE_NOISE_FACTOR = 8
 
 @dataclass(slots=True)
 class _CachedRun:
-    """The inputs and hidden states of a run with a cache: one entry per forward pass.
+    """The inputs of a run with a cache, one entry per forward pass, and its hidden states.
 
-    `states` have the newest row of each layer, (points, batch, width); `prompt_states` all rows of
-    the prompt, (batch, rows, width) per point.
+    `states` have the rows of all forward passes, (batch, rows, width) per layer.
     """
 
     ids: list[Tensor] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
     padding: Tensor | None = None
-    states: list[list[Tensor]] = field(default_factory=list)
-    prompt_states: list[Tensor] = field(default_factory=list)
+    states: Sequence[Tensor] = ()
 
     def inputs_up_to(self, step: int) -> tuple[Tensor, dict[str, Any]]:
         """All input ids up to a step, and the position ids and padding mask for them."""
@@ -89,73 +85,34 @@ class _StepCheck:
         return np.flatnonzero(~(self.differences <= self.limits)).tolist()
 
 
-def prove_cache(
-    model: nn.Module,
-    ids: Tensor | Sequence[int] | str,
-    *,
-    new_tokens: int = 16,
-    every: int = 1,
-    tokenizer: Any = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Any = None,
-    run: RunIds | None = None,
-    recompute: RunIds | None = None,
-    report: OnProgress | None = None,
+def check_cache(
+    subject: Subject, *, new_tokens: int = 16, every: int = 1, recompute: RunIds | None = None
 ) -> Proof:
     """Generate with the cache, and compare the steps with a full recompute.
 
     Args:
-        model: the model, of which all decoder layers are compared.
-        ids: the prompt, (rows,) or (batch, rows), or a text for `tokenizer`.
-        new_tokens: tokens that are generated greedily without `run`.
-        every: a recompute is made every so many steps; it compares all steps since the last one.
-        attention_mask: padding, 0 and 1; passed to the model without `run`.
-        position_ids: passed to the model without `run`.
-        run: `run(ids)` generates as your code does, with its cache.
+        subject: its `run` generates with a cache; without it, tokens are generated greedily.
+        new_tokens: tokens that are generated without `run`.
+        every: a recompute is made every so many steps, and at the last one; it compares all steps
+            since the one before.
         recompute: `recompute(ids)` runs longer ids without cached keys under the same mask.
             Without it, the model is called with the position ids and padding of the run.
-        report: called with what is being done, and the finished part of it, from 0 to 1.
 
     Raises `UsageError` if the run makes no step after the prompt.
     """
-    subject = subject_of(
-        model,
-        ids,
-        tokenizer=tokenizer,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        run=run or (lambda ids: None),
-    )
-    if run is None:
-        positions = None if position_ids is None else torch.as_tensor(position_ids)
-        run = _greedy_run(model, new_tokens, attention_mask, positions)
-    run_again = _default_recompute(model) if recompute is None else lambda ids, _: recompute(ids)
-    return check_cache(subject, run, run_again, every=every, report=report)
-
-
-def check_cache(
-    subject: Subject,
-    run: RunIds,
-    recompute: Recompute,
-    *,
-    every: int = 1,
-    report: OnProgress | None = None,
-) -> Proof:
-    """Compare the steps of `run` with `recompute`, every so many steps and at the last one."""
     if every < 1:
         raise UsageError("every= must be 1 or more: the steps from one recompute to the next.")
-    report = report or (lambda text, fraction: None)
     points = capture_points(subject.model)[1:]
-    report("generating with the cache", None)
+    subject.report("generating with the cache", None)
     with torch.no_grad():
-        cached_run = _record_run(subject, points, run)
+        cached_run = _record_run(subject, points, new_tokens)
         n_steps = len(cached_run.ids) - 1
         checks = [step for step in range(1, n_steps + 1) if step % every == 0 or step == n_steps]
         done: list[_StepCheck] = []
         for number, step in enumerate(checks):
-            report(f"recomputing up to step {step}", number / len(checks))
-            last_step = done[-1].step if done else 0
-            done += _compare_steps(points, cached_run, step, last_step, recompute)
+            subject.report(f"recomputing up to step {step}", number / len(checks))
+            full = _recompute(subject, points, cached_run, step, recompute)
+            done += _compare_steps(cached_run, full, step, done[-1].step if done else 0)
     numbers = [point.layer for point in points if point.layer is not None]
     return _cache_proof(subject, done, numbers, n_recomputes=len(checks))
 
@@ -163,47 +120,33 @@ def check_cache(
 # -- the run with a cache --------------------------------------------------------------------------
 
 
-def _greedy_run(
-    model: nn.Module, new_tokens: int, attention_mask: Tensor | None, positions: Tensor | None
-) -> RunIds:
-    """A run that generates greedily with the cache that transformers chooses."""
-
-    def run(ids: Tensor) -> None:
-        cache = None
-        padding = None if attention_mask is None else attention_mask.to(ids.device)
-        position_ids = None if positions is None else positions.to(ids.device).view(1, -1)
-        for _ in range(new_tokens + 1):
-            arguments = {} if padding is None else {"attention_mask": padding}
-            arguments |= {} if position_ids is None else {"position_ids": position_ids}
-            output = model(ids, past_key_values=cache, use_cache=True, **arguments)
-            cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
-            if padding is not None:
-                padding = torch.cat((padding, padding.new_ones(len(padding), 1)), 1)
-            if position_ids is not None:
-                position_ids = position_ids.max().view(1, 1) + 1
-
-    return run
+def _greedy_run(subject: Subject, new_tokens: int) -> None:
+    """Generate greedily with the cache that transformers chooses."""
+    check_padding(subject.arguments, subject.ids)
+    ids, cache, arguments = subject.ids, None, dict(subject.arguments)
+    for _ in range(new_tokens + 1):
+        output = subject.model(ids, past_key_values=cache, use_cache=True, **arguments)
+        cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        if (padding := arguments.get("attention_mask")) is not None:
+            arguments["attention_mask"] = torch.cat((padding, torch.ones_like(padding[:, :1])), 1)
+        if (positions := arguments.get("position_ids")) is not None:
+            arguments["position_ids"] = positions.max().view(1, 1) + 1
 
 
-def _default_recompute(model: nn.Module) -> Recompute:
-    """A recompute that runs all ids at once, with an empty cache.
+def _record_run(subject: Subject, points: Sequence[CapturePoint], new_tokens: int) -> _CachedRun:
+    def run() -> None:
+        subject.run(subject.ids) if subject.run else _greedy_run(subject, new_tokens)
 
-    With use_cache=False, transformers takes position ids that start again for several documents and
-    masks them from each other, which the run itself did not.
-    """
-    return lambda ids, others: model(ids, use_cache=True, **others)
-
-
-def _record_run(subject: Subject, points: Sequence[CapturePoint], run: RunIds) -> _CachedRun:
     cached_run = _CachedRun()
-    with _record_inputs(subject.model, cached_run), _record_newest_rows(points, cached_run):
-        run(subject.ids)
+    with _record_inputs(subject.model, cached_run):
+        cached_run.states = capture_rows(points, run)
     if len(cached_run.ids) < 2:
         raise UsageError(
             "The run made no step after the prompt, so nothing was read from a cache.",
             hint="It must generate at least two tokens, with a cache.",
         )
-    if any(len(states) != len(points) for states in cached_run.states):
+    n_rows = sum(ids.shape[1] for ids in cached_run.ids)
+    if any(states.shape[1] != n_rows for states in cached_run.states):
         raise UsageError("Not every forward pass of the run went through every layer.")
     if any(ids.shape[1] != 1 for ids in cached_run.ids[1:]):
         raise UsageError(
@@ -226,89 +169,83 @@ def _record_inputs(model: nn.Module, cached_run: _CachedRun) -> Iterator[None]:
                 "The run has no token ids as input, so it cannot be repeated without a cache."
             )
         cached_run.ids.append(ids.detach().clone())
-        cached_run.states.append([])
         positions, padding = (arguments.get(k) for k in ("position_ids", "attention_mask"))
         if isinstance(positions, Tensor) and positions.shape[-1] == ids.shape[1]:
             cached_run.positions.append(positions.detach().clone())
         if isinstance(padding, Tensor) and padding.dim() == 2:
             cached_run.padding = padding.detach().clone()
 
-    handle = model.register_forward_pre_hook(before, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _record_newest_rows(points: Sequence[CapturePoint], cached_run: _CachedRun) -> Iterator[None]:
-    """Keep the newest output row of each layer, and all rows of the first forward pass."""
-
-    def on_rows(index: int, start: int, rows: Tensor) -> None:
-        cached_run.states[-1].append(rows[:, -1].clone())
-        if len(cached_run.states) == 1:
-            cached_run.prompt_states.append(rows.clone())
-
-    with capture_rows(points, 1 << 40, on_rows):
+    with model.register_forward_pre_hook(before, with_kwargs=True):
         yield
 
 
 # -- the recompute ---------------------------------------------------------------------------------
 
 
-def _compare_steps(
+def _recompute(
+    subject: Subject,
     points: Sequence[CapturePoint],
     cached_run: _CachedRun,
     step: int,
-    before: int,
-    recompute: Recompute,
-) -> list[_StepCheck]:
-    """Compare the steps after `before` up to `step` with one recompute of all their inputs."""
+    recompute: RunIds | None,
+) -> list[Tensor]:
+    """The rows of each layer (batch, rows, width) if all inputs up to a step run at once.
+
+    With use_cache=False, transformers takes position ids that start again for several documents and
+    masks them from each other, which the run itself did not: so the model gets an empty cache.
+    """
     ids, others = cached_run.inputs_up_to(step)
-    full: list[list[Tensor]] = [[] for _ in points]
 
-    def on_rows(index: int, start: int, rows: Tensor) -> None:
-        full[index].append(rows.clone())
+    def run() -> None:
+        recompute(ids) if recompute else subject.model(ids, use_cache=True, **others)
 
-    with capture_rows(points, ids.shape[1], on_rows) as n_passed:
-        recompute(ids, others)
-    if min(n_passed) < ids.shape[1]:
+    full = capture_rows(points, run, ids.shape[1])
+    n_passed = min(rows.shape[1] for rows in full)
+    if n_passed < ids.shape[1]:
         raise UsageError(
-            f"The recompute ran {min(n_passed)} of {ids.shape[1]} rows: it must run all ids that "
+            f"The recompute ran {n_passed} of {ids.shape[1]} rows: it must run all ids that "
             "it receives, without a cache."
         )
-    whole = [torch.cat(parts, 1) for parts in full]
+    return full
+
+
+def _compare_steps(
+    cached_run: _CachedRun, full: Sequence[Tensor], step: int, before: int
+) -> list[_StepCheck]:
+    """Compare the steps after `before` up to `step` with one recompute of all their inputs.
+
+    A limit comes from the difference of the prompt's rows. If this is above the highest limit,
+    these rows depend on what follows them.
+    """
+    ids = cached_run.inputs_up_to(step)[0][0]
     n_prompt = cached_run.ids[0].shape[1]
-    real = _real_prompt_rows(cached_run, n_prompt)
-    floor = np.array(
+    padding = None if cached_run.padding is None else ~cached_run.padding[:, :n_prompt].bool()
+    differences = np.stack(
         [
-            _relative_difference(cached_run.prompt_states[i], whole[i][:, :n_prompt], real)
-            for i in range(len(points))
+            _relative_differences(rows[:, : len(ids)], other, padding)
+            for rows, other in zip(cached_run.states, full, strict=True)
         ]
     )
-    limits, highest = _layer_limits(whole[0].dtype, floor)
-    checks: list[_StepCheck] = []
+    floor = differences[:, :n_prompt].max(1)
+    lowest, highest = _CACHE_LIMITS.get(full[0].dtype, _CACHE_LIMITS[torch.float32])
+    limits, most = (
+        np.clip(_CACHE_NOISE_FACTOR * floor, lowest, highest),
+        np.full(len(full), highest),
+    )
+    checks = []
     if not before and (floor > highest).any():
-        checks.append(_StepCheck(0, n_prompt - 1, int(ids[0, n_prompt - 1]), floor, highest))
+        checks.append(_StepCheck(0, n_prompt - 1, int(ids[n_prompt - 1]), floor, most))
     for number in range(before + 1, step + 1):
         pos = n_prompt + number - 1
-        states = cached_run.states[number]
-        differences = [
-            _relative_difference(states[i][:, None], whole[i][:, pos : pos + 1])
-            for i in range(len(points))
-        ]
-        checks.append(_StepCheck(number, pos, int(ids[0, pos]), np.array(differences), limits))
+        checks.append(_StepCheck(number, pos, int(ids[pos]), differences[:, pos], limits))
     return checks
 
 
-def _real_prompt_rows(cached_run: _CachedRun, n_prompt: int) -> Tensor | None:
-    return None if cached_run.padding is None else cached_run.padding[:, :n_prompt].bool()
+def _relative_differences(one: Tensor, other: Tensor, padding: Tensor | None) -> Floats:
+    """The largest difference of each row (rows,), relative to the row's norm, over the batch.
 
-
-def _relative_difference(one: Tensor, other: Tensor, real: Tensor | None = None) -> float:
-    """The largest difference of two rows (batch, rows, width), relative to the row's norm.
-
-    Values that are non-finite in both count as equal.
+    Values that are non-finite in both count as equal. `padding` (batch, rows) are rows at the start
+    that do not count.
     """
     dtype = torch.promote_types(one.dtype, torch.float32)
     one, other = one.to(dtype), other.to(dtype)
@@ -316,18 +253,10 @@ def _relative_difference(one: Tensor, other: Tensor, real: Tensor | None = None)
     distance = (one - other).masked_fill(same, 0).norm(dim=-1)
     relative = (distance / other.norm(dim=-1).clamp_min(1e-30)).nan_to_num(nan=torch.inf)
     relative = relative.masked_fill(distance == 0, 0)
-    if real is not None:
-        relative = relative.masked_fill(~real, 0)
-    return float(relative.max())
-
-
-def _layer_limits(dtype: torch.dtype, floor: Floats) -> tuple[Floats, Floats]:
-    """The limit of each layer (from the difference of the prompt's rows), and the highest limit.
-
-    If rows of the prompt are above the highest limit, they depend on what follows them.
-    """
-    lowest, highest = _CACHE_LIMITS.get(dtype, _CACHE_LIMITS[torch.float32])
-    return np.clip(_CACHE_NOISE_FACTOR * floor, lowest, highest), np.full_like(floor, highest)
+    if padding is not None:
+        relative[:, : padding.shape[1]].masked_fill_(padding, 0)
+    largest: Floats = relative.amax(0).double().cpu().numpy()
+    return largest
 
 
 # -- report ----------------------------------------------------------------------------------------

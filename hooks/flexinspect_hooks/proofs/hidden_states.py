@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
+from flexinspect_hooks.proofs.proof_subject import Subject
 
 NOISE_FACTOR = 4
 """A row has moved if it differs this many times more than in a repetition of the same run."""
@@ -21,9 +22,9 @@ NOISE_FACTOR = 4
 RowChanges = npt.NDArray[np.float32]
 """The largest change of a value in each row, (points, batch, rows); 0 is bit-equal."""
 
-RunModel = Callable[[], object]
-OnRows = Callable[[int, int, Tensor], None]
-"""Receives a point's index, the number of the first row, and the rows (batch, rows, width)."""
+ReduceRows = Callable[[int, int, Tensor], Tensor]
+"""Takes a point's index, the number of the first row, and the rows (batch, rows, width); returns
+(batch, rows, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,22 @@ def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
     return dict(enumerate(longest))
 
 
-@contextmanager
-def capture_rows(
-    points: Sequence[CapturePoint], n_rows: int, on_rows: OnRows
-) -> Iterator[list[int]]:
-    """Call `on_rows` with the first `n_rows` rows that pass each point, over all forward passes.
+def clone_rows(index: int, start: int, rows: Tensor) -> Tensor:
+    """Keep the rows as they are: the `ReduceRows` of `capture_rows` by default."""
+    return rows.clone()
 
-    Yields the number of rows that have passed each point.
+
+def capture_rows(
+    points: Sequence[CapturePoint],
+    run: Callable[[], object],
+    n_rows: int = 1 << 40,
+    reduce: ReduceRows = clone_rows,
+) -> list[Tensor]:
+    """Run, and return for each point what `reduce` makes of the first `n_rows` rows that pass it.
+
+    The rows of all forward passes are joined; there are fewer if fewer passed.
     """
+    parts: list[list[Tensor]] = [[] for _ in points]
     n_passed = [0] * len(points)
 
     def on_hidden(index: int, hidden: Any) -> None:
@@ -79,12 +88,13 @@ def capture_rows(
             return
         start, n_passed[index] = n_passed[index], n_passed[index] + hidden.shape[1]
         if start < n_rows:
-            on_rows(index, start, hidden[:, : n_rows - start].detach())
+            parts[index].append(reduce(index, start, hidden[:, : n_rows - start].detach()))
 
     with ExitStack() as stack:
         for index, point in enumerate(points):
-            stack.callback(_register_hook(point, index, on_hidden).remove)
-        yield n_passed
+            stack.enter_context(_register_hook(point, index, on_hidden))
+        run()
+    return [torch.cat(part, 1) if part else torch.zeros(0, 0) for part in parts]
 
 
 def _register_hook(point: CapturePoint, index: int, on_hidden: Callable[[int, Any], None]) -> Any:
@@ -117,37 +127,27 @@ def patch_rows(module: nn.Module, rows: Sequence[int], states: Tensor) -> Iterat
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
 
-    handle = module.register_forward_pre_hook(before, with_kwargs=True)
-    try:
+    with module.register_forward_pre_hook(before, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 class HiddenStates:
-    """The rows of one run at some points; other runs are compared with them."""
+    """The rows of a subject's run at some points; runs on other ids are compared with them."""
 
-    def __init__(self, points: Sequence[CapturePoint], n_rows: int) -> None:
-        self.points = tuple(points)
-        self.n_rows = n_rows
-        self.reference: list[Tensor] = []
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.points = capture_points(subject.model)
+        self.reference = self._run(subject.ids, clone_rows)
         """Per point (batch, rows, width), on the model's device."""
+        self.noise = self._largest_change()
+        """How far repetitions of the run differ at each point, (points,)."""
+        for _ in range(2 if self.noise.any() else 0):
+            self.noise = np.maximum(self.noise, self._largest_change())
 
-    def store_reference(self, run: RunModel) -> None:
-        """Run, and keep the rows as the reference."""
-        parts: list[list[Tensor]] = [[] for _ in self.points]
+    def compare(self, ids: Tensor) -> RowChanges:
+        """Run on other ids, and return how far each row is from the reference."""
 
-        def on_rows(index: int, start: int, rows: Tensor) -> None:
-            parts[index].append(rows.clone())
-
-        self._run(run, on_rows)
-        self.reference = [torch.cat(part, 1) for part in parts]
-
-    def compare(self, run: RunModel) -> RowChanges:
-        """Run again, and return how far each row is from the reference."""
-        parts: list[list[Tensor]] = [[] for _ in self.points]
-
-        def on_rows(index: int, start: int, rows: Tensor) -> None:
+        def distance(index: int, start: int, rows: Tensor) -> Tensor:
             before = self.reference[index][:, start : start + rows.shape[1]]
             if before.shape != rows.shape:
                 raise UsageError(
@@ -155,27 +155,37 @@ class HiddenStates:
                     f"{tuple(before.shape)} and {tuple(rows.shape)}.",
                     hint="A run must not pass anything, such as a cache, on to the next one.",
                 )
-            parts[index].append(row_distance(before, rows))
+            return row_distance(before, rows)
 
-        self._run(run, on_rows)
-        return torch.stack([torch.cat(part, 1) for part in parts]).float().cpu().numpy()
+        return torch.stack(self._run(ids, distance)).float().cpu().numpy()
 
-    def largest_value(self, point: int, row: int, batch: int = 0) -> float:
-        """The largest absolute value of a reference row."""
-        return float(self.reference[point][batch, row].float().abs().max())
+    def above_noise(self, moved: RowChanges) -> RowChanges:
+        """Changes (points, batch, rows) with those within the noise set to 0."""
+        is_real = moved > NOISE_FACTOR * self.noise[:, None, None]
+        return np.where(is_real, moved, 0).astype(np.float32)
 
-    def _run(self, run: RunModel, on_rows: OnRows) -> None:
-        with capture_rows(self.points, self.n_rows, on_rows) as n_passed:
-            run()
-        fewest = min(n_passed)
-        if fewest < self.n_rows:
-            layer = self.points[n_passed.index(fewest)].layer
+    def largest_value(self, point: int) -> float:
+        """The largest finite absolute value of the reference at a point."""
+        return float(self.reference[point].float().abs().nan_to_num(posinf=0).max())
+
+    def _largest_change(self) -> RowChanges:
+        moved = np.where(self.subject.real, self.compare(self.subject.ids), 0)
+        largest: RowChanges = moved.max(axis=(1, 2))
+        return largest
+
+    def _run(self, ids: Tensor, reduce: ReduceRows) -> list[Tensor]:
+        n_rows = self.subject.n_rows
+        rows = capture_rows(self.points, lambda: self.subject.forward(ids), n_rows, reduce)
+        n_passed = [one.shape[1] for one in rows]
+        if min(n_passed) < n_rows:
+            layer = self.points[n_passed.index(min(n_passed))].layer
             name = "the input of the layers" if layer is None else f"layer {layer}"
             raise UsageError(
-                f"The run had {fewest} rows in {name}, but {self.n_rows} ids.",
+                f"The run had {min(n_passed)} rows in {name}, but {n_rows} ids.",
                 hint="The run must process all ids that it receives, with this model, without "
                 "torch.compile around its layers.",
             )
+        return rows
 
 
 def row_distance(one: Tensor, other: Tensor) -> Tensor:

@@ -7,136 +7,64 @@ changed segment is a leak. It enters in the first layer in which such a row move
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flexinspect.analysis.proof_results import ISOLATED, UNREAD, Proof, format_amount, proof_finding
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import plural, printable
-from flexinspect.masks.algebra import BoolArray, MaskSpec
+from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect_hooks.proofs.hidden_states import HiddenStates, RowChanges, capture_points
+from flexinspect_hooks.proofs.hidden_states import HiddenStates
 from flexinspect_hooks.proofs.leak_path import (
-    IsolationLeak,
-    above_noise,
+    ChangedSegment,
     explain_leaks,
     is_rounding,
     rounding_noise,
-    run_noise,
     unstable_finding,
 )
-from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds, Subject, subject_of
-from flexinspect_hooks.user_code.declared_segments import SegmentArgument
+from flexinspect_hooks.proofs.proof_subject import Subject
 
 _MAX_NAMES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedSegment:
-    """One changed segment: which rows must not move, which may, and which did.
-
-    `ids` (batch, rows) are the changed ids. `isolated_rows` must not attend to the segment,
-    `reader_rows` may; both are bool (batch, rows). `moved` is 0 within the noise.
-    """
-
-    segment: Segment
-    ids: Tensor
-    n_changed: int
-    isolated_rows: BoolArray
-    reader_rows: BoolArray
-    moved: RowChanges
-
-    @property
-    def leaking_rows(self) -> BoolArray:
-        """Isolated rows that moved, bool (points, batch, rows)."""
-        rows: BoolArray = (self.moved > 0) & self.isolated_rows
-        return rows
-
-    @property
-    def moved_rows(self) -> BoolArray:
-        """Rows that moved at any point, bool (batch, rows)."""
-        rows: BoolArray = np.any(self.moved > 0, axis=0)
-        return rows
-
-
-def prove_isolation(
-    model: nn.Module,
-    ids: Tensor | Sequence[int] | str,
-    *,
-    segments: Iterable[SegmentArgument] | None = None,
-    tokenizer: Any = None,
-    mask: str | MaskSpec | None = None,
-    run: RunIds | None = None,
-    attention_mask: Any = None,
-    position_ids: Any = None,
-    seed: int = 0,
-    report: OnProgress | None = None,
-) -> Proof:
+def check_isolation(subject: Subject, *, seed: int = 0) -> Proof:
     """Change each segment's tokens in turn, and compare all rows that must not attend to it.
 
-    Args:
-        model: the model, of which all decoder layers are compared.
-        ids: the prompt, (rows,) or (batch, rows), or a text for `tokenizer`.
-        segments: as for `flexinspect.watch`: spans (start, stop, label), texts, or (text, label),
-            in batch row 0.
-        mask: which tokens may attend to which, the name of a preset or a `MaskSpec`. Without it,
-            the segments count as isolated, and what follows the last one may attend to all.
-        run: `run(ids)` runs the model on `ids` as your code does. Without it, the model is called
-            with the ids, `attention_mask` (any kind that the model takes) and `position_ids`.
-        attention_mask: with `run`, a 2-D tensor that says which ids are padding.
-        seed: for the choice of the replacement tokens.
-        report: called with what is being done, and the finished part of it, from 0 to 1.
-
-    Raises `UsageError` if nothing is declared that could be proved, or if the run does not use the
-    ids that it receives.
+    `seed` is for the choice of the replacement tokens. Raises `UsageError` if nothing is declared
+    that could be proved, or if the run does not use the ids that it receives.
     """
-    subject = subject_of(
-        model,
-        ids,
-        run=run,
-        segments=segments,
-        tokenizer=tokenizer,
-        mask=mask,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-    )
-    return check_isolation(subject, seed=seed, report=report)
-
-
-def check_isolation(subject: Subject, *, seed: int = 0, report: OnProgress | None = None) -> Proof:
-    """Prove the isolation of a subject that declares which tokens may attend to which."""
-    report = report or (lambda text, fraction: None)
     sources = _provable_segments(subject)
-    states = HiddenStates(capture_points(subject.model), subject.n_rows)
-    report("running the prompt twice", None)
-    states.store_reference(subject.forward)
-    noise = run_noise(states, subject)
-    results: list[ChangedSegment] = []
+    subject.report("running the prompt twice", None)
+    states = HiddenStates(subject)
+    changes = []
     for number, segment in enumerate(sources):
-        report(f"changing {printable(segment.label)}", number / len(sources))
-        results.append(_change_segment(subject, states, segment, noise, seed))
-    report("finding where leaks enter", 1.0)
-    rounding = _rounding_noise(subject, states, results)
-    if rounding is not None:
-        noise = np.maximum(noise, rounding)
-        results = [replace(one, moved=above_noise(one.moved, noise)) for one in results]
-    leaks = [_first_leak(one) for one in results if one.leaking_rows.any()]
-    findings = explain_leaks(leaks, subject, states, noise)
-    findings += _unread_findings(subject, results)
-    if noise.any():
-        findings.append(unstable_finding(subject, states, noise, is_mixed=rounding is not None))
-    if not leaks:
-        findings.append(_isolated_finding(states, results, noise))
-    lines = _isolation_lines(subject, states, results, noise)
-    return Proof(
-        "isolation", tuple(lines), tuple(findings), _isolation_facts(states, results, noise)
-    )
+        subject.report(f"changing {printable(segment.label)}", number / len(sources))
+        changes.append(_change_segment(states, segment, seed))
+    subject.report("finding where leaks enter", 1.0)
+    is_mixed = any(is_rounding(one, states) for one in changes if one.has_leak)
+    if is_mixed:
+        states.noise = np.maximum(states.noise, rounding_noise(states, changes))
+        changes = [replace(one, moved=states.above_noise(one.moved)) for one in changes]
+    findings = explain_leaks([one for one in changes if one.has_leak], states)
+    findings += _unread_findings(subject, changes)
+    if states.noise.any():
+        findings.append(unstable_finding(states, is_mixed=is_mixed))
+    if not any(one.has_leak for one in changes):
+        findings.append(_isolated_finding(states, changes))
+    facts = {
+        "layers": [point.layer for point in states.points[1:]],
+        "rows": subject.n_rows,
+        "noise": states.noise.tolist(),
+        "changed": [_change_facts(one) for one in changes],
+    }
+    return Proof("isolation", tuple(_isolation_lines(states, changes)), tuple(findings), facts)
 
 
 # -- what is changed -------------------------------------------------------------------------------
@@ -234,41 +162,23 @@ def replace_ids(subject: Subject, positions: Sequence[int], seed: int) -> Tensor
 # -- running it ------------------------------------------------------------------------------------
 
 
-def _change_segment(
-    subject: Subject, states: HiddenStates, segment: Segment, noise: RowChanges, seed: int
-) -> ChangedSegment:
+def _change_segment(states: HiddenStates, segment: Segment, seed: int) -> ChangedSegment:
+    subject = states.subject
     positions = _replaceable_positions(subject, segment)
     ids = replace_ids(subject, positions, seed)
-    moved = states.compare(lambda: subject.forward(ids))
+    moved = states.compare(ids)
     if not moved[0, 0, positions].any():
         raise UsageError(
             f"The run received other ids for {printable(segment.label)}, but the input of the "
             "layers did not change.",
             hint="run(ids) must run the model on the ids that it receives.",
         )
-    moved = above_noise(moved, noise)
     isolated = _isolated_rows(subject, segment)
     readers = np.zeros_like(isolated)
     readers[0] = subject.real[0] & ~isolated[0]
     readers[0, segment.start : segment.stop] = False
+    moved = states.above_noise(moved)
     return ChangedSegment(segment, ids, len(positions), isolated, readers, moved)
-
-
-def _rounding_noise(
-    subject: Subject, states: HiddenStates, results: Sequence[ChangedSegment]
-) -> RowChanges | None:
-    """How far rounding alone moves rows at each point, None if no leak is due to rounding."""
-    leaks = [_first_leak(one) for one in results if one.leaking_rows.any()]
-    if not any(is_rounding(leak, subject, states) for leak in leaks):
-        return None
-    return rounding_noise(states, [np.where(one.isolated_rows, one.moved, 0) for one in results])
-
-
-def _first_leak(result: ChangedSegment) -> IsolationLeak:
-    """The leak of one changed segment: the first point where an isolated row moves."""
-    leaking = result.leaking_rows
-    point = int(leaking.any(axis=(1, 2)).argmax())
-    return IsolationLeak(result.segment, point, leaking[point], result.moved, result.ids)
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -309,69 +219,48 @@ def _unread_findings(subject: Subject, results: Sequence[ChangedSegment]) -> lis
     return [proof_finding(UNREAD, sentence, positions=positions, evidence={"unread": names})]
 
 
-def _isolated_finding(
-    states: HiddenStates, results: Sequence[ChangedSegment], noise: RowChanges
-) -> Finding:
-    rows = sum(int(one.isolated_rows.sum()) for one in results)
-    n_layers = len(states.points) - 1
-    stayed = (
-        f"within the noise of the run ({format_amount(float(noise.max()))})"
-        if noise.any()
-        else "bit-equal"
-    )
+def _isolated_finding(states: HiddenStates, changes: Sequence[ChangedSegment]) -> Finding:
+    rows, noise = sum(int(one.isolated_rows.sum()) for one in changes), float(states.noise.max())
+    stayed = f"within the noise of the run ({format_amount(noise)})" if noise else "bit-equal"
     sentence = (
-        f"Isolated: {plural(len(results), 'segment')} changed one after the other, and the rows "
+        f"Isolated: {plural(len(changes), 'segment')} changed one after the other, and the rows "
         f"that must not attend to them ({plural(rows, 'row')} compared) stayed {stayed} in all "
-        f"{n_layers} layers."
+        f"{len(states.points) - 1} layers."
     )
-    evidence = {"rows": rows, "segments": len(results), "noise": float(noise.max())}
+    evidence = {"rows": rows, "segments": len(changes), "noise": noise}
     return proof_finding(ISOLATED, sentence, evidence=evidence)
 
 
-def _isolation_lines(
-    subject: Subject, states: HiddenStates, results: Sequence[ChangedSegment], noise: RowChanges
-) -> list[str]:
-    mask = subject.scene.declared_mask
+def _isolation_lines(states: HiddenStates, changes: Sequence[ChangedSegment]) -> Iterator[str]:
+    mask, noise = states.subject.scene.declared_mask, float(states.noise.max())
     assert mask is not None
     declared = "assumed, as no mask was declared" if mask.assumed else "declared"
-    same = "bit-equal" if not noise.any() else f"{format_amount(float(noise.max()))} apart"
-    head = (
+    same = f"{format_amount(noise)} apart" if noise else "bit-equal"
+    yield (
         f"isolation under {mask.spec.name} ({declared}): {len(states.points) - 1} layers, "
-        f"{subject.n_rows} rows; the same ids twice: {same}"
+        f"{states.subject.n_rows} rows; the same ids twice: {same}"
     )
-    lines = [head]
-    for one in results:
-        reads, reads_not = _readers(subject, one)
-        leaks = int(one.leaking_rows.any(axis=0).sum())
-        rows = plural(int(one.isolated_rows.sum()), "row")
-        result = f"{leaks} of {rows} MOVED" if leaks else f"{rows} kept"
+    for one in changes:
+        facts = _change_facts(one)
+        reads, reads_not = _readers(states.subject, one)
+        rows = plural(facts["rows_kept"], "row")
+        result = f"{facts['rows_moved']} of {rows} MOVED" if one.has_leak else f"{rows} kept"
         parts = [f"  {printable(one.segment.label)} ({plural(one.n_changed, 'token')}): {result}"]
         parts += [f"read by {_shorten_names(reads)}"] if reads else []
         parts += [f"not read by {_shorten_names(reads_not)}"] if reads_not else []
-        lines.append("; ".join(parts))
-    return lines
+        yield "; ".join(parts)
 
 
-def _isolation_facts(
-    states: HiddenStates, results: Sequence[ChangedSegment], noise: RowChanges
-) -> dict[str, Any]:
+def _change_facts(one: ChangedSegment) -> dict[str, Any]:
     return {
-        "layers": [point.layer for point in states.points[1:]],
-        "rows": states.n_rows,
-        "noise": [float(value) for value in noise],
-        "changed": [
-            {
-                "label": one.segment.label,
-                "start": one.segment.start,
-                "stop": one.segment.stop,
-                "rows_kept": int(one.isolated_rows.sum()),
-                "rows_moved": int(one.leaking_rows.any(axis=0).sum()),
-                "largest": float(np.where(one.isolated_rows, one.moved, 0).max()),
-                "readers": int(one.reader_rows.sum()),
-                "readers_moved": int((one.reader_rows & one.moved_rows).sum()),
-            }
-            for one in results
-        ],
+        "label": one.segment.label,
+        "start": one.segment.start,
+        "stop": one.segment.stop,
+        "rows_kept": int(one.isolated_rows.sum()),
+        "rows_moved": int(one.leaking_rows.any(axis=0).sum()),
+        "largest": float(np.where(one.isolated_rows, one.moved, 0).max()),
+        "readers": int(one.reader_rows.sum()),
+        "readers_moved": int((one.reader_rows & one.moved_rows).sum()),
     }
 
 

@@ -7,8 +7,9 @@ same queries and keys under the executed mask as it was recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +40,7 @@ from flexinspect_hooks.observers.attention.mask_capture import (
     dense_bias,
 )
 from flexinspect_hooks.observers.input_rows import ArgumentNames
-from flexinspect_hooks.proofs.proof_subject import (
-    OnProgress,
-    RunIds,
-    Subject,
-    device_of,
-    subject_of,
-)
-from flexinspect_hooks.user_code.declared_segments import SegmentArgument
+from flexinspect_hooks.proofs.proof_subject import Subject, device_of
 
 _MIN_DRAWN_WEIGHT = 1e-6
 """An open cell of weight 0 counts as closed in the kernel if more than this is drawn."""
@@ -54,64 +48,95 @@ _KERNEL_NOISE_FACTOR = 4
 _TF32_EPS = 1e-3
 """Rounding of float32 products on CUDA, which may use TF32."""
 
-_CallLocation = tuple[int, int, str, tuple[int, int, int]]
-"""Step, layer, path, and (heads, rows, keys) of a call."""
+
+@dataclass(frozen=True, slots=True)
+class KernelCellDifference:
+    """One cell where the kernel's weight and the drawn weight differ."""
+
+    head: int
+    row: int
+    key: int
+    kernel: float
+    drawn: float
+    is_open: bool
+
+    @property
+    def rank(self) -> tuple[bool, int, int, int]:
+        """Order of reporting: cells that are wrongly open or closed first, then by position."""
+        differs_in_visibility = self.is_open != (self.kernel != 0)
+        return not differs_in_visibility, self.row, self.head, self.key
 
 
-def prove_kernel(
-    model: nn.Module,
-    ids: Tensor | Sequence[int] | str,
-    *,
-    segments: Iterable[SegmentArgument] | None = None,
-    tokenizer: Any = None,
-    run: RunIds | None = None,
-    attention_mask: Any = None,
-    position_ids: Any = None,
-    drawn: Any = None,
-    steps: int = 3,
-    report: OnProgress | None = None,
-) -> Proof:
+@dataclass(slots=True)
+class KernelComparison:
+    """The comparison of one attention call.
+
+    `shape` is (heads, rows, keys); `row_offset` and `key_offset` are the positions of row 0 and key
+    0. `largest` is the largest difference of a weight, None if only closed cells could be compared.
+    `n_wrong` counts the cells that differ, `n_visibility` those that are closed in one and open in
+    the other. `skip_reason` says why the call was not compared, "" if it was.
+    """
+
+    step: int
+    layer: int
+    path: str
+    shape: tuple[int, int, int]
+    row_offset: int = 0
+    key_offset: int = 0
+    largest: float | None = None
+    n_wrong: int = 0
+    n_visibility: int = 0
+    first: KernelCellDifference | None = None
+    skip_reason: str = ""
+
+    def add(
+        self,
+        start: int,
+        kernel: Tensor,
+        drawn: Tensor,
+        is_open: Tensor,
+        visibility: Tensor,
+        weight: Tensor,
+    ) -> None:
+        """Add the keys from `start` on; all tensors are (heads, rows, keys).
+
+        `visibility` are cells that are open in one and closed in the other, `weight` are cells
+        whose weights differ by more than rounding.
+        """
+        if self.largest is not None:
+            self.largest = max(self.largest, float((kernel - drawn).abs().nan_to_num().max()))
+        self.n_wrong += int((visibility | weight).sum())
+        self.n_visibility += int(visibility.sum())
+        for wrong in (visibility, weight):
+            if not bool(wrong.any()):
+                continue
+            row, head, key = (int(n) for n in wrong.transpose(0, 1).nonzero()[0])
+            cell = (head, row, key)
+            values = (float(kernel[cell]), float(drawn[cell]), bool(is_open[cell]))
+            difference = KernelCellDifference(head, row, start + key, *values)
+            if self.first is None or difference.rank < self.first.rank:
+                self.first = difference
+
+
+def check_kernel(subject: Subject, *, drawn: Any = None, steps: int = 3) -> Proof:
     """Compare the weights that each kernel call used with those that are drawn, cell by cell.
 
-    Of a batch, row 0 is compared.
+    Of a batch, row 0 is compared. The segments are only for the names of positions in the report.
 
     Args:
-        ids, tokenizer, run, attention_mask, position_ids: as for `prove_isolation`.
-        segments: only for the names of positions in the report.
         drawn: a mask to compare with instead of the recorded executed mask, bool (rows, keys) or
             (heads, rows, keys) over the whole sequence.
         steps: compare the first `steps` forward passes of the run.
 
     Raises `UsageError` if no attention call was seen, or if `drawn` does not fit.
     """
-    subject = subject_of(
-        model,
-        ids,
-        run=run,
-        segments=segments,
-        tokenizer=tokenizer,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-    )
-    return check_kernel(subject, drawn=drawn, steps=steps, report=report)
-
-
-def check_kernel(
-    subject: Subject, *, drawn: Any = None, steps: int = 3, report: OnProgress | None = None
-) -> Proof:
-    """Compare the kernel calls of a subject's run."""
-    report = report or (lambda text, fraction: None)
     drawn_mask = None if drawn is None else _parse_drawn_mask(drawn, device_of(subject.model))
     done: list[KernelComparison] = []
 
     def compare(calls: Sequence[AttentionCall], step: StepContext) -> None:
-        if step.step >= steps:
-            return
-        for number, ref in enumerate(calls):
-            report(
-                f"step {step.step}: calling the kernel of layer {ref.layer} again",
-                number / len(calls),
-            )
+        for number, ref in enumerate(calls if step.step < steps else ()):
+            doing = f"step {step.step}: calling the kernel of layer {ref.layer} again"
+            subject.report(doing, number / len(calls))
             done.append(_compare_call(ref, step, drawn_mask))
 
     with _observe_calls(subject.model, compare):
@@ -122,8 +147,9 @@ def check_kernel(
             hint="Its layers call no supported kernel, or the model is compiled as a whole.",
         )
     n_layers = len({*attention_layers(subject.model).values()} or {one.layer for one in done})
-    lines, findings = report_comparisons(done, subject.scene, n_layers)
-    return Proof("kernel", lines, findings, {"calls": [comparison_facts(one) for one in done]})
+    findings = tuple(_kernel_findings(done, subject.scene, n_layers))
+    facts = {"calls": [_comparison_facts(one) for one in done]}
+    return Proof("kernel", tuple(_kernel_lines(done)), findings, facts)
 
 
 # -- the calls -------------------------------------------------------------------------------------
@@ -151,15 +177,13 @@ def _observe_calls(
         calls, _ = hook.take_calls(current[0])
         on_calls(calls, current[0])
 
-    removes = list(hook.install(context))
-    hook.begin(context)
-    removes.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
-    removes.append(model.register_forward_hook(end).remove)
-    try:
+    with ExitStack() as stack:
+        for remove in hook.install(context):
+            stack.callback(remove)
+        hook.begin(context)
+        stack.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True))
+        stack.enter_context(model.register_forward_hook(end))
         yield
-    finally:
-        for remove in reversed(removes):
-            remove()
 
 
 # -- one call --------------------------------------------------------------------------------------
@@ -169,21 +193,22 @@ def _compare_call(
     ref: AttentionCall, step: StepContext, drawn_mask: Tensor | None
 ) -> KernelComparison:
     heads, rows, keys = ref.query.shape[1], ref.query.shape[2], ref.key.shape[2]
-    location: _CallLocation = (step.step, ref.layer, ref.path, (heads, rows, keys))
     mask = capture_call_mask(ref, step)
     if drawn_mask is not None:
         mask.cells = _crop_mask(drawn_mask, mask, heads)
-    skip_reason = _skip_reason(ref, mask)
-    if skip_reason:
-        return KernelComparison(*location, skip_reason=skip_reason)
+    one = KernelComparison(step.step, ref.layer, ref.path, (heads, rows, keys))
+    one.row_offset, one.key_offset = mask.q_offset, mask.kv_offset
+    one.skip_reason = _skip_reason(ref, mask)
     try:
-        return _compare_weights(ref, mask, location, exact=not ref.unknown_scores)
+        if not one.skip_reason:
+            _compare_weights(one, ref, mask)
     except UsageError:
         raise
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
-        reason = f"the call could not be repeated: {type(error).__name__}: {first_line}"
-        return KernelComparison(*location, skip_reason=reason)
+        one = KernelComparison(one.step, one.layer, one.path, one.shape)
+        one.skip_reason = f"the call could not be repeated: {type(error).__name__}: {first_line}"
+    return one
 
 
 def _skip_reason(ref: AttentionCall, mask: CapturedMask) -> str:
@@ -197,63 +222,14 @@ def _skip_reason(ref: AttentionCall, mask: CapturedMask) -> str:
     return ""
 
 
-@dataclass(slots=True)
-class _WeightDifferences:
-    """The differences of one call, collected over chunks of keys."""
-
-    largest: float = 0.0
-    n_wrong: int = 0
-    n_visibility: int = 0
-    first: KernelCellDifference | None = None
-
-    def add(
-        self,
-        start: int,
-        kernel: Tensor,
-        drawn: Tensor,
-        is_open: Tensor,
-        visibility: Tensor,
-        weight: Tensor,
-    ) -> None:
-        """Add the keys from `start` on; all tensors are (heads, rows, keys).
-
-        `visibility` are cells that are open in one and closed in the other, `weight` are cells
-        whose weights differ by more than rounding.
-        """
-        self.largest = max(self.largest, float((kernel - drawn).abs().nan_to_num().max()))
-        self.n_wrong += int((visibility | weight).sum())
-        self.n_visibility += int(visibility.sum())
-        for wrong in (visibility, weight):
-            if bool(wrong.any()):
-                self._record_first(start, kernel, drawn, is_open, wrong)
-
-    def _record_first(
-        self, start: int, kernel: Tensor, drawn: Tensor, is_open: Tensor, wrong: Tensor
-    ) -> None:
-        """Keep the first wrong cell."""
-        row, head, key = (int(n) for n in wrong.transpose(0, 1).nonzero()[0])
-        cell = (head, row, key)
-        difference = KernelCellDifference(
-            head=head,
-            row=row,
-            key=start + key,
-            kernel=float(kernel[cell]),
-            drawn=float(drawn[cell]),
-            is_open=bool(is_open[cell]),
-        )
-        if self.first is None or difference.rank < self.first.rank:
-            self.first = difference
-
-
-def _compare_weights(
-    ref: AttentionCall, mask: CapturedMask, location: _CallLocation, *, exact: bool
-) -> KernelComparison:
-    reference, differences = _ReferenceWeights(ref, mask), _WeightDifferences()
+def _compare_weights(one: KernelComparison, ref: AttentionCall, mask: CapturedMask) -> None:
+    reference, is_exact = _ReferenceWeights(ref, mask), not ref.unknown_scores
+    one.largest = 0.0 if is_exact else None
     for start, kernel in _kernel_weights(ref):
         drawn, is_open = reference.weights(start, start + kernel.shape[-1])
         visibility = ~is_open & (kernel != 0) & ~kernel.isnan()
         weight = torch.zeros_like(visibility)
-        if exact:
+        if is_exact:
             is_hidden = is_open & (kernel == 0) & (drawn > _MIN_DRAWN_WEIGHT)
             visibility |= is_hidden & ~reference.skipped
             weight = ((kernel - drawn).abs() > reference.tolerance(drawn)) | kernel.isnan()
@@ -261,16 +237,7 @@ def _compare_weights(
         else:
             kernel = torch.where(is_open, drawn, kernel)
         kernel = torch.where(reference.skipped & is_open, drawn, kernel)
-        differences.add(start, kernel, drawn, is_open, visibility, weight)
-    return KernelComparison(
-        *location,
-        row_offset=mask.q_offset,
-        key_offset=mask.kv_offset,
-        largest=differences.largest if exact else None,
-        n_wrong=differences.n_wrong,
-        n_visibility=differences.n_visibility,
-        first=differences.first,
-    )
+        one.add(start, kernel, drawn, is_open, visibility, weight)
 
 
 def _kernel_weights(ref: AttentionCall) -> Iterator[tuple[int, Tensor]]:
@@ -294,26 +261,23 @@ class _ReferenceWeights:
         cells = mask.cells
         assert cells is not None
         self._ref, self._cells = ref, cells
-        heads = ref.query.shape[1]
-        self._bias = dense_bias(ref, mask)
-        if self._bias is not None and self._bias.shape[0] not in (1, heads):
-            self._bias = self._bias[:1]
-        averaged = mask.averaged
-        top, lse = zip(*(self._max_and_lse(head) for head in range(heads)), strict=True)
-        self._lse, largest = torch.stack(lse), torch.stack(top)
+        heads, groups = ref.query.shape[1], ref.query.shape[1] // ref.key.shape[1]
+        self._kv_heads = torch.arange(heads, device=ref.key.device) // groups
+        bias = dense_bias(ref, mask)
+        self._bias = bias if bias is None or bias.shape[0] in (1, heads) else bias[:1]
+        each = (self._max_and_lse(slice(head, head + 1)) for head in range(heads))
+        largest, self._lse = map(torch.cat, zip(*each, strict=True))
         eps = torch.finfo(ref.query.dtype).eps
         eps = max(eps, _TF32_EPS) if ref.query.is_cuda else eps
         self._atol = _KERNEL_NOISE_FACTOR * eps
         self._rtol = (_KERNEL_NOISE_FACTOR * eps * (1 + largest))[..., None]
         empty = ~cells.any(-1, keepdim=True)
-        self.skipped = empty if averaged is None else empty | averaged[..., None]
+        self.skipped = empty if mask.averaged is None else empty | mask.averaged[..., None]
         """Rows whose open cells are not compared, bool (1 or heads, rows, 1)."""
 
     def weights(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The weights and the open cells of some keys, both (heads, rows, keys)."""
-        heads = range(self._ref.query.shape[1])
-        scores = torch.stack([self._scores(head, start, stop) for head in heads])
-        is_open = self._cells[..., start:stop].expand_as(scores)
+        scores, is_open = self._scores(slice(None), slice(start, stop))
         weights = (scores - self._lse[..., None]).exp().masked_fill(~is_open, 0).nan_to_num()
         return weights, is_open
 
@@ -321,25 +285,24 @@ class _ReferenceWeights:
         """How far a kernel's weights may differ from these by rounding."""
         return self._atol + self._rtol * drawn
 
-    def _max_and_lse(self, head: int) -> tuple[Tensor, Tensor]:
-        """The largest score of each row and its log-sum-exp, both (rows,)."""
-        scores = self._scores(head, 0, self._ref.key.shape[2])
-        is_open = self._cells[head if len(self._cells) > 1 else 0]
+    def _max_and_lse(self, heads: slice) -> tuple[Tensor, Tensor]:
+        """The largest score of each row and its log-sum-exp, both (heads, rows)."""
+        scores, is_open = self._scores(heads, slice(None))
         top = scores.masked_fill(~is_open, 0).abs().amax(-1)
         return top, scores.masked_fill(~is_open, -torch.inf).logsumexp(-1)
 
-    def _scores(self, head: int, start: int, stop: int) -> Tensor:
-        """The scores of one head with some keys, (rows, keys), of batch row 0."""
+    def _scores(self, heads: slice, keys: slice) -> tuple[Tensor, Tensor]:
+        """The scores of batch row 0 and the open cells, both (heads, rows, keys)."""
         ref = self._ref
-        shared = ref.query.shape[1] // ref.key.shape[1]
-        query, key = ref.query[0, head].float(), ref.key[0, head // shared, start:stop].float()
-        scale = ref.scale if ref.scale is not None else query.shape[-1] ** -0.5
-        scores = query @ key.mT * scale
+        query = ref.query[0, heads].float()
+        key = ref.key[0, self._kv_heads[heads], keys].float()
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if ref.scale is None else ref.scale)
         if ref.softcap:
             scores = ref.softcap * torch.tanh(scores / ref.softcap)
         if self._bias is not None:
-            scores = scores + self._bias[head if len(self._bias) > 1 else 0, :, start:stop]
-        return scores
+            scores = scores + (self._bias if len(self._bias) == 1 else self._bias[heads])[..., keys]
+        cells = self._cells if len(self._cells) == 1 else self._cells[heads]
+        return scores, cells[..., keys].expand_as(scores)
 
 
 # -- the user's drawn mask -------------------------------------------------------------------------
@@ -367,63 +330,29 @@ def _crop_mask(drawn_mask: Tensor, mask: CapturedMask, heads: int) -> Tensor:
     return cells
 
 
-@dataclass(frozen=True, slots=True)
-class KernelCellDifference:
-    """One cell where the kernel's weight and the drawn weight differ."""
-
-    head: int
-    row: int
-    key: int
-    kernel: float
-    drawn: float
-    is_open: bool
-
-    @property
-    def rank(self) -> tuple[bool, int, int, int]:
-        """Order of reporting: cells that are wrongly open or closed first, then by position."""
-        differs_in_visibility = self.is_open != (self.kernel != 0)
-        return not differs_in_visibility, self.row, self.head, self.key
-
-
-@dataclass(frozen=True, slots=True)
-class KernelComparison:
-    """The comparison of one attention call.
-
-    `shape` is (heads, rows, keys); `row_offset` and `key_offset` are the positions of row 0 and key
-    0. `largest` is the largest difference of a weight, None if only closed cells could be compared.
-    `n_wrong` counts the cells that differ, `n_visibility` those that are closed in one and open in
-    the other. `skip_reason` says why the call was not compared, "" if it was.
-    """
-
-    step: int
-    layer: int
-    path: str
-    shape: tuple[int, int, int]
-    row_offset: int = 0
-    key_offset: int = 0
-    largest: float | None = None
-    n_wrong: int = 0
-    n_visibility: int = 0
-    first: KernelCellDifference | None = None
-    skip_reason: str = ""
-
-
 # -- report ----------------------------------------------------------------------------------------
 
 
-def report_comparisons(
+def _kernel_findings(
     done: Sequence[KernelComparison], scene: RuleContext, n_layers: int
-) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
-    """The lines and the findings of the comparisons, for a model of `n_layers` layers."""
-    findings: list[Finding] = []
+) -> Iterator[Finding]:
+    """The findings of the comparisons, for a model of `n_layers` layers."""
     wrong = [one for one in done if one.n_wrong]
-    skipped = [one for one in done if one.skip_reason]
+    compared = [one for one in done if not one.skip_reason]
     if wrong:
-        findings.append(_kernel_differs(wrong, scene, n_layers))
-    elif len(skipped) < len(done):
-        findings.append(_kernel_same(done, n_layers))
-    findings += _skipped_findings(done, skipped, n_layers)
-    return tuple(_kernel_lines(done)), tuple(findings)
+        yield _kernel_differs(wrong, scene, n_layers)
+    elif compared:
+        yield _kernel_same(compared, n_layers)
+    for reason in dict.fromkeys(one.skip_reason for one in done if one.skip_reason):
+        layers = sorted({one.layer for one in done if one.skip_reason == reason})
+        sentence = f"Not compared: {format_layers(layers, n_layers)}, because {reason}."
+        yield proof_finding(KERNEL_UNSEEN, sentence, layer=layers[0], layers=layers)
+    n_seen = len({one.layer for one in done})
+    if n_seen < n_layers:
+        sentence = (
+            f"Attention was seen in {n_seen} of {n_layers} layers; the others are not proven."
+        )
+        yield proof_finding(KERNEL_UNSEEN, sentence)
 
 
 def _kernel_differs(
@@ -477,11 +406,10 @@ def _differing_cells_text(one: KernelComparison) -> str:
     return f"{plural(one.n_wrong, 'weight')} of that layer {verb} by more than rounding"
 
 
-def _kernel_same(done: Sequence[KernelComparison], n_layers: int) -> Finding:
-    compared = [one for one in done if not one.skip_reason]
-    cells = sum(one.shape[0] * one.shape[1] * one.shape[2] for one in compared)
+def _kernel_same(compared: Sequence[KernelComparison], n_layers: int) -> Finding:
+    cells = sum(math.prod(one.shape) for one in compared)
     steps = len({one.step for one in compared})
-    largest = max((one.largest or 0.0 for one in compared), default=0.0)
+    largest = max(one.largest or 0.0 for one in compared)
     where = format_layers(sorted({one.layer for one in compared}), n_layers)
     sentence = (
         f"The kernel's own weights are those that are drawn: {cells} cells of {where} in "
@@ -490,21 +418,6 @@ def _kernel_same(done: Sequence[KernelComparison], n_layers: int) -> Finding:
     return proof_finding(
         KERNEL_SAME, sentence, evidence={"cells": cells, "largest_difference": largest}
     )
-
-
-def _skipped_findings(
-    done: Sequence[KernelComparison], skipped: Sequence[KernelComparison], n_layers: int
-) -> Iterator[Finding]:
-    for reason in dict.fromkeys(one.skip_reason for one in skipped):
-        layers = sorted({one.layer for one in skipped if one.skip_reason == reason})
-        sentence = f"Not compared: {format_layers(layers, n_layers)}, because {reason}."
-        yield proof_finding(KERNEL_UNSEEN, sentence, layer=layers[0], layers=layers)
-    n_seen = len({one.layer for one in done})
-    if n_seen < n_layers:
-        sentence = (
-            f"Attention was seen in {n_seen} of {n_layers} layers; the others are not proven."
-        )
-        yield proof_finding(KERNEL_UNSEEN, sentence)
 
 
 def _kernel_lines(done: Sequence[KernelComparison]) -> Iterator[str]:
@@ -526,7 +439,7 @@ def _kernel_lines(done: Sequence[KernelComparison]) -> Iterator[str]:
         yield f"  step {step}: {plural(len(calls), 'layer')}, {paths}, {shape}: {result}"
 
 
-def comparison_facts(one: KernelComparison) -> dict[str, Any]:
+def _comparison_facts(one: KernelComparison) -> dict[str, Any]:
     """One comparison as numbers and strings, for JSON."""
     heads, rows, keys = one.shape
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,22 +39,51 @@ _MAX_NAMED_CARRIERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class IsolationLeak:
-    """Rows that moved although they must not attend to the changed segment, where they first do.
+class ChangedSegment:
+    """One changed segment: which rows must not move, which may, and which did.
 
-    `point` is an index into `HiddenStates.points`, `rows` are bool (batch, rows), `changes` say
-    how far every row moved at every point, `changed_ids` are (batch, rows).
+    `ids` (batch, rows) are the changed ids. `isolated_rows` must not attend to the segment,
+    `reader_rows` may; both are bool (batch, rows). `moved` is 0 within the noise.
     """
 
     segment: Segment
-    point: int
-    rows: BoolArray
-    changes: RowChanges
-    changed_ids: Tensor
+    ids: Tensor
+    n_changed: int
+    isolated_rows: BoolArray
+    reader_rows: BoolArray
+    moved: RowChanges
+
+    @property
+    def leaking_rows(self) -> BoolArray:
+        """Isolated rows that moved, bool (points, batch, rows)."""
+        rows: BoolArray = (self.moved > 0) & self.isolated_rows
+        return rows
+
+    @property
+    def moved_rows(self) -> BoolArray:
+        """Rows that moved at any point, bool (batch, rows)."""
+        rows: BoolArray = np.any(self.moved > 0, axis=0)
+        return rows
+
+    @property
+    def has_leak(self) -> bool:
+        """Whether an isolated row moved."""
+        return bool(self.leaking_rows.any())
+
+    @property
+    def point(self) -> int:
+        """Of a leak: the first point, an index into `HiddenStates.points`, where it shows."""
+        return int(self.leaking_rows.any(axis=(1, 2)).argmax())
+
+    @property
+    def rows(self) -> BoolArray:
+        """Of a leak: the isolated rows that moved at its point, bool (batch, rows)."""
+        rows: BoolArray = self.leaking_rows[self.point]
+        return rows
 
     @property
     def first(self) -> tuple[int, int]:
-        """Batch row and row of the first leaking row; the changed sequence comes first."""
+        """Of a leak: batch row and row of the first of its rows; the changed sequence is first."""
         batch, row = np.argwhere(self.rows)[0]
         return int(batch), int(row)
 
@@ -67,109 +96,78 @@ class _LeakPath:
     `n_heads` whose output moves at the first leaking row, None if unknown.
     """
 
-    leak: IsolationLeak
+    leak: ChangedSegment
     carriers: tuple[int, ...] = ()
     heads: tuple[int, ...] | None = None
     n_heads: int = 0
 
 
-def explain_leaks(
-    leaks: Sequence[IsolationLeak], subject: Subject, states: HiddenStates, noise: RowChanges
-) -> list[Finding]:
+def explain_leaks(leaks: Sequence[ChangedSegment], states: HiddenStates) -> list[Finding]:
     """One finding for each layer in which leaks enter, and for each kind of path."""
     groups: dict[tuple[int, bool], list[_LeakPath]] = {}
-    entries = [_find_path(leak, subject, states, noise) for leak in leaks]
+    entries = [_find_path(leak, states) for leak in leaks]
     carriers = {pos for entry in entries for pos in entry.carriers}
     for entry in entries:
         segment = entry.leak.segment
         if carriers.issuperset(range(segment.start, segment.stop)):
             continue  # the finding of the other leak names this segment as a carrier
         groups.setdefault((entry.leak.point, bool(entry.carriers)), []).append(entry)
-    return [
-        _leak_finding(entries, subject, states, noise)
-        for _, entries in sorted(groups.items(), key=lambda group: group[0])
-    ]
+    return [_leak_finding(groups[key], states) for key in sorted(groups)]
 
 
-def _find_path(
-    leak: IsolationLeak, subject: Subject, states: HiddenStates, noise: RowChanges
-) -> _LeakPath:
-    point = states.points[leak.point]
-    if point.layer is None:
+def _find_path(leak: ChangedSegment, states: HiddenStates) -> _LeakPath:
+    if states.points[leak.point].layer is None:
         return _LeakPath(leak)
-    heads, n_heads = leaking_heads(leak, subject, point.layer)
-    return _LeakPath(leak, _find_carriers(leak, subject, states, noise), heads, n_heads)
+    return _LeakPath(leak, _find_carriers(leak, states), *_leaking_heads(leak, states))
 
 
-def _find_carriers(
-    leak: IsolationLeak, subject: Subject, states: HiddenStates, noise: RowChanges
-) -> tuple[int, ...]:
+def _find_carriers(leak: ChangedSegment, states: HiddenStates) -> tuple[int, ...]:
     """The rows through which the leak entered its layer, () if it is direct.
 
     Candidates are rows outside the changed segment that moved before the layer. The changed ids are
     run again with these rows restored to the reference: if the first leaking row now stays, they
     are the carriers. Those before the row are tried first, because they mostly suffice.
     """
-    batch, row = leak.first
-    before = leak.changes[leak.point - 1]
+    point, (batch, row) = leak.point, leak.first
+    before = leak.moved[point - 1]
     is_source = np.zeros(before.shape[1], np.bool_)
     is_source[leak.segment.start : leak.segment.stop] = True
     carriers = np.flatnonzero((before[0] > 0) & ~is_source)
     if batch:
         return ()
-    module = states.points[leak.point].module
     for candidates in (carriers[carriers < row], carriers):
         if not len(candidates):
             continue
-        with patch_rows(module, candidates.tolist(), states.reference[leak.point - 1]):
-            changes = states.compare(lambda: subject.forward(leak.changed_ids))
-        if float(changes[leak.point, batch, row]) <= NOISE_FACTOR * float(noise[leak.point]):
-            return tuple(candidates.tolist())
+        rows = candidates.tolist()
+        with patch_rows(states.points[point].module, rows, states.reference[point - 1]):
+            moved = states.compare(leak.ids)
+        if float(moved[point, batch, row]) <= NOISE_FACTOR * float(states.noise[point]):
+            return tuple(rows)
     return ()
 
 
-def leaking_heads(
-    leak: IsolationLeak, subject: Subject, layer: int
+def _leaking_heads(
+    leak: ChangedSegment, states: HiddenStates
 ) -> tuple[tuple[int, ...] | None, int]:
-    """The heads of a layer whose output moves at the leak's first row, and the number of heads.
+    """The heads of the layer whose output moves at the leak's first row, and the number of heads.
 
     None if the heads are unknown: the layer has no output projection of a known name.
     """
-    attention, n_heads = _output_projection(subject.model, layer)
-    if attention is None or not n_heads:
+    subject, (batch, row) = states.subject, leak.first
+    layer = states.points[leak.point].layer
+    projection, n_heads = _output_projection(subject.model, layer)
+    if projection is None or not n_heads:
         return None, 0
-    point = CapturePoint(layer, attention, is_input=True)
-    outputs = [_rows_at_point(point, subject, ids) for ids in (subject.ids, leak.changed_ids)]
-    batch, row = leak.first
-    one, other = (_row_of_chunks(parts, batch, row) for parts in outputs)
-    if one is None or other is None or one.shape[0] % n_heads:
+    point = CapturePoint(layer, projection, is_input=True)
+    runs = (partial(subject.forward, ids) for ids in (subject.ids, leak.ids))
+    (one,), (other,) = (capture_rows([point], run, subject.n_rows) for run in runs)
+    if min(one.shape[1], other.shape[1]) <= row or one.shape[-1] % n_heads:
         return None, 0
-    moved = row_distance(one.view(1, n_heads, -1), other.view(1, n_heads, -1))[0]
-    return tuple(moved.nonzero().flatten().tolist()), n_heads
+    by_head = (rows[batch, row].view(1, n_heads, -1) for rows in (one, other))
+    return tuple(row_distance(*by_head)[0].nonzero().flatten().tolist()), n_heads
 
 
-def _rows_at_point(point: CapturePoint, subject: Subject, ids: Tensor) -> list[Tensor]:
-    """The rows that pass a point in a run on `ids`, in parts (batch, rows, width)."""
-    parts: list[Tensor] = []
-
-    def on_rows(index: int, start: int, rows: Tensor) -> None:
-        parts.append(rows.clone())
-
-    with capture_rows([point], subject.n_rows, on_rows):
-        subject.forward(ids)
-    return parts
-
-
-def _row_of_chunks(parts: Sequence[Tensor], batch: int, row: int) -> Tensor | None:
-    """One row (width,) of parts (batch, rows, width)."""
-    for part in parts:
-        if row < part.shape[1]:
-            return part[batch, row]
-        row -= part.shape[1]
-    return None
-
-
-def _output_projection(model: nn.Module, layer: int) -> tuple[nn.Module | None, int]:
+def _output_projection(model: nn.Module, layer: int | None) -> tuple[nn.Module | None, int]:
     layer_of = attention_layers(model)
     for module in model.modules():
         if layer_of.get(id(module)) != layer:
@@ -185,15 +183,13 @@ def _output_projection(model: nn.Module, layer: int) -> tuple[nn.Module | None, 
 # -- findings --------------------------------------------------------------------------------------
 
 
-def _leak_finding(
-    entries: Sequence[_LeakPath], subject: Subject, states: HiddenStates, noise: RowChanges
-) -> Finding:
-    entry = entries[0]
-    leak = entry.leak
+def _leak_finding(entries: Sequence[_LeakPath], states: HiddenStates) -> Finding:
+    entry, subject = entries[0], states.subject
+    leak, point = entry.leak, entry.leak.point
     batch, row = leak.first
-    layer = states.points[leak.point].layer
-    far = float(leak.changes[leak.point, batch, row])
-    size = states.largest_value(leak.point, row, batch)
+    layer = states.points[point].layer
+    far = float(leak.moved[point, batch, row])
+    size = float(states.reference[point][batch, row].float().abs().max())
     sentence = (
         f"{_changed_text(leak)} moves {_row_text(subject, batch, row)} "
         f"{_layer_text(layer)} by {format_amount(far)} "
@@ -207,15 +203,24 @@ def _leak_finding(
         sentence += ", and the declared mask itself allows that path."
     else:
         sentence += "."
-    rows = np.flatnonzero(leak.rows[batch])
     return proof_finding(
         LEAK,
         sentence,
         step=0,
         layer=layer,
         head=entry.heads[0] if entry.heads and len(entry.heads) == 1 < entry.n_heads else None,
-        positions=limit_positions(rows),
-        evidence=_leak_evidence(entries, far, size, noise),
+        positions=limit_positions(np.flatnonzero(leak.rows[batch])),
+        evidence={
+            "changed": [one.leak.segment.label for one in entries],
+            "batch_row": batch,
+            "row": row,
+            "moved_by": far,
+            "largest_value": size,
+            "rows": sum(int(one.leak.rows.sum()) for one in entries),
+            "through": list(entry.carriers),
+            "heads": None if entry.heads is None else list(entry.heads),
+            "noise": float(states.noise[point]),
+        },
     )
 
 
@@ -229,25 +234,7 @@ def _mask_allows_path(entry: _LeakPath, subject: Subject) -> bool:
     return bool((cells[entry.leak.first[1], carriers] & reads).any())
 
 
-def _leak_evidence(
-    entries: Sequence[_LeakPath], far: float, size: float, noise: RowChanges
-) -> dict[str, Any]:
-    entry = entries[0]
-    batch, row = entry.leak.first
-    return {
-        "changed": [one.leak.segment.label for one in entries],
-        "batch_row": batch,
-        "row": row,
-        "moved_by": far,
-        "largest_value": size,
-        "rows": sum(int(one.leak.rows.sum()) for one in entries),
-        "through": list(entry.carriers),
-        "heads": None if entry.heads is None else list(entry.heads),
-        "noise": float(noise[entry.leak.point]),
-    }
-
-
-def _changed_text(leak: IsolationLeak) -> str:
+def _changed_text(leak: ChangedSegment) -> str:
     segment = leak.segment
     places = f"positions {segment.start} to {segment.stop - 1}"
     if len(segment) == 1:
@@ -306,43 +293,23 @@ _MAX_ROUNDINGS = 2000
 """Rounding errors of the largest value that may accumulate over all layers."""
 
 
-def run_noise(states: HiddenStates, subject: Subject) -> RowChanges:
-    """How far repetitions of the run differ at each point, (points,).
-
-    One repetition suffices if it is bit-equal; otherwise there are three.
-    """
-    noise = _largest_change(states.compare(subject.forward), subject)
-    if noise.any():
-        for _ in range(2):
-            noise = np.maximum(noise, _largest_change(states.compare(subject.forward), subject))
-    return noise
-
-
-def _largest_change(moved: RowChanges, subject: Subject) -> RowChanges:
-    largest: RowChanges = np.where(subject.real, moved, 0).max(axis=(1, 2))
-    return largest
-
-
-def above_noise(moved: RowChanges, noise: RowChanges) -> RowChanges:
-    """Changes (points, batch, rows) with those within the noise (points,) set to 0."""
-    return np.where(moved > NOISE_FACTOR * noise[:, None, None], moved, 0).astype(np.float32)
-
-
-def is_rounding(leak: IsolationLeak, subject: Subject, states: HiddenStates) -> bool:
+def is_rounding(leak: ChangedSegment, states: HiddenStates) -> bool:
     """Whether an apparent leak is only rounding, and not caused by attention."""
-    layer = states.points[leak.point].layer
-    if (
-        layer is None
-        or float(leak.changes[leak.point][leak.rows].max()) > _rounding_bound(states)[leak.point]
-    ):
+    point = leak.point
+    if states.points[point].layer is None:
         return False
-    return leaking_heads(leak, subject, layer)[0] == ()
+    if float(leak.moved[point][leak.rows].max()) > _rounding_bound(states)[point]:
+        return False
+    return _leaking_heads(leak, states)[0] == ()
 
 
-def rounding_noise(states: HiddenStates, moved: Sequence[RowChanges]) -> RowChanges:
-    """How far rounding moves rows at each point, (points,): the changes within its bound."""
+def rounding_noise(states: HiddenStates, changes: Sequence[ChangedSegment]) -> RowChanges:
+    """How far rounding moves isolated rows at each point, (points,): the changes in its bound."""
     bound = _rounding_bound(states)[:, None, None]
-    small = [np.where(one <= bound, one, 0).max(axis=(1, 2)) for one in moved]
+    small = [
+        np.where(one.isolated_rows & (one.moved <= bound), one.moved, 0).max(axis=(1, 2))
+        for one in changes
+    ]
     noise: RowChanges = np.max(small, axis=0).astype(np.float32)
     return noise
 
@@ -350,16 +317,14 @@ def rounding_noise(states: HiddenStates, moved: Sequence[RowChanges]) -> RowChan
 def _rounding_bound(states: HiddenStates) -> RowChanges:
     """The largest change that rounding can explain at each point, (points,)."""
     eps = torch.finfo(states.reference[0].dtype).eps
-    sizes = [float(of.float().abs().nan_to_num(posinf=0).max()) for of in states.reference]
+    sizes = [states.largest_value(point) for point in range(len(states.points))]
     return np.array(sizes, np.float32) * np.float32(min(_MAX_ROUNDINGS * eps, _WARNING_SHARE))
 
 
-def unstable_finding(
-    subject: Subject, states: HiddenStates, noise: RowChanges, *, is_mixed: bool
-) -> Finding:
-    """The finding that reports noise (points,), above which changes are judged."""
-    point = int(noise.argmax())
-    size = float(states.reference[point].float().abs().nan_to_num(posinf=0).max())
+def unstable_finding(states: HiddenStates, *, is_mixed: bool) -> Finding:
+    """The finding that reports the noise, above which changes are judged."""
+    noise, point = states.noise, int(states.noise.argmax())
+    size = states.largest_value(point)
     layer = states.points[point].layer
     where = "before the layers" if layer is None else f"in layer {layer}"
     sizes = f"{format_amount(float(noise[point]))} {where} (largest value {format_amount(size)})"
@@ -369,8 +334,8 @@ def unstable_finding(
         if is_mixed
         else f"The same ids, run again, gave states that differ by up to {sizes}"
     )
-    training = " The model is in training mode." if subject.model.training else ""
+    training = " The model is in training mode." if states.subject.model.training else ""
     sentence = f"{what}; only changes more than {NOISE_FACTOR} times as large count.{training}"
     severity = Severity.WARNING if noise[point] > _WARNING_SHARE * size else Severity.NOTE
-    evidence = {"noise": [float(value) for value in noise], "size": size, "rounding": is_mixed}
+    evidence = {"noise": noise.tolist(), "size": size, "rounding": is_mixed}
     return proof_finding(UNSTABLE, sentence, severity=severity, layer=layer, evidence=evidence)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
-from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.rules.context import RuleContext
+from flexinspect_hooks.loading.tokenizers import IdAdapter, Vocabulary
 from flexinspect_hooks.observers.input_rows import InputRows
 from flexinspect_hooks.user_code.declared_segments import SegmentArgument, parse_segments
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     GenerationBuilder,
-    IdAdapter,
-    TokenizerAdapter,
-    TransformersAdapter,
+    check_declared_mask,
 )
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 
@@ -31,22 +29,29 @@ OnProgress = Callable[[str, float | None], None]
 """Called with what is being done, and the finished part of it, from 0 to 1."""
 
 
+def _no_report(text: str, fraction: float | None) -> None:
+    """Report nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A run that can be repeated with other ids.
 
-    `ids` (batch, rows) are on the model's device. `real` (batch, rows) is false for padding.
-    `special` are ids without text, `text_of` gives the text of an id. The segments and tokens of
-    `scene` are those of batch row 0.
+    `ids` (batch, rows) are on the model's device. Without `run`, the model is called with the ids
+    and `arguments`. `real` (batch, rows) is false for padding. `special` are ids without text,
+    `text_of` gives the text of an id. The segments and tokens of `scene` are those of batch row 0.
+    `report` is called with what is being done, and the finished part of it.
     """
 
     model: nn.Module
     ids: Tensor
-    run: RunIds
     scene: RuleContext
     real: BoolArray
     special: frozenset[int]
     text_of: Callable[[int], str]
+    run: RunIds | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    report: OnProgress = _no_report
 
     @property
     def n_rows(self) -> int:
@@ -55,31 +60,47 @@ class Subject:
 
     def forward(self, ids: Tensor | None = None) -> None:
         """Run on the subject's ids, or on other ids of the same shape, without gradients."""
+        ids = self.ids if ids is None else ids
         with torch.no_grad():
-            self.run(self.ids if ids is None else ids)
+            self.run(ids) if self.run else self.model(ids, **self.arguments)
 
 
 def subject_of(
     model: nn.Module,
     ids: Tensor | Sequence[int] | str,
     *,
-    run: RunIds | None = None,
     segments: Iterable[SegmentArgument] | None = None,
     tokenizer: Any = None,
     mask: str | MaskSpec | None = None,
+    run: RunIds | None = None,
     attention_mask: Any = None,
     position_ids: Any = None,
+    report: OnProgress | None = None,
 ) -> Subject:
-    """The subject of a proof of the user's own run; the arguments are those of `prove_isolation`.
+    """The subject of a proof of the user's own run.
+
+    Args:
+        model: the model, of which all decoder layers are compared.
+        ids: the prompt, (rows,) or (batch, rows), or a text for `tokenizer`.
+        segments: as for `flexinspect.watch`: spans (start, stop, label), texts, or (text, label),
+            in batch row 0.
+        mask: which tokens may attend to which, the name of a preset or a `MaskSpec`. Without it,
+            the segments count as isolated, and what follows the last one may attend to all.
+        run: `run(ids)` runs the model on `ids` as your code does. Without it, the model is called
+            with the ids, `attention_mask` (any kind that the model takes) and `position_ids`.
+        attention_mask: with `run`, a 2-D tensor that says which ids are padding.
+        report: called with what is being done, and the finished part of it, from 0 to 1.
 
     Raises `UsageError` for arguments that do not fit.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"prove needs a torch module, not a {type(model).__name__}.")
-    check_mask(mask)
-    adapter = tokenizer_adapter(tokenizer)
+    check_declared_mask(mask)
+    adapter = IdAdapter() if tokenizer is None else Vocabulary(tokenizer)
     input_ids = _parse_ids(ids, tokenizer).to(device_of(model))
-    arguments = _model_arguments(input_ids, attention_mask, position_ids, has_run=run is not None)
+    arguments = _model_arguments(input_ids, attention_mask, position_ids)
+    if run is not None:
+        check_padding(arguments, input_ids)
     builder = GenerationBuilder.begin(
         DeclaredPrompt(adapter, parse_segments(segments), mask),
         StepPlace(0, 0, True, 0, input_ids.shape[1]),
@@ -92,27 +113,14 @@ def subject_of(
     return Subject(
         model,
         input_ids,
-        run or (lambda changed_ids: model(changed_ids, **arguments)),
         scene,
         real=_real_tokens(input_ids, arguments.get("attention_mask")),
         special=adapter.special | config_ids(model),
         text_of=adapter.text_of,
+        run=run,
+        arguments=arguments,
+        report=report or _no_report,
     )
-
-
-def check_mask(mask: Any) -> None:
-    """Raise `UsageError` if `mask` is neither a preset nor a `MaskSpec`."""
-    if isinstance(mask, str):
-        algebra.check_preset(mask)
-    elif mask is not None and not isinstance(mask, MaskSpec):
-        raise UsageError(
-            "mask must be the name of a preset or a flexinspect.masks.algebra.MaskSpec."
-        )
-
-
-def tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:
-    """The adapter of a tokenizer; without one, ids are their own texts."""
-    return IdAdapter() if tokenizer is None else TransformersAdapter(tokenizer)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -149,23 +157,26 @@ def _parse_ids(ids: Any, tokenizer: Any) -> Tensor:
     return tensor.long()
 
 
-def _model_arguments(
-    ids: Tensor, attention_mask: Any, position_ids: Any, *, has_run: bool
-) -> dict[str, Any]:
-    """The model's other arguments; if the user has a `run`, they only describe its input."""
+def _model_arguments(ids: Tensor, attention_mask: Any, position_ids: Any) -> dict[str, Any]:
+    """The model's other arguments, on the device of the ids."""
     arguments: dict[str, Any] = {}
     if attention_mask is not None:
         is_tensor = isinstance(attention_mask, Tensor)
-        if has_run and not (is_tensor and attention_mask.shape == ids.shape):
-            raise UsageError(
-                "With run=, attention_mask says which ids are padding: a 0 or 1 for each id.",
-                hint="Pass any other mask to the model in run.",
-            )
         arguments["attention_mask"] = attention_mask.to(ids.device) if is_tensor else attention_mask
     if position_ids is not None:
         positions = torch.as_tensor(position_ids, device=ids.device)
         arguments["position_ids"] = positions[None] if positions.dim() == 1 else positions
     return arguments
+
+
+def check_padding(arguments: Mapping[str, Any], ids: Tensor) -> None:
+    """Raise `UsageError` if an attention mask is given that is not padding, 0 or 1 for each id."""
+    mask = arguments.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
+        raise UsageError(
+            "With run=, attention_mask says which ids are padding: a 0 or 1 for each id.",
+            hint="Pass any other mask to the model in run.",
+        )
 
 
 def _real_tokens(ids: Tensor, attention_mask: Any) -> BoolArray:

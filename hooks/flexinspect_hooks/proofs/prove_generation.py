@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import combinations
-from typing import Any
+from itertools import combinations, pairwise
 
 import numpy as np
 import torch
@@ -20,16 +19,21 @@ from flexinspect.inputs.datasets import Sample
 from flexinspect.records.job import Job
 from flexinspect.records.step import GenerationRecord, TokenRecord
 from flexinspect.rules.context import RuleContext
-from flexinspect_hooks.ensemble.capture_process import default_threads, load_samples
+from flexinspect_hooks.ensemble.capture_process import (
+    default_threads,
+    is_compiled,
+    load_model,
+    load_samples,
+)
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner, GenerationPlan
 from flexinspect_hooks.generation.decoding import generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
-from flexinspect_hooks.loading.model_loader import LoadedModel, load
-from flexinspect_hooks.loading.model_loader import OnLoadProgress as LoadReport
+from flexinspect_hooks.loading.library_output import OnLoadProgress as LoadReport
+from flexinspect_hooks.loading.model_loader import LoadedModel
 from flexinspect_hooks.proofs.cache_check import check_cache
 from flexinspect_hooks.proofs.isolation import check_isolation
 from flexinspect_hooks.proofs.kernel_weights import check_kernel
-from flexinspect_hooks.proofs.proof_subject import OnProgress, Subject, config_ids
+from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds, Subject, config_ids
 from flexinspect_hooks.proofs.segment_order import measure_swap, newest_logits, order_proof
 
 
@@ -42,25 +46,11 @@ def prove_run(
     """
     torch.set_num_threads(job.threads or default_threads())
     samples = load_samples(job)
-    loaded = load(
-        model_names.resolve(job.model, load_config()),
-        device=job.device,
-        dtype=job.dtype,
-        weights=job.weights,
-        seed=job.seed,
-        trust_remote_code=job.trust_remote_code,
-        report=load_report,
-    )
-    compiled = loaded.device.startswith("cuda") if job.compile is None else job.compile
+    loaded = load_model(job, model_names.resolve(job.model, load_config()), load_report)
+    compiled = is_compiled(job, loaded.device)
     run = _SampleProver(loaded, job, compiled=compiled, report=report)
-    provers: dict[str, Callable[[Sample], Proof]] = {
-        "isolation": run.isolation,
-        "order": run.order,
-        "kernel": run.kernel,
-        "cache": lambda sample: run.cache(sample, every),
-    }
     for sample in samples:
-        proof = provers[kind](sample)
+        proof = run.prove(kind, sample, every)
         lines = (f"sample {sample.id}", *proof.lines) if len(samples) > 1 else proof.lines
         yield replace(proof, lines=lines, facts={"sample": sample.id, **proof.facts})
 
@@ -75,36 +65,33 @@ class _SampleProver:
         self._job, self._compiled, self._report = job, compiled, report
         self._ensemble = EnsembleRunner(loaded, job, compiled=compiled)
 
-    def isolation(self, sample: Sample) -> Proof:
-        """Change each segment of a sample, prompt and decode steps alike."""
-        with self._subject(sample) as subject:
-            return check_isolation(subject, seed=self._job.seed, report=self._report)
-
-    def kernel(self, sample: Sample) -> Proof:
-        """Call every kernel of the prompt and of some decode steps again."""
-        with self._subject(sample) as subject:
-            return check_kernel(subject, steps=1 + self._job.max_new_tokens, report=self._report)
-
-    def cache(self, sample: Sample, every: int) -> Proof:
-        """Recompute a generation every so many steps."""
-
-        def recompute(ids: Tensor, others: dict[str, Any]) -> None:
-            self._model(input_ids=ids, use_cache=False, **others)
-
+    def prove(self, kind: str, sample: Sample, every: int) -> Proof:
+        """Prove a property of a sample's generation."""
+        if kind == "order":
+            return self._order(sample)
         with self._patched_plan(sample) as plan:
-            prompt = torch.tensor([plan.prompt.ids], device=self._device)
-            subject = self._make_subject(plan, prompt, [])
-            # One token more than there are steps: the last one is not an input.
-            n_tokens = self._job.max_new_tokens + 1
-            return check_cache(
-                subject,
-                lambda ids: generate(self._model, plan.prompt, max_new_tokens=n_tokens),
-                recompute,
-                every=every,
-                report=self._report,
-            )
+            if kind == "cache":
+                return self._cache(plan, every)
+            subject = self._subject(plan)
+            if kind == "isolation":
+                return check_isolation(subject, seed=self._job.seed)
+            return check_kernel(subject, steps=1 + self._job.max_new_tokens)
 
-    def order(self, sample: Sample) -> Proof:
+    def _cache(self, plan: GenerationPlan, every: int) -> Proof:
+        """Recompute a generation every so many steps."""
+        # One token more than there are steps: the last one is not an input.
+        n_tokens = self._job.max_new_tokens + 1
+
+        def recompute(ids: Tensor) -> None:
+            positions = self._position_ids(plan, ids.shape[1])
+            self._model(input_ids=ids, position_ids=positions, use_cache=False)
+
+        subject = self._make_subject(
+            plan, [], lambda _: generate(self._model, plan.prompt, max_new_tokens=n_tokens)
+        )
+        return check_cache(subject, every=every, recompute=recompute)
+
+    def _order(self, sample: Sample) -> Proof:
         """Swap each pair of paraphrases of a sample."""
         if len(sample.paraphrases) < 2:
             raise UsageError("Order needs at least two paraphrases: use --prompt twice.")
@@ -134,47 +121,49 @@ class _SampleProver:
         with FlexPatch(self._model, plan.source, compiled=self._compiled):
             yield plan
 
-    @contextmanager
-    def _subject(self, sample: Sample) -> Iterator[Subject]:
-        """Patch the model with a sample's mask; the subject is the prompt and generated tokens."""
-        with self._patched_plan(sample) as plan:
-            n_tokens = self._job.max_new_tokens
-            self._report("generating", None)
-            chosen = list(generate(self._model, plan.prompt, max_new_tokens=n_tokens).token_ids)
-            ids = torch.tensor([[*plan.prompt.ids, *chosen]], device=self._device)
-            yield self._make_subject(plan, ids, chosen)
+    def _subject(self, plan: GenerationPlan) -> Subject:
+        """The prompt and generated tokens, run with a cache; the model has the sample's mask."""
+        self._report("generating", None)
+        chosen = generate(self._model, plan.prompt, max_new_tokens=self._job.max_new_tokens)
+        return self._make_subject(
+            plan, list(chosen.token_ids), lambda ids: self._run_with_cache(plan, ids)
+        )
 
-    def _make_subject(self, plan: GenerationPlan, ids: Tensor, generated_ids: list[int]) -> Subject:
+    def _make_subject(self, plan: GenerationPlan, generated: list[int], run: RunIds) -> Subject:
         scene, vocabulary = RuleContext(), self._ensemble.vocabulary
-        scene.start_generation(self._generation_record(plan, generated_ids))
+        scene.start_generation(self._generation_record(plan, generated))
+        ids = torch.tensor([[*plan.prompt.ids, *generated]], device=self._device)
         return Subject(
             self._model,
             ids,
-            lambda changed_ids: self._run_with_cache(plan, changed_ids),
             scene,
             real=np.ones(tuple(ids.shape), np.bool_),
             special=vocabulary.special | config_ids(self._model),
             text_of=vocabulary.text_of,
+            run=run,
+            report=self._report,
         )
 
     def _run_with_cache(self, plan: GenerationPlan, ids: Tensor) -> None:
         """Run the prompt's ids, then the following ones one by one, with a cache."""
         from transformers import DynamicCache
 
-        prompt, cache = plan.prompt, DynamicCache(config=self._model.config)
-        n_prompt = len(prompt.ids)
-        parts = [(0, n_prompt), *((pos, pos + 1) for pos in range(n_prompt, ids.shape[1]))]
-        for start, stop in parts:
-            if start:
-                positions = [prompt.next_position(start - n_prompt)]
-            else:
-                positions = list(prompt.position_ids)
+        positions = self._position_ids(plan, ids.shape[1])
+        cache = DynamicCache(config=self._model.config)
+        starts = [0, *range(len(plan.prompt.ids), ids.shape[1]), ids.shape[1]]
+        for start, stop in pairwise(starts):
             self._model(
                 input_ids=ids[:, start:stop],
-                position_ids=torch.tensor([positions], device=self._device),
+                position_ids=positions[:, start:stop],
                 past_key_values=cache,
                 use_cache=True,
             )
+
+    def _position_ids(self, plan: GenerationPlan, n_rows: int) -> Tensor:
+        """The position ids (1, rows) of the prompt and of what follows it."""
+        prompt = plan.prompt
+        following = (prompt.next_position(n) for n in range(n_rows - len(prompt.ids)))
+        return torch.tensor([[*prompt.position_ids, *following]], device=self._device)
 
     def _generation_record(
         self, plan: GenerationPlan, generated_ids: list[int]
@@ -197,5 +186,5 @@ class _SampleProver:
             )
             for number, token_id in enumerate(generated_ids)
         )
-        declared = {} if "rule" in plan.declared else plan.declared
+        declared = {} if "mask_mod" in plan.declared else plan.declared
         return replace(record, tokens=(*record.tokens, *generated), declared=declared)

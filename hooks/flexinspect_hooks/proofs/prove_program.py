@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +19,11 @@ from torch import Tensor, nn
 from flexinspect.analysis.proof_results import Proof
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.records.job import ScriptJob
-from flexinspect_hooks.proofs import prove, prover_of
-from flexinspect_hooks.proofs.proof_subject import OnProgress
+from flexinspect_hooks.proofs import options_of, prove
+from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds
+from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.user_code.program import run_program
 from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
-
-_RunIds = Callable[[Tensor], Any]
 
 
 class _ProofMadeError(BaseException):
@@ -38,7 +36,7 @@ class _RepeatableCall:
 
     model: nn.Module
     ids: Tensor
-    run: _RunIds
+    run: RunIds
     attention_mask: Tensor | None
     generates: bool
 
@@ -87,16 +85,16 @@ class _CallWatcher:
         from transformers.generation.utils import GenerationMixin
         from transformers.modeling_utils import PreTrainedModel
 
-        generate = GenerationMixin.generate
-        self._tokenizers.watch()
-        PreTrainedModel.__call__ = self._wrap(nn.Module.__call__, generates=False)
-        GenerationMixin.generate = self._wrap(generate, generates=True)
-        try:
+        wrapped = (
+            (PreTrainedModel, "__call__", self._wrap(nn.Module.__call__, generates=False)),
+            (GenerationMixin, "generate", self._wrap(GenerationMixin.generate, generates=True)),
+        )
+        with ExitStack() as stack:
+            self._tokenizers.watch()
+            stack.callback(self._tokenizers.end)
+            for owner, name, function in wrapped:
+                stack.callback(patch(owner, name, function))
             yield
-        finally:
-            del PreTrainedModel.__call__
-            GenerationMixin.generate = generate
-            self._tokenizers.end()
 
     def _wrap(self, original: Callable[..., Any], *, generates: bool) -> Any:
         def called(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +149,8 @@ class _CallWatcher:
         }
         if self._kind == "cache" and not call.generates:
             del options["run"]  # one forward pass has no decode steps: generate greedily instead
-        known = inspect.signature(prover_of(self._kind)).parameters
-        return {name: value for name, value in options.items() if name in known}
+        of_subject, of_check = options_of(self._kind)
+        return {name: options[name] for name in (*of_subject, *of_check) if name in options}
 
 
 def ids_digest(ids: Tensor) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -16,8 +15,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds, Subject, subject_of
-from flexinspect_hooks.user_code.declared_segments import SegmentArgument
+from flexinspect_hooks.proofs.proof_subject import Subject
 
 _MAX_EQUAL_CHANGE = 1e-3
 """Logits that move less than this do not depend on the order (measured: 3e-6, against 5.8)."""
@@ -33,40 +31,19 @@ class Swap(NamedTuple):
     best_swapped: int
 
 
-def prove_order(
-    model: nn.Module,
-    ids: Tensor | Sequence[int] | str,
-    *,
-    segments: Iterable[SegmentArgument] | None = None,
-    tokenizer: Any = None,
-    run: RunIds | None = None,
-    attention_mask: Any = None,
-    position_ids: Any = None,
-    report: OnProgress | None = None,
-) -> Proof:
+def check_order(subject: Subject) -> Proof:
     """Swap each pair of segments of one length, and measure how far the next token's logits move.
 
-    The arguments are those of `prove_isolation`. A dependence on the order is not an error: with
-    positions that continue over all segments, one segment is nearer to the answer than another, and
-    this proof measures the effect.
+    A dependence on the order is not an error: with positions that continue over all segments, one
+    segment is nearer to the answer than another, and this proof measures the effect.
 
     Raises `UsageError` if no two paraphrases have the same number of tokens.
     """
-    subject = subject_of(
-        model,
-        ids,
-        run=run,
-        segments=segments,
-        tokenizer=tokenizer,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-    )
-    report = report or (lambda text, fraction: None)
     pairs = _equal_length_pairs(subject)
     before = newest_logits(subject.model, subject.n_rows, subject.forward)
     swaps = []
     for number, (one, other) in enumerate(pairs):
-        report(f"swapping {one.label} and {other.label}", number / len(pairs))
+        subject.report(f"swapping {one.label} and {other.label}", number / len(pairs))
         swapped = partial(subject.forward, _swap_segments(subject.ids, one, other))
         after = newest_logits(subject.model, subject.n_rows, swapped)
         swaps.append(measure_swap(one.label, other.label, before, after))
@@ -140,15 +117,6 @@ def newest_logits(model: nn.Module, n_rows: int, run: Callable[[], object]) -> T
 
     Raises `UsageError` if no forward pass of the model returns logits.
     """
-    with _capture_logits(model, n_rows) as captured:
-        run()
-    if not captured:
-        raise UsageError("The run gave no logits, but the order proof compares the next token's.")
-    return captured[0]
-
-
-@contextmanager
-def _capture_logits(model: nn.Module, n_rows: int) -> Iterator[list[Tensor]]:
     captured: list[Tensor] = []
     n_passed = 0
 
@@ -161,9 +129,8 @@ def _capture_logits(model: nn.Module, n_rows: int) -> Iterator[list[Tensor]]:
         if n_passed >= n_rows and not captured and is_logits:
             captured.append(logits[0, -1].detach().clone())
 
-    handle = model.register_forward_hook(after, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            yield captured
-    finally:
-        handle.remove()
+    with model.register_forward_hook(after, with_kwargs=True), torch.no_grad():
+        run()
+    if not captured:
+        raise UsageError("The run gave no logits, but the order proof compares the next token's.")
+    return captured[0]

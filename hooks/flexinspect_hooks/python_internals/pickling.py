@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import MODULE_HOOKS
 
 
@@ -16,21 +17,13 @@ def hide_hooks() -> Callable[[], None]:
     They refer to threads and files, which cannot be pickled. A class that defines its own
     `__getstate__` keeps it. Returns a function that restores `nn.Module.__getstate__`.
     """
-    cls: Any = nn.Module
-    own, original = vars(cls).get("__getstate__"), cls.__getstate__
+    original: Any = nn.Module.__getstate__
 
     def getstate(module: nn.Module) -> Any:
         state = original(module)
         return _without_own_hooks(state) if isinstance(state, dict) else state
 
-    def remove() -> None:
-        if own is not None:
-            cls.__getstate__ = own
-        else:
-            del cls.__getstate__
-
-    cls.__getstate__ = getstate
-    return remove
+    return patch(nn.Module, "__getstate__", getstate)
 
 
 def _without_own_hooks(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""How many cores this process may use, and threads that keep running at a debugger stop."""
+"""Cores of this process, threads that run on at a debugger stop, switches that threads share."""
 
 from __future__ import annotations
 
 import os
-from threading import Thread
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock, Thread
 
 
 def available_cores() -> int:
@@ -21,3 +23,29 @@ def keep_running_when_stopped(thread: Thread) -> Thread:
     """
     vars(thread).update(pydev_do_not_trace=True, is_pydev_daemon_thread=True)
     return thread
+
+
+class SharedSwitch:
+    """Something that is on while at least one thread is in a block of `on`.
+
+    The first thread calls `turn_on`, and the last one calls what that has returned, to undo it.
+    """
+
+    def __init__(self, turn_on: Callable[[], Callable[[], object]]) -> None:
+        self._turn_on, self._lock, self._n_users = turn_on, Lock(), 0
+        self._turn_off: Callable[[], object] = lambda: None
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Context manager in which it is on."""
+        with self._lock:
+            if not self._n_users:
+                self._turn_off = self._turn_on()
+            self._n_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._n_users -= 1
+                if not self._n_users:
+                    self._turn_off()

@@ -10,6 +10,7 @@ Nothing here imports torch when the module is imported, because code that runs b
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
@@ -17,10 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
 
 _EVAL_FRAME = "torch._C._dynamo.eval_frame"
 _DYNAMO_UTILS = "torch._dynamo.utils"
+_FLEX = "torch.nn.attention.flex_attention"
+
+_numbers = itertools.count()
 
 NAMES = {
     (_EVAL_FRAME, "get_eval_frame_callback"): "compiled kernel calls are told from uncompiled ones",
@@ -31,12 +36,14 @@ NAMES = {
     ("torch._dynamo.eval_frame", "skip_code"): "dynamo compiles no interceptor of kernels",
     (_DYNAMO_UTILS, "counters"): "graphs and refused compilations are counted",
     (_DYNAMO_UTILS, "get_compilation_metrics"): "recompilations have functions and reasons",
+    ("torch.nn.utils.clip_grad", "_get_total_norm"): "clipping of gradients is recorded",
+    ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_"): "clipping of gradients is recorded",
     ("torch.nn", "Module._call_impl"): "kernel calls are assigned to layers",
     ("torch", "Tensor._version"): "tensors that were modified in place are detected",
-    (
-        "torch.nn.attention.flex_attention",
-        "setup_compilation_env",
-    ): "calls past the recompile limit are recorded as uncompiled",
+    (_FLEX, "setup_compilation_env"): "calls past the recompile limit are recorded as uncompiled",
+    (_FLEX, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"): "FlexAttention itself is differentiated",
+    ("torch._C", "_current_graph_task_id"): "a backward pass through several forwards counts once",
+    ("torch.autograd", "Variable._execution_engine.queue_callback"): "backward passes are timed",
     (
         "transformers",
         "PreTrainedModel._init_weights",
@@ -138,6 +145,57 @@ def tensor_version(tensor: Tensor) -> int | None:
     Tensors of inference mode have none: torch raises `RuntimeError` for them.
     """
     return getattr(tensor, "_version", None)
+
+
+def backward_number() -> int:
+    """Return the number of the backward pass that runs. If missing, each call is a new one."""
+    current = _find("torch._C", "_current_graph_task_id")
+    return next(_numbers) if current is None else int(current())
+
+
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs has ended. If missing, it is not called."""
+    queue = _find("torch.autograd", "Variable._execution_engine.queue_callback")
+    if queue is not None:
+        queue(call)
+
+
+def set_flex_debug(enabled: bool) -> None:
+    """Let uncompiled FlexAttention run without dynamo, as plain Python, or with it."""
+    sys.modules[_FLEX]._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = enabled  # type: ignore[attr-defined]
+
+
+def module_tables(module: Module) -> tuple[dict[str, Any], ...]:
+    """Return the tables of a module's children and parameters, which change with them."""
+    return module._modules, module._parameters
+
+
+def is_compiled_in_place(model: Module) -> bool:
+    """Whether `model.compile()` was called: then its hooks would be compiled with it."""
+    return getattr(model, "_compiled_call_impl", None) is not None
+
+
+def wrap_compiled(
+    model: Any, begin: Callable[..., None], end: Callable[..., None]
+) -> Callable[[], None]:
+    """Call `begin` and `end` around the call that `model.compile()` set; returns the undo."""
+    compiled = model._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin(model, args, kwargs)
+        output = None
+        try:
+            output = compiled(*args, **kwargs)
+        finally:
+            end(model, args, output)
+        return output
+
+    def restore() -> None:
+        if model._compiled_call_impl is call:
+            model._compiled_call_impl = compiled
+
+    model._compiled_call_impl = call
+    return restore
 
 
 def is_hook_installed(handle: RemovableHandle) -> bool:

@@ -19,20 +19,16 @@ from flexinspect.records.step import (
 from flexinspect.trace.queries.branch_queries import with_declared_mask
 from flexinspect_hooks.generation.decoding import Choice
 from flexinspect_hooks.gradients.after_generation import FinishedBranch, TokenGradients
-from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary
+from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary, token_record
 from flexinspect_hooks.rewind.branch_state import BranchState
-from flexinspect_hooks.rewind.branching_decoder import describe_branch
 from flexinspect_hooks.sessions.capture_session import CaptureSession
-
-MakeToken = Callable[[int, int, str, int, int, int | None], TokenRecord]
-"""Makes a token of position, id, text, position id, segment and step."""
 
 
 class GeneratedText:
     """The text of the generated tokens, token by token, for any branch."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._ids: list[int] = []
         self._texts: list[str] = []
         self._stream = TextStream(vocabulary)
@@ -42,7 +38,7 @@ class GeneratedText:
         known = len(self._ids)
         if self._ids != list(token_ids[:known]):
             self._ids, self._texts = [], []
-            self._stream, known = TextStream(self._vocabulary), 0
+            self._stream, known = TextStream(self.vocabulary), 0
         for token_id in token_ids[known:]:
             self._ids.append(token_id)
             self._texts.append(self._stream.add(token_id))
@@ -66,7 +62,6 @@ class TraceBranchRecorder:
         prompt: Prompt,
         generation: GenerationRecord,
         text: GeneratedText,
-        make_token: MakeToken,
         answer_of: Callable[[Sequence[int]], str],
         *,
         gradients: TokenGradients | None = None,
@@ -75,7 +70,7 @@ class TraceBranchRecorder:
         if gradients is not None:
             gradients.begin_generation(session.recorder)
         self._session, self._prompt, self._generation = session, prompt, generation
-        self._text, self._make_token, self._answer_of = text, make_token, answer_of
+        self._text, self._answer_of = text, answer_of
 
     def set_next_step(self, branch: int, step: int) -> None:
         """The next forward pass is this step."""
@@ -118,7 +113,7 @@ class TraceBranchRecorder:
         facts = {"parent": branch.parent.number, "branch": branch.number, **facts}
         kind = {"token": "forked", "mask": "mask-edited"}.get(str(change.get("kind")))
         if kind is not None:
-            self.record_event(kind, describe_branch(branch), branch, branch.fork_step, facts)
+            self.record_event(kind, branch.describe(), branch, branch.fork_step, facts)
 
     def end_branch(self, branch: BranchState, state: str, reason: str) -> None:
         """Record that a branch (0 is the base) ended, after computing its gradients."""
@@ -168,13 +163,14 @@ class TraceBranchRecorder:
         self, step: int, token_id: int, text: str, *, is_prompt: bool = False
     ) -> TokenRecord:
         prompt = self._prompt
-        return self._make_token(
-            len(prompt.ids) + step,
-            token_id,
-            text,
-            prompt.next_position(step),
-            len(prompt.segments) - 1,
-            None if is_prompt else step,
+        return token_record(
+            self._text.vocabulary,
+            pos=len(prompt.ids) + step,
+            token_id=token_id,
+            text=text,
+            position_id=prompt.next_position(step),
+            segment=len(prompt.segments) - 1,
+            step=None if is_prompt else step,
         )
 
     def _branch_generation(self, branch: BranchState) -> GenerationRecord:

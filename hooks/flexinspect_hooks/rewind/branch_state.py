@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flexinspect.core.text import plural
 from flexinspect_hooks.generation.mask_source import MaskSource
+from flexinspect_hooks.python_internals.torch_private import tensor_version
 
 
 class StepCheckpoint(NamedTuple):
@@ -122,6 +124,28 @@ class BranchState:
             last = max(self.owner(last).fork_step, other.owner(last).fork_step) - 1
         return last
 
+    def describe(self) -> str:
+        """A sentence on how the branch differs from its parent."""
+        assert self.parent is not None
+        change = self.change
+        where = f"Branch {self.number} leaves branch {self.parent.number} at step {self.fork_step}"
+        if change.get("kind") == "replay":
+            why = " ".join(change.get("why", ()))
+            return f"{where}, because that step differs from its recording: {why}"
+        if change.get("kind") == "token":
+            replaced = change.get("instead_text")
+            instead = "" if replaced is None else f" instead of {replaced!r}"
+            return f"{where}: it takes {change.get('text', change.get('token_id'))!r}{instead}."
+        n_changed = int(change.get("changed_rows", 0))
+        how = "no computed row changes, so only the cache is forked"
+        if change.get("recomputed") and not n_changed:
+            how = "no computed row changes, but all keys are computed again at that step"
+        elif change.get("recomputed"):
+            how = f"{plural(n_changed, 'computed row')} changed, so all keys are computed again"
+        elif not self.fork_step:
+            how = "its first step computes the prompt"
+        return f"{where} under an edited mask ({'; '.join(change.get('edits', ()))}): {how}."
+
 
 _SAMPLES = 1024
 """Values read from each weight tensor, evenly spaced."""
@@ -150,19 +174,15 @@ class RunConditions:
 
     def changes(self, now: RunConditions) -> list[str]:
         """A sentence for each condition that differs from `now`."""
-        changes = []
-        if self.weights != now.weights:
-            changes.append("The weights of the model have changed.")
-        if self.threads != now.threads:
-            changes.append(f"torch ran on {self.threads} threads and now runs on {now.threads}.")
-        if self.training != now.training:
-            mode = "training" if now.training else "evaluation"
-            changes.append(f"The model is now in {mode} mode.")
-        if self.precision != now.precision:
-            changes.append(f"The precision of matrix products is now {now.precision}.")
-        if self.deterministic != now.deterministic:
-            changes.append("torch.use_deterministic_algorithms was switched.")
-        return changes
+        mode = "training" if now.training else "evaluation"
+        texts = {
+            "weights": "The weights of the model have changed.",
+            "threads": f"torch ran on {self.threads} threads and now runs on {now.threads}.",
+            "training": f"The model is now in {mode} mode.",
+            "precision": f"The precision of matrix products is now {now.precision}.",
+            "deterministic": "torch.use_deterministic_algorithms was switched.",
+        }
+        return [text for name, text in texts.items() if getattr(self, name) != getattr(now, name)]
 
 
 def weights_fingerprint(model: nn.Module) -> str:
@@ -174,15 +194,12 @@ def weights_fingerprint(model: nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=16)
     sums = []
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{_version(tensor)}".encode())
+        version = 0 if tensor.is_inference() else tensor_version(tensor)
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{version}".encode())
         sums.append(checksum(_sample_values(tensor.detach())))
     if sums:
         digest.update(torch.stack([one.cpu() for one in sums]).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _sample_values(tensor: Tensor) -> Tensor:

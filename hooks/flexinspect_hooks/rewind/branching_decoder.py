@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,16 +21,15 @@ from flexinspect.core.errors import UsageError
 from flexinspect.core.text import plural
 from flexinspect.masks import edits as maskedits
 from flexinspect.masks.edits import Edit, PatchedMask
-from flexinspect.records.prompt import Segment
 from flexinspect_hooks.generation.decoding import (
-    Choice,
     Decoder,
+    StopCriteria,
     check_tokens,
-    find_stop_reason,
     new_cache,
 )
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import MaskSource
+from flexinspect_hooks.rewind.branch_recorder import TraceBranchRecorder
 from flexinspect_hooks.rewind.branch_state import (
     BranchState,
     RunConditions,
@@ -57,14 +55,12 @@ class BranchingDecoder:
         model: torch.nn.Module,
         decoder: Decoder,
         patch: FlexPatch,
-        recorder: BranchRecorder,
+        recorder: TraceBranchRecorder,
         criteria: StopCriteria,
-        *,
-        segments: Sequence[Segment] = (),
     ) -> None:
         self._model, self._decoder, self.patch = model, decoder, patch
         self._recorder, self._criteria = recorder, criteria
-        self._segments = tuple(segments) or decoder.prompt.segments
+        self._segments = decoder.prompt.segments
         self._cache_store = CacheStore()
         self._conditions = RunConditions.current(model)
         self._device = next(model.parameters()).device
@@ -81,11 +77,6 @@ class BranchingDecoder:
         """Whether the current branch has ended and the decoder is at its end."""
         is_at_end = self._decoder.step >= self.current_branch.n_steps
         return bool(self.current_branch.end_reason) and is_at_end
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether the next step is in the trace already."""
-        return self._decoder.step < self.current_branch.n_steps
 
     def cache_bytes(self) -> int:
         """The bytes of all live caches."""
@@ -126,7 +117,9 @@ class BranchingDecoder:
         self, branch: BranchState, step: int, checkpoint: StepCheckpoint
     ) -> BranchState:
         """The branch itself if a step equals its recording, else a new branch from this step on."""
-        if _is_same_step(branch.checkpoint(step), checkpoint):
+        known = branch.checkpoint(step)
+        is_same = int(known.logits_checksum) == int(checkpoint.logits_checksum)
+        if is_same and known.token_id == checkpoint.token_id:
             return branch
         why = self._difference_reasons()
         text = f"Step {step} differs from its recording. {' '.join(why)}"
@@ -149,10 +142,7 @@ class BranchingDecoder:
         return changes or [nondeterministic]
 
     def _end_if_over(self, branch: BranchState) -> None:
-        criteria = self._criteria
-        branch.end_reason = find_stop_reason(
-            self._decoder.token_ids, criteria.max_new_tokens, criteria.eos_ids, criteria.should_stop
-        )
+        branch.end_reason = self._criteria.reason(self._decoder.token_ids)
         if branch.end_reason:
             self._close_branch(branch, "finished", branch.end_reason)
 
@@ -179,7 +169,8 @@ class BranchingDecoder:
         cost = self.restore_cost(branch, step)
         reasons = self._restore_step(state, step)
         wall_ms = (time.perf_counter() - started) * 1e3
-        message = " ".join([describe_restore(state, step, cost.n_rows), *reasons])
+        how = f"{plural(cost.n_rows, 'row')} computed again" if cost.n_rows else "its cache cropped"
+        message = " ".join([f"Step {step} of branch {branch} was restored, {how}.", *reasons])
         facts = {
             "rows": cost.n_rows,
             "forwards": cost.n_forwards,
@@ -187,22 +178,37 @@ class BranchingDecoder:
             "why": list(reasons),
         }
         self._recorder.record_event("restored", message, state, step, facts)
-        return RestoreResult(cost, wall_ms, message, reasons)
+        return RestoreResult(cost, message, reasons)
 
     def restore_cost(self, branch: int, step: int) -> RestoreCost:
         """The cost of `restore` for a step. Raises `UsageError` for an unknown step."""
-        state = self._find_branch(branch, step)
-        return restore_cost(state, step, self._nearest_cache(state, step), self._cache_sizes())
+        state, n_prompt = self._find_branch(branch, step), len(self._decoder.prompt.ids)
+        nearest = self._nearest_cache(state, step)
+        has_cache = nearest.cache is not None
+        first = nearest.step + 1 if has_cache else state.cache_origin(step).fork_step
+        n_forwards = step + 1 - first
+        n_rows = step - nearest.step if has_cache else n_prompt + step
+        ms = sum(state.checkpoint(number).wall_ms for number in range(first, step + 1))
+        return RestoreCost(n_rows if n_forwards else 0, n_forwards, self._bytes_with(step), ms)
 
-    def _cache_sizes(self) -> CacheSizes:
-        decoder = self._decoder
-        return CacheSizes(len(decoder.prompt.ids), row_bytes(decoder.cache), self.cache_bytes())
+    def _bytes_with(self, step: int) -> int:
+        """Bytes of all caches with one more that holds the rows up to a step."""
+        n_rows = len(self._decoder.prompt.ids) + step
+        return self.cache_bytes() + row_bytes(self._decoder.cache) * n_rows
 
     def _nearest_cache(self, branch: BranchState, step: int) -> NearestCache:
         """The live cache that holds most of the rows of a step."""
         caches = [(self.current_branch.number, self._decoder.cache), *self._cache_store.items()]
-        owned = [(self.branches[number], cache) for number, cache in caches]
-        return find_nearest_cache(branch, step, owned, len(self._decoder.prompt.ids))
+        best, n_prompt = NearestCache(None, -1), len(self._decoder.prompt.ids)
+        for number, cache in caches:
+            other, last = self.branches[number], n_rows_of(cache) - n_prompt
+            if last < 0 or other.cache_origin(last) is not branch.cache_origin(step):
+                continue
+            shared = branch.last_shared_step(other, min(step, last))
+            is_better = shared > best.step and shared >= branch.cache_origin(step).fork_step
+            if is_better and can_crop(cache, n_prompt + shared):
+                best = NearestCache(crop_cache(cache, n_prompt + shared), shared, number)
+        return best
 
     def _find_branch(self, branch: int, step: int) -> BranchState:
         if not 0 <= branch < len(self.branches):
@@ -269,26 +275,27 @@ class BranchingDecoder:
         branch: int,
         step: int,
         token_ids: Sequence[int],
-        facts: Mapping[str, Any] | None = None,
+        text_of: Callable[[int], str] | None = None,
     ) -> BranchState:
         """Begin a branch that takes other tokens from a recorded step on, then decodes freely.
 
-        `facts` are added to `BranchRecord.change`. Raises `UsageError` for an unknown step, for
-        the token that the step chose already, and for a token that the model does not have.
+        With `text_of`, `BranchRecord.change` has the texts of the tokens. Raises `UsageError` for
+        an unknown step, for the token that the step chose already, and for a token that the model
+        does not have.
         """
         state, parent = self._check_fork(branch, step, token_ids)
-        change = {
-            "kind": "token",
-            "token_id": token_ids[0],
-            "instead_id": state.checkpoint(step).token_id,
-        }
+        replaced = state.checkpoint(step).token_id
+        change = {"kind": "token", "token_id": token_ids[0], "instead_id": replaced}
         if len(token_ids) > 1:
             change["token_ids"] = list(token_ids)
+        if text_of is not None:
+            change["text"] = "".join(map(text_of, token_ids))
+            change["instead_text"] = text_of(replaced)
         recomputed = parent.recomputed_at(step)
         self._restore_before(parent, step, recomputed=recomputed)
         new = self._new_branch(parent, step, parent.source)
         new.forced, new.recomputed = tuple(token_ids), recomputed
-        return self._begin_branch(new, {**change, **_recomputed_fact(recomputed), **(facts or {})})
+        return self._begin_branch(new, {**change, **_recomputed_fact(recomputed)})
 
     def fork_cost(self, branch: int, step: int, token_ids: Sequence[int]) -> RestoreCost:
         """The cost of a fork up to the end of its first own step. Raises as `fork` does."""
@@ -307,10 +314,6 @@ class BranchingDecoder:
             raise UsageError(f"Step {step} chose that token already; a fork needs another one.")
         return state, state.owner(step)
 
-    def replaced_token(self, branch: int, step: int, token_ids: Sequence[int]) -> int:
-        """The token that a fork replaces. Raises as `fork` does."""
-        return self._check_fork(branch, step, token_ids)[0].checkpoint(step).token_id
-
     def edit_mask(self, branch: int, step: int, edits: Sequence[Edit]) -> BranchState:
         """Begin a branch under an edited mask; its first own step is `step`.
 
@@ -319,7 +322,13 @@ class BranchingDecoder:
         parent = self._find_branch(branch, step).owner(step)
         labelled = self._with_labels(edits)
         mask, n_changed = self._apply_edits(parent.source, labelled, step)
-        source = self._make_source(mask, " + ".join([parent.source.name, *map(str, labelled)]))
+        source = make_mask_source(
+            mask,
+            name=" + ".join([parent.source.name, *map(str, labelled)]),
+            length=self._segments[-1].stop,
+            device=self._device,
+            compiled=self.patch.compiled,
+        )
         recomputed = n_changed > 0 or parent.recomputed_at(step)
         self._restore_before(parent, step, recomputed=recomputed)
         new = self._new_branch(parent, step, source)
@@ -327,7 +336,7 @@ class BranchingDecoder:
         change = {
             "kind": "mask",
             "edits": [str(edit) for edit in labelled],
-            "rule": source.name,
+            "mask_mod": source.name,
             "recomputed": recomputed,
             "changed_rows": n_changed,
             "declared": declared_mask(source),
@@ -355,22 +364,18 @@ class BranchingDecoder:
 
         Computed rows are those of earlier steps; of step 0, which processes the prompt, its own.
         """
-        before = editable_mask(source, self._device)
+        before = editable_mask(source)
         after = maskedits.apply_edits(edits, before, self._segments)
         n_prompt = len(self._decoder.prompt.ids)
         n_before = n_prompt + step - 1 if step else n_prompt
         return after, len(maskedits.changed_rows(before, after, n_before))
 
-    def _make_source(self, mask: PatchedMask, name: str) -> MaskSource:
-        length, compiled = self._segments[-1].stop, self.patch.compiled
-        return make_mask_source(
-            mask, name=name, length=length, device=self._device, compiled=compiled
-        )
-
     def _branch_cost(self, branch: BranchState, step: int, *, recomputed: bool) -> RestoreCost:
         """The cost of returning to the state before a step, and of the step itself."""
-        if recomputed or not step:
-            return recompute_cost(branch, step, self._cache_sizes())
+        if recomputed or not step:  # the whole sequence in one forward pass
+            first, n_prompt = branch.cache_origin(step).fork_step, len(self._decoder.prompt.ids)
+            ms = branch.checkpoint(first).wall_ms * (n_prompt + step) / (n_prompt + first)
+            return RestoreCost(n_prompt + step, 1, self._bytes_with(step), ms)
         before, own = self.restore_cost(branch.number, step - 1), branch.checkpoint(step).wall_ms
         n_rows, n_forwards = before.n_rows + 1, before.n_forwards + 1
         return replace(before, n_rows=n_rows, n_forwards=n_forwards, ms=before.ms + own)
@@ -402,46 +407,6 @@ def _recomputed_fact(recomputed: bool) -> dict[str, bool]:
     return {"recomputed": True} if recomputed else {}
 
 
-def _is_same_step(one: StepCheckpoint, other: StepCheckpoint) -> bool:
-    return one.token_id == other.token_id and int(one.logits_checksum) == int(other.logits_checksum)
-
-
-class BranchRecorder(Protocol):
-    """Records what a `BranchingDecoder` does, see `branch_recorder.TraceBranchRecorder`."""
-
-    def set_next_step(self, branch: int, step: int) -> None:
-        """The next forward pass is this step."""
-
-    def no_capture(self) -> AbstractContextManager[None]:
-        """Forward passes inside the context are not recorded."""
-
-    def drop_step(self, branch: BranchState) -> None:
-        """Drop the open step: the trace has it already, as a step of `branch`."""
-
-    def on_token_chosen(self, branch: BranchState, choice: Choice) -> None:
-        """End the open step, which belongs to `branch`."""
-
-    def begin_branch(self, branch: BranchState) -> None:
-        """Record that a branch begins."""
-
-    def end_branch(self, branch: BranchState, state: str, reason: str) -> None:
-        """Record that a branch (0 is the base) ended."""
-
-    def record_event(
-        self, kind: str, text: str, branch: BranchState, step: int, facts: Mapping[str, Any]
-    ) -> None:
-        """Record an event after a step of a branch."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopCriteria:
-    """When a generation ends: after so many tokens, at an EOS id, or when `should_stop` is true."""
-
-    max_new_tokens: int
-    eos_ids: Sequence[int] = ()
-    should_stop: Callable[[Sequence[int]], bool] | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class RestoreCost:
     """The cost of restoring a step: rows to compute again, in how many forward passes.
@@ -460,7 +425,6 @@ class RestoreResult:
     """How a step was restored. `reasons` say why rows differ from the recording; () if exact."""
 
     cost: RestoreCost
-    wall_ms: float
     message: str
     reasons: tuple[str, ...] = ()
 
@@ -472,85 +436,3 @@ class NearestCache:
     cache: Any
     step: int
     branch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSizes:
-    """Rows of the prompt, bytes of one row in a cache, and bytes of all caches now."""
-
-    n_prompt: int
-    row_bytes: int
-    cache_bytes: int
-
-    def bytes_with(self, step: int) -> int:
-        """Bytes of all caches with one more that holds the rows up to a step."""
-        return self.cache_bytes + self.row_bytes * (self.n_prompt + step)
-
-
-def find_nearest_cache(
-    branch: BranchState, step: int, caches: Sequence[tuple[BranchState, Any]], n_prompt: int
-) -> NearestCache:
-    """The cache that holds most of the rows of a step.
-
-    `caches` are the live ones, each with the branch that filled it.
-    """
-    best = NearestCache(None, -1)
-    for other, cache in caches:
-        last = n_rows_of(cache) - n_prompt
-        if last < 0 or other.cache_origin(last) is not branch.cache_origin(step):
-            continue
-        shared = branch.last_shared_step(other, min(step, last))
-        is_better = shared > best.step and shared >= branch.cache_origin(step).fork_step
-        if is_better and can_crop(cache, n_prompt + shared):
-            best = NearestCache(crop_cache(cache, n_prompt + shared), shared, other.number)
-    return best
-
-
-def restore_cost(
-    branch: BranchState, step: int, nearest: NearestCache, sizes: CacheSizes
-) -> RestoreCost:
-    """The cost of restoring a step from the nearest cache."""
-    has_cache = nearest.cache is not None
-    first = nearest.step + 1 if has_cache else branch.cache_origin(step).fork_step
-    n_forwards = step + 1 - first
-    n_rows = step - nearest.step if has_cache else sizes.n_prompt + step
-    ms = sum(branch.checkpoint(number).wall_ms for number in range(first, step + 1))
-    return RestoreCost(n_rows if n_forwards else 0, n_forwards, sizes.bytes_with(step), ms)
-
-
-def recompute_cost(branch: BranchState, step: int, sizes: CacheSizes) -> RestoreCost:
-    """The cost of recomputing the whole sequence of a step in one forward pass."""
-    first, n_prompt = branch.cache_origin(step).fork_step, sizes.n_prompt
-    ms = branch.checkpoint(first).wall_ms * (n_prompt + step) / (n_prompt + first)
-    return RestoreCost(n_prompt + step, 1, sizes.bytes_with(step), ms)
-
-
-def describe_branch(branch: BranchState) -> str:
-    """A sentence on how a branch differs from its parent."""
-    assert branch.parent is not None
-    change = branch.change
-    where = (
-        f"Branch {branch.number} leaves branch {branch.parent.number} at step {branch.fork_step}"
-    )
-    if change.get("kind") == "replay":
-        why = " ".join(change.get("why", ()))
-        return f"{where}, because that step differs from its recording: {why}"
-    if change.get("kind") == "token":
-        replaced = change.get("instead_text")
-        instead = "" if replaced is None else f" instead of {replaced!r}"
-        return f"{where}: it takes {change.get('text', change.get('token_id'))!r}{instead}."
-    n_changed = int(change.get("changed_rows", 0))
-    how = "no computed row changes, so only the cache is forked"
-    if change.get("recomputed") and not n_changed:
-        how = "no computed row changes, but all keys are computed again at that step"
-    elif change.get("recomputed"):
-        how = f"{plural(n_changed, 'computed row')} changed, so all keys are computed again"
-    elif not branch.fork_step:
-        how = "its first step computes the prompt"
-    return f"{where} under an edited mask ({'; '.join(change.get('edits', ()))}): {how}."
-
-
-def describe_restore(branch: BranchState, step: int, n_rows: int) -> str:
-    """A sentence on how a step was restored."""
-    how = f"{plural(n_rows, 'row')} computed again" if n_rows else "its cache cropped"
-    return f"Step {step} of branch {branch.number} was restored, {how}."

@@ -50,18 +50,14 @@ def crop_cache(cache: Any, n_rows: int) -> Any:
     """A cache of the first `n_rows` rows that shares its tensors with `cache`."""
     short = copy.copy(cache)
     short.layers = [copy.copy(layer) for layer in cache.layers]
-    if n_rows < n_rows_of(cache):
-        for layer in short.layers:
-            _crop_layer(layer, n_rows)
+    if n_rows >= n_rows_of(cache):
+        return short
+    for layer in short.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys[..., :n_rows, :], layer.values[..., :n_rows, :]
+            if layer.is_sliding:
+                layer.cumulative_length = n_rows
     return short
-
-
-def _crop_layer(layer: Any, n_rows: int) -> None:
-    if not layer.is_initialized:
-        return
-    layer.keys, layer.values = layer.keys[..., :n_rows, :], layer.values[..., :n_rows, :]
-    if layer.is_sliding:
-        layer.cumulative_length = n_rows
 
 
 def cache_bytes(caches: Iterable[Any]) -> int:
@@ -97,33 +93,22 @@ def row_bytes(cache: Any) -> int:
     return total
 
 
-class CacheStore:
-    """The longest cache of each branch, at most `MAX_STORED_CACHES` of them.
+class CacheStore(OrderedDict[int, Any]):
+    """The longest cache of each branch, by its number, at most `MAX_STORED_CACHES` of them.
 
     The cache of branch 0 always stays; of the others, the least recently used is dropped first.
     """
 
-    def __init__(self) -> None:
-        self._caches: OrderedDict[int, Any] = OrderedDict()
-
     def put(self, branch: int, cache: Any) -> None:
         """Store a cache, unless the store has one of the same branch that is as long."""
-        known = self._caches.get(branch)
+        known = self.get(branch)
         if known is None or n_rows_of(known) < n_rows_of(cache):
-            self._caches[branch] = cache
-        self._caches.move_to_end(branch)
-        while len(self._caches) > MAX_STORED_CACHES:
-            self._caches.pop(next(number for number in self._caches if number != 0))
-
-    def items(self) -> list[tuple[int, Any]]:
-        """Branch numbers and their caches."""
-        return list(self._caches.items())
+            self[branch] = cache
+        self.move_to_end(branch)
+        while len(self) > MAX_STORED_CACHES:
+            self.pop(next(number for number in self if number != 0))
 
     def mark_used(self, branch: int) -> None:
         """Mark the cache of a branch as most recently used, if it is stored."""
-        if branch in self._caches:
-            self._caches.move_to_end(branch)
-
-    def clear(self) -> None:
-        """Drop all caches."""
-        self._caches.clear()
+        if branch in self:
+            self.move_to_end(branch)

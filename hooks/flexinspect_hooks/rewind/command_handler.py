@@ -22,7 +22,6 @@ from flexinspect.masks.edits import Edit
 from flexinspect_hooks.rewind.branching_decoder import (
     BranchingDecoder,
     RestoreCost,
-    describe_branch,
 )
 
 CONFIRM_ABOVE_S = 1.0
@@ -71,20 +70,11 @@ class RewindHandler:
         if isinstance(command, Restore):
             message = decoder.restore(branch, step).message
         elif isinstance(command, Fork):
-            message = self._fork(decoder, command)
+            token_ids = self._fork_tokens(command)
+            message = decoder.fork(branch, step, token_ids, self._text_of).describe()
         else:
-            message = describe_branch(decoder.edit_mask(branch, step, _mask_edits(command)))
+            message = decoder.edit_mask(branch, step, _mask_edits(command)).describe()
         return StepRef(self._generation, decoder.current_branch.number, decoder.step), message
-
-    def _fork(self, decoder: BranchingDecoder, command: Fork) -> str:
-        branch, step = command.place.branch, command.place.step
-        token_ids = self._fork_tokens(command)
-        replaced = decoder.replaced_token(branch, step, token_ids)
-        facts = {
-            "text": "".join(map(self._text_of, token_ids)),
-            "instead_text": self._text_of(replaced),
-        }
-        return describe_branch(decoder.fork(branch, step, token_ids, facts))
 
     def _fork_tokens(self, command: Fork) -> list[int]:
         if command.token_id is not None:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -30,6 +29,7 @@ from flexinspect.records.step import (
     TokenRecord,
 )
 from flexinspect.rules.engine import Rule, RuleRunner
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.breakpoints.forward_hooks import ModelBreakpoints
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.buffer import StepBuffer, side_stream
@@ -42,72 +42,16 @@ from flexinspect_hooks.capture.hook import (
     built_in_rules,
 )
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
-from flexinspect_hooks.capture.recorder import FinishedStep, Recorder, Sink
+from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import available_cores
-
-
-class BranchingSession:
-    """The methods of a session for a decoder that rewinds and forks branches."""
-
-    recorder: Recorder
-    place: StepRef
-    _rule_runner: RuleRunner
-    _clock: StepClock
-    _step: StepContext | None
-    _breaks: ModelBreakpoints | None
-    _is_paused = False
-
-    def begin_branch(self, record: BranchRecord, generation: GenerationRecord) -> None:
-        """Start a branch; `generation` is its generation as of the fork: mask and tokens.
-
-        `set_next_step` sets which branch and step a forward belongs to.
-        """
-        self.recorder.begin_branch(record, generation, self._rule_runner.for_branch(record.branch))
-
-    def set_next_step(self, branch: int, step: int) -> None:
-        """Set which branch and step of the generation the next forward is."""
-        self._clock.branch, self._clock.next_step = branch, step
-        self.place = StepRef(self._clock.generation, branch, step - 1)
-
-    def move_step(self, branch: int) -> None:
-        """Move the open step to another branch."""
-        step = self._step
-        if step is None or step.branch == branch:
-            return
-        if self._breaks is not None:
-            self._breaks.move_step(step, branch)
-        step.branch = branch
-
-    def drop_step(self, branch: int) -> None:
-        """Drop the open step, because the trace holds it already, in `branch`.
-
-        Breakpoints are evaluated on it again: a user who rewinds wants to stop there.
-        """
-        step, breaks, trace = self._step, self._breaks, self.recorder.path
-        if step is not None and breaks is not None and breaks.is_active and trace is not None:
-            self.recorder.put(partial(breaks.evaluate_again, trace, step, branch))
-        self._abandon()
-
-    @contextmanager
-    def no_capture(self) -> Iterator[None]:
-        """While entered, forwards are not recorded as steps."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
-    def _abandon(self) -> None:
-        raise NotImplementedError
-
 
 _entered: list[CaptureSession] = []
 """Sessions that have hooks installed, in the order in which they were entered."""
 
 
-class CaptureSession(BranchingSession):
+class CaptureSession:
     """While entered, records every root forward of `model` into `sink`.
 
     `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
@@ -124,7 +68,7 @@ class CaptureSession(BranchingSession):
     def __init__(
         self,
         model: nn.Module,
-        sink: Sink,
+        sink: TraceWriter,
         *,
         level: str = "advanced",
         layers: Sequence[int] | None = None,
@@ -167,7 +111,9 @@ class CaptureSession(BranchingSession):
         self.barrier: StepBarrier | None = None
         self.place = StepRef()
         """The last finished step."""
-        self._switch = PendingLevels()
+        self._requested: dict[str, Any] = {}
+        """The level and the layers that were requested for the next step that opens."""
+        self._is_paused = False
         self._breaks: ModelBreakpoints | None = None
         self.capture_s = self.total_s = self.waited_s = 0.0
 
@@ -193,9 +139,9 @@ class CaptureSession(BranchingSession):
         if not self._shares_recorder:
             self.recorder.start()
         for name, error in failed_hooks.items():
-            self._event("hook-off", f"{name}: {error}")
+            self._event("hook-disabled", f"{name}: {error}")
         for name, error in failed_rules.items():
-            self._event("rule-off", f"{name}: {error}")
+            self._event("rule-disabled", f"{name}: {error}")
         model = self._model
         _entered.append(self)
         for hook in list(self._hooks):
@@ -223,12 +169,7 @@ class CaptureSession(BranchingSession):
         for remove in hook.install(self.context):
             self._removes.append((hook, remove))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._abandon()
         # The writer thread first: it may still use what a hook closes on removal.
         if self._shares_recorder:
@@ -287,6 +228,48 @@ class CaptureSession(BranchingSession):
         self._abandon()
         self.recorder.put(record)
 
+    # -- branches, for a decoder that rewinds -----------------------------------------------------
+
+    def begin_branch(self, record: BranchRecord, generation: GenerationRecord) -> None:
+        """Start a branch; `generation` is its generation as of the fork: mask and tokens.
+
+        `set_next_step` sets which branch and step a forward belongs to.
+        """
+        self.recorder.begin_branch(record, generation, self._rule_runner.for_branch(record.branch))
+
+    def set_next_step(self, branch: int, step: int) -> None:
+        """Set which branch and step of the generation the next forward is."""
+        self._clock.branch, self._clock.next_step = branch, step
+        self.place = StepRef(self._clock.generation, branch, step - 1)
+
+    def move_step(self, branch: int) -> None:
+        """Move the open step to another branch."""
+        step = self._step
+        if step is None or step.branch == branch:
+            return
+        if self._breaks is not None:
+            self._breaks.evaluator.move_step(step, branch)
+        step.branch = branch
+
+    def drop_step(self, branch: int) -> None:
+        """Drop the open step, because the trace holds it already, in `branch`.
+
+        Breakpoints are evaluated on it again: a user who rewinds wants to stop there.
+        """
+        step, breaks, trace = self._step, self._breaks, self.recorder.path
+        if step is not None and breaks is not None and breaks.is_active and trace is not None:
+            self.recorder.put(partial(breaks.evaluator.evaluate_again, trace, step, branch))
+        self._abandon()
+
+    @contextmanager
+    def no_capture(self) -> Iterator[None]:
+        """While entered, forwards are not recorded as steps."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
     # -- a step ----------------------------------------------------------------------------------
 
     def _on_forward_start(
@@ -302,7 +285,7 @@ class CaptureSession(BranchingSession):
             step = self._clock.open(args, kwargs, self.level)
         except Exception as error:
             # For any arguments the user's forward continues; this step is not recorded.
-            self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
+            self._step_unread(error)
             return
         step.arguments = kwargs
         self._begin_step(step)
@@ -313,10 +296,28 @@ class CaptureSession(BranchingSession):
 
         Raises `UsageError` for an unknown level.
         """
-        self._switch.request(level=check_level(level) if level else None, layers=layers)
+        # A new dict each time, because the model's thread may take the old one meanwhile.
+        if level:
+            self._requested = {**self._requested, "level": check_level(level)}
+        if layers is not None:
+            self._requested = {**self._requested, "layers": tuple(layers)}
+
+    def _apply_requested(self, step: StepContext) -> None:
+        """Apply requests to a step that opens, and add events of changes."""
+        requested, self._requested = self._requested, {}
+        self.level, layers = requested.get("level", step.level), requested.get("layers")
+        if self.level != step.level:
+            facts = {"level": self.level, "before": step.level}
+            text = f"level {self.level} from step {step.step} on, {step.level} before"
+            step.events.append((LEVEL_EVENT, text, facts))
+            step.level = self.level
+        if layers is not None and layers != self.context.layers:
+            self.context.layers = layers
+            text = f"activations of {len(layers)} layers are stored from step {step.step} on"
+            step.events.append((LEVEL_EVENT, text, {"layers": list(layers)}))
 
     def _begin_step(self, step: StepContext) -> None:
-        self.level = self._switch.apply(step, self.context)
+        self._apply_requested(step)
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
         if self._breaks is not None:
@@ -349,39 +350,43 @@ class CaptureSession(BranchingSession):
         started = time.perf_counter()
         step.wall_ms = (started - step.started) * 1e3
         step.token_id, step.chosen, step.scores = token.token_id, chosen, scores
-        buffer = StepBuffer(self._device, self._stream)
-        kept = self._start_copy(step, buffer, self._reduce(step, buffer))
-        step.drop_references()
-        self._step = None
+        finished, self._step = self._reduce(step), None
+        finished.tokens = lambda: (token,)
+        self._start_copy(finished)
         step.capture_s += time.perf_counter() - started
         reduced = time.perf_counter()
         # From here on the step belongs to the writer thread.
-        self.recorder.put(FinishedStep(step, buffer, tuple(kept), lambda: (token,)))
+        self.recorder.put(finished)
         self.place = StepRef(step.generation, step.branch, step.step)
         ended = time.perf_counter()
         self.capture_s += step.capture_s + (ended - reduced)
         self.total_s += ended - step.started
 
-    def _reduce(self, step: StepContext, buffer: StepBuffer) -> list[tuple[Hook, Any]]:
-        kept = []
+    def _reduce(self, step: StepContext) -> FinishedStep:
+        buffer, kept = StepBuffer(self._device, self._stream), []
         step.events += self._graphs.on_step(step.phase)
         with torch.no_grad():
             for hook in list(self._hooks):
                 buffer.owner = hook
                 kept.append((hook, self._guard(hook, hook.reduce, step, buffer)))
-        return kept
+        step.drop_references()
+        return FinishedStep(step, buffer, tuple(kept))
 
-    def _start_copy(
-        self, step: StepContext, buffer: StepBuffer, kept: list[tuple[Hook, Any]]
-    ) -> list[tuple[Hook, Any]]:
-        """Start the copy to the host; return what to record: nothing if the copy failed."""
+    def _start_copy(self, finished: FinishedStep) -> None:
+        """Start the copy of a step's values to the host; if it fails, none of them is recorded."""
         try:
-            buffer.start_copy()
+            finished.buffer.start_copy()
         except Exception as error:
             text = f"The step's values were lost: {type(error).__name__}: {error}"
-            step.events.append(("step-unread", text))
-            return []
-        return kept
+            finished.context.events.append(("step-not-recorded", text))
+            finished.kept = ()
+
+    def _step_unread(self, error: Exception) -> None:
+        """Record that a step is not recorded; the user's forward continues."""
+        self._event(
+            "step-not-recorded", f"A step was not recorded: {type(error).__name__}: {error}"
+        )
+        self._abandon()
 
     def _abandon(self) -> None:
         """Drop a step without a token, after an exception or an interrupt."""
@@ -389,8 +394,10 @@ class CaptureSession(BranchingSession):
         step, self._step = self._step, None
         if step is not None:
             step.drop_references()
-            for change in level_events(step):
-                self.recorder.put(change)
+            for kind, text, *facts in step.events:
+                if kind == LEVEL_EVENT:  # it holds for later steps, too
+                    at, place = time.time(), (step.generation, step.step)
+                    self.recorder.put(EventRecord(kind, text, at, *place, *facts))
 
     def cost(self) -> dict[str, float | int]:
         """Return the cost of capture so far, in seconds, and its `ratio` to the time without it.
@@ -425,8 +432,8 @@ class CaptureSession(BranchingSession):
             f"The hook '{hook.name}' failed at {where} and is off: {type(error).__name__}: {error}"
         )
         if step is not None:
-            step.events.append(("hook-off", text))
-        self._event("hook-off", text, step)
+            step.events.append(("hook-disabled", text))
+        self._event("hook-disabled", text, step)
         if not self.recorder.is_current():
             self._remove_switched_off()
 
@@ -498,40 +505,3 @@ def pass_barrier(barrier: StepBarrier | None, place: StepRef) -> float:
     while (command := barrier.between_steps(place)) is not None:
         barrier.report_result(command, ControlError("This loop cannot be rewound to another step."))
     return time.perf_counter() - started
-
-
-class PendingLevels:
-    """A level or layers requested from another thread, for the next step that opens."""
-
-    def __init__(self) -> None:
-        self._requested: tuple[str | None, Sequence[int] | None] | None = None
-
-    def request(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
-        """Request another level, or other layers, or both."""
-        before_level, before_layers = self._requested or (None, None)
-        self._requested = (level or before_level, before_layers if layers is None else layers)
-
-    def apply(self, step: StepContext, context: CaptureContext) -> str:
-        """Apply the request to a step that opens, add events of changes, and return its level."""
-        requested, self._requested = self._requested, None
-        level, layers = requested or (None, None)
-        if level is not None and level != step.level:
-            facts = {"level": level, "before": step.level}
-            text = f"level {level} from step {step.step} on, {step.level} before"
-            step.events.append((LEVEL_EVENT, text, facts))
-            step.level = level
-        if layers is not None and tuple(layers) != context.layers:
-            context.layers = tuple(layers)
-            text = f"activations of {len(layers)} layers are stored from step {step.step} on"
-            step.events.append((LEVEL_EVENT, text, {"layers": list(layers)}))
-        return step.level
-
-
-def level_events(step: StepContext) -> list[EventRecord]:
-    """Return the changes of level and layers of a step, for a step that is not written itself."""
-    now = time.time()
-    return [
-        EventRecord(kind, text, now, step.generation, step.step, *facts)
-        for kind, text, *facts in step.events
-        if kind == LEVEL_EVENT
-    ]

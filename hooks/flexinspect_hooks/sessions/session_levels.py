@@ -6,6 +6,7 @@ This module is imported before the program of the user, so it does not import to
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,10 @@ class SessionLevels:
                 self._apply_layers(session)
 
     def _apply_layers(self, session: CaptureSession) -> None:
-        known = sorted(set(session.context.layer_of.values()))
-        wanted = parse_layers(self.layers, _MAX_LAYERS)
-        session.switch(layers=[layer for layer in known if wanted is None or layer in wanted])
+        session.switch(layers=chosen_layers(self.layers, session.context.layer_of.values()))
+
+
+def chosen_layers(layers: str | None, known: Iterable[int]) -> tuple[int, ...]:
+    """Return those of a model's `known` layers that `layers` names, in the form of `--layers`."""
+    wanted = parse_layers(layers, _MAX_LAYERS)
+    return tuple(layer for layer in sorted(set(known)) if wanted is None or layer in wanted)

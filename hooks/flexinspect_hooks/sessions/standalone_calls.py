@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -22,15 +21,14 @@ from flexinspect.records.step import (
     GenerationEnd,
     GenerationRecord,
 )
-from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
-from flexinspect_hooks.capture.recorder import FinishedStep, Recorder, Sink
+from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS, AttentionHook
 from flexinspect_hooks.observers.attention.kernel_calls import (
     KernelCalls,
     KernelReturn,
-    PendingCall,
     is_forward_running,
 )
 from flexinspect_hooks.observers.attention.kernel_interception import BUILD, FLEX
@@ -41,28 +39,14 @@ MAX_STANDALONE_CALLS = 500
 """The number of calls that are recorded; a program with more calls is not a small experiment."""
 
 
-OnKernelReturn = Callable[[KernelReturn, float], None]
-"""Called with a kernel call that returned, and when it began, a time of `time.perf_counter`."""
-
-
 class _StandaloneKernelCalls(KernelCalls):
     """Observes the kernel calls that belong to no session of a model."""
-
-    def __init__(self, context: CaptureContext, on_return: OnKernelReturn) -> None:
-        super().__init__(context)
-        self._on_return = on_return
 
     def accepts(self, name: str) -> bool:
         """Accept FlexAttention and the masks built for it, outside of the forward of a model."""
         return name in (FLEX, BUILD) and not is_forward_running()
 
-    def after(self, pending: PendingCall, output: Any) -> None:
-        """Record the call at once."""
-        super().after(pending, output)
-        for call in self.take_since(0):
-            self._on_return(call, pending.started)
-
-    def failed(self, pending: PendingCall, error: BaseException) -> None:
+    def failed(self, pending: KernelReturn, error: BaseException) -> None:
         """Report the call, and drop the masks that were built for it."""
         super().failed(pending, error)
         self.take_builds()
@@ -73,13 +57,10 @@ class StandaloneAttention(AttentionHook):
 
     is_standalone = True
 
-    def __init__(self, on_return: OnKernelReturn) -> None:
-        self._on_return = on_return
-
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Observe the kernels."""
         self.prepare(context)
-        self.calls = self._kernels = _StandaloneKernelCalls(context, self._on_return)
+        self.calls = self._kernels = _StandaloneKernelCalls(context)
         return [self.calls.observe()]
 
 
@@ -94,9 +75,9 @@ class StandaloneCalls(CaptureSession):
     """
 
     def __init__(
-        self, sink: Sink, recorder: Recorder, numbers: Iterator[int], *, level: str
+        self, sink: TraceWriter, recorder: Recorder, numbers: Iterator[int], *, level: str
     ) -> None:
-        self._attention = StandaloneAttention(self._on_call)
+        self._attention = StandaloneAttention()
         self._placeholder_model = nn.Module()  # kept here: sessions reference their model weakly
         super().__init__(
             self._placeholder_model,
@@ -107,42 +88,41 @@ class StandaloneCalls(CaptureSession):
             recorder=recorder,
         )
         self.context.record_event = self._record_failed_call
+        self.context.on_kernel = self._on_call
         self._numbers = numbers
         self.n_calls = 0
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if builds := self._attention.calls.unassigned_builds():
             self._record_safely(lambda: self._record_builds(builds))
-        super().__exit__(kind, error, trace)
+        super().__exit__()
 
     def switch(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
         """Record at another level from the next call on; `layers` is ignored."""
         self.level = check_level(level) if level else self.level
 
-    def _on_call(self, call: KernelReturn, started: float) -> None:
-        """Record one call, or an event if that fails."""
+    def _on_call(self, call: KernelReturn) -> None:
+        """Record one call at once, or an event if that fails."""
+        self._attention.calls.take_since(0)
         self.n_calls += 1
         if self.n_calls > MAX_STANDALONE_CALLS:
             self._attention.calls.take_builds()
             return
-        self._record_safely(lambda: self._record_call(call, started, time.perf_counter()))
+        self._record_safely(lambda: self._record_call(call, time.perf_counter()))
 
     def _record_safely(self, record: Callable[[], None]) -> None:
         try:
             record()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
-            self._event("step-unread", f"A call outside of a model was not recorded: {message}")
+            self._event(
+                "step-not-recorded", f"A call outside of a model was not recorded: {message}"
+            )
 
-    def _record_call(self, call: KernelReturn, started: float, returned: float) -> None:
+    def _record_call(self, call: KernelReturn, returned: float) -> None:
         q_len, kv_len = (int(call.call.arguments[name].shape[-2]) for name in ("query", "key"))
-        step = self._make_step(q_len, kv_len, started)
-        step.wall_ms = (returned - started) * 1e3
+        step = self._make_step(q_len, kv_len, call.started)
+        step.wall_ms = (returned - call.started) * 1e3
         if self.n_calls == MAX_STANDALONE_CALLS:
             text = (
                 f"{MAX_STANDALONE_CALLS} calls outside of a model are recorded; later ones are not."
@@ -180,20 +160,17 @@ class StandaloneCalls(CaptureSession):
         self._attention.begin(self.context)
         record = _generation_record(step.generation, sample, segments, time.time())
         self.recorder.begin_generation(record, self._rule_runner)
-        self._record_step(step, calls, returned)
-        end = GenerationEnd(step.generation, "finished", "", segments, ended_at=time.time())
-        self.recorder.put(end)
-
-    def _record_step(self, step: StepContext, calls: list[KernelReturn], returned: float) -> None:
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
         self._attention.calls.done += calls
-        buffer = StepBuffer(self._device, self._stream)
-        kept = self._start_copy(step, buffer, self._reduce(step, buffer))
+        finished = self._reduce(step)
+        self._start_copy(finished)
         step.capture_s = time.perf_counter() - returned
-        self.recorder.put(FinishedStep(step, buffer, tuple(kept)))
+        self.recorder.put(finished)
         self.capture_s += step.capture_s
         self.total_s += step.wall_ms / 1e3 + step.capture_s
+        end = GenerationEnd(step.generation, "finished", "", segments, ended_at=time.time())
+        self.recorder.put(end)
 
     def _make_step(self, q_len: int, kv_len: int, started: float) -> StepContext:
         before = max(kv_len - q_len, 0)

@@ -19,6 +19,8 @@ class Detail:
     """How much is measured, and how often, counted in steps; 0 means never."""
 
     name: str
+    text: str
+    """A phrase for what is measured."""
     gradients_every: int
     rows_every: int
     maxima: bool = False
@@ -30,26 +32,34 @@ class Detail:
         """Whether the gradients of a step are measured."""
         return step % self.gradients_every == 0
 
-    def describe(self) -> str:
-        """A phrase for what is measured."""
-        return _DESCRIPTIONS[self]
+    def compares_weights(self, step: int) -> bool:
+        """Whether it is measured how much a step changes the weights."""
+        return self.ratios_every > 0 and step % self.ratios_every == 0
 
 
 EXTREME = Detail(
-    "extreme", 1, 1, maxima=True, ratios_every=1, watches_leaves=True, keeps_stats=True
+    "extreme",
+    "everything, with statistics of the layers' outputs and the change of the weights",
+    gradients_every=1,
+    rows_every=1,
+    maxima=True,
+    ratios_every=1,
+    watches_leaves=True,
+    keeps_stats=True,
 )
-ADVANCED = Detail("advanced", 1, 1, maxima=True, ratios_every=10, watches_leaves=True)
-BASIC = Detail("basic", 1, 10)
-SPARSE = Detail("sparse", 4, 16)
-SPARSEST = Detail("sparse", 16, 64)
+ADVANCED = Detail(
+    "advanced",
+    "gradients of every parameter and every module's output",
+    gradients_every=1,
+    rows_every=1,
+    maxima=True,
+    ratios_every=10,
+    watches_leaves=True,
+)
+BASIC = Detail("basic", "gradients by group and the layers' outputs", 1, 10)
+SPARSE = Detail("sparse", "gradients of every 4th step", 4, 16)
+SPARSEST = Detail("sparse", "gradients of every 16th step", 16, 64)
 DETAIL_LEVELS = (EXTREME, ADVANCED, BASIC, SPARSE, SPARSEST)
-_DESCRIPTIONS = {
-    EXTREME: "everything, with statistics of the layers' outputs and the change of the weights",
-    ADVANCED: "gradients of every parameter and every module's output",
-    BASIC: "gradients by group and the layers' outputs",
-    SPARSE: "gradients of every 4th step",
-    SPARSEST: "gradients of every 16th step",
-}
 _LEVEL_INDEX = {"extreme": 0, "advanced": 1, "basic": 2}
 
 
@@ -89,7 +99,7 @@ class Governor:
         if self._band is None or not self._n_reduced:
             return ""
         times = "once" if self._n_reduced == 1 else f"{self._n_reduced} times"
-        least, now = DETAIL_LEVELS[self._lowest_index].describe(), self.detail.describe()
+        least, now = DETAIL_LEVELS[self._lowest_index].text, self.detail.text
         back = f" for a time, now {now}" if self._index < self._lowest_index else " from then on"
         return (
             f"Above the band of {self._band - 1.0:.1%} detail was dropped {times}, down to "
@@ -122,14 +132,14 @@ class Governor:
         return None
 
     def _reduce_detail(self, cost: float, limit: float) -> DetailChange:
-        dropped = self.detail.describe()
+        dropped = self.detail.text
         self._set_index(self._index + 1)
         self._n_reduced += 1
         self._lowest_index = max(self._lowest_index, self._index)
         return DetailChange(
-            "thinned",
+            "detail-reduced",
             f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above the "
-            f"band of {limit:.1%}: from now on {self.detail.describe()}, instead of {dropped}.",
+            f"band of {limit:.1%}: from now on {self.detail.text}, instead of {dropped}.",
         )
 
     def _restore_detail(self, cost: float, limit: float) -> DetailChange:
@@ -137,9 +147,9 @@ class Governor:
         if self._known_costs.get(self._index, 0.0) > limit:
             self._patience *= 2  # it was too expensive before: try less often
         return DetailChange(
-            "restored",
+            "detail-restored",
             f"Capture took {cost:.1%} of what the last steps took without it, within the band of "
-            f"{limit:.1%}: again {self.detail.describe()}.",
+            f"{limit:.1%}: again {self.detail.text}.",
         )
 
     def _set_index(self, at: int) -> None:

@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,13 @@ from torch import Tensor, nn
 
 from flexinspect.records.step import LayerStatRecord
 from flexinspect.records.training_step import AnomalyOrigin
+from flexinspect_hooks.python_internals.torch_private import (
+    backward_number,
+    call_after_backward,
+    is_compiled_in_place,
+    wrap_compiled,
+)
+from flexinspect_hooks.training.gradient_statistics import stack_nonfinite_counts
 from flexinspect_hooks.training.tensor_statistics import (
     MODEL_OUTPUT,
     Extremes,
@@ -31,8 +39,6 @@ from flexinspect_hooks.training.tensor_statistics import (
     tensor_facts,
 )
 
-Remove = Callable[[], None]
-
 MAX_PENDING_FORWARDS = 64
 """Forward passes without a backward pass that are kept at most, until the step's end."""
 
@@ -41,22 +47,6 @@ MAX_MICRO_BATCHES = 4096
 
 HOOK_COST_S = 2e-6
 """The measured cost of a hook that only keeps a reference; timing each call would cost more."""
-
-
-@dataclass(slots=True)
-class ForwardPass:
-    """The results of one forward pass; it belongs to a step only if a backward pass follows."""
-
-    seconds: float
-    is_share: bool
-    losses: list[Tensor | float] = field(default_factory=list)
-    extremes: list[Extremes] = field(default_factory=list)
-    stats: list[LayerStatRecord] = field(default_factory=list)
-    pending: PendingStats | None = None
-    producer: AnomalyOrigin | None = None
-    device: str = ""
-    autocast: str = ""
-    is_counted: bool = False
 
 
 @dataclass(slots=True)
@@ -85,8 +75,8 @@ class StepPasses:
     def add(self, one: ForwardPass) -> None:
         """Add a forward pass that belongs to the step."""
         self.n_forward += 1
-        self.forward_s += one.seconds
-        self.are_shares = one.is_share
+        self.forward_s += one.forward_s
+        self.are_shares = one.are_shares
         self.losses += one.losses
         self.extremes += one.extremes
         self.stats, self.pending = one.stats or self.stats, one.pending or self.pending
@@ -103,8 +93,15 @@ class StepPasses:
         self.extremes.clear()
 
 
+@dataclass(slots=True)
+class ForwardPass(StepPasses):
+    """The results of one forward pass; it belongs to a step only if a backward pass follows."""
+
+    is_counted: bool = False
+
+
 class ForwardWatch:
-    """Hooks on a model, and the results of its passes since the last `take`.
+    """Hooks on a model, and the results of its passes since the last `begin_step`.
 
     `watches_leaves` keeps the outputs of the smallest modules instead of the layers', `keeps_stats`
     computes statistics of the outputs; both may change between two forward passes.
@@ -114,13 +111,14 @@ class ForwardWatch:
         self,
         model: nn.Module,
         *,
+        passes: StepPasses,
         on_begin: Callable[[], None],
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
     ) -> None:
         self.watches_leaves = False
         self.keeps_stats = False
         self.own_s = 0.0
-        self.passes = StepPasses()
+        self.passes = passes
         self._model = model
         self._on_begin, self._guarded = on_begin, guarded
         self._outputs: list[tuple[str, nn.Module, Any]] = []
@@ -129,8 +127,7 @@ class ForwardWatch:
         self._pending: deque[ForwardPass] = deque(maxlen=MAX_PENDING_FORWARDS)
         self._started = 0.0
         self._backward = -1
-        self._removers: list[Remove] = []
-        self._module_removers: list[Remove] = []
+        self._hooks, self._module_hooks = ExitStack(), ExitStack()
         self._watched_leaves: bool | None = None
 
     def install(self) -> None:
@@ -138,24 +135,23 @@ class ForwardWatch:
         model = self._model
         begin, end = self._guarded(self._begin), self._guarded(self._end)
         if is_compiled_in_place(model):
-            self._removers.append(wrap_compiled(model, begin, end))
+            self._hooks.callback(wrap_compiled(model, begin, end))
             return
-        before = model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+        hooks = self._hooks
+        hooks.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
         # Also after a forward that raised, or it would never end.
-        after = model.register_forward_hook(end, always_call=True)
-        self._removers += [before.remove, after.remove]
+        hooks.enter_context(model.register_forward_hook(end, always_call=True))
 
     def remove(self) -> None:
         """Remove the hooks."""
-        for removers in (self._removers, self._module_removers):
-            while removers:
-                removers.pop()()
+        self._module_hooks.close()
+        self._hooks.close()
         self._pending.clear()
         self._release()
 
     @property
     def has_forward(self) -> bool:
-        """Whether there was a forward pass since the last `take`."""
+        """Whether there was a forward pass since the last `begin_step`."""
         return bool(self._pending) or self.passes.n_forward > 0
 
     def count_pending(self) -> None:
@@ -165,11 +161,10 @@ class ForwardWatch:
                 self._count(one)
         self._pending.clear()
 
-    def take(self) -> StepPasses:
-        """Return the results of the passes, and start again with none."""
+    def begin_step(self, passes: StepPasses) -> None:
+        """Add the results of passes to `passes` from now on, which has none yet."""
         self._pending.clear()
-        taken, self.passes = self.passes, StepPasses()
-        return taken
+        self.passes = passes
 
     def _count(self, one: ForwardPass) -> None:
         if not one.is_counted:
@@ -181,8 +176,7 @@ class ForwardWatch:
     def _hook_modules(self) -> None:
         """Hook only the modules whose outputs are kept now: every hook costs time."""
         model, self._watched_leaves = self._model, self.watches_leaves
-        while self._module_removers:
-            self._module_removers.pop()()
+        self._module_hooks.close()
         # In a compiled model a hook would be compiled too, or break its graph.
         if is_compiled(model) or is_compiled_in_place(model):
             return
@@ -190,7 +184,7 @@ class ForwardWatch:
         for name, module in {id(one): (name, one) for name, one in modules}.values():
             if module is not model:
                 hook = module.register_forward_hook(self._output_hook(name))
-                self._module_removers.append(hook.remove)
+                self._module_hooks.enter_context(hook)
 
     def _output_hook(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -228,7 +222,8 @@ class ForwardWatch:
             self.own_s += time.perf_counter() - ended
 
     def _read(self, output: Any, ended: float) -> None:
-        forward, loss = ForwardPass(ended - self._started, self._is_share), loss_of(output)
+        forward = ForwardPass(forward_s=ended - self._started, are_shares=self._is_share)
+        loss = loss_of(output)
         self._pending.append(forward)
         main = loss if loss is not None else next(floating_tensors(output), None)
         if main is None:
@@ -278,7 +273,7 @@ class ForwardWatch:
             if not is_loss:
                 passes.output_gradient_norms.append(max_abs(grad.detach()))
             # If one backward pass goes through several forward passes, the first hook is its start.
-            number = torch._C._current_graph_task_id()
+            number = backward_number()
             if number == self._backward:
                 return
             self._backward = number
@@ -287,7 +282,7 @@ class ForwardWatch:
             def on_backward_end() -> None:
                 passes.backward_s += time.perf_counter() - started
 
-            torch.autograd.Variable._execution_engine.queue_callback(on_backward_end)
+            call_after_backward(on_backward_end)
 
         return self._guarded(on_output_gradient)
 
@@ -313,32 +308,6 @@ def loss_of(output: Any) -> Tensor | None:
 def is_compiled(model: nn.Module) -> bool:
     """Whether a model was returned by `torch.compile`; does not load the compiler."""
     return type(model).__name__ == "OptimizedModule"
-
-
-def is_compiled_in_place(model: nn.Module) -> bool:
-    """Whether `model.compile()` was called: then its hooks would be compiled with it."""
-    return getattr(model, "_compiled_call_impl", None) is not None
-
-
-def wrap_compiled(model: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> Remove:
-    """Call `begin` and `end` around the call that `model.compile()` set; returns the undo."""
-    compiled: Any = model._compiled_call_impl
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        begin(model, args, kwargs)
-        output = None
-        try:
-            output = compiled(*args, **kwargs)
-        finally:
-            end(model, args, output)
-        return output
-
-    def restore() -> None:
-        if model._compiled_call_impl is call:
-            model._compiled_call_impl = compiled
-
-    model._compiled_call_impl = call
-    return restore
 
 
 def leaves_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -401,10 +370,9 @@ def pending_stats(outputs: ModuleOutputs, device: torch.device) -> PendingStats 
     if not outs:
         return None
     numbers = stack_numbers([_reduce_output(tensor) for _, tensor in outs], device)
-    counts = [torch.stack([tensor.isnan().sum(), tensor.isinf().sum()]) for _, tensor in outs]
     later = device.type != "cpu"
-    placed = torch.stack([one.to(device, non_blocking=later) for one in counts])
-    return PendingStats(numbers, placed, tuple(of for of, _ in outs))
+    counts = [stack_nonfinite_counts([tensor]).to(device, non_blocking=later) for _, tensor in outs]
+    return PendingStats(numbers, torch.cat(counts), tuple(of for of, _ in outs))
 
 
 def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:
@@ -446,6 +414,5 @@ def _output_stat(key: OutputKey, tensor: Tensor) -> LayerStatRecord:
     row = _reduce_output(tensor.float() if tensor.dtype.itemsize < 4 else tensor).tolist()
     if math.isfinite(row[0]):
         return _stat_record(key, row, (0, 0))
-    facts = tensor_facts(tensor)
-    values = (facts.min_value, facts.max_value, facts.mean_value, facts.std_value)
-    return LayerStatRecord(*key[:2], facts.n_nan, facts.n_inf, *values, row[0])
+    (facts,) = tensor_facts([tensor])
+    return LayerStatRecord(*key[:2], **facts._asdict(), norm=row[0])

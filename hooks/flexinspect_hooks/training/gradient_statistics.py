@@ -7,9 +7,10 @@ for those whose norm is not finite, because a finite norm rules them out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,42 +19,32 @@ from flexinspect.records.training_step import (
     EXPLODING_NORM,
     VANISHING_NORM,
     ParameterGradient,
+    TrainingStepRecord,
     combined_norm,
 )
-from flexinspect_hooks.training.parameters import NamedParameter, NamedParameters, trainable
+from flexinspect_hooks.gradients.reduction import gradient_norm
+from flexinspect_hooks.training.parameters import NamedParameter, NamedParameters
 
 NormsOf = Callable[[Sequence[Tensor]], list[float]]
 
-CHUNK_SIZE = 1 << 20
-"""Values that are converted to float64 at a time."""
 
-
-class Gradients(Sequence[ParameterGradient]):
-    """Statistics of all gradients of a step; the records are made on first use.
+@dataclass
+class Gradients:
+    """Statistics of all gradients of a step; the records (`rows`) are made on first use.
 
     `parameters` are those that have a gradient; `norms` and `maxima` (None: not measured) are in
     their order, `counts` are the numbers of (NaN, Inf) of non-finite gradients by index.
     """
 
-    def __init__(
-        self,
-        parameters: NamedParameters,
-        norms: list[float],
-        maxima: list[float] | None,
-        counts: Mapping[int, tuple[int, int]],
-    ) -> None:
-        self.parameters, self.norms = parameters, norms
-        self._maxima, self._counts = maxima, counts
+    parameters: NamedParameters
+    norms: list[float]
+    maxima: list[float] | None
+    counts: Mapping[int, tuple[int, int]]
 
-    @overload
-    def __getitem__(self, at: int) -> ParameterGradient: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[ParameterGradient]: ...
-    def __getitem__(self, at: int | slice) -> ParameterGradient | list[ParameterGradient]:
-        return self._facts[at]
-
-    def __len__(self) -> int:
-        return len(self.parameters)
+    @cached_property
+    def rows(self) -> list[ParameterGradient]:
+        """The statistics of each gradient."""
+        return [self._make_row(at) for at in range(len(self.parameters))]
 
     @cached_property
     def total(self) -> float:
@@ -63,7 +54,7 @@ class Gradients(Sequence[ParameterGradient]):
     @property
     def has_nonfinite(self) -> bool:
         """Whether any gradient has a non-finite value."""
-        return bool(self._counts)
+        return bool(self.counts)
 
     def outliers(
         self, explosion: float = EXPLODING_NORM, vanishing: float = VANISHING_NORM
@@ -71,21 +62,17 @@ class Gradients(Sequence[ParameterGradient]):
         """The gradients that are non-finite, 0, or beyond a threshold."""
         norms = enumerate(self.norms)
         outside = {at for at, norm in norms if not (norm and vanishing <= norm <= explosion)}
-        return [self._make_facts(at) for at in sorted(outside.union(self._counts))]
+        return [self._make_row(at) for at in sorted(outside.union(self.counts))]
 
     def unscaled(self, scale: float) -> Gradients:
         """The gradients divided by a loss scale."""
-        maxima = None if self._maxima is None else [one / scale for one in self._maxima]
-        return Gradients(self.parameters, [one / scale for one in self.norms], maxima, self._counts)
+        maxima = None if self.maxima is None else [one / scale for one in self.maxima]
+        return replace(self, norms=[one / scale for one in self.norms], maxima=maxima)
 
-    @cached_property
-    def _facts(self) -> list[ParameterGradient]:
-        return [self._make_facts(at) for at in range(len(self.parameters))]
-
-    def _make_facts(self, at: int) -> ParameterGradient:
+    def _make_row(self, at: int) -> ParameterGradient:
         name, _, group, is_matrix = self.parameters[at]
-        largest = None if self._maxima is None else self._maxima[at]
-        counts = self._counts.get(at, (0, 0))
+        largest = None if self.maxima is None else self.maxima[at]
+        counts = self.counts.get(at, (0, 0))
         return ParameterGradient(name, self.norms[at], largest, *counts, group, is_matrix)
 
 
@@ -103,31 +90,37 @@ def gradient_facts(
             grads.append(grad)
     norms = (norms_of or tensor_norms)(grads)
     nonfinite = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
-    each = _count_nonfinite_each([grads[at] for at in nonfinite])
+    each = count_nonfinite([grads[at] for at in nonfinite])
     counts = dict(zip(nonfinite, each, strict=True))
     for at in [at for at, count in counts.items() if count == (0, 0)]:
-        norms[at] = _float64_norm(grads[at])
+        norms[at] = float(gradient_norm(grads[at]))  # the squares overflow float32
         del counts[at]
-    return Gradients(parameters, norms, _maxima(grads) if with_max else None, counts)
+    maxima = reduce_batched(grads, _stack_max_abs) if with_max else None
+    return Gradients(parameters, norms, maxima, counts)
 
 
-def model_gradients(model: nn.Module, *, with_max: bool = True) -> Gradients:
-    """The statistics of every parameter of a model that has a gradient."""
-    return gradient_facts(trainable(model), with_max=with_max)
+def step_record(
+    gradients: Gradients,
+    outliers: Sequence[ParameterGradient],
+    explosion: float = EXPLODING_NORM,
+    vanishing: float = VANISHING_NORM,
+) -> TrainingStepRecord:
+    """What is known of a step from its gradients alone; its loss is unknown.
 
-
-def exploding(
-    gradients: Iterable[ParameterGradient], threshold: float = EXPLODING_NORM
-) -> list[str]:
-    """Return the names of the parameters whose gradient norm is above the threshold."""
-    return [facts.name for facts in gradients if facts.explodes(threshold)]
-
-
-def vanishing(
-    gradients: Iterable[ParameterGradient], threshold: float = VANISHING_NORM
-) -> list[str]:
-    """Return the names of the parameters whose gradient norm is below the threshold, 0 too."""
-    return [facts.name for facts in gradients if facts.norm < threshold]
+    Only matrices count as vanishing: the gradient of a key bias is 0 up to rounding in any
+    transformer.
+    """
+    return TrainingStepRecord(
+        loss=math.nan,
+        loss_source="",
+        learning_rates=(),
+        total_norm=gradients.total,
+        n_parameters=len(gradients.norms),
+        n_exploding=sum(one.explodes(explosion) for one in outliers),
+        n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in outliers),
+        n_dead=sum(one.is_dead for one in outliers),
+        n_nonfinite=sum(one.has_nonfinite for one in outliers),
+    )
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
@@ -146,7 +139,7 @@ def real_values(grad: Tensor) -> Tensor:
 
 def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
     """The Euclidean norms of tensors, computed in at least float32."""
-    return _reduce_batched(tensors, _stack_norms)
+    return reduce_batched(tensors, _stack_norms)
 
 
 def foreach_norms(tensors: Sequence[Tensor]) -> list[float]:
@@ -154,28 +147,35 @@ def foreach_norms(tensors: Sequence[Tensor]) -> list[float]:
 
     On a CPU they are inexact for many values: 0.2 % for 30 million in float32.
     """
-    return _reduce_batched(tensors, _stack_foreach_norms)
+    return reduce_batched(tensors, _stack_foreach_norms)
 
 
 @torch.no_grad()
-def _reduce_batched(
+def reduce_batched(
     tensors: Sequence[Tensor], reduce: Callable[[list[Tensor]], Tensor]
-) -> list[float]:
-    """Reduce each tensor to a number, those of a device and dtype together, with one transfer."""
+) -> list[Any]:
+    """Reduce each tensor to a number, or a row of numbers, with one transfer for each kind."""
+    numbers: list[Any] = [None] * len(tensors)
+    for indices in indices_by_kind(tensors):
+        values = reduce([tensors[index] for index in indices]).tolist()
+        if len(values) == len(tensors):
+            return list(values)
+        for index, value in zip(indices, values, strict=True):
+            numbers[index] = value
+    return numbers
+
+
+def indices_by_kind(tensors: Sequence[Tensor]) -> list[Sequence[int]]:
+    """The indices of the tensors that torch can process at once: of one device and dtype."""
     if not tensors:
         return []
     dtype, device = tensors[0].dtype, tensors[0].device
     if all(one.dtype is dtype and one.device == device for one in tensors):
-        return list(reduce([*tensors]).tolist())
+        return [range(len(tensors))]
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, one in enumerate(tensors):
         kinds.setdefault((one.device, one.dtype), []).append(index)
-    numbers = [0.0] * len(tensors)
-    for indices in kinds.values():
-        values = reduce([tensors[index] for index in indices]).tolist()
-        for index, value in zip(indices, values, strict=True):
-            numbers[index] = value
-    return numbers
+    return [*kinds.values()]
 
 
 def _stack_norms(tensors: list[Tensor]) -> Tensor:
@@ -202,10 +202,6 @@ def _is_dense_on_cpu(one: Tensor) -> bool:
     )
 
 
-def _maxima(tensors: Sequence[Tensor]) -> list[float]:
-    return _reduce_batched(tensors, _stack_max_abs)
-
-
 def _stack_max_abs(tensors: list[Tensor]) -> Tensor:
     if tensors[0].device.type == "cuda":
         return torch.stack(list(torch._foreach_norm(tensors, math.inf)))
@@ -216,15 +212,12 @@ def _stack_max_abs(tensors: list[Tensor]) -> Tensor:
     return torch.maximum(highs, -lows)
 
 
-def _count_nonfinite_each(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The numbers of NaN and of Inf in each tensor, with one transfer for each device."""
-    n_nan = _reduce_batched(tensors, lambda all_: torch.stack([one.isnan().sum() for one in all_]))
-    n_inf = _reduce_batched(tensors, lambda all_: torch.stack([one.isinf().sum() for one in all_]))
-    return [(int(nan), int(inf)) for nan, inf in zip(n_nan, n_inf, strict=True)]
+def count_nonfinite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """The numbers of NaN and of Inf in each tensor, with one transfer for each kind."""
+    return [(int(nan), int(inf)) for nan, inf in reduce_batched(tensors, stack_nonfinite_counts)]
 
 
-@torch.no_grad()
-def _float64_norm(grad: Tensor) -> float:
-    """The norm of values whose squares overflow float32, as they do from 1e19 on."""
-    parts = torch.split(grad.reshape(-1), CHUNK_SIZE)
-    return math.hypot(*(float(part.double().norm()) for part in parts))
+def stack_nonfinite_counts(tensors: Sequence[Tensor]) -> Tensor:
+    """The numbers of NaN and of Inf in each tensor, (tensors, 2), on their device."""
+    counts = [torch.stack([one.isnan().sum(), one.isinf().sum()]) for one in tensors]
+    return torch.stack(counts)

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient
+from flexinspect.records.training_step import (
+    VANISHING_NORM,
+    AnomalyOrigin,
+    ParameterGradient,
+    TrainingStepRecord,
+)
 from flexinspect_hooks.training.cost_governor import Detail
-from flexinspect_hooks.training.gradient_statistics import Gradients, gradient_facts, tensor_norms
+from flexinspect_hooks.training.gradient_statistics import (
+    Gradients,
+    gradient_facts,
+    indices_by_kind,
+    step_record,
+    tensor_norms,
+)
 from flexinspect_hooks.training.parameters import NamedParameters, ParameterList
 from flexinspect_hooks.training.torch_calls import ClippedGradients, NormSource
 
@@ -67,9 +79,8 @@ class UpdateMeter:
 
     def _ratios(self, changes: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
         squares = [[0.0, 0.0] for _ in range(self._n_groups)]
-        for group, size, change, weight in zip(
-            self._group_of, self._sizes, changes, weights, strict=True
-        ):
+        measured = zip(self._group_of, self._sizes, changes, weights, strict=True)
+        for group, size, change, weight in measured:
             squares[group][0] += size * change * change
             squares[group][1] += size * weight * weight
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
@@ -101,58 +112,12 @@ def _sample_rows(parameter: Tensor) -> Tensor:
 
 
 def _foreach_by_kind(call: object, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, one in enumerate(first):
-        kinds.setdefault((one.device, one.dtype), []).append(index)
-    for where in kinds.values():
+    for where in indices_by_kind(first):
         call([first[i] for i in where], [second[i] for i in where])  # type: ignore[operator]
 
 
 MAX_FULL_STEPS = 10
 """Steps with an anomaly that are recorded with all parameters; later ones like other steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepGradients:
-    """The gradients of one step.
-
-    `rows` are those to record; `outliers` all that are non-finite, 0, too large or too small.
-    """
-
-    n_parameters: int
-    outliers: Sequence[ParameterGradient]
-    rows: tuple[ParameterGradient, ...]
-    total: float
-    group_norms: tuple[float, ...]
-    producer: AnomalyOrigin | None
-    is_warming: bool = False
-
-    @property
-    def n_exploding(self) -> int:
-        """Parameters whose gradient explodes."""
-        return sum(one.explodes() for one in self.outliers)
-
-    @property
-    def n_vanishing(self) -> int:
-        """Matrices whose gradient vanishes.
-
-        Other parameters do not count: the gradient of a key bias is 0 up to rounding in any
-        transformer. 0 while the learning rate rises: behind a gate that starts at 0, gradients
-        start small.
-        """
-        if self.is_warming:
-            return 0
-        return sum(one.is_matrix and one.vanishes() for one in self.outliers)
-
-    @property
-    def n_dead(self) -> int:
-        """Parameters whose gradient is exactly 0."""
-        return sum(one.is_dead for one in self.outliers)
-
-    @property
-    def n_sick(self) -> int:
-        """Parameters whose gradient has NaN or Inf."""
-        return sum(one.has_nonfinite for one in self.outliers)
 
 
 class GradientMeter:
@@ -188,22 +153,20 @@ class GradientMeter:
         names = [one.group for one in named]
         self.groups = tuple(dict.fromkeys((*self.groups, *names)))
         self._group_at = {group: at for at, group in enumerate(self.groups)}
-        self._updates = UpdateMeter(named, self.groups, [self._group_at[name] for name in names])
+        self.updates = UpdateMeter(named, self.groups, [self._group_at[name] for name in names])
 
     # -- the order of the backward pass ----------------------------------------------------------
 
-    def learn_order(self) -> list[object]:
-        """Hook the first backward pass to learn the order of the parameters; returns handles."""
+    def learn_order(self, hooks: ExitStack) -> None:
+        """Hook the first backward pass to learn the order of the parameters."""
 
         def arrived(name: str) -> None:
             self._backward_order.setdefault(name, len(self._backward_order))
 
-        handles: list[object] = []
         for name, parameter, *_ in self.named:
             add: Any = parameter.register_post_accumulate_grad_hook
-            handles.append(add(lambda _, name=name: arrived(name)))
+            hooks.enter_context(add(lambda _, name=name: arrived(name)))
             self._hooked.append(name)
-        return handles
 
     @property
     def knows_order(self) -> bool:
@@ -224,11 +187,12 @@ class GradientMeter:
         scale: float = 1.0,
         is_warming: bool = False,
         clipped: ClippedGradients | None = None,
-    ) -> StepGradients | None:
+    ) -> TrainingStepRecord | None:
         """The gradients as the optimizer receives them, None in a step that is not measured.
 
-        `scale` is the loss scale that they still contain, `is_warming` whether the learning rate
-        rises, `clipped` the norms known from clipping.
+        `scale` is the loss scale that they still contain, `clipped` the norms known from clipping.
+        `is_warming` is whether the learning rate rises: then no gradient counts as vanishing,
+        because behind a gate that starts at 0 they start small.
         """
         if not detail.measures(step):
             return None
@@ -240,14 +204,11 @@ class GradientMeter:
         producer = self._producer(outliers)
         if is_warming and producer is not None and producer.kind == "vanishing":
             producer = None
-        return StepGradients(
-            n_parameters=len(gradients),
-            outliers=outliers,
-            rows=tuple(gradients) if self._is_recorded(step, detail, producer) else (),
-            total=gradients.total,
+        return replace(
+            step_record(gradients, outliers, vanishing=0.0 if is_warming else VANISHING_NORM),
+            gradients=tuple(gradients.rows) if self._is_recorded(step, detail, producer) else (),
             group_norms=self._group_norms(gradients),
-            producer=producer,
-            is_warming=is_warming,
+            anomaly_origin=producer,
         )
 
     def _is_recorded(self, step: int, detail: Detail, producer: AnomalyOrigin | None) -> bool:
@@ -282,23 +243,3 @@ class GradientMeter:
     def _in_backward_order(self, outliers: list[ParameterGradient]) -> list[ParameterGradient]:
         last = len(self._backward_order)
         return sorted(outliers, key=lambda one: self._backward_order.get(one.name, last))
-
-    # -- change of the weights -------------------------------------------------------------------
-
-    def before_update(self, step: int, detail: Detail) -> None:
-        """Copy a sample of the weights in a step whose change is measured."""
-        if detail.ratios_every and step % detail.ratios_every == 0:
-            self._updates.copy_weights()
-
-    @property
-    def is_comparing(self) -> bool:
-        """Whether weights were copied and not compared yet."""
-        return self._updates.has_copies
-
-    def after_update(self) -> tuple[float, ...]:
-        """How much each group changed; empty in a step that is not measured."""
-        return self._updates.measure_change()
-
-    def release(self) -> None:
-        """Drop all copies."""
-        self._updates.release()

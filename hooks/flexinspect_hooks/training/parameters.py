@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flexinspect.records.training_step import group_of
+from flexinspect_hooks.python_internals.torch_private import module_tables
 
 
 def learning_rates(optimizer: Any) -> tuple[float, ...]:
@@ -97,7 +98,7 @@ class ParameterList:
     def _walk(self, model: nn.Module) -> None:
         every, tables = parameters_of(model), list[Mapping[str, Any]]()
         for module in model.modules():
-            tables += (module._modules, module._parameters)
+            tables += module_tables(module)
         parts = [(one, name, part) for one in tables for name, part in one.items()]
 
         def forget(_: object) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of tensors and of a model's parameters.
+"""Statistics of tensors, and the origin of the first non-finite output of a model.
 
 Functions that wait for a device say so. Tensors that are not dense are skipped.
 """
@@ -6,99 +6,57 @@ Functions that wait for a device say so. Tensors that are not dense are skipped.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.training_step import AnomalyOrigin, TensorStats
-from flexinspect_hooks.training.gradient_statistics import CHUNK_SIZE
-
-Spread = tuple[float, float, float, float]
-"""Minimum, maximum, mean and standard deviation."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelBytes:
-    """The memory of a model in bytes; `by_device` is the total on each device."""
-
-    parameters: int
-    gradients: int
-    buffers: int
-    by_device: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Parameters, gradients and buffers together."""
-        return self.parameters + self.gradients + self.buffers
+from flexinspect.records.training_step import AnomalyOrigin
+from flexinspect_hooks.gradients.reduction import NORM_CHUNK_SIZE
+from flexinspect_hooks.training.gradient_statistics import (
+    count_nonfinite,
+    real_values,
+    reduce_batched,
+)
 
 
-def tensor_facts(tensor: Tensor, name: str = "tensor") -> TensorStats:
-    """The statistics of a tensor, after one synchronisation."""
-    return facts_of_tensors({name: tensor})[name]
+class TensorFacts(NamedTuple):
+    """Numbers of NaN and Inf, and the spread of the finite values (NaN without any)."""
+
+    n_nan: int
+    n_inf: int
+    min: float
+    max: float
+    mean: float
+    std: float
 
 
 @torch.no_grad()
-def facts_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorStats]:
-    """The statistics of tensors by name, after one synchronisation for each device and dtype.
+def tensor_facts(tensors: Iterable[Tensor]) -> list[TensorFacts]:
+    """The statistics of each tensor, after one synchronisation for each device and dtype.
 
     A tensor with NaN or Inf, or whose squares leave the range of float32, needs further ones.
     """
-    values = [_real_numbers(tensor) for tensor in tensors.values()]
-    spreads = _transfer_spreads([_reduce_spread(one) for one in values])
-    stats = {}
-    for (name, tensor), numbers, spread in zip(tensors.items(), values, spreads, strict=True):
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        counts, finite = _count_nonfinite(numbers, spread)
-        stats[name] = TensorStats(
-            name, shape, dtype, str(tensor.device), numbers.nbytes, *counts, *finite
-        )
-    return stats
+    values = [real_values(tensor) for tensor in tensors]
+    spreads = _read_spreads(values)
+    return [_facts(*one) for one in zip(values, spreads, strict=True)]
 
 
-def parameter_facts(model: nn.Module) -> dict[str, TensorStats]:
-    """The statistics of every parameter of a model, by name."""
-    return facts_of_tensors(dict(model.named_parameters()))
-
-
-def model_bytes(model: nn.Module) -> ModelBytes:
-    """The bytes of the parameters, gradients and buffers of a model."""
-    tensors = list(model.parameters())
-    parameters = _bytes_by_device(tensors)
-    gradients = _bytes_by_device(one.grad for one in tensors if one.grad is not None)
-    buffers = _bytes_by_device(model.buffers())
-    by_device = {str(device): size for device, size in (parameters + gradients + buffers).items()}
-    return ModelBytes(parameters.total(), gradients.total(), buffers.total(), by_device)
-
-
-def _bytes_by_device(tensors: Iterable[Tensor]) -> Counter[torch.device]:
-    sizes = Counter[torch.device]()
-    for one in tensors:
-        sizes[one.device] += one.nbytes
-    return sizes
-
-
-def _real_numbers(tensor: Tensor) -> Tensor:
-    """The values of a tensor as real numbers; of a sparse one, the stored values."""
-    values = tensor.detach()
-    if values.is_sparse:
-        values = values.coalesce().values()
-    return torch.view_as_real(values) if values.is_complex() else values
-
-
-def _count_nonfinite(values: Tensor, spread: Spread) -> tuple[tuple[int, int], Spread]:
-    """The numbers of NaN and of Inf, and the spread of the finite values."""
+def _facts(values: Tensor, spread: Sequence[float]) -> TensorFacts:
     is_finite = all(map(math.isfinite, spread[:2]))
     if is_finite or not values.numel() or not values.is_floating_point():
         # A NaN or Inf would be the minimum, the maximum or both.
-        return (0, 0), _fix_deviation(values, spread)
-    nan, inf = values.isnan(), values.isinf()
-    n_nan, n_inf = (int(count) for count in torch.stack([nan.sum(), inf.sum()]).tolist())
-    values = values[~(nan | inf)]
-    return (n_nan, n_inf), _fix_deviation(values, _transfer_spreads([_reduce_spread(values)])[0])
+        return TensorFacts(0, 0, *_fix_deviation(values, spread))
+    (counts,) = count_nonfinite([values])
+    values = values[values.isfinite()]
+    return TensorFacts(*counts, *_fix_deviation(values, _read_spreads([values])[0]))
+
+
+def _read_spreads(values: Iterable[Tensor]) -> list[list[float]]:
+    """Minimum, maximum, mean and deviation of each tensor, with one transfer for each kind."""
+    return reduce_batched([_reduce_spread(one) for one in values], torch.stack)
 
 
 def _reduce_spread(values: Tensor) -> Tensor:
@@ -109,19 +67,7 @@ def _reduce_spread(values: Tensor) -> Tensor:
     return torch.stack([*torch.aminmax(values), *_moments(values)])
 
 
-def _transfer_spreads(spreads: Sequence[Tensor]) -> list[Spread]:
-    """The spreads as numbers, with one transfer for each device and dtype."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, one in enumerate(spreads):
-        kinds.setdefault((one.device, one.dtype), []).append(index)
-    by_index: dict[int, Spread] = {}
-    for indices in kinds.values():
-        rows = torch.stack([spreads[index] for index in indices]).tolist()
-        by_index.update(zip(indices, map(tuple, rows), strict=True))
-    return [by_index[index] for index in range(len(spreads))]
-
-
-def _fix_deviation(values: Tensor, spread: Spread) -> Spread:
+def _fix_deviation(values: Tensor, spread: Sequence[float]) -> Sequence[float]:
     """The spread with an exact deviation if the squares of the values left float32's range."""
     low, high, mean, deviation = spread
     if low < high and not 0.0 < deviation < math.inf:
@@ -141,7 +87,7 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
         return _exact_moments(values)
     # On CPU torch's own deviation was measured to take twenty times as long as these passes.
     mean = values.mean()
-    parts = torch.split(values.reshape(-1), CHUNK_SIZE)
+    parts = torch.split(values.reshape(-1), NORM_CHUNK_SIZE)
     norms = torch.stack([torch.linalg.vector_norm(part - mean) for part in parts])
     return mean, torch.linalg.vector_norm(norms) / math.sqrt(values.numel())
 

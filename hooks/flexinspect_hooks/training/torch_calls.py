@@ -10,15 +10,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from flexinspect_hooks.training.gradient_statistics import foreach_norms, tensor_norms
+from flexinspect_hooks.python_internals.patching import patch
+from flexinspect_hooks.python_internals.torch_private import tensor_version
+from flexinspect_hooks.training.gradient_statistics import (
+    foreach_norms,
+    indices_by_kind,
+    tensor_norms,
+)
 
 CHECK_INTERVAL = 10
 """The norms from clipping are checked against the gradients every so many steps."""
@@ -46,7 +52,7 @@ class ClippedGradients:
 
     measured: ClippingNorms
     max_norm: float
-    versions: Sequence[int]
+    versions: Sequence[int | None]
 
     def norms_of(self, grads: Sequence[Tensor]) -> list[float] | None:
         """The norms of the gradients after clipping, None if they are unknown.
@@ -58,7 +64,7 @@ class ClippedGradients:
         factor = min(self.max_norm / (total + 1e-6), 1.0)  # as torch's clipping multiplies
         known = zip(self.measured.grads, self.versions, self.measured.norms.tolist(), strict=True)
         clipped = {
-            id(one): norm * factor for one, version, norm in known if one._version == version
+            id(one): norm * factor for one, version, norm in known if tensor_version(one) == version
         }
         norms = [clipped.get(id(one), math.nan) for one in grads]
         return norms if all(map(math.isfinite, norms)) else None
@@ -101,12 +107,8 @@ def measure_clipping(
     grads = [*grads]
     if not grads or norm_type != 2.0 or foreach is False or not all(map(_is_plain_tensor, grads)):
         return None
-    kinds = [*_group_tensors_by_device_and_dtype([[*grads]])]
-    if (
-        len(kinds) != 1
-        or kinds[0][0].type not in CLIPPING_DEVICES
-        or kinds[0][1] not in CLIPPING_DTYPES
-    ):
+    is_precise = grads[0].device.type in CLIPPING_DEVICES and grads[0].dtype in CLIPPING_DTYPES
+    if not is_precise or len(indices_by_kind(grads)) != 1:
         return None
     norms = torch.stack(list(torch._foreach_norm(grads, 2.0)))
     return ClippingNorms(torch.linalg.vector_norm(norms, 2.0), norms, grads)
@@ -116,30 +118,22 @@ def _is_plain_tensor(grad: Tensor) -> bool:
     return type(grad) is Tensor and not grad.is_sparse
 
 
-class TrainingObserver(Protocol):
-    """An observer of clipping and loss scaling; each call comes from the thread that trains."""
+@dataclass(frozen=True, slots=True)
+class TrainingObserver:
+    """Functions that are called in the thread that trains.
 
-    def on_clipped(
-        self,
-        parameters: Sequence[Tensor],
-        before: Tensor,
-        max_norm: float,
-        clipped: ClippedGradients | None,
-    ) -> None:
-        """Gradients of `parameters` were clipped: their total norm before, and the limit.
+    `on_clipped` gets the parameters whose gradients were clipped, their total norm before, the
+    limit, and the norm of each gradient (None if torch did not measure them in one call). The
+    others get a `GradScaler` and the optimizer that it is about to step or skip, or has.
+    """
 
-        `clipped` has the norm of each gradient, None if torch did not measure them in one call.
-        """
-
-    def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """A `GradScaler` is about to step an optimizer."""
-
-    def after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """It has done or skipped the step."""
+    on_clipped: Callable[[Sequence[Tensor], Tensor, float, ClippedGradients | None], None]
+    before_scaler_step: Callable[[Any, Any], None]
+    after_scaler_step: Callable[[Any, Any], None]
 
 
 _observers: list[TrainingObserver] = []
-_originals: dict[str, Any] = {}
+_patches = ExitStack()
 
 
 def observe_training(observer: TrainingObserver) -> Callable[[], None]:
@@ -152,7 +146,7 @@ def observe_training(observer: TrainingObserver) -> Callable[[], None]:
         if observer in _observers:
             _observers.remove(observer)
         if not _observers:
-            _uninstall()
+            _patches.close()
 
     return detach
 
@@ -161,19 +155,13 @@ _CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
 """The two parts of torch's `clip_grad_norm_`, private functions that may change."""
 
 
-def _set_clipping(functions: Sequence[Any]) -> None:
-    for name, function in zip(_CLIPPING, functions, strict=False):
-        setattr(clip_grad, name, function)
-
-
 def _install() -> None:
-    clip: Any = clip_grad
-    if all(hasattr(clip, name) for name in _CLIPPING):  # else clipping is not seen
-        originals = [getattr(clip, name) for name in _CLIPPING]
-        _originals["clipping"] = originals
-        _set_clipping(_observed_clipping(*originals))
+    if all(hasattr(clip_grad, name) for name in _CLIPPING):  # else clipping is not seen
+        functions = _observed_clipping(*(getattr(clip_grad, name) for name in _CLIPPING))
+        for name, function in zip(_CLIPPING, functions, strict=True):
+            _patches.callback(patch(clip_grad, name, function))
     scaler: Any = torch.amp.GradScaler
-    step_original = _originals["step"] = scaler.step
+    step_original = scaler.step
 
     @functools.wraps(step_original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +172,7 @@ def _install() -> None:
             observer.after_scaler_step(self, optimizer)
         return result
 
-    scaler.step = step
+    _patches.callback(patch(scaler, "step", step))
 
 
 def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -> tuple[Any, Any]:
@@ -212,14 +200,8 @@ def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -
         norms, last = last, None
         known = None
         if norms is not None and norms.total is total_norm:
-            known = ClippedGradients(norms, float(max_norm), [one._version for one in norms.grads])
+            known = ClippedGradients(norms, float(max_norm), [*map(tensor_version, norms.grads)])
         for observer in tuple(_observers):
             observer.on_clipped(clipped, total_norm, float(max_norm), known)
 
     return total_norm, clip_grads
-
-
-def _uninstall() -> None:
-    _set_clipping(_originals.pop("clipping", ()))
-    scaler: Any = torch.amp.GradScaler
-    scaler.step = _originals.pop("step")

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import functools
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
-from typing import Any, Protocol, TypeVar, cast
+from contextlib import ExitStack
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flexinspect.records.step import EventRecord, GenerationEnd
-from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter, is_warming_up
+from flexinspect.records.training_step import TrainingSummaryCounter, is_warming_up
 from flexinspect.rules.engine import RuleRunner
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import Hook, built_in_rules
-from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder, Sink
-from flexinspect_hooks.control.control_protocols import (
-    AnomalyCounts,
-    register_counter,
-    unregister_counter,
-)
+from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
 from flexinspect_hooks.python_internals.pickling import hide_hooks
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.training import torch_calls
@@ -38,7 +33,6 @@ from flexinspect_hooks.training.forward_passes import ForwardWatch
 from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.parameters import has_closure, learning_rates, remaining_scale
 from flexinspect_hooks.training.step_assembly import (
-    FinishedTrainingStep,
     Loss,
     StepMemory,
     TrainingRecords,
@@ -61,7 +55,7 @@ class TrainingSession:
     """Records the steps of `optimizer`; without one, each call of `set_loss` ends a step."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, sink: Sink, governor: Governor
+        self, model: nn.Module, optimizer: Optimizer | None, sink: TraceWriter, governor: Governor
     ) -> None:
         self.recorder = Recorder(sink, linger_s=LINGER_S)
         self.summary = TrainingSummaryCounter()
@@ -70,14 +64,15 @@ class TrainingSession:
         self._governor = governor
         self._meter = GradientMeter(model)
         self._parameter_ids = self._find_parameter_ids()
-        self._forwards = ForwardWatch(model, on_begin=self._on_forward_begin, guarded=self._guarded)
+        self._current = TrainingStepDraft()
+        self._forwards = ForwardWatch(
+            model, passes=self._current, on_begin=self._on_forward_begin, guarded=self._guarded
+        )
         self._records = TrainingRecords()
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._memory = StepMemory(model, self._device)
-        self._removers: list[Callable[[], None]] = []
-        self._order_hooks: list[Any] = []
-        self._current = TrainingStepDraft(0, 0.0, 0.0)
+        self._hooks, self._order_hooks = ExitStack(), ExitStack()
         self._awaiting_loss: TrainingStepDraft | None = None
         self._unwritten: deque[TrainingStepDraft] = deque()
         self._reported_loss: Loss | None = None
@@ -86,7 +81,7 @@ class TrainingSession:
         self._step_started: float | None = None
         self._step_own_s = self._writer_s = self._passes_before_s = 0.0
         self._scaler_step: int | None = None
-        self._is_off = False
+        self._is_off = self._is_order_known = False
 
     # -- begin and end ---------------------------------------------------------------------------
 
@@ -96,18 +91,22 @@ class TrainingSession:
         self.recorder.has_core = not self._cores_are_taken()
         self.recorder.start()
         for name, sentence in off.items():
-            self._event("rule-off", f"{name}: {sentence}")
+            self._event("rule-disabled", f"{name}: {sentence}")
         self.recorder.begin_generation(
             training_generation(self._meter, self._optimizer), RuleRunner(rules)
         )
         self._forwards.install()
         self._apply_detail()
-        self._order_hooks = self._meter.learn_order()
+        self._meter.learn_order(self._order_hooks)
         if self._optimizer is not None:
-            before = self._optimizer.register_step_pre_hook(self._guarded(self._before_optimizer))
-            after = self._optimizer.register_step_post_hook(self._guarded(self._after_optimizer))
-            self._removers += [before.remove, after.remove]
-        self._removers += [torch_calls.observe_training(self), hide_hooks(), self._memory.close]
+            before, after = map(self._guarded, (self._before_optimizer, self._after_optimizer))
+            self._hooks.enter_context(self._optimizer.register_step_pre_hook(before))
+            self._hooks.enter_context(self._optimizer.register_step_post_hook(after))
+        observer = torch_calls.TrainingObserver(
+            self._on_clipped, self._before_scaler_step, self._after_scaler_step
+        )
+        for remove in (torch_calls.observe_training(observer), hide_hooks(), self._memory.close):
+            self._hooks.callback(remove)
 
     def end(self, state: str, reason: str = "") -> None:
         """Write the remaining steps, end the generation, and remove all hooks, also on errors."""
@@ -125,10 +124,9 @@ class TrainingSession:
 
     def _uninstall(self) -> None:
         self._forwards.remove()
-        self._meter.release()
-        self._remove_order_hooks()
-        while self._removers:
-            self._removers.pop()()
+        self._meter.updates.release()
+        self._order_hooks.close()
+        self._hooks.close()
 
     def set_level(self, level: str) -> None:
         """Measure as much as `level` says, from the next step on."""
@@ -193,7 +191,7 @@ class TrainingSession:
             return
         started = time.perf_counter()
         self._flush()
-        self._forwards.passes.is_updated = True  # the program may have updated the weights itself
+        self._current.is_updated = True  # the program may have updated the weights itself
         self._measure()
         self._end_step(started)
 
@@ -209,7 +207,8 @@ class TrainingSession:
                 self._synchronize()
             self._current.is_skipped = found_inf is not None and bool(found_inf)
             self._measure(remaining_scale(optimizer))
-        self._meter.before_update(self._current.number, self._governor.detail)
+        if self._governor.detail.compares_weights(self._current.number):
+            self._meter.updates.copy_weights()
         self._passes_before_s = self._passes_s()
         self._current.optimizer_started = time.perf_counter()
         self._step_own_s += self._current.optimizer_started - started
@@ -220,18 +219,17 @@ class TrainingSession:
             inside = self._passes_s() - self._passes_before_s  # a closure runs forward and backward
             self._current.optimizer_s = max(started - self._current.optimizer_started - inside, 0.0)
         if has_closure(args, kwargs):
-            self._forwards.passes.is_updated = True
+            self._current.is_updated = True
             self._measure()
-        if self._meter.is_comparing:
+        if self._meter.updates.has_copies:
             self._synchronize()
-        self._current.ratios = self._meter.after_update()
+        self._current.ratios = self._meter.updates.measure_change()
         self._end_step(started)
 
     def _passes_s(self) -> float:
-        passes = self._forwards.passes
-        return passes.forward_s + passes.backward_s + self._forwards.own_s
+        return self._current.forward_s + self._current.backward_s + self._forwards.own_s
 
-    def on_clipped(
+    def _on_clipped(
         self,
         parameters: Sequence[Tensor],
         before: Tensor,
@@ -243,14 +241,14 @@ class TrainingSession:
             self._current.norm_before_clip, self._current.max_norm = before.detach(), max_norm
             self._clipped = clipped
 
-    def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+    def _before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """A loss scaler is about to step the optimizer."""
         if optimizer is self._optimizer and scaler.is_enabled():
             self._current.scale = float(scaler.get_scale())
             self._clipped = None  # the scaler may divide gradients without a new tensor version
             self._scaler_step = self._current.number
 
-    def after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+    def _after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """It has called the optimizer, or skipped the step: then no step began since."""
         if optimizer is not self._optimizer or self._scaler_step != self._current.number:
             return
@@ -293,7 +291,9 @@ class TrainingSession:
         """Update the parameters if others are trained now."""
         if (change := self._meter.refresh()) is not None:
             self._parameter_ids = self._find_parameter_ids()
-            self._current.notes.append(("parameters", change, {"groups": [*self._meter.groups]}))
+            self._current.notes.append(
+                ("parameters-changed", change, {"groups": [*self._meter.groups]})
+            )
 
     def _find_parameter_ids(self) -> set[int]:
         return {id(one.parameter) for one in self._meter.named}
@@ -301,7 +301,7 @@ class TrainingSession:
     def _read_device(self) -> None:
         """Read the results of the device, before the optimizer gives it more work."""
         self._current.reported_loss, self._reported_loss = self._reported_loss, None
-        self._current.read(self._forwards.passes)
+        self._current.read()
         self._write()
 
     def _synchronize(self) -> None:
@@ -312,10 +312,9 @@ class TrainingSession:
     def _end_step(self, started: float) -> None:
         """End the current step; `started` is when capture began to work on its end."""
         now = self._current
-        now.passes, now.detail = self._forwards.take(), self._governor.detail.name
-        now.passes.device = now.passes.device or str(self._device)
+        now.detail, now.device = self._governor.detail.name, now.device or str(self._device)
         now.memory = self._memory.read()
-        if self._order_hooks and self._meter.knows_order:
+        if not self._is_order_known and self._meter.knows_order:
             self._report_unreached()
         ended = time.perf_counter()
         since = ended if self._step_started is None else self._step_started
@@ -330,7 +329,8 @@ class TrainingSession:
         self._check_overhead(now)
         self._reported_loss, self._step_started = None, ended
         self._step_own_s = self._forwards.own_s = 0.0
-        self._awaiting_loss, self._current = now, TrainingStepDraft(now.number + 1, 0.0, 0.0)
+        self._awaiting_loss, self._current = now, TrainingStepDraft(number=now.number + 1)
+        self._forwards.begin_step(self._current)
 
     def _check_overhead(self, now: TrainingStepDraft) -> None:
         writer_s = self._writer_s
@@ -351,16 +351,14 @@ class TrainingSession:
         )
 
     def _report_unreached(self) -> None:
-        self._remove_order_hooks()
+        self._is_order_known = True
+        self._order_hooks.close()
         names = self._meter.unreached()
         if names:
             text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
-            self._current.notes.append(("unreached", text, {"names": names[:100], "n": len(names)}))
-
-    def _remove_order_hooks(self) -> None:
-        for handle in self._order_hooks:
-            handle.remove()
-        self._order_hooks = []
+            self._current.notes.append(
+                ("parameters-without-gradient", text, {"names": names[:100], "n": len(names)})
+            )
 
     def _flush(self) -> None:
         """Stop waiting for the newest step's loss; write the steps that need not wait for a GPU."""
@@ -378,9 +376,8 @@ class TrainingSession:
             step = self._unwritten.popleft()
             training = step.record()
             self.summary.add(training)
-            finished = FinishedTrainingStep(training, step.memory, step.passes.stats)
             buffer, hook = StepBuffer(torch.device("cpu")), cast(Hook, self._records)
-            self.recorder.put(FinishedStep(step.context(), buffer, ((hook, finished),)))
+            self.recorder.put(FinishedStep(step.context(), buffer, ((hook, (training, step)),)))
 
     # -- errors ----------------------------------------------------------------------------------
 
@@ -401,7 +398,7 @@ class TrainingSession:
     def _switch_off(self, error: Exception) -> None:
         self._is_off = True
         message = f"{type(error).__name__}: {error}"
-        self._event("hook-off", f"Capture of the training run failed and is off: {message}")
+        self._event("hook-disabled", f"Capture of the training run failed and is off: {message}")
         self._uninstall()
 
     def _event(self, kind: str, text: str) -> None:
@@ -411,54 +408,3 @@ class TrainingSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:
         """Copies of the model or the optimizer copy their hooks, but must not copy the session."""
         return self
-
-
-class HasLevel(Protocol):
-    """A watched training run, whose level can be set from any thread."""
-
-    level: str
-
-
-class TrainingCounts:
-    """Counts the steps of a training run from its start, or from the last `clear`, on.
-
-    It outlives the run, of which it keeps only the count.
-    """
-
-    def __init__(self, count: TrainingSummaryCounter, run: HasLevel) -> None:
-        self._count, self._baseline = count, TrainingSummary()
-        self._run = weakref.ref(run)
-
-    def counts(self) -> AnomalyCounts:
-        """The counts; a step with an anomaly counts once, and the history has every step."""
-        now, before = self._count.summary, self._baseline
-        since = {
-            each.name: getattr(now, each.name) - getattr(before, each.name)
-            for each in fields(TrainingSummary)
-        }
-        return AnomalyCounts(
-            total_anomalies=since["anomaly_steps"],
-            debug_history_length=since["total_steps"],
-            **since,
-        )
-
-    def clear(self) -> None:
-        """Count from here on; the trace is not changed."""
-        self._baseline = self._count.summary
-
-    def set_level(self, level: str) -> None:
-        """Record at another level from the next step on."""
-        run = self._run()
-        if run is not None:
-            run.level = level
-
-
-_current: list[TrainingCounts] = []
-
-
-def provide_counts(count: TrainingSummaryCounter, run: HasLevel) -> None:
-    """Make the control server report the counts of this run instead of an earlier one."""
-    while _current:
-        unregister_counter("training", _current.pop())
-    _current.append(TrainingCounts(count, run))
-    register_counter("training", _current[0])

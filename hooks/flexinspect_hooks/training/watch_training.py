@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,21 +16,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flexinspect.core.errors import TraceWriteError, UsageError
-from flexinspect.core.text import escape_unprintable
-from flexinspect.records.training_step import TrainingSummary
+from flexinspect.core.text import escape_unprintable, print_message
+from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.capture.new_trace import new_writer
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
+from flexinspect_hooks.control.control_protocols import (
+    AnomalyCounts,
+    register_counter,
+    unregister_counter,
+)
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.training.cost_governor import Governor
-from flexinspect_hooks.training.training_session import TrainingSession, provide_counts
+from flexinspect_hooks.training.training_session import TrainingSession
 from flexinspect_hooks.user_code.program import end_state
 from flexinspect_hooks.user_code.watch_trace import (
     WatchedTrace,
     build_manifest,
     free_path,
-    new_writer,
-    print_message,
+    numbered_path,
     run_all_safely,
 )
 
@@ -63,7 +70,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         out = self._out
         if self._is_open:
             self._abandon()
-            out = _numbered_path(self._out)
+            out = None if self._out is None else numbered_path(Path(self._out))
         if id(model) in _active_callbacks:
             _active_callbacks[id(model)]._abandon()
         self.watch = watch_training(model, optimizer, out=out, level=self._level, band=self._band)
@@ -88,17 +95,6 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         _active_callbacks.pop(self._model_id, None)
         atexit.unregister(self._abandon)
         self.watch.__exit__(type(error) if error else None, error, None)
-
-
-def _numbered_path(out: str | Path | None) -> Path | None:
-    """A free file name like `out`, with a number if needed."""
-    if out is None:
-        return None
-    first = path = Path(out)
-    number = 2
-    while path.exists():
-        path, number = first.with_name(f"{first.stem}-{number}{first.suffix}"), number + 1
-    return path
 
 
 T = TypeVar("T")
@@ -182,7 +178,7 @@ class TrainingWatch(WatchedTrace):
             writer.discard()
             raise
         self._writer, self._session = writer, session
-        provide_counts(session.summary, self)
+        _provide_counts(session.summary, self)
         _watched_models.add(id(self._model))
         if writer.note:
             print_message(writer.note)
@@ -295,3 +291,45 @@ def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
             hint="Without one, call step(loss=...) once for each step.",
         )
     return optimizer
+
+
+class TrainingCounts:
+    """Counts the steps of a training run from its start, or from the last `clear`, on.
+
+    It outlives the run, of which it keeps only the count.
+    """
+
+    def __init__(self, count: TrainingSummaryCounter, run: TrainingWatch) -> None:
+        self._count, self._baseline = count, TrainingSummary()
+        self._run = weakref.ref(run)
+
+    def counts(self) -> AnomalyCounts:
+        """The counts; a step with an anomaly counts once, and the history has every step."""
+        now, before = self._count.summary, self._baseline
+        since = {name: count - getattr(before, name) for name, count in asdict(now).items()}
+        return AnomalyCounts(
+            total_anomalies=since["anomaly_steps"],
+            debug_history_length=since["total_steps"],
+            **since,
+        )
+
+    def clear(self) -> None:
+        """Count from here on; the trace is not changed."""
+        self._baseline = self._count.summary
+
+    def set_level(self, level: str) -> None:
+        """Record at another level from the next step on."""
+        run = self._run()
+        if run is not None:
+            run.level = level
+
+
+_provided: list[TrainingCounts] = []
+
+
+def _provide_counts(count: TrainingSummaryCounter, run: TrainingWatch) -> None:
+    """Make the control server report the counts of this run instead of an earlier one."""
+    while _provided:
+        unregister_counter("training", _provided.pop())
+    _provided.append(TrainingCounts(count, run))
+    register_counter("training", _provided[0])

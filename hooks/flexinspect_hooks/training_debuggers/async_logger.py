@@ -9,7 +9,6 @@ import traceback
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -124,12 +123,7 @@ class AsyncTrainingLogger:
     async def __aenter__(self) -> AsyncTrainingLogger:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.finish_training()
 
     # -- checks ----------------------------------------------------------------------------------

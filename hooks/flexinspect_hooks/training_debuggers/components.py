@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect_hooks.training.gradient_statistics import tensor_norms
-from flexinspect_hooks.training.tensor_statistics import ModelBytes, model_bytes
 from flexinspect_hooks.training_debuggers.result_types import ComponentInfo, TensorInfo
 
 
@@ -26,7 +25,7 @@ def component_info(module: nn.Module, name: str) -> ComponentInfo:
         kind=type(module).__name__,
         parameters=sum(one.numel() for one in parameters),
         trainable=sum(one.numel() for one in parameters if one.requires_grad),
-        memory=model_bytes(module).total,
+        memory=sum(_sizes(module).values()),
         dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in values})),
         devices=tuple(sorted({str(one.device) for one in values})),
         has_nan=has_nan,
@@ -43,33 +42,36 @@ def component_infos(model: nn.Module) -> dict[str, ComponentInfo]:
 def weight_problems(infos: Iterable[ComponentInfo]) -> Iterator[str]:
     """Sentences on non-finite weights, and on dtypes and devices that differ between parts."""
     components = list(infos)
-    for info in components:
-        for is_bad, what in ((info.has_nan, "NaN"), (info.has_inf, "Inf")):
-            if is_bad:
-                yield f"{what} in the weights of {info.name}."
+    yield from nonfinite_problems(components, "weights of ")
     for what in ("dtypes", "devices"):
         values = sorted({value for info in components for value in getattr(info, what)})
         if len(values) > 1:
             yield f"The weights are of several {what}: {', '.join(values)}."
 
 
-def memory_of(model: nn.Module | None) -> dict[str, int]:
+def memory_of(model: nn.Module) -> dict[str, int]:
     """Bytes of the model's `parameters`, `gradients` and `buffers`, their `total`, and of the rest.
 
     `process` is the resident memory of the process, `system_used` of all processes; `cuda_*` are
     the allocator's figures, 0 without CUDA.
     """
-    size = ModelBytes(0, 0, 0, {}) if model is None else model_bytes(model)
-    has_cuda = torch.cuda.is_available()
+    sizes, has_cuda = _sizes(model), torch.cuda.is_available()
     return {
-        "parameters": size.parameters,
-        "gradients": size.gradients,
-        "buffers": size.buffers,
-        "total": size.total,
+        **sizes,
+        "total": sum(sizes.values()),
         "process": int(psutil.Process().memory_info().rss),
         "system_used": int(psutil.virtual_memory().used),
         "cuda_allocated": torch.cuda.memory_allocated() if has_cuda else 0,
         "cuda_reserved": torch.cuda.memory_reserved() if has_cuda else 0,
+    }
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    parameters = [*model.parameters()]
+    return {
+        "parameters": sum(one.nbytes for one in parameters),
+        "gradients": sum(one.grad.nbytes for one in parameters if one.grad is not None),
+        "buffers": sum(one.nbytes for one in model.buffers()),
     }
 
 
@@ -117,9 +119,9 @@ def _nan_and_inf(values: list[Tensor]) -> tuple[bool, bool]:
     return has_nan, any(bool(one.isinf().any()) for one in bad)
 
 
-def output_problems(infos: Iterable[TensorInfo]) -> Iterator[str]:
-    """Sentences on the non-finite outputs of a model."""
+def nonfinite_problems(infos: Iterable[ComponentInfo | TensorInfo], of: str) -> Iterator[str]:
+    """Sentences on NaN and Inf in parts of a model, or in its outputs."""
     for info in infos:
         for is_bad, what in ((info.has_nan, "NaN"), (info.has_inf, "Inf")):
             if is_bad:
-                yield f"{what} in the {info.name}."
+                yield f"{what} in the {of}{info.name}."

@@ -11,12 +11,11 @@ import threading
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 
@@ -29,8 +28,59 @@ from flexinspect_hooks.control.control_protocols import (
     unregister_counter,
 )
 from flexinspect_hooks.control.control_protocols import DebuggerKind as Kind
-from flexinspect_hooks.training_debuggers.advice import advice
 from flexinspect_hooks.training_debuggers.result_types import Anomaly, DebugSummary, TensorInfo
+
+NAN_LOSS = (
+    "Check the inputs for NaN, Inf and labels out of range.",
+    "Check the parameters: one that is NaN already makes every later loss NaN.",
+    "Lower the learning rate; above 1.0 it is rarely meant.",
+)
+EXPLOSION = (
+    "Lower the learning rate.",
+    "Clip the gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0).",
+    "Check how the inputs are scaled.",
+)
+ADVICE_BY_KIND: Mapping[str, tuple[str, ...]] = {
+    "loss": NAN_LOSS,
+    "nan": NAN_LOSS,
+    "inf": NAN_LOSS,
+    "explosion": EXPLOSION,
+    "jump": EXPLOSION,
+    "vanishing": (
+        "Raise the learning rate.",
+        "Use other activations (ReLU or GELU in place of sigmoid or tanh).",
+        "Check how the parameters are initialised.",
+        "Add skip connections.",
+    ),
+    "memory": (
+        "Make the batches smaller.",
+        "Use gradient checkpointing.",
+        "Move rarely used tensors to the CPU.",
+        "Train in mixed precision.",
+    ),
+    "anomaly rate": (
+        "Check the architecture: normalisation, and layers that end in NaN for some inputs.",
+        "Check the preprocessing of the data.",
+        "Lower the learning rate.",
+        "Check how the parameters are initialised.",
+    ),
+    "nothing found": (
+        "Check torch.is_anomaly_enabled() inside the training step: the switch may be off.",
+        "Use the context manager around forward and backward, not only around the backward pass.",
+        "Check the version: torch.__version__ must be the one that flexinspect was installed for.",
+    ),
+    "history": (
+        "A history is bounded: use a smaller one with history=…",
+        "Clear it from time to time with clear_debug_history().",
+    ),
+}
+"""What helps, by kind of problem."""
+
+
+def advice(kind: str) -> tuple[str, ...]:
+    """What usually helps against a kind of problem, () for an unknown kind."""
+    return ADVICE_BY_KIND.get(kind, ())
+
 
 _debuggers: dict[Kind, list[weakref.ref[Any]]] = {}
 
@@ -43,8 +93,8 @@ class NewestDebugger:
 
     def counts(self) -> AnomalyCounts:
         """The counts of the newest live debugger, zeros without one."""
-        debugger = newest_debugger(self._kind)
-        return AnomalyCounts() if debugger is None else debugger.counts()
+        debuggers = _live_debuggers(self._kind)
+        return debuggers[-1].counts() if debuggers else AnomalyCounts()
 
     def clear(self) -> None:
         """Clear every live debugger of the kind."""
@@ -57,11 +107,7 @@ class NewestDebugger:
             debugger.level = level
 
 
-_newest_by_kind: dict[Kind, NewestDebugger] = {
-    "training": NewestDebugger("training"),
-    "diffusion": NewestDebugger("diffusion"),
-    "general": NewestDebugger("general"),
-}
+_newest_by_kind = {kind: NewestDebugger(kind) for kind in get_args(Kind)}
 
 
 def register_debugger(debugger: BaseDebugger) -> None:
@@ -70,12 +116,6 @@ def register_debugger(debugger: BaseDebugger) -> None:
     _debuggers[kind] = [weakref.ref(each) for each in (*_live_debuggers(kind), debugger)]
     weakref.finalize(debugger, _on_collected, kind)
     register_counter(kind, _newest_by_kind[kind])
-
-
-def newest_debugger(kind: Kind) -> BaseDebugger | None:
-    """The newest live debugger of a kind, None without one."""
-    debuggers = _live_debuggers(kind)
-    return debuggers[-1] if debuggers else None
 
 
 def _live_debuggers(kind: Kind) -> list[BaseDebugger]:
@@ -119,12 +159,7 @@ class DebugLog:
     def __enter__(self) -> DebugLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -287,6 +322,27 @@ class BaseDebugger:
         stack = self._current_stack() if self._level is DebugLevel.EXTREME else ""
         return Anomaly(kind, where, sentence, step, advice(kind), tensor, stack)
 
+    def _nonfinite_anomalies(
+        self, info: TensorInfo, where: str, cause: str = "", *, step: int | None = None
+    ) -> list[Anomaly]:
+        """An anomaly for NaN and one for Inf in a tensor."""
+        shape = "x".join(map(str, info.shape)) or "a single value"
+        return [
+            self._make_anomaly(
+                name.lower(),
+                where,
+                f"{name} in {info.name} ({count} values, {shape}).{cause}",
+                step=step,
+                tensor=info,
+            )
+            for name, count in (("NaN", info.n_nan), ("Inf", info.n_inf))
+            if count
+        ]
+
+    def _record_problems(self, where: str, problems: Iterable[str]) -> None:
+        """Count one analysis of a model, whose problems are anomalies."""
+        self._record_analysis([], [self._make_anomaly("model", where, one) for one in problems])
+
     def _current_stack(self) -> str:
         """The program's stack, formatted once for all anomalies of one analysis."""
         analysis = (threading.get_ident(), self._n_analyses)
@@ -348,14 +404,3 @@ class BaseDebugger:
             self._alerts.append(alert)
         self._is_above_alert = is_high
         return alert
-
-
-def find_nonfinite(info: TensorInfo) -> list[tuple[str, str]]:
-    """(kind, sentence) for NaN and for Inf in a tensor."""
-    shape = "x".join(map(str, info.shape)) or "a single value"
-    problems = []
-    if info.has_nan:
-        problems.append(("nan", f"NaN in {info.name} ({info.n_nan} values, {shape})."))
-    if info.has_inf:
-        problems.append(("inf", f"Inf in {info.name} ({info.n_inf} values, {shape})."))
-    return problems

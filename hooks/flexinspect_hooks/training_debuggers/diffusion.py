@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from flexinspect_hooks.training_debuggers.debugger_base import (
     DEFAULT_HISTORY,
     BaseDebugger,
     OnAnomaly,
-    find_nonfinite,
     log,
 )
 from flexinspect_hooks.training_debuggers.result_types import (
@@ -81,9 +80,7 @@ class DiffusionModelDebugger(BaseDebugger):
         modules = components_of(pipeline)
         infos = {name: component_info(module, name) for name, module in modules.items()}
         problems = tuple(weight_problems(infos.values()))
-        self._record_analysis(
-            [], [self._make_anomaly("model", "pipeline", problem) for problem in problems]
-        )
+        self._record_problems("pipeline", problems)
         return PipelineAnalysis(
             total_parameters=sum(info.parameters for info in infos.values()),
             trainable_parameters=sum(info.trainable for info in infos.values()),
@@ -109,12 +106,11 @@ class DiffusionModelDebugger(BaseDebugger):
         info = tensor_info(latents, f"latents of step {step}", self.level)
         is_advanced = self.level.includes(DebugLevel.ADVANCED)
         made_by, self._nonfinite_source = self._nonfinite_source, None
-        by = f" First made by {made_by}." if made_by else ""
+        cause = f" First made by {made_by}." if made_by else ""
         anomalies = [
-            self._make_anomaly(kind, "latents", sentence + by, step=step, tensor=info)
-            for kind, sentence in find_nonfinite(info)
+            *self._nonfinite_anomalies(info, "latents", cause, step=step),
+            *self._check_spread(step, spread, info.std),
         ]
-        anomalies += self._check_spread(step, spread, info.std)
         step_info = DiffusionStepInfo(
             step=step,
             latents=info,
@@ -136,15 +132,11 @@ class DiffusionModelDebugger(BaseDebugger):
         Costs one reduction of each output of the pipeline's components. Only calls such as
         `unet(...)` are observed, not other methods (such as `vae.decode`).
         """
-        handles = [
-            module.register_forward_hook(partial(self._on_component_output, name), with_kwargs=True)
-            for name, module in components_of(pipeline).items()
-        ]
-        try:
+        with ExitStack() as stack:
+            for name, module in components_of(pipeline).items():
+                on_output = partial(self._on_component_output, name)
+                stack.enter_context(module.register_forward_hook(on_output, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _on_component_output(
         self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from flexinspect.records.debug_switches import DebugLevel
 from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM, ParameterGradient
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.parameters import trainable
 from flexinspect_hooks.training_debuggers.components import (
     component_infos,
     memory_of,
-    output_problems,
+    nonfinite_problems,
     tensors_in,
     weight_problems,
 )
@@ -25,7 +24,6 @@ from flexinspect_hooks.training_debuggers.debugger_base import (
     DEFAULT_HISTORY,
     BaseDebugger,
     OnAnomaly,
-    find_nonfinite,
     log,
 )
 from flexinspect_hooks.training_debuggers.result_types import (
@@ -79,7 +77,7 @@ class PyTorchDebugger(BaseDebugger):
         """
         info = tensor_info(argument_checks.check_tensor(tensor, "analyze_tensor"), name, self.level)
         anomalies = [
-            *self._nonfinite_anomalies(info),
+            *self._nonfinite_anomalies(info, name),
             *self._check_shape_and_dtype(info, tensor, shape, dtype),
         ]
         self._record_analysis([info], anomalies)
@@ -91,7 +89,7 @@ class PyTorchDebugger(BaseDebugger):
         infos = tensor_infos(dict(model.named_parameters()), self.level)
         self._record_analysis(
             self._history_entries(infos),
-            [bad for info in infos.values() for bad in self._nonfinite_anomalies(info)],
+            [bad for info in infos.values() for bad in self._nonfinite_anomalies(info, info.name)],
         )
         return infos
 
@@ -116,23 +114,13 @@ class PyTorchDebugger(BaseDebugger):
 
         Gradients with Inf or NaN are not included: see `analyze_gradients`.
         """
-        argument_checks.check_module(model, "check_gradient_explosion")
-        argument_checks.check_limit(threshold, "threshold")
-        facts = gradient_statistics.model_gradients(model, with_max=False)
-        return self._record_threshold_check(
-            "explosion", gradient_statistics.exploding(facts, threshold), threshold
-        )
+        return self._check_norms(model, "explosion", threshold)
 
     def check_gradient_vanishing(
         self, model: nn.Module, threshold: float = VANISHING_NORM
     ) -> list[str]:
         """The parameters whose gradient norm is below the threshold, including 0."""
-        argument_checks.check_module(model, "check_gradient_vanishing")
-        argument_checks.check_limit(threshold, "threshold")
-        facts = gradient_statistics.model_gradients(model, with_max=False)
-        return self._record_threshold_check(
-            "vanishing", gradient_statistics.vanishing(facts, threshold), threshold
-        )
+        return self._check_norms(model, "vanishing", threshold)
 
     # -- models ----------------------------------------------------------------------------------
 
@@ -156,19 +144,11 @@ class PyTorchDebugger(BaseDebugger):
                 tensors = tensors_in(model(*inputs, **named_inputs))
                 named = {f"output {number}": one for number, one in enumerate(tensors)}
             output = tuple(tensor_infos(named, self.level).values())
-        problems = (*weight_problems(parts.values()), *output_problems(output))
-        self._record_analysis(
-            [], [self._make_anomaly("model", "model", problem) for problem in problems]
-        )
+        problems = (*weight_problems(parts.values()), *nonfinite_problems(output, ""))
+        self._record_problems("model", problems)
         return ModelReport(not problems, problems, parts, memory_of(model), output)
 
     # -- anomalies -------------------------------------------------------------------------------
-
-    def _nonfinite_anomalies(self, info: TensorInfo) -> list[Anomaly]:
-        return [
-            self._make_anomaly(kind, info.name, sentence, tensor=info)
-            for kind, sentence in find_nonfinite(info)
-        ]
 
     def _check_shape_and_dtype(
         self,
@@ -185,15 +165,19 @@ class PyTorchDebugger(BaseDebugger):
             sentence = f"{info.name} is {info.dtype}, but {expected} is expected."
             yield self._make_anomaly("dtype", info.name, sentence, tensor=info)
 
-    def _record_threshold_check(self, kind: str, names: list[str], threshold: float) -> list[str]:
-        side = "above" if kind == "explosion" else "below"
-        anomalies = [
-            self._make_anomaly(
-                kind, name, f"Gradient {kind} in {name}: its norm is {side} {threshold:g}."
-            )
-            for name in names
-        ]
-        self._record_analysis([], anomalies)
+    def _check_norms(self, model: nn.Module, kind: str, threshold: float) -> list[str]:
+        """The parameters whose norm is above ("explosion") or below ("vanishing") a threshold."""
+        argument_checks.check_module(model, f"check_gradient_{kind}")
+        argument_checks.check_limit(threshold, "threshold")
+        gradients = gradients_of(trainable(model), DebugLevel.BASIC).rows
+        if kind == "explosion":
+            side, names = "above", [one.name for one in gradients if one.explodes(threshold)]
+        else:
+            side, names = "below", [one.name for one in gradients if one.norm < threshold]
+        sentence = f"Gradient {kind} in {{}}: its norm is {side} {threshold:g}."
+        self._record_analysis(
+            [], [self._make_anomaly(kind, name, sentence.format(name)) for name in names]
+        )
         return names
 
     def _history_entries(self, infos: Any) -> list[Any]:

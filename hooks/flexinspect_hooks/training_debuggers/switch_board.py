@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 
 _log = logging.getLogger("flexinspect.debugging")
+
+T = TypeVar("T")
 
 StepCondition = Callable[[int], bool]
 """Takes the number of a step; returns whether a switch acts in it."""
@@ -69,16 +71,12 @@ class SwitchBoard:
         if not getattr(self.now, switch):
             return False
         when = self._conditions.get(switch)
-        if when is None:
-            return True
-        results: list[bool] = []
-        self.run_guarded(switch, lambda: results.append(bool(when(step))))
-        return results == [True]
+        return when is None or bool(self.run_guarded(switch, lambda: when(step)))
 
-    def run_guarded(self, switch: str, work: Callable[[], Any]) -> None:
+    def run_guarded(self, switch: str, work: Callable[[], T]) -> T | None:
         """Do a switch's work; if that fails, log a warning and turn the switch off."""
         try:
-            work()
+            return work()
         except Exception as error:
             self.disable_debugging([switch])
             _log.warning(
@@ -87,11 +85,32 @@ class SwitchBoard:
                 type(error).__name__,
                 error,
             )
+            return None
 
     def _set(self, switches: DebugSwitches, when: Mapping[str, StepCondition]) -> None:
         with self._lock:
             self.now, self._conditions = switches, dict(when)
             _anomaly_mode.request(id(self), switches.enable_autograd_anomaly)
+
+
+class HasSwitches:
+    """Base of classes with a switch board; its functions are also theirs."""
+
+    switches: SwitchBoard
+
+    def enable_debugging(
+        self, names: str | Iterable[str] | None = None, *, when: StepCondition | None = None
+    ) -> None:
+        """Turn switches on by short or full name; without names, all. See `SwitchBoard`."""
+        self.switches.enable_debugging(names, when=when)
+
+    def disable_debugging(self, names: str | Iterable[str] | None = None) -> None:
+        """Turn switches off; without names, all."""
+        self.switches.disable_debugging(names)
+
+    def get_debugging_status(self) -> dict[str, bool]:
+        """The state of the thirteen switches by full name."""
+        return self.switches.get_debugging_status()
 
 
 def _full_names(names: str | Iterable[str] | None) -> tuple[str, ...]:

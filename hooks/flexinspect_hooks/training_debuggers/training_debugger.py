@@ -7,7 +7,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,12 @@ from flexinspect.records.training_step import (
     LOSS_REPORTED,
     VANISHING_NORM,
     ParameterGradient,
-    TrainingStepRecord,
     TrainingSummaryCounter,
     is_warming_up,
 )
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
-from flexinspect_hooks.training.gradient_statistics import Gradients
+from flexinspect_hooks.training.gradient_statistics import Gradients, step_record
 from flexinspect_hooks.training.parameters import ParameterList, learning_rates
 from flexinspect_hooks.training_debuggers.components import memory_of
 from flexinspect_hooks.training_debuggers.debugger_base import (
@@ -46,12 +45,12 @@ from flexinspect_hooks.training_debuggers.result_types import (
     TrainingFigures,
 )
 from flexinspect_hooks.training_debuggers.switch_board import (
-    StepCondition,
+    HasSwitches,
     SwitchBoard,
     check_board,
     common_board,
 )
-from flexinspect_hooks.training_debuggers.switch_log import SwitchLog
+from flexinspect_hooks.training_debuggers.switch_log import GradientLimits, SwitchLog
 from flexinspect_hooks.training_debuggers.tensor_checks import (
     gradient_infos,
     gradients_of,
@@ -68,7 +67,7 @@ MIN_WEIGHTS_PER_STEP = 4
 Metric = Callable[[nn.Module, float, int], float]
 
 
-class TrainingDebugger(BaseDebugger):
+class TrainingDebugger(HasSwitches, BaseDebugger):
     """Checks each training step after its backward pass, before the optimizer uses the gradients.
 
     `switches` is its own board, by default the common one. A step is an anomaly if the norm of one
@@ -104,7 +103,6 @@ class TrainingDebugger(BaseDebugger):
         self._parameter_names: tuple[str, ...] = ()
         self._parameters = ParameterList()
         self._last_rates: tuple[float, ...] = ()
-        self._vanishing_limit = 0.0  # of the current step
         self._next_weight = 0
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
@@ -112,22 +110,6 @@ class TrainingDebugger(BaseDebugger):
         self._summary_count = TrainingSummaryCounter()
         self._norm_history.clear()
         super()._reset()
-
-    # -- the switches ----------------------------------------------------------------------------
-
-    def enable_debugging(
-        self, names: str | list[str] | None = None, *, when: StepCondition | None = None
-    ) -> None:
-        """Turn switches on by short or full name; without names, all. See `SwitchBoard`."""
-        self.switches.enable_debugging(names, when=when)
-
-    def disable_debugging(self, names: str | list[str] | None = None) -> None:
-        """Turn switches off; without names, all."""
-        self.switches.disable_debugging(names)
-
-    def get_debugging_status(self) -> dict[str, bool]:
-        """The state of the thirteen switches by full name."""
-        return self.switches.get_debugging_status()
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -161,8 +143,9 @@ class TrainingDebugger(BaseDebugger):
         if optimizer is not None:
             argument_checks.check_optimizer(optimizer, "monitor_training_step")
         try:
-            self._vanishing_limit = self._current_vanishing_limit(optimizer)
-            info = self._monitor(model, value, step, has_scaler=_is_scaler_enabled(scaler))
+            limits = self._explosion, self._current_vanishing_limit(optimizer)
+            has_scaler = scaler is not None and bool(scaler.is_enabled())
+            info = self._monitor(model, value, step, limits, has_scaler=has_scaler)
             self.switch_log.log_environment(step, model, scaler, autocast)
         except Exception as error:
             kind = type(error).__name__
@@ -177,22 +160,42 @@ class TrainingDebugger(BaseDebugger):
         before, self._last_rates = self._last_rates, learning_rates(optimizer)
         return 0.0 if is_warming_up(before, self._last_rates) else self._vanishing
 
-    def _monitor(self, model: nn.Module, value: float, step: int, *, has_scaler: bool) -> StepInfo:
+    def _monitor(
+        self, model: nn.Module, value: float, step: int, limits: GradientLimits, *, has_scaler: bool
+    ) -> StepInfo:
         self._windows.on_step(step)
         gradients = gradients_of(self._parameters.trainable_of(model), self.level)
-        outliers = gradients.outliers(self._explosion, self._vanishing_limit)
+        outliers = gradients.outliers(*limits)
         # The scaler skips such a step; that is how it finds its scale.
         is_skipped = has_scaler and gradients.has_nonfinite
-        record = self._step_record(value, len(gradients), outliers, is_skipped=is_skipped)
+        record = step_record(gradients, outliers, *limits)
         with self._lock:
-            self._summary_count.add(record)
-        info = self._step_info(model, value, step, gradients, outliers, is_skipped=is_skipped)
-        self._store_norms(step, gradients)
-        tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
-        self._record_analysis([info, *tensors], info.anomalies)
-        self.switch_log.log_gradients(
-            step, model, gradients, (self._explosion, self._vanishing_limit)
+            self._summary_count.add(
+                replace(record, loss=value, loss_source=LOSS_REPORTED, is_skipped=is_skipped)
+            )
+        anomalies = self._find_anomalies(value, step, () if is_skipped else outliers, limits)
+        weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
+        info = StepInfo(
+            step=step,
+            loss=value,
+            has_nan=math.isnan(value),
+            has_inf=math.isinf(value),
+            gradient_norm=gradients.total if gradients.norms else None,
+            params_with_nan_grad=tuple(one.name for one in outliers if one.n_nan),
+            params_with_inf_grad=tuple(one.name for one in outliers if one.n_inf),
+            exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
+            vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
+            anomalies=tuple(anomalies),
+            memory=memory_of(model) if self.level.includes(DebugLevel.ADVANCED) else None,
+            parameters=weights,
+            gradients=grads,
+            metrics=self._run_metrics(model, value, step),
         )
+        self._store_norms(step, gradients)
+        self._record_analysis(
+            [info, *(weights or {}).values(), *(grads or {}).values()], info.anomalies
+        )
+        self.switch_log.log_gradients(step, model, gradients, limits)
         if self.level is DebugLevel.EXTREME:
             log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
         return info
@@ -218,13 +221,7 @@ class TrainingDebugger(BaseDebugger):
         with self._lock:
             summary = self._summary_count.summary
             return replace(
-                super().counts(),
-                total_anomalies=self._total_anomalies(),
-                total_steps=summary.total_steps,
-                anomaly_steps=summary.anomaly_steps,
-                gradient_explosions=summary.gradient_explosions,
-                gradient_vanishing=summary.gradient_vanishing,
-                loss_anomalies=summary.loss_anomalies,
+                super().counts(), total_anomalies=self._total_anomalies(), **asdict(summary)
             )
 
     def get_debug_summary(self) -> DebugSummary:
@@ -281,46 +278,22 @@ class TrainingDebugger(BaseDebugger):
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _step_info(
+    def _find_anomalies(
         self,
-        model: nn.Module,
         loss: float,
         step: int,
-        gradients: Gradients,
-        outliers: Sequence[ParameterGradient],
-        *,
-        is_skipped: bool,
-    ) -> StepInfo:
-        anomalies = self._find_anomalies(loss, step, () if is_skipped else outliers)
-        weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
-        return StepInfo(
-            step=step,
-            loss=loss,
-            has_nan=math.isnan(loss),
-            has_inf=math.isinf(loss),
-            gradient_norm=gradients.total if gradients else None,
-            params_with_nan_grad=tuple(one.name for one in outliers if one.n_nan),
-            params_with_inf_grad=tuple(one.name for one in outliers if one.n_inf),
-            exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
-            vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
-            anomalies=tuple(anomalies),
-            memory=memory_of(model) if self.level.includes(DebugLevel.ADVANCED) else None,
-            parameters=weights,
-            gradients=grads,
-            metrics=self._run_metrics(model, loss, step),
-        )
-
-    def _find_anomalies(
-        self, loss: float, step: int, gradients: Sequence[ParameterGradient]
+        gradients: Sequence[ParameterGradient],
+        limits: GradientLimits,
     ) -> list[Anomaly]:
-        anomalies = []
-        if not math.isfinite(loss):
-            sentence = f"The loss is {loss} at step {step}."
-            anomalies.append(self._make_anomaly("loss", "loss", sentence, step=step))
-        for one in gradients:
-            for kind, sentence in gradient_problems(one, self._explosion, self._vanishing_limit):
-                anomalies.append(self._make_anomaly(kind, one.name, sentence, step=step))
-        return anomalies
+        anomalies = [
+            self._make_anomaly(kind, one.name, sentence, step=step)
+            for one in gradients
+            for kind, sentence in gradient_problems(one, *limits)
+        ]
+        if math.isfinite(loss):
+            return anomalies
+        sentence = f"The loss is {loss} at step {step}."
+        return [self._make_anomaly("loss", "loss", sentence, step=step), *anomalies]
 
     def _inspect_tensors(
         self, model: nn.Module, *, is_full: bool
@@ -359,29 +332,3 @@ class TrainingDebugger(BaseDebugger):
                 self._parameter_names if names == self._parameter_names else names
             )
         self._norm_history.append((step, names, norms))
-
-    def _step_record(
-        self,
-        loss: float,
-        n_parameters: int,
-        outliers: Sequence[ParameterGradient],
-        *,
-        is_skipped: bool,
-    ) -> TrainingStepRecord:
-        """The record of a step, as the engine counts it."""
-        limit = self._vanishing_limit
-        return TrainingStepRecord(
-            loss=loss,
-            loss_source=LOSS_REPORTED,
-            learning_rates=(),
-            n_parameters=n_parameters,
-            n_exploding=sum(one.explodes(self._explosion) for one in outliers),
-            n_vanishing=sum(one.is_matrix and one.vanishes(limit) for one in outliers),
-            n_dead=sum(one.is_dead for one in outliers),
-            n_sick=sum(one.has_nonfinite for one in outliers),
-            is_skipped=is_skipped,
-        )
-
-
-def _is_scaler_enabled(scaler: Any) -> bool:
-    return scaler is not None and bool(scaler.is_enabled())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import StackDataset, Subset
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, DictDataclass
@@ -23,7 +23,7 @@ from flexinspect_hooks.training_debuggers.profiling import (
     ProfileSummary,
     profile_model_performance,
 )
-from flexinspect_hooks.training_debuggers.switch_board import StepCondition, SwitchBoard
+from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard
 from flexinspect_hooks.training_debuggers.switch_log import batch_size
 from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
 
@@ -71,7 +71,7 @@ class EarlyStopping:
         return self.waited >= self.patience
 
 
-class TrainingLoop:
+class TrainingLoop(HasSwitches):
     """Trains a model, with a `TrainingDebugger` (`debugger`) and the thirteen switches.
 
     Without `loss_fn`, a batch is a dict of the model's keyword arguments, and the model returns
@@ -110,29 +110,9 @@ class TrainingLoop:
         first = next(model.parameters(), None)
         self._device = _parse_device(device or (first.device if first is not None else "cpu"))
         self._tokenizer = tokenizer
-        self._switch_log = self.debugger.switch_log
+        self.switches, self._switch_log = self.debugger.switches, self.debugger.switch_log
         self._step = 0
-        self._setup_debugging_tools()
-
-    def _setup_debugging_tools(self) -> None:
-        """Log what the switches report at the start: anomaly mode, devices, memory."""
-        self._switch_log.log_setup(self.model)
-
-    # -- the switches ----------------------------------------------------------------------------
-
-    def enable_debugging(
-        self, names: str | list[str] | None = None, *, when: StepCondition | None = None
-    ) -> None:
-        """Turn switches on by short or full name; without names, all. See `SwitchBoard`."""
-        self.debugger.enable_debugging(names, when=when)
-
-    def disable_debugging(self, names: str | list[str] | None = None) -> None:
-        """Turn switches off; without names, all."""
-        self.debugger.disable_debugging(names)
-
-    def get_debugging_status(self) -> dict[str, bool]:
-        """The state of the thirteen switches by full name."""
-        return self.debugger.get_debugging_status()
+        self._switch_log.log_setup(model)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -192,7 +172,7 @@ class TrainingLoop:
                 module.training = was_training
         mean = loss / samples if samples else float("nan")
         info = EvaluationInfo(batches, samples, mean, right / judged if judged else None)
-        self._switch_log.log_validation(info, self.model)
+        self._switch_log.log_validation(0, info, self.model)
         return info
 
     def create_training_dataset(
@@ -213,7 +193,7 @@ class TrainingLoop:
             raise UsageError("create_training_dataset needs TrainingLoop(..., tokenizer=...).")
         splits = make_splits(self._tokenizer, texts, labels, name, ratios=ratios, seed=seed)
         facts = {"classes": len(set(labels)), "tokens": splits.length}
-        self._switch_log.log_dataset(name, splits.sizes(), facts)
+        self._switch_log.log_dataset(0, name, splits.sizes(), facts)
         return splits
 
     def profile_model_performance(
@@ -273,7 +253,7 @@ class TrainingLoop:
         if self._scheduler is None or self._scheduler_each != each:
             return
         before: list[float] = []
-        board = self.debugger.switches
+        board = self.switches
         if board.now.debug_lr_scheduling:
             board.run_guarded(
                 "debug_lr_scheduling", lambda: before.extend(learning_rates(self.optimizer))
@@ -308,7 +288,7 @@ class TrainingLoop:
         if early_stopping is None:
             return False
         stops = bool(early_stopping.step(value))
-        self._switch_log.log_early_stopping(value, stops, early_stopping)
+        self._switch_log.log_early_stopping(0, value, stops, early_stopping)
         return stops
 
 
@@ -345,44 +325,23 @@ def _count_correct(output: Any, labels: Tensor | None) -> tuple[int, int]:
 
 def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
     """Yield each batch with the milliseconds that the loop waited for it."""
-    batches = iter(loader)
-    while True:
-        started = time.perf_counter()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
+    started = time.perf_counter()
+    for batch in loader:
         yield batch, (time.perf_counter() - started) * 1e3
-
-
-class TokenizedDataset(Dataset[dict[str, Tensor]]):
-    """Samples as dicts of the tokenizer's tensors and "labels"."""
-
-    def __init__(self, columns: Mapping[str, Tensor]) -> None:
-        self._columns = dict(columns)
-
-    def __len__(self) -> int:
-        """The number of samples."""
-        return len(self._columns["labels"])
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sample."""
-        return {name: column[index] for name, column in self._columns.items()}
-
-    def subset(self, indices: Sequence[int]) -> TokenizedDataset:
-        """The dataset of the samples with these indices."""
-        index = torch.tensor(list(indices), dtype=torch.long)
-        return TokenizedDataset({name: column[index] for name, column in self._columns.items()})
+        started = time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSplits:
-    """The three parts of a dataset; `length` is the number of tokens of each padded sample."""
+    """The three parts of a dataset; `length` is the number of tokens of each padded sample.
+
+    A sample is a dict of the tokenizer's tensors and "labels".
+    """
 
     name: str
-    train: TokenizedDataset
-    validation: TokenizedDataset
-    test: TokenizedDataset
+    train: Subset[dict[str, Tensor]]
+    validation: Subset[dict[str, Tensor]]
+    test: Subset[dict[str, Tensor]]
     length: int
 
     def sizes(self) -> dict[str, int]:
@@ -414,14 +373,15 @@ def make_splits(
         raise UsageError(f"The split ratios of {name} must add up to 1, but are {ratios}.")
     coded = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
     columns = {key: value for key, value in coded.items() if isinstance(value, Tensor)}
-    whole = TokenizedDataset({**columns, "labels": torch.as_tensor(list(labels))})
+    parts: dict[str, Any] = {**columns, "labels": torch.as_tensor(list(labels))}
+    whole: Any = StackDataset(**parts)  # torch annotates tensors as no datasets
     order = random.Random(seed).sample(range(len(texts)), len(texts))
     train, validation = (round(ratio * len(order)) for ratio in ratios[:2])
     length = max((column.shape[-1] for column in columns.values() if column.dim() == 2), default=0)
     return DatasetSplits(
         name,
-        whole.subset(order[:train]),
-        whole.subset(order[train : train + validation]),
-        whole.subset(order[train + validation :]),
+        Subset(whole, order[:train]),
+        Subset(whole, order[train : train + validation]),
+        Subset(whole, order[train + validation :]),
         length,
     )

@@ -1,7 +1,7 @@
 """Builds the records of a watched generation: its prompt, its tokens, its end.
 
-Also adapters of tokenizers, the declared prompt, and the facts about special tokens. Of many
-special tokens a trace keeps only those whose text occurs in the prompt.
+Also the declared prompt, and the facts about special tokens. Of many special tokens a trace keeps
+only those whose text occurs in the prompt.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
+from flexinspect.core.errors import UsageError
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import MaskSpec
 from flexinspect.records.prompt import (
@@ -23,7 +24,7 @@ from flexinspect.records.prompt import (
     segment_index,
 )
 from flexinspect.records.step import GenerationEnd, GenerationRecord, TokenRecord
-from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary
+from flexinspect_hooks.loading.tokenizers import TokenizerAdapter, special_ids, token_record
 from flexinspect_hooks.observers.input_rows import InputRows
 from flexinspect_hooks.user_code.declared_segments import (
     PromptInput,
@@ -34,71 +35,14 @@ from flexinspect_hooks.user_code.declared_segments import (
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 
 
-class TokenizerAdapter(Protocol):
-    """The methods that recording needs of a tokenizer. Without `has_text` only ids are searched."""
-
-    @property
-    def has_text(self) -> bool: ...
-    @property
-    def special(self) -> frozenset[int]: ...
-    @property
-    def facts(self) -> TokenizerFacts: ...
-    def encode(self, text: str) -> Sequence[int]: ...
-    def text_of(self, token_id: int) -> str: ...
-    def token_of(self, token_id: int) -> str: ...
-    def make_text_stream(self) -> Callable[[int], str]:
-        """Return a function that returns the text that each next id adds."""
-        ...
-
-    def decode_generated(self, token_ids: Sequence[int]) -> str: ...
-
-
-class TransformersAdapter:
-    """Adapter of a transformers tokenizer."""
-
-    has_text = True
-
-    def __init__(self, tokenizer: Any) -> None:
-        vocabulary = self._vocabulary = Vocabulary(tokenizer)
-        self.special = vocabulary.special
-        self.facts = tokenizer_facts(vocabulary)
-        self.encode = vocabulary.encode
-        self.text_of, self.token_of = vocabulary.text_of, vocabulary.token_of
-
-    def make_text_stream(self) -> Callable[[int], str]:
-        """Return a function that returns the text that each next id adds."""
-        return TextStream(self._vocabulary).add
-
-    def decode_generated(self, token_ids: Sequence[int]) -> str:
-        """Return the text of generated ids, without special tokens."""
-        return self._vocabulary.decode_generated(token_ids, one_line=False)
-
-
-class IdAdapter:
-    """Shows ids in place of text, for a model without a tokenizer."""
-
-    has_text = False
-    special: frozenset[int] = frozenset()
-    facts = TokenizerFacts()
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids that a text lists as numbers, none for any other text."""
-        parts = text.replace(",", " ").split()
-        return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else []
-
-    def text_of(self, token_id: int) -> str:
-        """Return the id as text."""
-        return str(token_id)
-
-    token_of = text_of
-
-    def make_text_stream(self) -> Callable[[int], str]:
-        """Return a function that formats an id with a space after it."""
-        return "{} ".format
-
-    def decode_generated(self, token_ids: Sequence[int]) -> str:
-        """Return the ids, separated by spaces."""
-        return " ".join(map(str, token_ids))
+def check_declared_mask(mask: object) -> None:
+    """Raise `UsageError` unless `mask` is None, the name of a preset, or a `MaskSpec`."""
+    if isinstance(mask, str):
+        algebra.check_preset(mask)
+    elif mask is not None and not isinstance(mask, MaskSpec):
+        raise UsageError(
+            "mask must be the name of a preset or a flexinspect.masks.algebra.MaskSpec."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +79,10 @@ class DeclaredPrompt:
         """Return the declared mask for these segments, empty if none was declared."""
         if self.mask is None:
             return {}
-        spec, options = self.mask, {}
-        if isinstance(spec, str):
-            spec = algebra.preset(spec, segments, separators=self.separators)
-            options = {"separators": self.separators}
-        facts = {"starts": spec.starts, "head": spec.prefix_stops, "low": spec.local_starts}
-        return {"preset": spec.name, **options, **facts}
+        if isinstance(self.mask, MaskSpec):
+            return algebra.spec_entries(self.mask)
+        spec = algebra.preset(self.mask, segments, separators=self.separators)
+        return {**algebra.spec_entries(spec), "separators": self.separators}
 
 
 @dataclass(slots=True)
@@ -180,7 +122,15 @@ class GenerationBuilder:
         segments, problems = build_segments(declared_prompt.segments, prompt, tokenizer.encode)
         positions = rows.position_ids() or list(range(place.pos, prompt.stop))
         tokens = [
-            _token_record(tokenizer, place.pos + n, id_, texts[n], positions[n], segments, None)
+            token_record(
+                tokenizer,
+                pos=place.pos + n,
+                token_id=id_,
+                text=texts[n],
+                position_id=positions[n],
+                segment=segment_index(segments, place.pos + n),
+                step=None,
+            )
             for n, id_ in enumerate(ids or ())
         ]
         record = GenerationRecord(
@@ -228,8 +178,14 @@ class GenerationBuilder:
         position = self.next_position if position is None else position
         self.next_position = position + 1
         self.n_tokens = pos + 1
-        return _token_record(
-            self.tokenizer, pos, id_, self.added_text(id_), position, self.record.segments, step
+        return token_record(
+            self.tokenizer,
+            pos=pos,
+            token_id=id_,
+            text=self.added_text(id_),
+            position_id=position,
+            segment=segment_index(self.record.segments, pos),
+            step=step,
         )
 
     def end(self, state: str, reason: str, ended_at: float) -> GenerationEnd:
@@ -239,39 +195,15 @@ class GenerationBuilder:
         return GenerationEnd(self.number, state, answer, segments, reason, ended_at)
 
 
-def _token_record(
-    tokenizer: TokenizerAdapter,
-    pos: int,
-    id_: int,
-    text: str,
-    position: int,
-    segments: Sequence[Segment],
-    step: int | None,
-) -> TokenRecord:
-    name, special = tokenizer.token_of(id_), id_ in tokenizer.special
-    return TokenRecord(pos, id_, name, text, position, segment_index(segments, pos), special, step)
-
-
 def _is_contiguous(positions: Sequence[int]) -> bool:
     return all(b - a == 1 for a, b in pairwise(positions))
-
-
-def tokenizer_facts(vocabulary: Vocabulary) -> TokenizerFacts:
-    """Return a tokenizer's special tokens, all of them."""
-    tokenizer = vocabulary.tokenizer
-    names = getattr(tokenizer, "all_special_tokens", ())
-    special = dict(zip(map(str, names), map(int, tokenizer.all_special_ids), strict=False))
-    bos, pad = (_id(getattr(tokenizer, f"{name}_token_id", None)) for name in ("bos", "pad"))
-    eos = _token_ids(getattr(tokenizer, "eos_token_id", None))
-    return TokenizerFacts(bos, eos, pad, _adds_bos(vocabulary), _adds_eos(vocabulary), special)
 
 
 def config_facts(model: Any) -> TokenizerFacts:
     """Return the special tokens of a model's configuration."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
-    bos, eos, pad = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
-    return TokenizerFacts(_id(bos), _token_ids(eos), _id(pad))
+    return TokenizerFacts(*special_ids(config))
 
 
 def to_declared_segments(
@@ -296,27 +228,3 @@ def keep_written_special(
     known = frozenset(facts.special.values())
     prompt = "".join(" " if i in known else text for i, text in zip(ids, texts, strict=True))
     return replace(facts, special={s: i for s, i in facts.special.items() if s and s in prompt})
-
-
-def _adds_bos(vocabulary: Vocabulary) -> bool | None:
-    try:
-        return bool(vocabulary.default_bos())
-    except Exception:  # a tokenizer may override `encode` with other arguments
-        return None
-
-
-def _adds_eos(vocabulary: Vocabulary) -> bool:
-    try:
-        return vocabulary.adds_eos()
-    except Exception:  # as above
-        return False
-
-
-def _id(value: Any) -> int | None:
-    return next(iter(_token_ids(value)), None)
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple; configurations have one id or a list of them."""
-    values = value if isinstance(value, list | tuple) else (value,)
-    return tuple(id_ for id_ in values if type(id_) is int and id_ >= 0)

@@ -1,4 +1,4 @@
-"""Finds the models of a program at the first root forward of each transformers model.
+"""Finds the models of a program at their first root forwards, and the tokenizer of each.
 
 Two methods of transformers' classes are wrapped until `close`: `PreTrainedModel.__call__` and
 `GenerationMixin.generate`. A model that is called for the first time gets its own session, which
@@ -16,15 +16,15 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from flexinspect.core.errors import TraceWriteError
-from flexinspect.records.job import ScriptJob, parse_layers
+from flexinspect.core.errors import TraceWriteError, exception_chain
+from flexinspect.records.job import ScriptJob
 from flexinspect.records.step import EventRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
@@ -33,19 +33,24 @@ from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.loading.model_facts import model_facts
+from flexinspect_hooks.loading.tokenizers import (
+    IdAdapter,
+    SafeAdapter,
+    TokenizerAdapter,
+    Vocabulary,
+)
 from flexinspect_hooks.observers.input_rows import InputRows
+from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.pickling import hide_hooks
 from flexinspect_hooks.python_internals.torch_private import frame_compiler_setter, skip_frame
 from flexinspect_hooks.sessions.capture_session import capture_cost
-from flexinspect_hooks.sessions.session_levels import SessionLevels
+from flexinspect_hooks.sessions.session_levels import SessionLevels, chosen_layers
 from flexinspect_hooks.user_code.declared_segments import parse_segments
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
-from flexinspect_hooks.user_code.own_loops import HOOKS_REMOVED
-from flexinspect_hooks.user_code.program import end_state, exception_chain, strip_own_frames
+from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
-from flexinspect_hooks.user_code.tokenizer_discovery import MatchedTokenizer, TokenizerMatcher
 from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
-from flexinspect_hooks.user_code.watch_session import SharedRecording, WatchSession
+from flexinspect_hooks.user_code.watch_session import HOOKS_REMOVED, WatchSession
 
 if TYPE_CHECKING:
     from flexinspect_hooks.sessions.standalone_calls import StandaloneCalls
@@ -56,10 +61,8 @@ MAX_STEP_STARTS = 4096
 MAX_HOOK_RESTORES = 16
 """How often hooks that the program removed from a model are installed again."""
 
-_NO_LAYER_LIMIT = 1 << 20
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _FoundModel:
     model: weakref.ref[nn.Module]
     session: FoundSession | None
@@ -71,12 +74,19 @@ class _FoundModel:
 class ModelFinder:
     """Records every transformers model that the program runs into one trace."""
 
-    def __init__(self, job: ScriptJob, writer: TraceWriter, made: TokenizerTracker) -> None:
+    def __init__(
+        self,
+        job: ScriptJob,
+        writer: TraceWriter,
+        made: TokenizerTracker,
+        barrier: StepBarrier,
+        levels: SessionLevels,
+    ) -> None:
         self.job, self.writer = job, writer
         self.tokenizers = TokenizerMatcher(made)
-        self._segments = parse_segments(job.declaration.segments)
+        self.segments = parse_segments(job.declaration.segments)
         self.recorder = Recorder(writer)
-        self._numbers = count()
+        self.numbers = count()
         self._found: dict[int, _FoundModel] = {}
         self._collected: deque[int] = deque()
         self._sessions: list[FoundSession] = []
@@ -87,14 +97,9 @@ class ModelFinder:
         self._removes: list[Callable[[], None]] = []
         self._is_over = False
         self._standalone: StandaloneCalls | None = None
-        self._barrier: StepBarrier | None = None
-        self._levels: SessionLevels | None = None
+        self._barrier, self._levels = barrier, levels
         self._breakpoints: BreakpointEvaluator | None = None
         self.recorder.start()
-
-    def attach_control(self, barrier: StepBarrier, levels: SessionLevels) -> None:
-        """Let every new session wait at this step barrier and follow these levels."""
-        self._barrier, self._levels = barrier, levels
 
     def break_on(self, breaking: BreakpointEvaluator) -> None:
         """Let every new session evaluate these breakpoints."""
@@ -132,8 +137,7 @@ class ModelFinder:
                 local.is_open, local.root = False, 0
 
         skip_frame(call)
-        PreTrainedModel.__call__ = call
-        self._removes += [lambda: delattr(PreTrainedModel, "__call__"), hide_hooks()]
+        self._removes += [patch(PreTrainedModel, "__call__", call), hide_hooks()]
 
     def watch_generate(self) -> None:
         """Wrap `GenerationMixin.generate`; transformers.generation.utils must be loaded."""
@@ -153,22 +157,16 @@ class ModelFinder:
                 strip_own_frames(error)
                 raise
 
-        GenerationMixin.generate = generate
-
-        def remove() -> None:
-            GenerationMixin.generate = original
-
-        self._removes.append(remove)
+        self._removes.append(patch(GenerationMixin, "generate", generate))
 
     def watch_standalone_calls(self) -> None:
         """Record standalone calls of FlexAttention; its module must be loaded."""
         from flexinspect_hooks.sessions.standalone_calls import StandaloneCalls
 
-        session = StandaloneCalls(self.writer, self.recorder, self._numbers, level=self.job.level)
+        session = StandaloneCalls(self.writer, self.recorder, self.numbers, level=self.job.level)
         session.__enter__()
         self._standalone = session
-        if self._levels is not None:
-            self._levels.attach(session)
+        self._levels.attach(session)
 
     # -- a model ---------------------------------------------------------------------------------
 
@@ -184,14 +182,16 @@ class ModelFinder:
             session = self._begin_session(model, self._unique_name(model))
             self._found[id(model)] = _FoundModel(weakref.ref(model), session)
             if session is not None:
-                self._write_model_facts({**model_facts(model), "name": session.model_name})
+                self._facts.append({**model_facts(model), "name": session.model_name})
+                with suppress(TraceWriteError):
+                    self.writer.update_run(model=self._facts[0], models=self._facts)
             # A finalizer may run at any point of the program, so it only appends the id.
             weakref.finalize(model, self._collected.append, id(model)).atexit = False
         return session
 
     def _session_with_hooks(self, model: nn.Module, known: _FoundModel) -> FoundSession | None:
         """Return a known model's session, or a new one if the program removed its hooks."""
-        session, n = known.session, known.n_restores + 1
+        session = known.session
         if (
             session is None
             or self._is_over
@@ -199,32 +199,30 @@ class ModelFinder:
             or session.is_in_generate
         ):
             return session
+        known.n_restores = n = known.n_restores + 1
         if n > MAX_HOOK_RESTORES:
             if n == MAX_HOOK_RESTORES + 1:
-                self.event("unseen", f"{HOOKS_REMOVED} {n} times: later forwards are not recorded.")
-                self._found[id(model)] = _FoundModel(known.model, session, n)
+                self.event(
+                    "not-recorded", f"{HOOKS_REMOVED} {n} times: later forwards are not recorded."
+                )
             return session
         with self._lock:
-            self.event(
-                "hooks-again", f"{HOOKS_REMOVED}; they were installed again before a forward."
-            )
-            self._end_session(session, "finished", None)
-            new_session = self._begin_session(model, session.model_name)
-            self._found[id(model)] = _FoundModel(known.model, new_session, n)
-        return new_session
+            text = f"{HOOKS_REMOVED}; they were installed again before a forward."
+            self.event("hooks-reinstalled", text)
+            self._end_session(session)
+            known.session = self._begin_session(model, session.model_name)
+        return known.session
 
     def _begin_session(self, model: nn.Module, name: str) -> FoundSession | None:
         try:
-            shared = SharedRecording(self.recorder, self._numbers, name)
-            session = FoundSession(model, self, shared, MatchedTokenizer())
+            session = FoundSession(model, self, name)
             session.__enter__()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
-            self.event("unseen", f"A {type(model).__name__} cannot be watched: {message}")
+            self.event("not-recorded", f"A {type(model).__name__} cannot be watched: {message}")
             return None
         session.barrier = self._barrier
-        if self._levels is not None:
-            self._levels.attach(session)
+        self._levels.attach(session)
         if self._breakpoints is not None:
             session.break_on(self._breakpoints)
         self._sessions.append(session)
@@ -237,35 +235,21 @@ class ModelFinder:
         candidates = (f"{name} ({n})" if n > 1 else name for n in count(1))
         return next(candidate for candidate in candidates if candidate not in taken)
 
-    def _write_model_facts(self, facts: dict[str, Any]) -> None:
-        self._facts.append(facts)
-        with suppress(TraceWriteError):
-            self.writer.update_run(model=self._facts[0], models=self._facts)
-
     def _end_collected_sessions(self) -> None:
         """End the sessions of models that were garbage-collected."""
         while self._collected:
             found = self._found.pop(self._collected.popleft(), None)
             if found is not None and found.session is not None:
-                self._end_session(found.session, "finished", None)
+                self._end_session(found.session)
 
-    def _end_session(self, session: FoundSession, state: str, error: BaseException | None) -> None:
+    def _end_session(self, session: FoundSession) -> None:
         try:
-            session.close(state, error)
-            session.__exit__(None, None, None)
+            session.close("finished", None)
+            session.__exit__()
         except Exception as failure:
-            self.event("unseen", f"A model's recording could not be ended properly: {failure!r}")
-
-    def layers_of(self, model: nn.Module) -> tuple[int, ...] | None:
-        """Return the requested layers that this model has, None for all layers."""
-        wanted = parse_layers(self.job.layers, _NO_LAYER_LIMIT)
-        known = set(attention_layers(model).values())
-        return None if wanted is None else tuple(layer for layer in wanted if layer in known)
-
-    def declared_prompt(self, tokenizer: MatchedTokenizer) -> DeclaredPrompt:
-        """Return the declared prompt of the job, with this tokenizer."""
-        declaration = self.job.declaration
-        return DeclaredPrompt(tokenizer, self._segments, declaration.mask, declaration.separators)
+            self.event(
+                "not-recorded", f"A model's recording could not be ended properly: {failure!r}"
+            )
 
     def is_root(self, model: nn.Module) -> bool:
         """Whether this model is the outermost one that the current thread calls."""
@@ -313,14 +297,11 @@ class ModelFinder:
             self._end_collected_sessions()
             for found in reversed(list(self._found.values())):
                 if found.session is not None:
-                    self._end_session(found.session, "finished", None)
+                    self._end_session(found.session)
             if self._standalone is not None:
-                self._standalone.__exit__(None, None, None)
+                self._standalone.__exit__()
             self._remove_wrappers()
-            sessions = [
-                *self._sessions,
-                *([self._standalone] if self._standalone is not None else []),
-            ]
+            sessions = [session for session in (*self._sessions, self._standalone) if session]
             cost = capture_cost(sessions, self.recorder) if sessions else None
             self.recorder.stop()
         return cost
@@ -339,35 +320,26 @@ class ModelFinder:
             self._removes.pop()()
 
     @property
-    def n_models(self) -> int:
-        """The number of models that were found."""
-        return len(self._facts)
-
-    @property
-    def has_standalone_calls(self) -> bool:
-        """Whether FlexAttention was called outside of any model."""
-        return self._standalone is not None and self._standalone.n_calls > 0
+    def has_found_anything(self) -> bool:
+        """Whether a model was found, or FlexAttention was called outside of any model."""
+        return bool(self._facts) or (self._standalone is not None and self._standalone.n_calls > 0)
 
 
 class FoundSession(WatchSession):
     """The session of a model that was found. It prints nothing on the program's stderr."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        finder: ModelFinder,
-        shared_recording: SharedRecording,
-        tokenizer: MatchedTokenizer,
-    ) -> None:
-        self._finder, self._tokenizer = finder, tokenizer
+    def __init__(self, model: nn.Module, finder: ModelFinder, name: str) -> None:
+        self._finder, declared = finder, finder.job.declaration
         self._thread = self._exit_exception_id = 0
         super().__init__(
             model,
             finder.writer,
-            finder.declared_prompt(tokenizer),
+            DeclaredPrompt(IdAdapter(), finder.segments, declared.mask, declared.separators),
             level=finder.job.level,
-            layers=finder.layers_of(model),
-            shared_recording=shared_recording,
+            layers=chosen_layers(finder.job.layers, attention_layers(model).values()),
+            recorder=finder.recorder,
+            generation_numbers=finder.numbers,
+            name=name,
         )
 
     def _on_forward_start(
@@ -377,14 +349,16 @@ class FoundSession(WatchSession):
             super()._on_forward_start(module, args, kwargs)
 
     def _start_generation(self, place: StepPlace, rows: InputRows) -> None:
-        self._tokenizer.use(self._finder.tokenizers.match(self._model))
+        tokenizer = SafeAdapter(self._finder.tokenizers.match(self._model))
+        self.context.text_of = tokenizer.text_of
+        self._declared_prompt = replace(self._declared_prompt, tokenizer=tokenizer)
         has_texts = any(spec.text for spec in self._declared_prompt.segments)
-        if has_texts and not self._tokenizer.has_text:
+        if has_texts and not tokenizer.has_text:
             text = (
                 "No tokenizer was found in the program, so declared texts cannot be searched in "
                 "the prompt. Declare spans of positions instead."
             )
-            self._event("segments", text)
+            self._event("segments-not-found", text)
         super()._start_generation(place, rows)
 
     def _begin_step(self, step: StepContext) -> None:
@@ -418,4 +392,49 @@ class FoundSession(WatchSession):
         if self._step is not None:
             was_left = self._exit_exception_id in errors
             return was_left, self._step.started if was_left else 0.0
-        return False, self._pending.step.started if self._pending is not None else 0.0
+        pending = self._pending
+        return False, 0.0 if pending is None else pending.finished.context.started
+
+
+class TokenizerMatcher:
+    """Chooses the tokenizer of a model; each tokenizer's vocabulary is read once."""
+
+    def __init__(self, tracker: TokenizerTracker) -> None:
+        self._tracker = tracker
+        self._adapters: dict[int, tuple[weakref.ref[Any], TokenizerAdapter]] = {}
+
+    def match(self, model: Any) -> TokenizerAdapter:
+        """Return an adapter of the tokenizer that was loaded from the same place as the model.
+
+        Else of the newest tokenizer whose vocabulary is not larger than the model's; else an
+        adapter that shows ids.
+        """
+        name = getattr(model, "name_or_path", "")
+        config = getattr(model, "config", None)
+        size = getattr(getattr(config, "text_config", None) or config, "vocab_size", None)
+        alive = self._tracker.live_tokenizers()
+        same_place = [t for t in alive if name and getattr(t, "name_or_path", "") == name]
+        fitting = [t for t in alive if not isinstance(size, int) or _vocabulary_size(t) <= size]
+        for tokenizer in (*same_place, *fitting):
+            adapter = self._adapter_of(tokenizer)
+            if adapter is not None:
+                return adapter
+        return IdAdapter()
+
+    def _adapter_of(self, tokenizer: Any) -> TokenizerAdapter | None:
+        known = self._adapters.get(id(tokenizer))
+        if known is not None and known[0]() is tokenizer:
+            return known[1]
+        try:
+            adapter = Vocabulary(tokenizer)
+        except Exception:  # not initialised yet, or without the methods that are needed
+            return None
+        self._adapters[id(tokenizer)] = (weakref.ref(tokenizer), adapter)
+        return adapter
+
+
+def _vocabulary_size(tokenizer: Any) -> int:
+    try:
+        return len(tokenizer)
+    except Exception:  # not initialised yet
+        return 1 << 62

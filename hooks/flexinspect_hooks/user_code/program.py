@@ -17,6 +17,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from flexinspect.core.errors import exception_chain
+from flexinspect_hooks.python_internals.patching import patch
+
 _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -53,18 +56,6 @@ def strip_own_frames(error: BaseException) -> None:
     """Remove flexinspect's frames from the tracebacks of an exception and its causes."""
     for link in exception_chain(error):
         link.__traceback__ = _without_own_frames(link.__traceback__)
-
-
-def exception_chain(error: BaseException) -> list[BaseException]:
-    """Return an exception with all exceptions of its `__cause__` and `__context__` chains."""
-    chain: dict[int, BaseException] = {}
-    pending: list[BaseException | None] = [error]
-    while pending:
-        link = pending.pop()
-        if link is not None and id(link) not in chain:
-            chain[id(link)] = link
-            pending += [link.__cause__, link.__context__]
-    return list(chain.values())
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -122,6 +113,7 @@ class ChildProcessCounter:
         self._is_over = False
         self._local = threading.local()
         self._on_fork = on_fork
+        self._restore: Callable[[], None] = lambda: None
         if hasattr(os, "register_at_fork"):
             # These functions cannot be unregistered, so they do nothing after `end`.
             os.register_at_fork(
@@ -140,7 +132,7 @@ class ChildProcessCounter:
     def watch_multiprocessing(self) -> None:
         """Count processes of `multiprocessing`, for any start method; its module must be loaded."""
         cls: Any = sys.modules["multiprocessing.process"].BaseProcess
-        original = self._original = cls.start
+        original = cls.start
 
         @functools.wraps(original)
         def start(process: Any, /) -> None:
@@ -151,11 +143,9 @@ class ChildProcessCounter:
                 self._local.starting = False
             self.n += 1
 
-        cls.start = start
+        self._restore = patch(cls, "start", start)
 
     def end(self) -> None:
         """Stop counting and restore `multiprocessing`."""
         self._is_over = True
-        loaded: Any = sys.modules.get("multiprocessing.process")
-        if loaded is not None and hasattr(self, "_original"):
-            loaded.BaseProcess.start = self._original
+        self._restore()

@@ -18,9 +18,9 @@ from typing import Any
 from flexinspect_hooks.capture.step_clock import StepContext, StepEvent
 from flexinspect_hooks.observers.input_rows import InputRows
 
-SEVERAL_ROWS = "several-rows"
+SEVERAL_ROWS = "chunked-input"
 UNKNOWN_CACHE = "unknown-cache"
-OTHER_CACHE = "other-cache"
+OTHER_CACHE = "cache-switched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,8 @@ class StepTracker:
     def locate(self, forward: ForwardInput) -> StepPlace:
         """Return the place of a forward; the next forward is placed after it."""
         state = self._state
-        whole = None if forward.cached else _row_ids(forward)
+        ids = None if forward.cached else forward.ids()
+        whole = None if ids is None else tuple(ids)
         place = self._next_step(forward, whole) if state.is_open else None
         if place is None:
             place = self._first_step(forward)
@@ -164,11 +165,6 @@ class StepTracker:
         if forward.n_rows == 1 and not is_prompt:
             return step(pos=forward.cached, n_new=1, is_chosen=True)
         return step(pos=forward.cached, n_new=forward.n_rows, note=SEVERAL_ROWS)
-
-
-def _row_ids(forward: ForwardInput) -> tuple[int, ...] | None:
-    ids = forward.ids()
-    return None if ids is None else tuple(ids)
 
 
 MAX_CACHES = 256
@@ -220,8 +216,8 @@ def input_events(step: StepContext, place: StepPlace, rows: InputRows) -> list[S
         return events
     if rows.batch > 1:
         text = f"The batch has {rows.batch} sequences; only row 0 of the batch is recorded."
-        events.append(("batch", text))
+        events.append(("batched-input", text))
     if rows.ids is None:
         text = "The forward received no token ids, so there are no tokens to show."
-        events.append(("no-ids", text))
+        events.append(("no-input-ids", text))
     return events

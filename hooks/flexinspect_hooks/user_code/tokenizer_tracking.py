@@ -8,7 +8,10 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
+
+from flexinspect_hooks.python_internals.patching import patch
 
 
 class TokenizerTracker:
@@ -16,25 +19,23 @@ class TokenizerTracker:
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[Any]] = []
-        self._base: Any = None
+        self._restore: Callable[[], None] = lambda: None
 
     def watch(self) -> None:
         """Track new tokenizers from now on; the module of their base class must be loaded."""
-        base: Any = sys.modules["transformers.tokenization_utils_base"]
-        self._base = base.PreTrainedTokenizerBase
-        original = self._original = self._base.__init__
+        base: Any = sys.modules["transformers.tokenization_utils_base"].PreTrainedTokenizerBase
+        original = base.__init__
 
         @functools.wraps(original)
         def init(tokenizer: Any, /, *args: Any, **kwargs: Any) -> None:
             original(tokenizer, *args, **kwargs)
             self._refs.append(weakref.ref(tokenizer))
 
-        self._base.__init__ = init
+        self._restore = patch(base, "__init__", init)
 
     def end(self) -> None:
         """Stop tracking and restore the base class."""
-        if self._base is not None:
-            self._base.__init__, self._base = self._original, None
+        self._restore()
 
     def live_tokenizers(self) -> list[Any]:
         """Return the tokenizers that are still alive, the newest first."""

@@ -12,10 +12,9 @@ from typing import Any
 from torch import nn
 
 from flexinspect.analysis.summary import TraceSummary, summarize_trace
-from flexinspect.breakpoints import BreakpointStore
+from flexinspect.breakpoints.store import BreakpointStore
 from flexinspect.core.errors import TraceWriteError, UsageError
-from flexinspect.core.text import escape_unprintable
-from flexinspect.masks import algebra
+from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.masks.algebra import MaskSpec
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.breakpoints.actions import (
@@ -24,30 +23,24 @@ from flexinspect_hooks.breakpoints.actions import (
     OnBreakOption,
     PauseAction,
     hit_callback,
-    print_notice,
 )
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, StopAction
 from flexinspect_hooks.capture.model_layers import attention_layers
+from flexinspect_hooks.capture.new_trace import new_writer
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
 from flexinspect_hooks.control.handlers import CaptureInfo
-from flexinspect_hooks.control.running import CaptureControl
+from flexinspect_hooks.control.server import CaptureControl
+from flexinspect_hooks.loading.tokenizers import IdAdapter, TokenizerAdapter, Vocabulary
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.sessions.session_levels import SessionLevels
 from flexinspect_hooks.user_code.declared_segments import SegmentArgument, parse_segments
-from flexinspect_hooks.user_code.generation_builder import (
-    DeclaredPrompt,
-    IdAdapter,
-    TokenizerAdapter,
-    TransformersAdapter,
-)
+from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, check_declared_mask
 from flexinspect_hooks.user_code.program import end_state
 from flexinspect_hooks.user_code.watch_session import WatchSession
 from flexinspect_hooks.user_code.watch_trace import (
     WatchedTrace,
     build_manifest,
     free_path,
-    new_writer,
-    print_message,
     run_all_safely,
 )
 
@@ -90,12 +83,7 @@ def watch(
     if not isinstance(model, nn.Module):
         raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
     check_level(level)
-    if isinstance(mask, str):
-        algebra.check_preset(mask)
-    elif mask is not None and not isinstance(mask, MaskSpec):
-        raise UsageError(
-            "mask must be the name of a preset or a flexinspect.masks.algebra.MaskSpec."
-        )
+    check_declared_mask(mask)
     watched = Watch(
         model,
         free_path(out, "watch"),
@@ -106,7 +94,7 @@ def watch(
         on_hit=None if control and on_break is None else hit_callback(on_break),
     )
     for text in breakpoints:
-        watched.breakpoints.add(text, source="watch")
+        watched.breakpoints.add(text)
     return watched
 
 
@@ -141,7 +129,10 @@ class Watch(WatchedTrace):
             raise UsageError("This watch is over.", hint="Call flexinspect.watch again.")
         if id(self._model) in _watched:
             raise UsageError("This model is being watched already: one watch at a time.")
-        writer = new_writer(self.path, _watch_manifest(self._model, self._level))
+        import transformers  # noqa: F401 (its version is in the manifest)
+
+        manifest = build_manifest(self._model, self._level, watch=True, graphs_counted=True)
+        writer = new_writer(self.path, manifest)
         try:
             session = WatchSession(
                 self._model, writer, self._declared_prompt, level=self._level, layers=self._layers
@@ -190,7 +181,7 @@ class Watch(WatchedTrace):
             action = CallbackAction(self._on_hit)
         else:
             assert self._running is not None
-            action = PauseAction(self._running.barrier, print_notice, session.recorder.put)
+            action = PauseAction(self._running.barrier, print_message, session.recorder.put)
         session.break_on(BreakpointEvaluator(self.breakpoints, action, session.recorder.put))
         if self._running is not None:
             self._running.targets.breakpoints = self.breakpoints
@@ -259,7 +250,7 @@ def _tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:
     if tokenizer is None:
         return IdAdapter()
     try:
-        return TransformersAdapter(tokenizer)
+        return Vocabulary(tokenizer)
     except Exception as error:
         raise UsageError(
             f"The tokenizer ({type(tokenizer).__name__}) cannot be used: "
@@ -277,11 +268,3 @@ def _check_layers(layers: Sequence[int] | None, model: nn.Module) -> tuple[int, 
         has = f"0 to {max(known)}" if known else "none"
         raise UsageError(f"The model has no attention layer {unknown[0]} (it has {has}).")
     return tuple(layers)
-
-
-def _watch_manifest(model: nn.Module, level: str) -> dict[str, Any]:
-    import transformers
-
-    manifest = build_manifest(model, level, watch=True, graphs_counted=True)
-    manifest["versions"]["transformers"] = transformers.__version__
-    return manifest

@@ -10,41 +10,41 @@ thread runs, and during a call of `generate`.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock, get_ident
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from flexinspect.control import messages as control
+from flexinspect.core.errors import summarize_error
+from flexinspect.core.text import print_message
 from flexinspect.records.step import EventRecord, TokenRecord
-from flexinspect.rules.cache.cache_findings import CACHED_PROMPT_EVENT
+from flexinspect.rules.cache.cache_contents import CACHED_PROMPT_EVENT
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
-from flexinspect_hooks.capture.hook import CaptureContext, Hook
-from flexinspect_hooks.capture.recorder import FinishedStep, Recorder, Sink
+from flexinspect_hooks.capture.hook import Remove
+from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off_cpu_s, query_length
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS
-from flexinspect_hooks.observers.attention.kernel_calls import describe_error, set_unrecorded
+from flexinspect_hooks.observers.attention.kernel_calls import set_unrecorded
 from flexinspect_hooks.observers.input_rows import ArgumentNames, InputRows
 from flexinspect_hooks.observers.logits_hook import reduce_chosen
+from flexinspect_hooks.python_internals.patching import patch
+from flexinspect_hooks.python_internals.torch_private import is_hook_installed
 from flexinspect_hooks.sessions.capture_session import CaptureSession, pass_barrier
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     GenerationBuilder,
     config_facts,
-)
-from flexinspect_hooks.user_code.own_loops import (
-    HOOKS_REMOVED,
-    are_installed,
-    has_encoder,
-    is_followed,
-    newest_logits_row,
-    wrap_generate,
 )
 from flexinspect_hooks.user_code.program import strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import (
@@ -61,42 +61,23 @@ THREAD_OVERLAP = (
 )
 
 
-class ThreadOwnership:
-    """Which thread a session records. Hold `lock` from the check until the forward is open."""
-
-    def __init__(self, context: CaptureContext) -> None:
-        self.lock = RLock()
-        self._context = context
-        self._generate_thread = 0
-
-    def is_other_thread_active(self) -> bool:
-        """Whether the session records another thread, which is still alive."""
-        own = get_ident()
-        owners = (self._generate_thread, self._context.thread)
-        others = [thread for thread in owners if thread not in (0, own)]
-        return bool(others) and any(thread in sys._current_frames() for thread in others)
-
-    def acquire(self) -> None:
-        """Record the current thread, which calls `generate`."""
-        self._generate_thread = get_ident()
-
-    def release(self) -> None:
-        """End the ownership of the thread that called `generate`."""
-        self._generate_thread = 0
-
-
 class WatchSession(CaptureSession):
-    """While entered, records every root forward of `model`, from any loop."""
+    """While entered, records every root forward of `model`, from any loop.
+
+    Sessions of one trace share `recorder` and `generation_numbers`; `name` is that of this model.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        sink: Sink,
+        sink: TraceWriter,
         declared_prompt: DeclaredPrompt,
         *,
         level: str,
         layers: Sequence[int] | None = None,
-        shared_recording: SharedRecording | None = None,
+        recorder: Recorder | None = None,
+        generation_numbers: Iterator[int] | None = None,
+        name: str = "",
     ) -> None:
         super().__init__(
             model,
@@ -104,17 +85,15 @@ class WatchSession(CaptureSession):
             level=level,
             layers=layers,
             text_of=declared_prompt.tokenizer.text_of,
-            recorder=shared_recording.recorder if shared_recording else None,
+            recorder=recorder,
         )
         self.context.sees_kernels = True
         self._declared_prompt = replace(declared_prompt, config=config_facts(model))
         self._names = ArgumentNames(model)
-        self._tracker = StepTracker(
-            shared_recording.generation_numbers if shared_recording else None
-        )
-        self.model_name = shared_recording.name if shared_recording else ""
+        self._tracker = StepTracker(generation_numbers)
+        self.model_name = name
         self._owners = CacheOwners()
-        self._thread_ownership = ThreadOwnership(self.context)
+        self._thread_lock, self._generate_thread = RLock(), 0
         self._last_overlap = -2
         """The generation whose overlap was reported last; -1 stands for no generation."""
         self._builder: GenerationBuilder | None = None
@@ -138,13 +117,21 @@ class WatchSession(CaptureSession):
     ) -> None:
         if torch.compiler.is_compiling() or module is not self._model:
             return  # a compiled model is not recorded; a copy of the model is another model
-        with self._thread_ownership.lock:
-            is_unrecorded = self._thread_ownership.is_other_thread_active()
+        with self._thread_lock:
+            is_unrecorded = self._is_other_thread_active()
             set_unrecorded(is_unrecorded=is_unrecorded)
             if is_unrecorded:
                 self._report_overlap()
             else:
                 self._open_step(args, kwargs)
+
+    def _is_other_thread_active(self) -> bool:
+        """Whether the session records another thread, which is still alive.
+
+        Hold `_thread_lock` from this check until the forward is open.
+        """
+        others = {self._generate_thread, self.context.thread} - {0, get_ident()}
+        return bool(others) and any(thread in sys._current_frames() for thread in others)
 
     def _report_overlap(self) -> None:
         """Record once per generation that forwards of another thread are not recorded."""
@@ -167,8 +154,7 @@ class WatchSession(CaptureSession):
             step = self._locate_step(args, self._names(args, kwargs), started)
         except Exception as error:
             # For any arguments the user's forward continues; this step is not recorded.
-            self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
-            self._abandon()
+            self._step_unread(error)
             return
         try:
             self._begin_step(step)
@@ -187,7 +173,8 @@ class WatchSession(CaptureSession):
         n_rows = query_length(args, arguments)
         cache = arguments.get("past_key_values")
         cached, owner = cached_length(cache), self._owners.owner_of(cache)
-        rows = InputRows(arguments, n_rows, with_mask=not cached, stream=self._stream)
+        buffer = StepBuffer(self._device, self._stream)
+        rows = InputRows(arguments, n_rows, with_mask=not cached, buffer=buffer)
         place = self._tracker.locate(ForwardInput(n_rows, cached, rows.token_ids, owner))
         self._owners.set_owner(cache, place.generation)
         if place.begins_generation:
@@ -229,10 +216,10 @@ class WatchSession(CaptureSession):
                 "Beam search and assisted generation are not followed: their steps are recorded "
                 "without the tokens that they chose."
             )
-            step.events.append(("not-followed", text))
+            step.events.append(("generate-not-followed", text))
         assert self._builder is not None
         for problem in self._builder.problems:
-            step.events.append(("segments", problem))
+            step.events.append(("segments-not-found", problem))
             self._print_once(problem)
 
     def _on_forward_end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -245,23 +232,20 @@ class WatchSession(CaptureSession):
         self.waited_s += off_cpu_s() - step.off_cpu_before
         try:
             # `generate` copies the row before it modifies it; another loop may not.
-            row = step.logits = newest_logits_row(
+            row = step.logits = _newest_logits_row(
                 output, self._model, copy=not self._generate_depth
             )
             step.output = output
             self._owners.set_owner(getattr(output, "past_key_values", None), step.generation)
-            buffer = StepBuffer(self._device, self._stream)
-            kept = self._reduce(step, buffer)
-            step.drop_references()
+            finished = self._reduce(step)
         except Exception as error:
-            self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
-            self._abandon()
+            self._step_unread(error)
             return
         self._step, self._is_broken = None, False
         on_device = row if row is not None and row.device.type != "cpu" else None
         ended = time.perf_counter()
         step.capture_s += ended - started
-        self._pending = PendingStep(step, buffer, kept, on_device, self._input_tokens, ended)
+        self._pending = PendingStep(finished, on_device, self._input_tokens, ended)
 
     def _finish_step(self, rows: InputRows | None, pos: int, now: float | None = None) -> None:
         """Queue the pending step for the writer thread; `rows` end with the token that it chose.
@@ -273,19 +257,21 @@ class WatchSession(CaptureSession):
         if pending is None or builder is None:
             return
         started = time.perf_counter()
-        step, buffer, input_tokens = pending.step, pending.buffer, pending.input_tokens
+        finished, input_tokens = pending.finished, pending.input_tokens
+        step = finished.context
         ended = pending.ended if now is None else now
         step.wall_ms = (ended - step.started) * 1e3
         if rows is not None and rows.ids is not None and pending.row is not None:
-            reduce_chosen(pending.row, rows.ids[-1:], buffer)
-        kept = self._start_copy(step, buffer, pending.kept)
+            reduce_chosen(pending.row, rows.ids[-1:], finished.buffer)
+        self._start_copy(finished)
 
         def tokens() -> tuple[TokenRecord, ...]:
             chosen = builder.chosen_tokens(rows, pos, step.step) if rows is not None else ()
             return (*input_tokens(), *chosen)
 
+        finished.tokens = tokens
         step.capture_s += time.perf_counter() - started
-        self.recorder.put(FinishedStep(step, buffer, tuple(kept), tokens))
+        self.recorder.put(finished)
         self.place = control.StepRef(step.generation, 0, step.step)
         self.capture_s += step.capture_s
         self.total_s += ended - step.started
@@ -323,7 +309,7 @@ class WatchSession(CaptureSession):
 
     def finish(self, state: str, error: BaseException | None) -> None:
         """End the open step and generation; an exception is recorded at the step it left."""
-        reason = describe_error(error) if error is not None else ""
+        reason = summarize_error(error) if error is not None else ""
         if error is not None and state != "finished":
             self._record_error(error)
         elif self._step is not None:
@@ -353,7 +339,7 @@ class WatchSession(CaptureSession):
     @property
     def has_hooks_installed(self) -> bool:
         """Whether all hooks of the session are still installed in the model's modules."""
-        return are_installed(remove for _, remove in self._removes)
+        return _are_installed(remove for _, remove in self._removes)
 
     def _report_hooks_removed(self) -> None:
         text = f"{HOOKS_REMOVED}: later forwards were not recorded, or only in part."
@@ -365,10 +351,10 @@ class WatchSession(CaptureSession):
             return
         self._recorded_error, builder, pending = error, self._builder, self._pending
         strip_own_frames(error)
-        last = self._step or (pending.step if pending is not None else None)
+        last = self._step or (pending.finished.context if pending is not None else None)
         event = EventRecord(
             kind="error",
-            text=describe_error(error),
+            text=summarize_error(error),
             at=time.time(),
             generation=builder.number if builder is not None else None,
             step=last.step if last is not None else None,
@@ -380,7 +366,7 @@ class WatchSession(CaptureSession):
         """Print a sentence on stderr, once."""
         if sentence not in self._printed:
             self._printed.add(sentence)
-            print(f"flexinspect: {sentence}", file=sys.stderr)
+            print_message(sentence)
 
     # -- a call of generate ----------------------------------------------------------------------
 
@@ -389,7 +375,7 @@ class WatchSession(CaptureSession):
 
         The wrapper is removed with the hooks.
         """
-        remove = wrap_generate(self._model, self.call_generate)
+        remove = _wrap_generate(self._model, self.call_generate)
         if remove is not None:
             self._removes.append((None, remove))
 
@@ -399,10 +385,10 @@ class WatchSession(CaptureSession):
         """Call the model's `generate` (bound), and record it as one generation."""
         if kwargs.get("custom_generate") is not None:  # another decoding loop
             return generate(*args, **kwargs)
-        with self._thread_ownership.lock:
-            is_recorded = not self._thread_ownership.is_other_thread_active()
+        with self._thread_lock:
+            is_recorded = not self._is_other_thread_active()
             if is_recorded:
-                self._thread_ownership.acquire()
+                self._generate_thread = get_ident()
                 self._begin_generate(args, kwargs)
         if not is_recorded:
             return generate(*args, **kwargs)
@@ -419,11 +405,11 @@ class WatchSession(CaptureSession):
         if self._generate_depth > 1:
             return
         self._finish_generation()
-        self._is_followed = is_followed(self._model, kwargs)
+        self._is_followed = _follows_row_0(self._model, kwargs)
         candidates = (*args[:1], *map(kwargs.get, _PROMPT_ARGUMENTS))
         prompt = next((value for value in candidates if value is not None), None)
         n_prompt = 0
-        if isinstance(prompt, Tensor) and prompt.dim() > 1 and not has_encoder(self._model):
+        if isinstance(prompt, Tensor) and prompt.dim() > 1 and not _has_encoder(self._model):
             n_prompt = int(prompt.shape[1])
         self._prompt = prompt if n_prompt else None
         self._tracker.begin_generate(n_prompt, followed=self._is_followed)
@@ -432,7 +418,7 @@ class WatchSession(CaptureSession):
         self._generate_depth -= 1
         if self._generate_depth:
             return
-        self._thread_ownership.release()
+        self._generate_thread = 0
         self._prompt = None
         if error is not None:
             is_stop = isinstance(error, KeyboardInterrupt)
@@ -442,7 +428,7 @@ class WatchSession(CaptureSession):
             self._record_last_token(result)
         except Exception as failure:
             message = f"{type(failure).__name__}: {failure}"
-            self._event("step-unread", f"The result of generate could not be read: {message}")
+            self._event("step-not-recorded", f"The result of generate could not be read: {message}")
         self._finish_generation()
         self._tracker.end()
         self.pass_breakpoints()
@@ -460,7 +446,8 @@ class WatchSession(CaptureSession):
             self._event(UNSEEN_LAYERS, text)
         if sequences.shape[1] == pos + 1:
             last = {"input_ids": sequences[:1, pos:]}
-            self._finish_step(InputRows(last, 1, with_mask=False, stream=self._stream), pos)
+            buffer = StepBuffer(self._device, self._stream)
+            self._finish_step(InputRows(last, 1, with_mask=False, buffer=buffer), pos)
 
 
 _PROMPT_ARGUMENTS = ("inputs", "input_ids")
@@ -470,18 +457,76 @@ _PROMPT_ARGUMENTS = ("inputs", "input_ids")
 class PendingStep:
     """A step whose forward has returned and whose token is not known yet."""
 
-    step: StepContext
-    buffer: StepBuffer
-    kept: list[tuple[Hook, Any]]
+    finished: FinishedStep
     row: Tensor | None
     input_tokens: Callable[[], tuple[TokenRecord, ...]]
     ended: float
 
 
-@dataclass(frozen=True, slots=True)
-class SharedRecording:
-    """What the sessions of one trace share, and the `name` of this session's model."""
+# -- helpers for a model that code of the user runs ------------------------------------------------
 
-    recorder: Recorder
-    generation_numbers: Iterator[int]
-    name: str
+
+def _wrap_generate(model: nn.Module, call: Callable[..., Any]) -> Remove | None:
+    """Replace `model.generate` by a wrapper that calls `call(generate, args, kwargs)`.
+
+    `generate` is the model's own, bound. Returns a function that restores it, or None if the model
+    has no `generate`.
+    """
+    original = getattr(model, "generate", None)
+    if not callable(original):
+        return None
+
+    @functools.wraps(getattr(original, "__func__", original))
+    def generate(this: Any, *args: Any, **kwargs: Any) -> Any:
+        if this is not model:
+            return type(this).generate(this, *args, **kwargs)
+        return call(original, args, kwargs)
+
+    # A bound method, so that a copy of the model calls its own `generate` and not this model's.
+    return patch(model, "generate", MethodType(generate, model))
+
+
+_UNFOLLOWED_ARGUMENTS = ("assistant_model", "prompt_lookup_num_tokens", "penalty_alpha")
+
+
+def _follows_row_0(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `generate` appends to row 0 the token that row 0 chose, one at a time.
+
+    Beam search, assisted generation, prompt look-up and contrastive search do not.
+    """
+    configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
+
+    def option(name: str) -> Any:
+        values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+        return next((value for value in values if value is not None), None)
+
+    is_single = (option("num_beams") or 1) == 1
+    return is_single and not any(option(name) for name in _UNFOLLOWED_ARGUMENTS)
+
+
+def _has_encoder(model: nn.Module) -> bool:
+    """Whether the prompt goes to an encoder, and the decoder begins with a token of its own."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _newest_logits_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
+    """Return the newest row of logits (V,) of batch 0, None if the output has none."""
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        size = getattr(getattr(model, "config", None), "vocab_size", None)
+        parts = output if isinstance(output, tuple) else (output,)
+        tensors = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
+        logits = next((tensor for tensor in tensors if tensor.shape[2] == size), None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.shape[1]:
+        return None
+    row = logits[0, -1].detach()
+    return row.clone() if copy else row
+
+
+HOOKS_REMOVED = "The program removed hooks of flexinspect from the model"
+
+
+def _are_installed(removes: Iterable[Any]) -> bool:
+    """Whether every module hook is still installed whose `RemovableHandle.remove` is given."""
+    owners = (getattr(remove, "__self__", None) for remove in removes)
+    return all(is_hook_installed(owner) for owner in owners if isinstance(owner, RemovableHandle))

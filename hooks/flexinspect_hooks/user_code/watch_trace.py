@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from flexinspect.core import __version__
 from flexinspect.core.environment import git_state
-from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
+from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.text import print_message
 from flexinspect.records.finding import Finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect_hooks.capture.new_trace import run_manifest
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.loading.model_facts import model_facts
 
@@ -63,46 +63,22 @@ def free_path(out: str | Path | None, prefix: str) -> Path:
                 f"{Path(out)} exists already.", hint="Choose another out, or remove it."
             )
         return Path(out)
-    name = time.strftime(f"{prefix}-%Y%m%d-%H%M%S")
-    path, number = Path(f"{name}.flextrace"), 2
-    while path.exists():
-        path, number = Path(f"{name}-{number}.flextrace"), number + 1
-    return path
+    return numbered_path(Path(time.strftime(f"{prefix}-%Y%m%d-%H%M%S.flextrace")))
 
 
-def new_writer(path: Path, manifest: dict[str, Any]) -> TraceWriter:
-    """Create a trace. Raises `UsageError` if it cannot be written."""
-    try:
-        return TraceWriter.create(path, manifest)
-    except TraceWriteError as error:
-        raise UsageError(error.message, hint=error.hint) from error
+def numbered_path(path: Path) -> Path:
+    """Return a path that does not exist: this one, with a number if needed."""
+    numbers, free = count(2), path
+    while free.exists():
+        free = path.with_name(f"{path.stem}-{next(numbers)}{path.suffix}")
+    return free
 
 
 def build_manifest(model: nn.Module, level: str, **facts: Any) -> dict[str, Any]:
-    """Return the manifest: what is needed to run the program again, and `facts`."""
-    return {
-        "flexinspect": __version__,
-        "argv": list(sys.argv),
-        "cwd": str(Path.cwd()),
-        "pid": os.getpid(),
-        "started_at": time.time(),
-        "model": model_facts(model),
-        "level": level,
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            "flexinspect": __version__,
-            "torch": torch.__version__,
-        },
-        "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
-        "git": git_state(Path.cwd()),
-        **facts,
-    }
-
-
-def print_message(text: str) -> None:
-    """Print a message of flexinspect on stderr."""
-    print(f"flexinspect: {text}", file=sys.stderr)
+    """Return the manifest of a watched model: what is needed to run it again, and `facts`."""
+    model_and_threads = {"model": model_facts(model), "threads": torch.get_num_threads()}
+    git = git_state(Path.cwd())
+    return run_manifest(sys.argv, level, git, **model_and_threads, **facts)
 
 
 def run_all_safely(*calls: Callable[[], object]) -> None:

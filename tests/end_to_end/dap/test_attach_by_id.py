@@ -33,7 +33,7 @@ def test_a_run_without_a_debugger_is_attached_to_twice_and_goes_on_untraced(tmp_
                 else:
                     assert seen["q"]["value"].startswith("1×4×12×8 float32 cpu  min ")
                 held = eventually(lambda: read_stop(run.trace))
-                assert (held.by, held.function) == ("debugpy", name)
+                assert (held.debugger, held.function) == ("debugpy", name)
                 client.request("setBreakpoints", source={"path": str(run.program)}, breakpoints=[])
                 client.request("continue", threadId=thread)
                 client.request("disconnect", terminateDebuggee=False)

@@ -10,7 +10,7 @@ from support.dap import DapClient
 from support.debugged import configuration
 
 PROGRAM = """\
-from flexinspect.records.debugger_options import DebuggerOptions
+from flexinspect.records.job import DebuggerOptions
 from flexinspect_hooks.debugger.debugpy_server import listen, wait_for_client
 
 print(listen(DebuggerOptions("127.0.0.1", 0, wait=True))[1], flush=True)

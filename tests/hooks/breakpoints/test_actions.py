@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from support.controlled import PATIENCE_S, wait_for
 
-from flexinspect.breakpoints import BreakpointStore
-from flexinspect.breakpoints.store import BreakpointHit
+from flexinspect.breakpoints.store import BreakpointHit, BreakpointStore
 from flexinspect.control.messages import StepRef
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import EventRecord, StepRecord
@@ -185,7 +184,7 @@ def test_a_run_that_nobody_can_continue_is_stopped_once() -> None:
     gate, events = StepBarrier(), list[EventRecord]()
     book = BreakpointStore()
     book.add("q_len == 1")
-    stopper = EndRunAction(gate, PauseAction(gate, quietly, events.append), events.append)
+    stopper = EndRunAction(gate, quietly, events.append)
     breaking = BreakpointEvaluator(book, stopper)
     breaking.evaluate(record(0))
     breaking.evaluate(record(1))
@@ -200,7 +199,7 @@ def test_a_run_that_somebody_has_commanded_pauses_instead() -> None:
     gate.has_received_command = True
     book = BreakpointStore()
     book.add("q_len == 1")
-    stopper = EndRunAction(gate, PauseAction(gate, quietly, events.append), events.append)
+    stopper = EndRunAction(gate, quietly, events.append)
     BreakpointEvaluator(book, stopper).evaluate(record(0))
     assert stopper.hits == ()
     assert gate.view().reason.startswith("breakpoint 1, q_len == 1: step 0")
@@ -228,7 +227,7 @@ def test_a_finding_of_a_generations_end_is_recorded_once_and_says_that_it_pauses
     assert [line.partition(", ")[0] for line in said] == ["Paused at breakpoint 1"]
     gate.continue_()
     model.join(PATIENCE_S)
-    assert told == ["paused", "continued"]
+    assert told == ["paused", "resumed"]
 
 
 def test_a_breakpoint_that_is_set_while_another_is_spent_keeps_the_gate_waiting() -> None:

@@ -23,6 +23,7 @@ from flexinspect.inputs.model_names import DEMO
 from flexinspect.records import protocol
 from flexinspect.records.job import Job
 from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect_hooks.ensemble import capture_process
 from flexinspect_hooks.ensemble.capture_process import CaptureRun
 from flexinspect_hooks.loading.model_loader import LoadedModel
 from flexinspect_hooks.loading.tokenizers import Vocabulary
@@ -67,14 +68,14 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., End
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[LoadedModel], None]) -> None:
     """Let a fault be planted in the model as soon as it is loaded."""
-    load = CaptureRun._load
+    load = capture_process.load_model
 
-    def spoilt(process: CaptureRun, source: Any) -> Any:
-        loaded = load(process, source)
+    def spoilt(*job: Any) -> Any:
+        loaded = load(*job)
         plant(loaded)
         return loaded
 
-    monkeypatch.setattr(CaptureRun, "_load", spoilt)
+    monkeypatch.setattr(capture_process, "load_model", spoilt)
 
 
 def answer(run: Callable[..., Ended]) -> list[tuple[str, float]]:
@@ -245,7 +246,7 @@ def test_a_run_pauses_and_its_breakpoints_are_commanded(
     assert codes == [0]
     assert f"flexinspect ctl continue --pid {status.pid}" in capsys.readouterr().out
     with open_trace(out) as reader:
-        assert _kinds(reader) == ["breakpoint", "continued"] * 2
+        assert _kinds(reader) == ["breakpoint", "resumed"] * 2
 
 
 def _client(trace: Path) -> ControlClient:
@@ -264,5 +265,5 @@ def _wait_until(holds: Callable[[], bool]) -> None:
 
 
 def _kinds(reader: TraceReader) -> list[str]:
-    told = ("breakpoint", "continued", "paused")
+    told = ("breakpoint", "resumed", "paused")
     return [row.event.kind for row in reader.events() if row.event.kind in told]

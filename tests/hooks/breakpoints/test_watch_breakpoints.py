@@ -17,8 +17,8 @@ from torch import nn
 from transformers import DynamicCache
 
 import flexinspect
-from flexinspect.breakpoints import ExpressionError
 from flexinspect.breakpoints.store import BreakpointHit
+from flexinspect.breakpoints.syntax_tree import ExpressionError
 from flexinspect.core.errors import UsageError
 from flexinspect.trace.reader import open_trace
 
@@ -135,7 +135,9 @@ def test_log_leaves_an_event_and_stops_nothing(tmp_path: Path, model: Any) -> No
 def test_what_the_level_does_not_record_is_told_once(tmp_path: Path, model: Any) -> None:
     assert hits_of(tmp_path, model, "norm > 0", level="basic") == []
     with open_trace(tmp_path / "run.flextrace") as reader:
-        told = [row.event for row in reader.events() if row.event.kind == "breakpoint-unknown"]
+        told = [
+            row.event for row in reader.events() if row.event.kind == "breakpoint-not-evaluated"
+        ]
     assert len(told) == 1
     assert "norm is not known there" in told[0].text
 
@@ -212,7 +214,9 @@ def test_a_nan_of_the_attention_is_met_in_the_users_own_frame(tmp_path: Path, mo
 def test_a_missing_module_is_reported(tmp_path: Path, model: Any) -> None:
     assert hits_of(tmp_path, model, "nan @ layers.*.self_atn") == []
     with open_trace(tmp_path / "run.flextrace") as reader:
-        (told,) = [row.event for row in reader.events() if row.event.kind == "breakpoint-unknown"]
+        (told,) = [
+            row.event for row in reader.events() if row.event.kind == "breakpoint-not-evaluated"
+        ]
     assert "no module of the model has a matching name" in told.text
     assert "model.layers.0.self_attn" in told.text
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.dense_reference import attention_row
 from support.tiny import make_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -34,7 +35,6 @@ from flexinspect_hooks.capture.hook import built_in_hooks
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import SpecMaskSource
-from flexinspect_hooks.generation.reference_attention import attention_row
 from flexinspect_hooks.observers.attention import segment_attention
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
@@ -197,7 +197,7 @@ def test_the_lse_check_fails_if_the_recorded_mask_is_not_the_executed_one(
     llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, _ = capture(llama, prompt)
-    worst = max(c.gate or 0.0 for s in good.steps for c in s.calls)
+    worst = max(c.lse_error or 0.0 for s in good.steps for c in s.calls)
     assert worst < 1e-4
     from flexinspect_hooks.observers.attention import mask_capture
 
@@ -210,7 +210,7 @@ def test_the_lse_check_fails_if_the_recorded_mask_is_not_the_executed_one(
 
     monkeypatch.setattr(mask_capture, "_mask_mod_cells", lying)
     bad, _ = capture(llama, prompt)
-    assert min(max(c.gate or 0.0 for c in s.calls) for s in bad.steps) > 1e-3
+    assert min(max(c.lse_error or 0.0 for c in s.calls) for s in bad.steps) > 1e-3
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -222,8 +222,8 @@ def test_other_backends_are_recorded_and_checked_by_their_output(
     sink, _ = capture(model, prompt, patch=False)
     calls = [c for s in sink.steps for c in s.calls]
     assert {c.path for c in calls} == {backend}
-    assert {c.gate_kind for c in calls} == {"output"}
-    assert max(c.gate or 0.0 for c in calls) < 1e-4
+    assert {c.check_kind for c in calls} == {"output"}
+    assert max(c.lse_error or 0.0 for c in calls) < 1e-4
     mask = sink.steps[0].masks[0]
     assert mask.kind == ("none, causal" if backend == "sdpa" else "float")
     assert mask.cells is not None
@@ -238,8 +238,8 @@ def test_compiled_runs_are_checked_by_their_output_under_the_compiled_formula(
     sink, _ = capture(llama, prompt, compiled=True)
     calls = [c for s in sink.steps for c in s.calls]
     assert {c.path for c in calls} == {"flex compiled"}
-    assert {c.gate_kind for c in calls} == {"output"}
-    assert max(c.gate or 0.0 for c in calls) < 1e-4
+    assert {c.check_kind for c in calls} == {"output"}
+    assert max(c.lse_error or 0.0 for c in calls) < 1e-4
     assert sink.steps[0].masks[0].compiled
 
 
@@ -277,7 +277,7 @@ def test_rows_reduced_in_the_writer_thread_are_the_same(
     sink, _ = capture(model, prompt, patch=not backend)
     assert bool(held) is is_held(request)
     for step in sink.steps:
-        assert max(call.gate or 0.0 for call in step.calls) < 1e-4
+        assert max(call.lse_error or 0.0 for call in step.calls) < 1e-4
         np.testing.assert_allclose(array_of(step, "attention.mass").sum(-1), 1, atol=1e-4)
 
 
@@ -303,12 +303,12 @@ def test_keys_modified_meanwhile_give_no_row_and_an_event(
     sink, _ = capture(model, prompt)
     lost = lost if is_held(request) else []
     for step in sink.steps:
-        kinds = {call.layer: call.gate_kind for call in step.calls}
+        kinds = {call.layer: call.check_kind for call in step.calls}
         assert kinds == {layer: None if layer in lost else "lse" for layer in range(3)}
-        gates = {call.layer: call.gate for call in step.calls}
+        gates = {call.layer: call.lse_error for call in step.calls}
         assert [layer for layer, gate in gates.items() if gate is None] == lost
         assert max(gate or 0.0 for gate in gates.values()) < 1e-4
-        events = [event for event in step.events if event.kind == "keys-changed"]
+        events = [event for event in step.events if event.kind == "cache-overwritten"]
         assert [event.data["layers"] for event in events] == ([lost] if lost else [])
     assert sink.events == []
 
@@ -319,7 +319,7 @@ def test_deferred_keys_are_limited(
     monkeypatch.setattr(segment_attention, "MAX_DEFERRED_BYTES", 0)
     sink, _ = capture(make_model("llama"), prompt)
     assert held == []
-    assert all(call.gate is not None for step in sink.steps for call in step.calls)
+    assert all(call.lse_error is not None for step in sink.steps for call in step.calls)
 
 
 def test_keys_of_another_model_may_be_deferred_while_the_limit_is_checked() -> None:
@@ -432,7 +432,7 @@ def test_basic_records_less_and_still_names_a_layer_with_nan(prompt: Prompt) -> 
     assert step.layer_stats == ()
     assert step.arrays == ()
     assert step.masks[0].cells is None
-    assert step.calls[0].gate is None
+    assert step.calls[0].lse_error is None
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 3] = torch.inf
     nan_sink, _ = capture(model, prompt, level="basic")
@@ -504,7 +504,7 @@ def test_a_failing_hook_is_recorded_and_switched_off(
     sink, logits = capture(llama, prompt, hooks=[faulty, *others])
     assert len(logits) == len(sink.steps) == NEW
     assert all(step.logits is not None and len(step.calls) == 3 for step in sink.steps)
-    texts = [e.text for e in sink.events if e.kind == "hook-off"]
+    texts = [e.text for e in sink.events if e.kind == "hook-disabled"]
     assert texts == [texts[0]]
     assert "'faulty' failed" in texts[0]
     assert f"in {where}" in texts[0]
@@ -515,10 +515,10 @@ class Deferring(Faulty):
     """A hook whose deferred work fails in the writer thread."""
 
     def reduce(self, step: Any, buffer: Any) -> None:
-        def fail(xp: Any, *inputs: Any) -> Any:
+        def fail(xp: Any, **inputs: Any) -> Any:
             raise ZeroDivisionError("deferred work failed")
 
-        buffer.defer(fail, step.logits)
+        buffer.defer(fail, row=step.logits)
 
 
 def test_deferred_work_that_fails_switches_its_hook_off_and_no_other(

@@ -54,7 +54,7 @@ def record_run(
     backend: str | None = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> list[str]:
-    """Generate into a trace; returns the texts of events "rule-off"."""
+    """Generate into a trace; returns the texts of events "rule-disabled"."""
     rule = algebra.preset("segment-isolation", prompt.segments)
     source = source or SpecMaskSource(rule, length=128, device=CPU, compiled=False)
     record = GenerationRecord(
@@ -83,7 +83,7 @@ def record_run(
                 generate(model, prompt, max_new_tokens=NEW, on_choice=chose)
             session.end_generation(GenerationEnd(0, "finished", "", prompt.segments))
     with open_trace(out) as reader:
-        return [row.event.text for row in reader.events() if row.event.kind == "rule-off"]
+        return [row.event.text for row in reader.events() if row.event.kind == "rule-disabled"]
 
 
 def _tokens(prompt: Prompt) -> tuple[TokenRecord, ...]:
@@ -137,7 +137,7 @@ def test_no_preset_causes_a_finding_on_the_demo(out: Path, mask: str) -> None:
 def test_other_backends_and_sliding_windows_cause_no_finding(
     prompt: Prompt, out: Path, family: str, backend: str
 ) -> None:
-    declared = {"preset": "causal", "starts": [0], "head": [0], "low": [0]}
+    declared = {"preset": "causal", "starts": [0], "prefix_stops": [0], "local_starts": [0]}
     run = record_run(make_model(family), prompt, out, backend=backend, declared=declared)
     assert run == []
     assert findings_of(out) == []
@@ -252,7 +252,7 @@ def test_a_user_mask_with_empty_rows_is_a_warning_with_their_tokens(
     def hole(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx <= q_idx) & ~((q_idx >= first) & (q_idx < stop))
 
-    declared = {"preset": "causal", "starts": [0], "head": [0], "low": [0]}
+    declared = {"preset": "causal", "starts": [0], "prefix_stops": [0], "local_starts": [0]}
     own = UserMaskSource(hole, name="hole", device=CPU)
     record_run(llama, prompt, out, source=own, declared=declared)
     (finding,) = findings_of(out)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.tiny import ids, make_model
 from support.traces import sample_generation, sample_step
+from support.warm_python import Popen
 
 import flexinspect
 from flexinspect.core.errors import TraceWriteError
@@ -114,7 +115,7 @@ def test_a_run_whose_records_are_lost_fails_with_the_reason(
 ) -> None:
     path = tmp_path / "run.flextrace"
     job = Job(out=str(path), model="demo", max_samples=1, max_new_tokens=6, control=False)
-    process = subprocess.Popen(
+    process = Popen(
         [sys.executable, "-c", CHILD.format(error=error)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.controlled import FakeBreakpoints, FakeLevels, FakeModel, FakeRewindTarget
+from support.controlled import FakeLevels, FakeModel, FakeRewindTarget
 
+from flexinspect.breakpoints.store import BreakpointStore
 from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import Address, ServeOptions
 from flexinspect_hooks.control.control_protocols import ControlTargets
@@ -47,7 +48,7 @@ class Served:
 def served() -> Iterator[Served]:
     model = FakeModel()
     model.settle()
-    targets = ControlTargets(model.barrier, FakeLevels(), FakeBreakpoints(), FakeRewindTarget())
+    targets = ControlTargets(model.barrier, FakeLevels(), BreakpointStore(), FakeRewindTarget())
     info = CaptureInfo("generation", "no model", "/nowhere.flextrace")
     server = ControlServer(targets, info, ServeOptions("127.0.0.1", 0, TOKEN))
     server.start()

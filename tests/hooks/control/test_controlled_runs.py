@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import settings
@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.controlled import wait_for
 from support.paths import DEMO
+from support.warm_python import Popen
 
 from flexinspect.cli.main import main
 from flexinspect.control import discovery
 from flexinspect.control.client import ControlClient, wait_for_effect
-from flexinspect.control.messages import STATES
+from flexinspect.control.messages import State
 from flexinspect.core.errors import ControlError
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.capture_client import CaptureClient
@@ -49,10 +50,9 @@ class Run:
 
     def __init__(self, *words: str, cwd: Path) -> None:
         self.trace = cwd / "run.flextrace"
-        self.process = subprocess.Popen(
+        self.process = Popen(
             [*FLEXINSPECT, "run", "--no-ui", "--out", str(self.trace), *words],
             cwd=cwd,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -287,7 +287,7 @@ def test_fast_commands_to_a_program_in_any_order_keep_its_state_correct(tmp_path
 
         @invariant()
         def responds(self) -> None:
-            assert client.status().state in STATES
+            assert client.status().state in get_args(State)
 
     def ordinal(place: Any) -> int:
         return place.generation * 8 + place.step  # type: ignore[no-any-return]

@@ -28,8 +28,7 @@ from flexinspect_hooks.control.control_protocols import (
     register_counter,
     unregister_counter,
 )
-from flexinspect_hooks.control.running import CaptureControl
-from flexinspect_hooks.control.server import ControlServer
+from flexinspect_hooks.control.server import CaptureControl, ControlServer
 
 TOKEN = "a-token-of-the-tests"
 
@@ -201,19 +200,29 @@ def test_a_temporary_folder_with_a_long_path_holds_no_sockets(
     [
         ("/step", b"{", 400, "not JSON"),
         ("/step", b"", 400, "not JSON"),
-        ("/step", b"[]", 400, "JSON object"),
-        ("/step", b'{"n": 0}', 400, "at least 1"),
-        ("/step", b'{"n": true}', 400, "an integer"),
-        ("/step", b'{"n": 1e999}', 400, "an integer"),
-        ("/step", b'{"m": 1}', 400, "unknown field 'm'"),
-        ("/run-to", b"{}", 400, "no field 'step'"),
-        ("/level", b'{"level": "loud"}', 400, "one of basic"),
+        ("/step", b"[]", 400, "Expected `object`, got `array`"),
+        ("/step", b'{"n": 0}', 400, "in n: Expected `int` >= 1"),
+        ("/step", b'{"n": true}', 400, "Expected `int`, got `bool`"),
+        ("/step", b'{"n": 1e999}', 400, "out of range"),
+        ("/step", b'{"m": 1}', 400, "unknown field `m` (known: n)"),
+        ("/run-to", b"{}", 400, "missing required field `step`"),
+        (
+            "/level",
+            b'{"level": "loud"}',
+            400,
+            "in level: Invalid enum value 'loud' (known: basic, adv",
+        ),
         ("/layers", b'{"layers": "9z"}', 409, "not a list of layers"),
         ("/fork", b'{"place": {"step": 1}}', 409, "token_id or a text"),
-        ("/fork", b'{"place": {"step": 1}, "text": "\\ud800"}', 400, "a string"),
+        ("/fork", b'{"place": {"step": 1}, "text": "\\ud800"}', 400, "not JSON"),
         ("/restore", b'{"place": {"step": 2000}}', 409, "not recorded"),
         ("/edit", b'{"place": {"step": 1}, "edits": []}', 409, "at least one"),
-        ("/edit", b'{"place": {"step": 1}, "edits": [{"op": "x"}]}', 400, "one of preset"),
+        (
+            "/edit",
+            b'{"place": {"step": 1}, "edits": [{"op": "x"}]}',
+            400,
+            "in edits.op: Invalid enum value 'x' (known: preset, drop",
+        ),
         ("/breakpoints/7/enable", b"", 404, "no breakpoint 7"),
         ("/nowhere", b"", 404, "no route POST /nowhere"),
         ("/status", b"", 405, "no route POST /status"),

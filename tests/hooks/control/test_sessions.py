@@ -88,7 +88,7 @@ def test_a_paused_loop_has_written_every_step_and_continues_on_command(tmp_path:
         client.status()
     with TraceReader(tmp_path / "own.flextrace") as reader:
         kinds = [row.event.kind for row in reader.events() if row.event.kind != "phase"]
-        assert kinds.count("paused") == kinds.count("continued") == 3
+        assert kinds.count("paused") == kinds.count("resumed") == 3
         assert len(reader.steps(0)) == NEW
 
 

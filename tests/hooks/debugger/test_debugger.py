@@ -135,13 +135,13 @@ def test_every_nan_of_a_large_tensor_is_counted_and_a_sample_says_that_it_is_one
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(value_descriptions, "_spent", [time.perf_counter(), 0.0])
-    sick = torch.zeros(1_000_000)
-    sick[123_456], sick[7] = torch.nan, torch.inf
-    assert "1 NaN 1 Inf" in describe_tensor(sick)
+    nonfinite = torch.zeros(1_000_000)
+    nonfinite[123_456], nonfinite[7] = torch.nan, torch.inf
+    assert "1 NaN 1 Inf" in describe_tensor(nonfinite)
     monkeypatch.setattr(
         value_descriptions, "_spent", [time.perf_counter(), value_descriptions.BUDGET_S]
     )
-    assert "(sample of 4096 of 1,000,000)" in describe_tensor(sick)
+    assert "(sample of 4096 of 1,000,000)" in describe_tensor(nonfinite)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.dense_reference import dense_forward
+from support.executed_masks import executed_mask
 from support.tiny import FAMILIES, ids, make_model, make_pieces
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,7 +23,6 @@ from flexinspect_hooks.generation import flex_patch
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import SpecMaskSource
-from flexinspect_hooks.generation.reference_attention import dense_forward
 
 CPU = torch.device("cpu")
 NEW = 8
@@ -114,7 +115,7 @@ def test_the_remaining_families_equal_a_dense_run_under_isolation(
 
 def test_isolated_separators_leave_empty_rows_that_stay_finite(llama: Any, prompt: Prompt) -> None:
     spec = algebra.preset("segment-isolation", prompt.segments, separators="isolated")
-    assert algebra.empty_rows(spec.dense(len(prompt.ids))).size == 3
+    assert np.count_nonzero(~spec.dense(len(prompt.ids)).any(axis=1)) == 3
     _, logits = run(llama, prompt, spec)
     assert all(torch.isfinite(row).all() for row in logits)
 
@@ -191,7 +192,7 @@ def test_the_executed_formula_is_that_of_the_compiled_kernel() -> None:
     tables = algebra.stack_block_rows(cells()[a:b] for a, b in algebra.row_chunks(length))
     segment.copy_(torch.arange(length) // 280)  # the tables are stale from here on
     for compiled, call in ((False, flex_attention), (True, torch.compile(flex_attention))):
-        shown = algebra.executed_mask(cells(), tables, (size, size), compiled=compiled)
+        shown = executed_mask(cells(), tables, (size, size), compiled=compiled)
         expected = scaled_dot_product_attention(q, k, v, attn_mask=torch.from_numpy(shown))
         result = call(q, k, v, block_mask=block_mask)
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)

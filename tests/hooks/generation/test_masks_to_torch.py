@@ -19,14 +19,16 @@ from flexinspect.inputs import datasets
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BLOCK_SIZE, MaskSpec, block_tables, causal
 from flexinspect_hooks.ensemble.ensemble_run import load_mask_mod
-from flexinspect_hooks.generation.mask_mods import (
+from flexinspect_hooks.generation.mask_source import (
     ForwardWindow,
+    SpecMaskSource,
     SpecTables,
+    UserMaskSource,
     arithmetic_mask_mod,
+    check_mask_mod,
     head_groups,
     window_block_tables,
 )
-from flexinspect_hooks.generation.mask_source import SpecMaskSource, UserMaskSource, check_mask_mod
 
 CPU = torch.device("cpu")
 

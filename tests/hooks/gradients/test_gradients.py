@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.dense_reference import additive_mask, eager_attention
 from support.differentiated import Run, by_name, generated, rule_source
 from support.tiny import FAMILIES, make_model
 from torch import Tensor, nn
@@ -16,13 +17,13 @@ from flexinspect.panels.gradients_panel import gradient_norms
 from flexinspect.rules.training.token_gradient_rule import GradientsRule
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.generation.mask_source import UserMaskSource
-from flexinspect_hooks.generation.reference_attention import (
-    additive_mask,
-    dense_attention,
-    eager_attention,
-)
 from flexinspect_hooks.gradients import backward as patching
-from flexinspect_hooks.gradients.backward import GradientPatch, GradientSpec, flex_has_backward
+from flexinspect_hooks.gradients.backward import (
+    GradientPatch,
+    GradientSpec,
+    dense_attention,
+    flex_has_backward,
+)
 from flexinspect_hooks.gradients.reduction import GradientObserver
 from flexinspect_hooks.observers.attention.mask_capture import open_cells
 
@@ -116,12 +117,12 @@ def test_the_logits_check_passes_for_the_executed_mask_and_fails_for_another(
 ) -> None:
     run = generated(make_model(family).to(dtype))
     record = run.gradients(2)
-    assert record.matches_recorded, record.gate
+    assert record.matches_recorded, record.logits_error
     assert record.n_unreached == 0
     assert record.tokens is not None
     assert np.isfinite(record.tokens).all()
     other = run.gradients(2, source=rule_source(run.prompt, "causal"))
-    assert other.gate > 4 * other.tolerance
+    assert other.logits_error > 4 * other.tolerance
     assert (other.stats, other.tokens, other.layers) == ((), None, None)
     assert [finding.id for finding in GradientsRule().on_gradients(other)] == ["gradient.gate"]
 
@@ -166,7 +167,7 @@ def test_a_margin_is_to_the_next_best_token(run: Run) -> None:
     record = run.gradients(1, GradientSpec("margin"))
     logits = run.kept[1].values[:-2]
     assert record.value == pytest.approx(float(logits.topk(2).values @ torch.tensor([1.0, -1.0])))
-    assert record.rival == int(logits.topk(2).indices[1])
+    assert record.runner_up_id == int(logits.topk(2).indices[1])
     assert record.scale == pytest.approx(math.sqrt(2))
 
 
@@ -387,7 +388,7 @@ def test_anomaly_mode_names_the_line_of_the_forward(rooted: Run) -> None:
     assert set(found) == {"gradient.anomaly", "gradient.nan"}
     evidence = found["gradient.anomaly"].evidence
     assert evidence["function"] in ("SqrtBackward0", "MulBackward0", "AbsBackward0")
-    assert "return inner + nothing.abs().sqrt()" in evidence["said"]
+    assert "return inner + nothing.abs().sqrt()" in evidence["anomaly_message"]
     assert not torch.is_anomaly_enabled()
 
 
@@ -420,7 +421,7 @@ def test_the_path_by_flex_gives_the_same_gradients(
 
 
 def test_query_blocks_hold_the_same_cells(run: Run) -> None:
-    from flexinspect_hooks.generation.mask_mods import ForwardWindow
+    from flexinspect_hooks.generation.mask_source import ForwardWindow
 
     block_mask = run.source.block_mask(ForwardWindow(20, 20, 0, 0, 4), None)
     turned = patching.with_query_blocks(block_mask)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.dense_reference import attention_row
 from support.tiny import make_model, make_pieces
 
 from flexinspect.masks import algebra
@@ -27,7 +28,6 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import SpecMaskSource
-from flexinspect_hooks.generation.reference_attention import attention_row
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 CPU = torch.device("cpu")

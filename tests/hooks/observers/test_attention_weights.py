@@ -19,7 +19,7 @@ def weight_events(model: Any, out: Path) -> list[EventRecord]:
     with flexinspect.watch(model, out=out) as trace:
         model(input_ids, output_attentions=True, use_cache=False)
     with trace.reader() as reader:
-        return [row.event for row in reader.events() if row.event.kind == "no-weights"]
+        return [row.event for row in reader.events() if row.event.kind == "not-attention-weights"]
 
 
 def returning(change: Any) -> Any:

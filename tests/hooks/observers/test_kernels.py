@@ -243,18 +243,18 @@ def test_a_mask_created_inside_a_registered_function_is_recorded(
     assert [(c.layer, c.path, c.backend) for c in found] == [
         (layer, "flex uncompiled", "own_flex") for layer in range(len(found))
     ]
-    assert {c.handed for c in found} == {"none"}
+    assert {c.mask_passed_to_layer for c in found} == {"none"}
     mask = reader.mask(str(found[0].mask))
     assert mask is not None
     assert mask.cells is not None
     q_idx, kv_idx = torch.arange(9)[:, None], torch.arange(9)
     assert (mask.cells[0] == own_segments(Q, Q, q_idx, kv_idx).numpy()).all()
-    assert all(c.gate is not None and c.gate < 1e-4 for c in found)
+    assert all(c.lse_error is not None and c.lse_error < 1e-4 for c in found)
     builds = reader.builds(0, 0)
     assert [(b.layer, b.q_len, b.kv_len, b.heads) for b in builds] == [
         (layer, 9, 9, None) for layer in range(len(found))
     ]
-    assert builds[0].rule.endswith("own_segments")
+    assert builds[0].mask_mod.endswith("own_segments")
 
 
 def test_a_layer_that_falls_back_records_the_suppressed_exception(
@@ -275,8 +275,14 @@ def test_a_layer_that_falls_back_records_the_suppressed_exception(
     model = llama("falling")
     reader = recorded(model, tmp_path / "a", lambda: model(model_input()))
     one = calls(reader)[1]
-    assert (one.layer, one.path, one.swallowed) == (1, "sdpa", "RuntimeError: device mismatch")
-    assert [c.swallowed for c in calls(reader) if c.layer != 1] == [None] * (len(calls(reader)) - 1)
+    assert (one.layer, one.path, one.suppressed_exception) == (
+        1,
+        "sdpa",
+        "RuntimeError: device mismatch",
+    )
+    assert [c.suppressed_exception for c in calls(reader) if c.layer != 1] == [None] * (
+        len(calls(reader)) - 1
+    )
     mask = reader.mask(str(one.mask))
     assert mask is not None
     assert mask.kind == "none, causal"
@@ -319,7 +325,8 @@ def test_a_fallback_after_a_kernel_that_raised_is_recorded_outside_of_the_handle
     model = llama("patient")
     reader = recorded(model, tmp_path / "a", lambda: model(model_input()))
     assert all(
-        (c.swallowed or "").startswith(("ValueError", "RuntimeError")) for c in calls(reader)
+        (c.suppressed_exception or "").startswith(("ValueError", "RuntimeError"))
+        for c in calls(reader)
     )
 
 
@@ -344,8 +351,8 @@ def test_a_replaced_forward_that_calls_the_kernel_itself_is_recorded_in_its_laye
     assert [c.layer for c in found] == list(range(model.config.num_hidden_layers))
     assert (found[1].path, found[1].backend) == ("flex uncompiled", "direct")
     assert found[0].backend == "sdpa"
-    assert found[1].gate is not None
-    assert found[1].gate < 1e-4
+    assert found[1].lse_error is not None
+    assert found[1].lse_error < 1e-4
 
 
 def test_calls_of_a_model_without_known_layers_are_numbered(tmp_path: Path) -> None:
@@ -378,7 +385,7 @@ def test_calls_of_a_model_without_known_layers_are_numbered(tmp_path: Path) -> N
     assert [(c.layer, c.path, c.q_heads, c.kv_len) for c in found] == [
         (layer, "sdpa", 2, 9) for layer in range(3)
     ]
-    assert all(c.gate is not None and c.gate < 1e-4 for c in found)
+    assert all(c.lse_error is not None and c.lse_error < 1e-4 for c in found)
 
 
 def test_a_call_with_a_score_mod_is_not_checked(tmp_path: Path, interface: Any) -> None:
@@ -392,7 +399,7 @@ def test_a_call_with_a_score_mod_is_not_checked(tmp_path: Path, interface: Any) 
     interface("biased", biased)
     model = llama("biased")
     reader = recorded(model, tmp_path / "a", lambda: model(model_input(), use_cache=False))
-    assert {(c.gate, c.gate_kind) for c in calls(reader)} == {(None, None)}
+    assert {(c.lse_error, c.check_kind) for c in calls(reader)} == {(None, None)}
 
 
 def test_transformers_flex_run_uncompiled_is_recorded_as_uncompiled(
@@ -435,8 +442,8 @@ def test_sdpa_with_is_causal_for_one_row_attends_to_one_key(tmp_path: Path, inte
     assert mask.cells is not None
     assert mask.cells.sum() == 1
     assert mask.cells[0, 0, 0]
-    assert decode.gate is not None
-    assert decode.gate < 1e-4
+    assert decode.lse_error is not None
+    assert decode.lse_error < 1e-4
 
 
 def test_importing_the_package_changes_no_kernel() -> None:

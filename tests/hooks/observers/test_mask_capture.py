@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.dense_reference import attention_row, eager_attention
+from support.executed_masks import executed_mask
 from support.tiny import ids, make_model, make_pieces
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
@@ -30,17 +32,17 @@ from flexinspect.records.step import (
 )
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.step_clock import StepClock
-from flexinspect_hooks.generation import mask_mods, mask_source
+from flexinspect_hooks.generation import mask_source
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
-from flexinspect_hooks.generation.mask_mods import ForwardWindow, MaskMod
 from flexinspect_hooks.generation.mask_source import (
+    ForwardWindow,
+    MaskMod,
     MaskSource,
     SpecMaskSource,
     UserMaskSource,
     shift_mask_mod,
 )
-from flexinspect_hooks.generation.reference_attention import attention_row, eager_attention
 from flexinspect_hooks.observers.attention import mask_capture
 from flexinspect_hooks.observers.attention.attention_hook import AttentionCall
 from flexinspect_hooks.observers.attention.mask_capture import MaskStore
@@ -136,7 +138,7 @@ def own(rule: MaskMod) -> UserMaskSource:
 
 
 def worst_gate(sink: MemorySink) -> float:
-    gates = [call.gate for step in sink.steps for call in step.calls]
+    gates = [call.lse_error for step in sink.steps for call in step.calls]
     assert len(gates) == NEW * LAYERS
     assert None not in gates
     return max(gate or 0.0 for gate in gates)
@@ -235,7 +237,7 @@ def test_heads_that_are_all_equal_are_stored_once(llama: Any, prompt: Prompt, ru
 
 def test_a_mask_mod_that_ignores_the_head_is_evaluated_for_one_head() -> None:
     indices = [torch.arange(n) for n in (32, 7, 9)]
-    groups = list(mask_mods.head_groups(lambda b, h, q, kv: kv <= q, torch.tensor(0), *indices))
+    groups = list(mask_source.head_groups(lambda b, h, q, kv: kv <= q, torch.tensor(0), *indices))
     assert [len(group) for group in groups] == [1]
 
 
@@ -243,10 +245,10 @@ def test_a_mask_mod_that_ignores_the_head_is_evaluated_for_one_head() -> None:
 def test_a_mask_mod_by_head_is_the_same_for_any_chunk_size(
     monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(mask_mods, "MAX_EVALUATED_CELLS", at_once)
+    monkeypatch.setattr(mask_source, "MAX_EVALUATED_CELLS", at_once)
     for n_heads in (1, 3, 4):
         indices = [torch.arange(n) for n in (n_heads, 7, 9)]
-        groups = list(mask_mods.head_groups(third_forgets, torch.tensor(0), *indices))
+        groups = list(mask_source.head_groups(third_forgets, torch.tensor(0), *indices))
         expected = by_heads(third_forgets, 7, 9)[:n_heads]
         assert (torch.cat(groups).numpy() == expected).all()
 
@@ -269,7 +271,7 @@ def test_heads_with_too_many_cells_are_not_assumed_equal(
     sink, _ = capture(llama, prompt, own(third_forgets))
     first = sink.steps[0]
     assert sink.mask_of(first.calls[0]).cells is None
-    assert first.calls[0].gate is None
+    assert first.calls[0].lse_error is None
     assert len(sink.cells_of(sink.steps[1].calls[0])) == HEADS
     same, _ = capture(llama, prompt, own(lambda b, h, q, kv: kv <= q))
     assert same.cells_of(same.steps[0].calls[0]).shape == (1, n, n)
@@ -291,16 +293,19 @@ def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> No
         q = torch.zeros(1, heads, 9, 8)
         module = torch.nn.Identity()
         return AttentionCall(
-            *(layer, "b", "flex uncompiled", module, q, q, q, (block_mask,), {}, q, "", None, None)
+            *(layer, "b", "flex uncompiled", module, q, q, q, (block_mask,), {}, q)
         )
 
     clock = StepClock()
     clock.begin(0)
     step = clock.open((torch.zeros(1, 9, dtype=torch.int64),), {}, "advanced")
     refs = [call(0, 4), call(1, 2), call(2, 4), call(3, 2)]
-    found, numbers = MaskStore(CPU).capture_masks(refs, step, StepBuffer(CPU))
-    assert numbers == [0, 1, 0, 1]
-    assert [mask.cells.shape for mask in found if mask.cells is not None] == [(4, 9, 9), (2, 9, 9)]
+    masks = MaskStore(CPU).capture_masks(refs, step, StepBuffer(CPU))
+    assert [mask.number for mask in masks] == [0, 1, 0, 1]
+    assert [mask.cells.shape for mask in masks[:2] if mask.cells is not None] == [
+        (4, 9, 9),
+        (2, 9, 9),
+    ]
 
 
 # -- block masks of mask_mods that depend on the head ----------------------------------------------
@@ -390,7 +395,7 @@ def test_a_compiled_mask_mod_by_head_is_executed_by_head(llama: Any, long_prompt
     for step in sink.steps:
         expected = by_heads(unlike_blocks, step.q_len, step.kv_after, step.kv_before)
         for call in step.calls:
-            assert (call.path, call.gate_kind) == ("flex compiled", "output")
+            assert (call.path, call.check_kind) == ("flex compiled", "output")
             assert (sink.cells_of(call) == expected).all()
     assert worst_gate(sink) < 1e-4
     _, uncompiled = capture(llama, long_prompt, own(unlike_blocks))
@@ -413,7 +418,7 @@ def as_tables_say(step: StepRecord) -> np.ndarray[Any, Any]:
     rule = by_heads(unlike_blocks, step.q_len, step.kv_after, step.kv_before)
     chunks = (rule[0, a:b] for a, b in algebra.row_chunks(step.q_len))
     tables, size = algebra.stack_block_rows(chunks), (algebra.BLOCK_SIZE, algebra.BLOCK_SIZE)
-    return np.stack([algebra.executed_mask(head, tables, size, compiled=True) for head in rule])
+    return np.stack([executed_mask(head, tables, size, compiled=True) for head in rule])
 
 
 @NEEDS_A_COMPILER
@@ -480,8 +485,8 @@ def test_a_bool_mask_closes_nothing_in_eager_attention_which_adds_it(
         assert sink.mask_of(call).kind == "bool"
         assert sink.cells_of(call).all()
         assert sink.cells_of(call).shape == (1, call.q_len, call.kv_len)
-        assert call.gate is not None
-        assert call.gate < 1e-4
+        assert call.lse_error is not None
+        assert call.lse_error < 1e-4
     added, as_floats = forward(llama, prompt, mask.float(), "eager")
     assert torch.equal(logits, as_floats)
     assert all(added.cells_of(call).all() for call in added.steps[0].calls)
@@ -493,8 +498,8 @@ def test_a_bool_mask_closes_cells_in_sdpa(llama: Any, prompt: Prompt, heads: int
     sink, _ = forward(llama, prompt, mask, "sdpa")
     for call in sink.steps[0].calls:
         assert (sink.cells_of(call) == mask[0].numpy()).all()
-        assert call.gate is not None
-        assert call.gate < 1e-4
+        assert call.lse_error is not None
+        assert call.lse_error < 1e-4
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -509,8 +514,8 @@ def test_a_float_mask_with_a_bias_passes_the_check_with_it(
     for call in sink.steps[0].calls:
         assert sink.mask_of(call).kind == "float"
         assert (sink.cells_of(call) == dense(prompt)[0].numpy()).all()
-        assert call.gate is not None
-        assert call.gate < 1e-4
+        assert call.lse_error is not None
+        assert call.lse_error < 1e-4
     assert np.isfinite(array_of(sink.steps[0], "attention.entropy")).all()
 
 
@@ -534,13 +539,13 @@ def test_padding_rows_are_recorded_with_the_weights_of_eager_attention(
     first_row_sees = 0 if closed.start == 0 else 1
     for call, own in zip(sink.steps[0].calls, weights, strict=True):
         assert (sink.cells_of(call) == (own[0] > 0).numpy()).all()
-        averaged_rows = sink.mask_of(call).averaged
+        averaged_rows = sink.mask_of(call).uniform_rows
         assert (averaged_rows is not None) == (first_row_sees == 0)
         if averaged_rows is not None:
             assert (averaged_rows[0] == rows).all()
             assert np.allclose(own[0].numpy()[:, rows], 1 / len(prompt.ids))
-        assert call.gate is not None
-        assert call.gate < 1e-4
+        assert call.lse_error is not None
+        assert call.lse_error < 1e-4
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -555,11 +560,11 @@ def test_a_newest_row_at_the_lowest_float_has_equal_weights(
     shares[-1] = n - prompt.segments[-1].start
     for call in sink.steps[0].calls:
         assert sink.cells_of(call)[0, -1].all()
-        averaged_rows = sink.mask_of(call).averaged
+        averaged_rows = sink.mask_of(call).uniform_rows
         assert averaged_rows is not None
         assert averaged_rows[0].nonzero()[0].tolist() == [n - 1]
-        assert call.gate is not None
-        assert call.gate < 1e-4
+        assert call.lse_error is not None
+        assert call.lse_error < 1e-4
     mass = array_of(sink.steps[0], "attention.mass")
     np.testing.assert_allclose(mass, np.broadcast_to(np.array(shares) / n, mass.shape), atol=1e-5)
     np.testing.assert_allclose(array_of(sink.steps[0], "attention.entropy"), np.log(n), atol=1e-4)
@@ -572,7 +577,7 @@ def test_a_row_of_minus_infinity_stays_closed(llama: Any, prompt: Prompt) -> Non
     sink, _ = forward(llama, prompt, mask, "sdpa")
     for call in sink.steps[0].calls:
         assert not sink.cells_of(call)[0, 3].any()
-        assert sink.mask_of(call).averaged is None
+        assert sink.mask_of(call).uniform_rows is None
 
 
 def test_an_open_row_and_an_averaged_one_are_two_masks(llama: Any, prompt: Prompt) -> None:
@@ -631,7 +636,7 @@ def test_layers_under_one_mask_keep_their_own_caps(prompt: Prompt) -> None:
 
 def test_weights_of_one_call_are_made_under_its_cap() -> None:
     q, k = 8 * torch.randn(1, HEADS, 1, 8), torch.randn(1, 2, 9, 8)
-    about = (0, "sdpa", "sdpa", torch.nn.Identity(), q, k, k, (None,), {}, q.mT, "", None)
+    about = (0, "sdpa", "sdpa", torch.nn.Identity(), q, k, k, (None,), {}, q.mT, None)
     seen = mask_capture.CapturedMask(0, 1, 9, 8, 0, False, "none")
     seen.cells = torch.ones(1, 1, 9, dtype=torch.bool)
     for cap in (None, 0.5):

@@ -81,8 +81,8 @@ def test_a_decode_row_without_its_offset_shows_one_key_of_nine(bench: Bench) -> 
     for number in range(2):
         (call,) = reader.calls(number, 0)
         assert (call.layer, call.path, call.q_heads, call.kv_heads) == (0, "flex uncompiled", 4, 2)
-        assert call.gate is not None
-        assert call.gate < 1e-5
+        assert call.lse_error is not None
+        assert call.lse_error < 1e-5
         found = reader.mask(str(call.mask))
         assert found is not None
         assert found.cells is not None
@@ -231,5 +231,5 @@ def test_calls_past_the_limit_are_not_recorded_with_an_event(
     assert all(torch.equal(outputs[0], other) for other in outputs)
     reader = bench.close()
     assert len(reader.generations()) == 2
-    (event,) = [row.event for row in reader.events() if row.event.kind == "unseen"]
+    (event,) = [row.event for row in reader.events() if row.event.kind == "not-recorded"]
     assert "2 calls outside of a model are recorded" in event.text

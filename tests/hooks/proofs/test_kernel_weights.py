@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.dense_reference import attention_row
 from support.planted_leaks import ROWS, SPANS, isolated, mask_for, model_of, only, prompt, serious
 from support.tiny import FAMILIES, ids
 from torch import Tensor
@@ -19,7 +20,6 @@ import flexinspect
 from flexinspect.analysis.proof_results import Proof
 from flexinspect.core.errors import UsageError
 from flexinspect.records.finding import Severity
-from flexinspect_hooks.generation.reference_attention import attention_row
 from flexinspect_hooks.observers.attention import mask_capture
 from flexinspect_hooks.observers.attention.call_references import AttentionCall
 from flexinspect_hooks.observers.attention.kernel_interception import SDPA, KernelCall
@@ -81,8 +81,7 @@ def test_the_weights_recovered_are_those_of_the_softmax_to_the_last_cell() -> No
     kwargs = {"query": query, "key": key, "value": value, "is_causal": True, "enable_gqa": True}
     call = KernelCall(SDPA, kwargs, compiled=False)
     ref = AttentionCall(
-        *(0, "direct", "sdpa", torch.nn.Identity(), query, key, value, (None,), {}),
-        *(value, "", None, None),
+        *(0, "direct", "sdpa", torch.nn.Identity(), query, key, value, (None,), {}, value),
         kernel=call,
     )
     from flexinspect_hooks.proofs.kernel_weights import _kernel_weights

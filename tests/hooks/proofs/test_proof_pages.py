@@ -98,9 +98,9 @@ def test_sizes_are_short(value: float, text: str) -> None:
     assert format_amount(value) == text
 
 
-def test_there_is_a_prover_for_every_kind() -> None:
-    from flexinspect_hooks.proofs import prover_of
+def test_there_is_a_check_for_every_kind() -> None:
+    from flexinspect_hooks.proofs import check_of
 
-    assert [prover_of(kind).__name__ for kind in PROOF_KINDS] == [
-        f"prove_{kind}" for kind in PROOF_KINDS
+    assert [check_of(kind).__name__ for kind in PROOF_KINDS] == [
+        f"check_{kind}" for kind in PROOF_KINDS
     ]

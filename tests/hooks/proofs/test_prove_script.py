@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.captures import capture
 from support.cases import CASES, segments
-from support.forks import Ran, run_alone
+from support.warm_python import Ran, run_warm
 
 from flexinspect.records.finding import Severity
 from flexinspect.trace.reader import open_trace
@@ -20,7 +20,7 @@ def prove(tmp_path: Path, kind: str, script: Path, *flags: str, declare: str = T
     file = tmp_path / "prompt.toml"
     file.write_text(declare)
     declare_flags = ("--declare", str(file)) if declare else ()
-    return run_alone(["-m", "flexinspect", "prove", kind, *declare_flags, *flags, str(script)])
+    return run_warm(["-m", "flexinspect", "prove", kind, *declare_flags, *flags, str(script)])
 
 
 def test_a_leak_is_named_with_layer_and_row_and_stored_in_the_trace(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_leak_is_named_with_layer_and_row_and_stored_in_the_trace(tmp_path: Pa
     assert (stored.severity, stored.layer, stored.generation) == (Severity.ERROR, 1, 0)
     assert 'moves position 9 "' in stored.sentence
     assert "in layer 1" in stored.sentence
-    listed = run_alone(["-m", "flexinspect", "findings", str(out), "--id", "proof.*", "--json"])
+    listed = run_warm(["-m", "flexinspect", "findings", str(out), "--id", "proof.*", "--json"])
     assert [one["id"] for one in json.loads(listed.out)["findings"]] == ["proof.leak"]
 
 

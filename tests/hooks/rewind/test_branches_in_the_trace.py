@@ -16,7 +16,7 @@ from support.paths import DOCS
 
 from flexinspect.analysis import branch_comparison
 from flexinspect.analysis.offline_rules import review
-from flexinspect.breakpoints import BreakpointStore
+from flexinspect.breakpoints.store import BreakpointStore
 from flexinspect.control.messages import EditMask, Fork, MaskEdit, QueuedRewind, Restore, StepRef
 from flexinspect.core.errors import FlexInspectError, MaskError, UsageError
 from flexinspect.inputs import datasets, model_names
@@ -236,7 +236,7 @@ def test_no_rule_reports_a_branch_for_being_a_branch(new_run: Callable[..., Run]
     base = {finding.id for finding in reader.findings() if finding.branch == 0}
     for finding in reader.findings():
         assert finding.branch == 0 or finding.id in base, (finding.branch, finding.sentence)
-    assert not [row for row in reader.events() if row.event.kind == "rule-off"]
+    assert not [row for row in reader.events() if row.event.kind == "rule-disabled"]
 
 
 def test_a_finding_of_a_branch_names_the_branch(new_run: Callable[..., Run]) -> None:
@@ -311,7 +311,7 @@ def test_a_command_that_fails_in_the_model_is_answered_and_the_run_goes_on(
     reader = run.go(barrier)
     ((_, result, _),) = barrier.results
     assert isinstance(result, FlexInspectError)
-    assert result.message.startswith(f"The fork failed: {type(error).__name__}: ")
+    assert result.message.startswith(f"The fork failed: {type(error).__name__}")
     assert "and more" not in result.message
     assert reader.branches(0)[0].state == "finished"
 

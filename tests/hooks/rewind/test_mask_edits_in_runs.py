@@ -22,7 +22,6 @@ from torch import Tensor
 
 from flexinspect.core.errors import MaskError
 from flexinspect.masks import edits
-from flexinspect_hooks.rewind.branching_decoder import describe_branch
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +146,7 @@ def test_an_edit_of_later_rows_at_a_recomputed_step_equals_a_fresh_run(
     assert (cost.n_rows, cost.n_forwards, n_changed) == (34, 1, 0)
     branch = run.branching.edit_mask(1, 4, again)
     assert (branch.recomputed, branch.change["recomputed"]) == (True, True)
-    assert "no computed row changes, but all keys" in describe_branch(branch)
+    assert "no computed row changes, but all keys" in branch.describe()
     tokens = run.advance()
     fresh, logits = fresh_run(small, prompt_of(10), branch.source, dict(enumerate(before)))
     assert tokens == fresh

@@ -145,8 +145,8 @@ def test_what_a_scaler_divides_after_clipping_is_recorded_as_divided(tmp_path: P
 
 def test_a_nan_put_in_after_clipping_is_found_in_its_step(tmp_path: Path) -> None:
     steps, _ = trained(tmp_path / "a.flextrace", set_nonfinite)
-    assert min(at for at in steps if steps[at].n_sick) == 5
-    producer = steps[5].producer
+    assert min(at for at in steps if steps[at].n_nonfinite) == 5
+    producer = steps[5].anomaly_origin
     assert producer is not None
     assert (producer.kind, producer.name) == ("backward", "2.weight")
 

@@ -26,7 +26,7 @@ def test_within_the_band_nothing_changes() -> None:
 def test_above_the_band_detail_is_reduced_step_by_step_and_reported() -> None:
     governor = Governor("extreme", 1.02)
     changes = changes_after(governor, 0.05, WINDOW)
-    assert [change.kind for change in changes] == ["thinned"]
+    assert [change.kind for change in changes] == ["detail-reduced"]
     assert (
         "took 5.0% of what the last 10 steps took without it, above the band of 2.0%"
         in changes[0].text
@@ -66,12 +66,12 @@ def test_detail_is_restored_after_cheap_steps_and_less_often_if_it_was_too_expen
     changes_after(governor, 0.05, WINDOW)
     assert governor.detail.name == "basic"
     back = changes_after(governor, 0.001, WINDOW + RECOVERY_STEPS)
-    assert [change.kind for change in back] == ["restored"]
+    assert [change.kind for change in back] == ["detail-restored"]
     assert governor.detail.name == "advanced"
     changes_after(governor, 0.05, WINDOW)
     assert changes_after(governor, 0.001, WINDOW + RECOVERY_STEPS) == []
     assert [change.kind for change in changes_after(governor, 0.001, RECOVERY_STEPS)] == [
-        "restored"
+        "detail-restored"
     ]
 
 

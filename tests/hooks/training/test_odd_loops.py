@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Adafactor
 
-from flexinspect.panels.timeline import CurveSpan
+from flexinspect.panels.timeline import step_window
 from flexinspect.panels.training_panel import TrainingData, step_facts
 from flexinspect.records.step import StepRecord
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
@@ -71,7 +71,7 @@ def test_a_learning_rate_that_is_not_a_number_is_unknown(path: Path) -> None:
         points = reader.training_curve(0, 0, 3, 3)
         assert reader.findings() == []
     assert [point.rates for point in points.values()] == [(None,)] * 3
-    data = TrainingData(step, {}, CurveSpan(0, 2, 2, 3, 1), points)
+    data = TrainingData(step, {}, step_window(2, 0, 2, 3), points)
     assert ("learning rate", "unknown") in step_facts(data)
     assert learning_rates(SimpleNamespace(param_groups=[{}, {"lr": 2}]))[1] == 2.0
     assert switch_log._format_rates((math.nan, 0.1)) == "unknown, 0.1"
@@ -97,7 +97,7 @@ def test_parameters_that_are_unfrozen_or_replaced_later_are_measured(path: Path)
     assert [len(step.group_norms) for step in steps] == [1, 2, 2]
     assert all(ratio > 0 for step in steps for ratio in step.group_ratios)
     with trace.reader() as reader:
-        events = [row.event for row in reader.events() if row.event.kind == "parameters"]
+        events = [row.event for row in reader.events() if row.event.kind == "parameters-changed"]
     assert [event.step for event in events] == [1, 2]
     assert "4 parameters are trained from this step on; new groups: body." in events[0].text
 
@@ -125,7 +125,7 @@ def test_steps_skipped_by_the_scaler_have_the_nonfinite_gradient_as_origin(
     producer: AnomalyOrigin, words: str
 ) -> None:
     rule = TrainingRule()
-    training = TrainingStepRecord(1.0, "told", (), is_skipped=True, producer=producer)
+    training = TrainingStepRecord(1.0, "reported", (), is_skipped=True, anomaly_origin=producer)
     findings = [finding for n in range(10) for finding in rule.on_step(step_of(n, training))]
     assert findings[-1].id == "training.scaler-skips"
     assert findings[-1].sentence.endswith(words)
@@ -210,7 +210,7 @@ def test_a_model_that_returns_its_parameter_is_left_without_hooks(path: Path) ->
 @pytest.mark.parametrize(("device", "is_found"), [("cpu", True), ("cuda:0", False)])
 def test_other_time_is_a_wait_for_data_only_without_other_work(device: str, is_found: bool) -> None:
     rule = TrainingRule()
-    training = TrainingStepRecord(1.0, "told", (), other_ms=90.0, device=device)
+    training = TrainingStepRecord(1.0, "reported", (), other_ms=90.0, device=device)
     findings = [finding for n in range(40) for finding in rule.on_step(step_of(n, training))]
     assert bool(findings) is is_found
 
@@ -237,10 +237,10 @@ def test_a_step_waits_for_a_gpu_only_if_gradients_are_measured(
         nonlocal n_waits
         n_waits += 1
 
-    def noted(self: step_assembly.TrainingStepDraft, passes: forward_passes.StepPasses) -> None:
-        if any(isinstance(one, Tensor) for one in passes.losses):
+    def noted(self: step_assembly.TrainingStepDraft) -> None:
+        if any(isinstance(one, Tensor) for one in self.losses):
             read.append((self.number, n_waits))
-        original(self, passes)
+        original(self)
 
     monkeypatch.setattr(torch.cuda, "synchronize", waits)
     for module in (forward_passes, step_assembly):

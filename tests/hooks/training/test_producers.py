@@ -28,7 +28,7 @@ def test_on_an_accelerator_the_producer_is_found_when_the_step_is_measured(
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), Log(), nn.Linear(4, 1))
     found, _ = trained(path, model, steps=2, level=level)
     finding = the(found, "training.loss-nan")
-    assert (finding.step, finding.evidence["producer"], finding.evidence["name"]) == (
+    assert (finding.step, finding.evidence["anomaly_origin"], finding.evidence["name"]) == (
         *(0, "module"),
         "2",
     )
@@ -79,7 +79,7 @@ def test_weights_that_the_update_made_nan_are_not_the_origin(
     with watch_training(model, optimizer if has_optimizer else None, out=path, quiet=True) as trace:
         trace.step(loss=optimizer.step(closure))
     finding = the(trace.findings(), "training.loss-nan")
-    assert (finding.evidence["producer"], finding.evidence["name"]) == ("module", "1")
+    assert (finding.evidence["anomaly_origin"], finding.evidence["name"]) == ("module", "1")
     assert "(float32), whose weights were looked at only after the update" in finding.sentence
 
 
@@ -106,7 +106,7 @@ def test_every_output_is_checked_before_the_loss_is_named(
 
     found, _ = trained(path, Pair(), steps=1, loss_of=loss_of)
     finding = the(found, "training.loss-nan")
-    assert (finding.evidence["producer"], finding.evidence["name"]) == ("module", "(output)")
+    assert (finding.evidence["anomaly_origin"], finding.evidence["name"]) == ("module", "(output)")
     assert "first appears in the output of the model (float32)" in finding.sentence
 
 
@@ -138,7 +138,7 @@ def test_a_nan_batch_has_the_batch_as_origin(
 
     found, _ = trained(path, mlp(8, 16, 1), steps=3, loss_of=loss_of)
     finding = the(found, "training.loss-nan")
-    assert (finding.step, finding.evidence["producer"]) == (2, "input")
+    assert (finding.step, finding.evidence["anomaly_origin"]) == (2, "input")
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "module"), (math.nan, "input")])
@@ -158,7 +158,7 @@ def test_a_float_mask_is_not_an_anomaly_of_the_batch(path: Path, value: float, k
         return (model(x + value, mask) - y).square().mean()
 
     found, _ = trained(path, Attends(), steps=1, loss_of=loss_of)
-    assert the(found, "training.loss-nan").evidence["producer"] == kind
+    assert the(found, "training.loss-nan").evidence["anomaly_origin"] == kind
 
 
 def test_statistics_that_wait_for_a_device_are_those_read_at_once() -> None:
@@ -211,4 +211,4 @@ def test_nonfinite_weights_of_a_compiled_model_have_its_own_names(path: Path) ->
     compiled = torch.compile(model, backend="eager")
     found, _ = trained(path, compiled, steps=1)
     finding = the(found, "training.loss-nan")
-    assert (finding.evidence["producer"], finding.evidence["name"]) == ("weights", "2.weight")
+    assert (finding.evidence["anomaly_origin"], finding.evidence["name"]) == ("weights", "2.weight")

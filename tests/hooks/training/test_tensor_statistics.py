@@ -14,18 +14,21 @@ from torch import nn
 from flexinspect.records.training_step import (
     ParameterGradient,
     TrainingStepRecord,
-    gradient_groups,
+    TrainingSummary,
+    TrainingSummaryCounter,
     group_of,
-    summarise,
 )
-from flexinspect_hooks.training.gradient_statistics import exploding, model_gradients, vanishing
-from flexinspect_hooks.training.parameters import ParameterList
-from flexinspect_hooks.training.tensor_statistics import (
-    facts_of_tensors,
-    model_bytes,
-    parameter_facts,
-    tensor_facts,
-)
+from flexinspect_hooks.training.gradient_statistics import gradient_facts
+from flexinspect_hooks.training.parameters import ParameterList, trainable
+from flexinspect_hooks.training.tensor_statistics import TensorFacts, tensor_facts
+
+
+def model_gradients(model: nn.Module) -> list[ParameterGradient]:
+    return gradient_facts(trainable(model)).rows
+
+
+def facts_of(tensor: torch.Tensor) -> TensorFacts:
+    return tensor_facts([tensor])[0]
 
 
 def with_gradients(*grads: torch.Tensor | None) -> nn.ParameterDict:
@@ -82,10 +85,12 @@ def test_sparse_gradients_are_measured_by_their_stored_values() -> None:
 
 def test_outliers_are_nonfinite_zero_and_beyond_a_threshold() -> None:
     values = [1.0, 0.0, 20.0, 1e-9, math.nan, math.inf]
-    found = model_gradients(with_gradients(*(torch.full((1,), value) for value in values)))
+    found = gradient_facts(
+        trainable(with_gradients(*(torch.full((1,), value) for value in values)))
+    )
     assert [one.name for one in found.outliers()] == ["p1", "p2", "p3", "p4", "p5"]
     assert [one.name for one in found.outliers(math.inf, 0.0)] == ["p1", "p4", "p5"]
-    assert found.outliers(30.0, 1e-10) == [found[1], found[4], found[5]]
+    assert found.outliers(30.0, 1e-10) == [found.rows[at] for at in (1, 4, 5)]
     assert found.has_nonfinite
 
 
@@ -116,14 +121,6 @@ def test_a_parameter_list_does_not_keep_the_model_alive() -> None:
     assert weight() is None
 
 
-def test_thresholds_name_the_parameters() -> None:
-    model = with_gradients(torch.full((1,), 10.1), torch.full((1,), 9.9), torch.full((1,), 9e-7))
-    found = model_gradients(model)
-    assert exploding(found) == ["p0"]
-    assert vanishing(found) == ["p2"]
-    assert exploding(found, threshold=1.0) == ["p0", "p1"]
-
-
 @pytest.mark.parametrize(
     ("name", "group"),
     [
@@ -138,74 +135,48 @@ def test_a_parameter_belongs_to_its_layer_or_module(name: str, group: str) -> No
     assert group_of(name) == group
 
 
-def test_a_group_has_the_norm_of_its_parameters_together() -> None:
-    gradients = [
-        ParameterGradient("0.weight", 3.0),
-        ParameterGradient("0.bias", 4.0),
-        ParameterGradient("1.weight", math.nan, n_nan=1),
-    ]
-    first, second = gradient_groups(gradients)
-    assert (first.group, first.norm, first.n_parameters, first.n_nonfinite) == ("0", 5.0, 2, 0)
-    assert math.isnan(second.norm)
-    assert second.n_nonfinite == 1
-
-
 def test_facts_of_a_tensor_are_of_its_finite_values() -> None:
-    facts = tensor_facts(torch.tensor([1.0, 3.0, math.nan, math.inf]), "loss")
-    assert (facts.name, facts.has_nan, facts.has_inf) == ("loss", True, True)
-    assert (facts.min_value, facts.max_value, facts.mean_value, facts.std_value) == (1, 3, 2, 1)
-    assert (facts.shape, facts.dtype, facts.n_bytes) == ((4,), "float32", 16)
+    facts = facts_of(torch.tensor([1.0, 3.0, math.nan, math.inf]))
+    assert facts == TensorFacts(n_nan=1, n_inf=1, min=1, max=3, mean=2, std=1)
 
 
 @pytest.mark.parametrize("size", [1e25, 1.0, 1e-25])
 def test_the_deviation_is_right_at_any_size(size: float) -> None:
-    facts = tensor_facts(torch.tensor([1.0, 3.0]).repeat(600_000).view(2, -1) * size)
-    assert facts.mean_value == pytest.approx(2 * size, rel=1e-5)
-    assert facts.std_value == pytest.approx(size, rel=1e-5)
-    assert not facts.has_nonfinite
+    facts = facts_of(torch.tensor([1.0, 3.0]).repeat(600_000).view(2, -1) * size)
+    assert facts.mean == pytest.approx(2 * size, rel=1e-5)
+    assert facts.std == pytest.approx(size, rel=1e-5)
+    assert facts.n_nan + facts.n_inf == 0
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.full((2,), math.nan)])
 def test_a_tensor_without_finite_values_has_no_mean(tensor: torch.Tensor) -> None:
-    assert math.isnan(tensor_facts(tensor).mean_value)
+    assert math.isnan(facts_of(tensor).mean)
 
 
 def test_many_tensors_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = {f"w{number}": torch.randn(number + 1, 3) for number in range(20)}
-    alone = {name: tensor_facts(one, name) for name, one in tensors.items()}
+    tensors = [torch.randn(number + 1, 3) for number in range(20)]
+    alone = [facts_of(one) for one in tensors]
     taken: list[torch.Size] = []
     as_list = torch.Tensor.tolist
     monkeypatch.setattr(
         torch.Tensor, "tolist", lambda one: (taken.append(one.shape), as_list(one))[1]
     )
-    assert facts_of_tensors(tensors) == alone
+    assert tensor_facts(tensors) == alone
     assert taken == [(20, 4)]
-    tensors["half"], tensors["sick"] = torch.ones(2).half(), torch.tensor([1.0, math.nan])
-    tensors["none"], tensors["whole"] = torch.zeros(0), torch.tensor([1, 3])
-    found = facts_of_tensors(tensors)
-    assert list(found) == list(tensors)
-    assert [found[name].mean_value for name in ("half", "sick", "whole")] == [1, 1, 2]
+    half, nonfinite = torch.ones(2).half(), torch.tensor([1.0, math.nan])
+    found = tensor_facts([*tensors, half, nonfinite, torch.zeros(0), torch.tensor([1, 3])])
+    assert found[:20] == alone
+    assert [found[at].mean for at in (20, 21, 23)] == [1, 1, 2]
 
 
 def test_whole_numbers_and_bools_have_facts_too() -> None:
-    assert tensor_facts(torch.tensor([1, 3])).mean_value == 2
-    assert tensor_facts(torch.tensor([True, False])).max_value == 1
-
-
-def test_a_model_holds_parameters_gradients_and_buffers() -> None:
-    model = nn.BatchNorm1d(4)
-    model.weight.grad = torch.zeros(4)
-    sizes = model_bytes(model)
-    assert (sizes.parameters, sizes.gradients) == (32, 16)
-    assert (
-        sizes.total == sizes.parameters + sizes.gradients + sizes.buffers == sizes.by_device["cpu"]
-    )
-    assert set(parameter_facts(model)) == {"weight", "bias"}
+    assert facts_of(torch.tensor([1, 3])).mean == 2
+    assert facts_of(torch.tensor([True, False])).max == 1
 
 
 def a_step(**fields: object) -> TrainingStepRecord:
     return TrainingStepRecord(
-        **{"loss": 1.0, "loss_source": "told", "learning_rates": (), **fields}
+        **{"loss": 1.0, "loss_source": "reported", "learning_rates": (), **fields}
     )  # type: ignore[arg-type]
 
 
@@ -215,10 +186,12 @@ def test_the_published_figures_are_reproduced_exactly() -> None:
         a_step(loss=math.nan, n_exploding=3),
         a_step(loss=math.inf),
         a_step(n_vanishing=1),
-        a_step(n_sick=2),
+        a_step(n_nonfinite=2),
     ]
-    summary = summarise([*bad, *(a_step() for _ in range(995))])
-    assert summary.as_dict() == {
+    counter = TrainingSummaryCounter()
+    for step in (*bad, *(a_step() for _ in range(995))):
+        counter.add(step)
+    assert counter.summary.as_dict() == {
         "total_steps": 1000,
         "anomaly_steps": 5,
         "gradient_explosions": 2,
@@ -232,7 +205,7 @@ def test_the_published_figures_are_reproduced_exactly() -> None:
 
 
 def test_an_empty_summary_has_zero_rates() -> None:
-    assert summarise([]).anomaly_rate == 0.0
+    assert TrainingSummary().as_dict()["anomaly_rate"] == 0.0
 
 
 def test_an_unknown_loss_is_not_an_anomaly() -> None:
@@ -240,7 +213,7 @@ def test_an_unknown_loss_is_not_an_anomaly() -> None:
 
 
 def test_a_step_that_the_scaler_skipped_is_not_an_anomaly() -> None:
-    step = TrainingStepRecord(1.0, "told", (), n_sick=3, n_exploding=1, n_vanishing=1)
+    step = TrainingStepRecord(1.0, "reported", (), n_nonfinite=3, n_exploding=1, n_vanishing=1)
     assert step.is_anomaly
     left_out = dataclasses.replace(step, is_skipped=True)
     assert not any((left_out.is_anomaly, left_out.is_explosion, left_out.is_vanishing))

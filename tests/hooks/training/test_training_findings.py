@@ -54,7 +54,7 @@ def test_weights_that_are_nan_from_the_start_are_the_producer(path: Path) -> Non
         model[2].weight[3, 4] = math.nan
     found, _ = trained(path, model, steps=2)
     finding = the(found, "training.loss-nan")
-    assert (finding.step, finding.evidence["producer"]) == (0, "weights")
+    assert (finding.step, finding.evidence["anomaly_origin"]) == (0, "weights")
     assert finding.evidence["name"] == "2.weight"
     assert "the weights 2.weight are not finite before the step" in finding.sentence
 
@@ -74,7 +74,7 @@ def test_a_log_of_zero_within_the_model_is_named(path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), Log(), nn.Linear(4, 1))
     found, _ = trained(path, model, steps=2)
     finding = the(found, "training.loss-nan")
-    assert (finding.step, finding.evidence["producer"]) == (0, "module")
+    assert (finding.step, finding.evidence["anomaly_origin"]) == (0, "module")
     assert (finding.evidence["name"], finding.evidence["carriers"]) == ("2", 1)
 
 
@@ -86,7 +86,7 @@ def log_of_zero(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
 def test_a_log_of_zero_in_the_loss_is_distinguished_from_the_model(path: Path) -> None:
     found, _ = trained(path, mlp(8, 16, 1), steps=5, loss_of=log_of_zero)
     finding = the(found, "training.loss-nan")
-    assert (finding.step, finding.evidence["producer"]) == (4, "loss")
+    assert (finding.step, finding.evidence["anomaly_origin"]) == (4, "loss")
     assert "the loss function produces it" in finding.sentence
 
 
@@ -206,8 +206,8 @@ def test_a_scaler_that_never_steps_is_reported(path: Path) -> None:
     assert (steps[0].scale, steps[7].scale) == (65536.0, 65536.0 / 2**5)
     finding = the(found, "training.scaler-skips")
     assert (finding.step, finding.evidence["in_a_row"]) == (6, 5)
-    assert steps[6].producer is not None
-    assert steps[6].producer.name in finding.sentence
+    assert steps[6].anomaly_origin is not None
+    assert steps[6].anomaly_origin.name in finding.sentence
     assert not [one for one in found if one.id == "training.nan-gradient"]
 
 

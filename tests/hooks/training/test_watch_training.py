@@ -207,7 +207,7 @@ def test_a_reported_loss_belongs_to_its_step(path: Path, is_before: bool) -> Non
             if not is_before:
                 trace.step(loss=torch.tensor(float(number)))
     assert [(s.loss, s.loss_source) for s in steps_of(trace).values()] == [
-        (float(number), "told") for number in range(4)
+        (float(number), "reported") for number in range(4)
     ]
 
 
@@ -315,7 +315,7 @@ def test_above_its_band_capture_reduces_detail_and_reports_it(
         loop(model, optimizer, 60, lambda: None)
     steps = steps_of(trace)
     with trace.reader() as reader:
-        events = [row.event for row in reader.events() if row.event.kind == "thinned"]
+        events = [row.event for row in reader.events() if row.event.kind == "detail-reduced"]
     assert [event.data["detail"] for event in events] == ["advanced", "basic", "sparse", "sparse"]
     assert [event.step for event in events] == [11, 21, 31, 41]
     assert "instead of everything" in events[0].text
@@ -370,7 +370,7 @@ def test_a_capture_failure_ends_capture_and_not_the_training(
     assert not torch.equal(before, model.head.weight)
     with trace.reader() as reader:
         events = [row.event for row in reader.events()]
-        assert [event.kind for event in events] == ["hook-off"]
+        assert [event.kind for event in events] == ["hook-disabled"]
         assert "RuntimeError: ours" in events[0].text
 
 
@@ -467,7 +467,7 @@ def test_a_batch_that_the_program_skips_does_not_belong_to_the_next_step(path: P
                 optimizer.step()
     steps = steps_of(watch)
     assert len(steps) == 2
-    assert all(math.isfinite(step.loss) and step.producer is None for step in steps.values())
+    assert all(math.isfinite(step.loss) and step.anomaly_origin is None for step in steps.values())
 
 
 def test_a_loss_that_the_program_changes_in_place_is_kept_as_it_was(path: Path) -> None:

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.paths import DEMO, TESTS
+from support.warm_python import Popen
 
 from flexinspect.trace.reader import TraceReader, open_trace
 
@@ -47,18 +49,22 @@ class Ran:
             return [row.event for row in reader.events() if row.event.kind == kind]
 
 
-def ran(folder: Path, script: str, *flags: str) -> Ran:
+def ran(folder: Path, script: str, *flags: str, fresh: bool = False) -> Ran:
+    """Run a program with capture and without it, forked unless `fresh` asks for interpreters."""
+    begin = subprocess.Popen if fresh else Popen
     (folder / "script.py").write_text(HEAD + textwrap.dedent(script), "utf-8")
     command = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
-    plain = begun(folder / "plain", sys.executable, str(folder / "script.py"))
-    mine = begun(folder, *command, *flags, str(folder / "script.py"))
+    plain = begun(folder / "plain", sys.executable, str(folder / "script.py"), begin=begin)
+    mine = begun(folder, *command, *flags, str(folder / "script.py"), begin=begin)
     return Ran(done(mine), done(plain), folder / "t.flextrace")
 
 
-def begun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def begun(
+    folder: Path, *arguments: str, begin: Callable[..., subprocess.Popen[str]] = Popen
+) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     pipe = subprocess.PIPE
-    return subprocess.Popen(arguments, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+    return begin(arguments, cwd=folder, stdout=pipe, stderr=pipe, text=True)
 
 
 def done(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
@@ -127,7 +133,7 @@ sys.exit(9)  # the thread goes on
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return ran(tmp_path_factory.mktemp("several"), SEVERAL)
+    return ran(tmp_path_factory.mktemp("several"), SEVERAL, fresh=True)
 
 
 def test_output_is_the_same_in_every_bit_and_warnings_are_heard(several: Ran) -> None:
@@ -190,14 +196,14 @@ def test_hooks_that_the_program_removed_are_installed_again_with_an_event(severa
         assert tokens == json.loads(line)["cleared"]
         assert len(reader.calls(row.generation, 1)) == 3
         assert len(reader.layer_stats(row.generation, 1)) > 0
-    (event,) = several.events("hooks-again")
+    (event,) = several.events("hooks-reinstalled")
     assert "removed hooks of flexinspect from the model" in event.text
 
 
 def test_the_session_of_a_deleted_model_ends(several: Ran) -> None:
     assert '"gone": true' in several.plain.stdout
     assert '"gone": true' in several.mine.stdout
-    assert not several.events("hook-off")
+    assert not several.events("hook-disabled")
 
 
 def test_an_exception_that_was_caught_does_not_end_the_trace(several: Ran) -> None:
@@ -205,14 +211,14 @@ def test_an_exception_that_was_caught_does_not_end_the_trace(several: Ran) -> No
 
 
 def test_a_model_compiled_as_a_whole_is_reported_as_not_recorded(several: Ran) -> None:
-    (text,) = [e.text for e in several.events("unseen") if "child" not in e.text]
+    (text,) = [e.text for e in several.events("not-recorded") if "child" not in e.text]
     assert text.startswith("No forward of this model was seen")
     assert "compiled graph" in text
 
 
 def test_no_hooks_are_left_in_a_forked_child(several: Ran) -> None:
     assert '"left": [0, false]' in several.mine.stdout
-    texts = [event.text for event in several.events("unseen")]
+    texts = [event.text for event in several.events("not-recorded")]
     assert "1 child process was started; what runs there is not recorded." in texts
 
 
@@ -233,7 +239,7 @@ def test_modules_may_be_imported_in_any_order(tmp_path: Path) -> None:
     script = "from transformers import PreTrainedTokenizerFast\n" + HEAD + REVERSED
     (tmp_path / "script.py").write_text(script, "utf-8")
     arguments = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
-    mine = done(begun(tmp_path, *arguments, "script.py"))
+    mine = done(begun(tmp_path, *arguments, "script.py", begin=subprocess.Popen))
     assert mine.returncode == 0, mine.stderr
     with open_trace(tmp_path / "t.flextrace") as reader:
         assert [reader.n_steps(row.generation) for row in reader.generations()] == [4]
@@ -250,7 +256,7 @@ def test_flex_attention_imported_by_flexinspect_modules_is_observed(tmp_path: Pa
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script), "utf-8")
     arguments = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
-    mine = done(begun(tmp_path, *arguments, "script.py"))
+    mine = done(begun(tmp_path, *arguments, "script.py", begin=subprocess.Popen))
     assert mine.returncode == 0, mine.stderr
     assert "is not seen" not in mine.stderr
     with open_trace(tmp_path / "t.flextrace") as reader:
@@ -266,8 +272,11 @@ def test_a_program_that_only_tokenizes_does_not_import_torch(tmp_path: Path) -> 
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script), "utf-8")
     arguments = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
-    plain = done(begun(tmp_path, sys.executable, "script.py"))
-    assert done(begun(tmp_path, *arguments, "script.py")).stdout == plain.stdout
+    plain = done(begun(tmp_path, sys.executable, "script.py", begin=subprocess.Popen))
+    assert (
+        done(begun(tmp_path, *arguments, "script.py", begin=subprocess.Popen)).stdout
+        == plain.stdout
+    )
 
 
 FAILS = """

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from support.dense_reference import attention_row
 from support.paths import DEMO
 from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from flexinspect.core.errors import UsageError
 from flexinspect.masks import algebra
 from flexinspect.records.step import UNKNOWN
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.generation.reference_attention import attention_row
 
 NEW = 6
 
@@ -116,7 +116,7 @@ def test_generate_gives_the_same_tokens_and_the_trace_holds_them(
             expected = float(torch.log_softmax(row[0].double(), -1)[chosen])
             assert step.chosen_logprob == pytest.approx(expected, abs=1e-5)
             assert len(reader.calls(0, step.step)) == 3
-        assert events(reader, "unseen") == events(reader, "hook-off") == []
+        assert events(reader, "not-recorded") == events(reader, "hook-disabled") == []
         assert reader.generation(0).state == "finished"
 
 
@@ -181,13 +181,13 @@ def test_row_0_of_a_left_padded_batch_is_recorded_correctly(
     assert torch.equal(plain, mine)
     with trace.reader() as reader:
         assert token_ids(reader) == mine[0].tolist()
-        assert len(events(reader, "batch")) == 1
+        assert len(events(reader, "batched-input")) == 1
         first = reader.segments(0)[:2]
         assert [(s.start, s.stop, s.label) for s in first] == [(0, 4, "padding"), (4, 9, "prompt")]
         real = reader.tokens(0, start=4)
         assert [token.position_id for token in real] == list(range(len(real)))
-        assert all(call.gate is None or call.gate < 1e-3 for call in reader.calls(0, 2))
-        assert reader.calls(0, 2)[0].gate is not None
+        assert all(call.lse_error is None or call.lse_error < 1e-3 for call in reader.calls(0, 2))
+        assert reader.calls(0, 2)[0].lse_error is not None
 
 
 def test_attention_of_a_batch_is_that_of_row_0(llama: Any, out: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_replaced_forward_counts_as_unseen(out: Path) -> None:
     with flexinspect.watch(model, out=out) as trace:
         with_cache(model, prompt_of(), 3)
     with trace.reader() as reader:
-        (event_text,) = events(reader, "unseen")
+        (event_text,) = events(reader, "not-recorded")
         assert "2 of 3 layers" in event_text
         assert [call.layer for call in reader.calls(0, 0)] == [0, 2]
 
@@ -312,7 +312,7 @@ def test_a_compiled_model_is_unchanged_and_reported_as_not_recorded(
     assert "No forward of this model was seen" in capsys.readouterr().err
     with flexinspect.open_trace(out) as reader:
         assert reader.generations() == []
-        assert len(events(reader, "unseen")) == 1
+        assert len(events(reader, "not-recorded")) == 1
 
 
 def test_a_compiled_forward_is_one_step_without_attention(out: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_compiled_forward_is_one_step_without_attention(out: Path) -> None:
     with trace.reader() as reader:
         assert reader.n_steps(0) == 1
         assert reader.calls(0, 0) == []
-        assert "0 of 3 layers" in events(reader, "unseen")[0]
+        assert "0 of 3 layers" in events(reader, "not-recorded")[0]
 
 
 def test_beam_search_is_reported_as_not_followed(llama: Any, out: Path) -> None:
@@ -332,7 +332,7 @@ def test_beam_search_is_reported_as_not_followed(llama: Any, out: Path) -> None:
     with flexinspect.watch(llama, out=out) as trace:
         assert torch.equal(greedy(llama, prompt_of(), num_beams=3), plain)
     with trace.reader() as reader:
-        assert len(events(reader, "not-followed")) == 1
+        assert len(events(reader, "generate-not-followed")) == 1
         assert token_ids(reader) == prompt_of()[0].tolist()
         assert {step.chosen_id for step in reader.steps(0)} == {UNKNOWN}
         assert reader.n_steps(0) == NEW
@@ -345,7 +345,7 @@ def test_a_prompt_in_chunks_is_recorded_as_input(llama: Any, out: Path) -> None:
             llama(part, past_key_values=cache)
     with trace.reader() as reader:
         assert token_ids(reader) == prompt_of(9)[0].tolist()
-        assert len(events(reader, "several-rows")) == 1
+        assert len(events(reader, "chunked-input")) == 1
         assert [t.step for t in reader.tokens(0)][:8] == [None] * 8
 
 
@@ -662,7 +662,7 @@ def test_a_text_that_is_not_in_the_prompt_is_reported(
         greedy(llama, prompt_of(8, 5))
     assert capsys.readouterr().err.count("'7 7 7' is not in the prompt") == 1
     with trace.reader() as reader:
-        assert len(events(reader, "segments")) == 2
+        assert len(events(reader, "segments-not-found")) == 2
         assert "span" in [s.label for s in reader.segments(1)]
 
 
@@ -683,7 +683,7 @@ def test_an_id_is_not_found_in_the_digits_of_others(llama: Any, out: Path) -> No
     with flexinspect.watch(llama, out=out, segments=[digit]) as trace:
         llama(prompt_of())
     with trace.reader() as reader:
-        assert len(events(reader, "segments")) == 1
+        assert len(events(reader, "segments-not-found")) == 1
         assert [s.label for s in reader.segments(0)] == ["prompt", "generated"]
 
 
@@ -693,7 +693,7 @@ def test_a_mask_spec_may_be_declared_instead_of_a_preset(llama: Any, out: Path) 
         llama(prompt_of())
     with trace.reader() as reader:
         assert reader.generation(0).mask == "mine"
-        assert reader.generation(0).declared["low"] == [0, 4]
+        assert reader.generation(0).declared["local_starts"] == [0, 4]
     assert "mine" in show(out, "mask")
 
 

@@ -44,7 +44,7 @@ def test_two_interleaved_prompts_of_one_length_are_distinguished(out: Path) -> N
     with trace.reader() as reader:
         assert [tokens_of(reader, n) for n in (0, 1)] == [list(ids(6, 1)), list(ids(6, 2))]
         assert all(token.step is None for n in range(4) for token in reader.tokens(n))
-        event_text = texts(reader, "other-cache")
+        event_text = texts(reader, "cache-switched")
         assert ["to generation 0" in event_text[0], "to generation 1" in event_text[1]] == [
             True,
             True,
@@ -85,7 +85,7 @@ def test_of_simultaneous_forwards_one_is_recorded_with_an_event(out: Path) -> No
         (step,) = reader.steps(0)
         assert [call.q_len for call in reader.calls(0, 0)] == [step.q_len] * 3
         assert len(tokens_of(reader, 0)) == step.q_len
-        (event_text,) = texts(reader, "unseen")
+        (event_text,) = texts(reader, "not-recorded")
         assert "One thread is recorded at a time" in event_text
         assert "observer.incomplete" in {finding.id for finding in reader.findings()}
         assert tokens_of(reader, 1) == list(ids(4, 3))
@@ -101,7 +101,7 @@ def test_removed_hooks_are_reported(out: Path, capsys: pytest.CaptureFixture[str
         model(prompt_of(5))
     with trace.reader() as reader:
         assert len(reader.generations()) == 1
-        (event_text,) = texts(reader, "unseen")
+        (event_text,) = texts(reader, "not-recorded")
     assert event_text in capsys.readouterr().err
     assert "removed hooks of flexinspect from the model" in event_text
 
@@ -125,7 +125,7 @@ def test_tokens_of_an_encoder_decoder_model_are_the_decoders(out: Path) -> None:
         assert len(reader.generations()) == 1
         assert tokens_of(reader, 0) == answer[0].tolist()
         assert [step.chosen_id for step in reader.steps(0)] == answer[0, 1:].tolist()
-        assert not texts(reader, "unseen")
+        assert not texts(reader, "not-recorded")
 
 
 def test_a_custom_loop_of_generate_is_recorded_as_user_code(out: Path) -> None:
@@ -142,4 +142,4 @@ def test_a_custom_loop_of_generate_is_recorded_as_user_code(out: Path) -> None:
     with trace.reader() as reader:
         assert tokens_of(reader, 0) == answer[0, :-1].tolist()
         assert reader.n_steps(0) == 3
-        assert not texts(reader, "not-followed")
+        assert not texts(reader, "generate-not-followed")

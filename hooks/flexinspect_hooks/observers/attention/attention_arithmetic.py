@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexinspect.records.step import EventRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.python_mods import are_mods_debugged
@@ -69,22 +68,19 @@ def record_repeats(
 ) -> None:
     """Record an event for the layers whose keys are repeated as a whole (writer thread)."""
     tiled = [
-        calls[int(name.removeprefix(_REPEATS_PREFIX))]
-        for name, orders in values.items()
-        if name.startswith(_REPEATS_PREFIX) and orders[1] and not orders[0]
+        calls[int(number)]
+        for number, orders in with_prefix(values, _REPEATS_PREFIX).items()
+        if orders[1] and not orders[0]
     ]
-    if not tiled:
-        return
-    layers = sorted({call.layer for call in tiled})
-    text = f"The keys of layers {layers} were repeated as a whole, not head by head."
-    data = {"layers": layers, "q_heads": int(tiled[0].q[1])}
-    draft.events.append(
-        EventRecord(KEYS_TILED, text, step.started_at, step.generation, step.step, data)
-    )
+    if tiled:
+        layers = sorted({call.layer for call in tiled})
+        text = f"The keys of layers {layers} were repeated as a whole, not head by head."
+        facts = {"layers": layers, "q_heads": int(tiled[0].q[1])}
+        draft.add_event(step, KEYS_TILED, text, facts)
 
 
 RESCALED = "scores-rescaled"
-_SCALES_PREFIX = "scales"
+_SCALES_PREFIX = "scales/"
 _SCALE_TOLERANCE = 0.02
 """Largest relative deviation of a vector from a multiple of another, or of a scale from another."""
 
@@ -104,14 +100,14 @@ def put_scales(refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuf
         return
     ratios = [(number, _ratio(ref), ref) for number, ref in enumerate(refs)]
     comparable = [(number, ratio, ref) for number, ratio, ref in ratios if ratio is not None]
-    all_slopes = score_mod_slopes([ref for *_, ref in comparable])
+    all_slopes = _score_mod_slopes([ref for *_, ref in comparable])
     groups: dict[tuple[int, torch.dtype], list[_ScaledCall]] = {}
     for (number, ratio, ref), slopes in zip(comparable, all_slopes, strict=True):
         if slopes is not None:
             key = ref.query.shape[-1], ref.query.dtype
             groups.setdefault(key, []).append(_ScaledCall(number, ratio, ref, slopes))
     for members in groups.values():
-        buffer.put(f"{_SCALES_PREFIX}/{members[0].number}", _factors(members))
+        buffer.put(f"{_SCALES_PREFIX}{members[0].number}", _factors(members))
 
 
 def _ratio(ref: AttentionCall) -> float | None:
@@ -119,7 +115,7 @@ def _ratio(ref: AttentionCall) -> float | None:
     inputs = ref.layer_inputs
     if inputs is None or ref.query.shape != inputs.query.shape:
         return None
-    if ref.unknown_scores and not has_score_mod(ref):
+    if ref.unknown_scores and _score_mod_of(ref) is None:
         return None
     if ref.key.shape[2:] != inputs.key.shape[2:] or not inputs.scale:
         return None
@@ -162,11 +158,10 @@ def record_scales(
 ) -> None:
     """Record an event for the layers whose scores have another scale (writer thread)."""
     rescaled: dict[int, tuple[float, float]] = {}
-    for name, rows in values.items():
-        if name.startswith(f"{_SCALES_PREFIX}/"):
-            for number, factor, mod, error in rows.tolist():
-                if error < _SCALE_TOLERANCE and abs(factor - 1) > _SCALE_TOLERANCE:
-                    rescaled[int(number)] = factor, mod
+    for rows in with_prefix(values, _SCALES_PREFIX).values():
+        for number, factor, mod, error in rows.tolist():
+            if error < _SCALE_TOLERANCE and abs(factor - 1) > _SCALE_TOLERANCE:
+                rescaled[int(number)] = factor, mod
     if not rescaled:
         return
     first = min(rescaled)
@@ -176,21 +171,14 @@ def record_scales(
     data = {"layers": layers, "factor": factor, "scale": calls[first].scale}
     if abs(mod - 1) > _SCALE_TOLERANCE:
         data["score_mod"] = mod
-    draft.events.append(
-        EventRecord(RESCALED, text, step.started_at, step.generation, step.step, data)
-    )
+    draft.add_event(step, RESCALED, text, data)
 
 
 _SCORES = (-40.0, 2.0, 300.0)
 """Large enough for a soft cap to show."""
 
 
-def has_score_mod(ref: AttentionCall) -> bool:
-    """Whether the call is one of FlexAttention with a `score_mod`."""
-    return _score_mod_of(ref) is not None
-
-
-def score_mod_slopes(refs: Sequence[AttentionCall]) -> list[Tensor | None]:
+def _score_mod_slopes(refs: Sequence[AttentionCall]) -> list[Tensor | None]:
     """Return for each call float32 (slopes): the factors of its `score_mod` at sample scores.
 
     None for a call whose `score_mod` raised, or in whose `score_mod` a debugger would stop.

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.step import ArrayRecord, BuildRecord, EventRecord
+from flexinspect.records.step import ArrayRecord, BuildRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import (
     CaptureContext,
+    Hook,
     Remove,
     StepDraft,
     put_activation,
@@ -33,7 +34,7 @@ from flexinspect_hooks.observers.attention.attention_arithmetic import (
     record_repeats,
     record_scales,
 )
-from flexinspect_hooks.observers.attention.batch_rows import BatchRowChecker, record_batch_rows
+from flexinspect_hooks.observers.attention.batch_rows import put_batch_rows, record_batch_rows
 from flexinspect_hooks.observers.attention.cache_slots import put_slots, record_slots
 from flexinspect_hooks.observers.attention.call_references import (
     AttentionCall,
@@ -55,10 +56,11 @@ from flexinspect_hooks.observers.attention.segment_attention import (
     lost_calls,
     merge_group_results,
 )
+from flexinspect_hooks.python_internals.patching import patch
 
-UNSEEN_LAYERS = "unseen"
+UNSEEN_LAYERS = "not-recorded"
 MASK_FUNCTION = "mask-function"
-KEYS_CHANGED = "keys-changed"
+KEYS_CHANGED = "cache-overwritten"
 
 _BACKEND_PATHS = {"sdpa": "sdpa", "eager": "eager"}
 _KNOWN_BACKENDS = (*_BACKEND_PATHS, "flex_attention", BACKEND)
@@ -75,7 +77,7 @@ class _AttentionStep(NamedTuple):
     builds: tuple[BuildRecord, ...] = ()
 
 
-class AttentionHook:
+class AttentionHook(Hook):
     """Records each attention call of the watched model, for any backend."""
 
     name = "attention"
@@ -88,7 +90,6 @@ class AttentionHook:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
         self.prepare(context)
-        before = REGISTRY.__dict__.get("get_interface")
         original = REGISTRY.get_interface
         wrapped = self._wrapped_functions
 
@@ -103,13 +104,7 @@ class AttentionHook:
                 wrapped[key] = wrap(attn_implementation, function)
             return wrapped[key]
 
-        def remove() -> None:
-            if before is None:
-                del REGISTRY.get_interface
-            else:
-                REGISTRY.get_interface = before
-
-        REGISTRY.get_interface = get_interface
+        remove = patch(REGISTRY, "get_interface", get_interface)
         return [remove, *(self._kernels.install() if self._kernels is not None else ())]
 
     def prepare(self, context: CaptureContext) -> None:
@@ -118,16 +113,10 @@ class AttentionHook:
         self._refs: list[AttentionCall] = []
         self._n_layers_seen = 0
         self._mask_store = MaskStore(context.device)
-        self._batch_rows = BatchRowChecker()
+        self._compared_masks: set[tuple[Any, ...]] = set()
         self._segment_reducer = SegmentAttentionReducer(context.device)
         self._kernels = KernelCalls(context) if context.sees_kernels else None
         self._wrapped_functions = {}
-
-    def add_kernel_calls(
-        self, calls: Iterable[KernelReturn], layer: int, module: nn.Module
-    ) -> None:
-        """Keep kernel calls that were made without looking up an attention function."""
-        self._refs += _calls_of_kernels(calls, layer, "direct", module)
 
     def _wrap_function(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
         context, layer_of, keep = self._context, self._context.layer_of, self._refs.append
@@ -146,7 +135,7 @@ class AttentionHook:
             ref = AttentionCall(
                 layer=layer,
                 backend=name,
-                default_path=path,
+                path=last_call.path or path,
                 module=module,
                 query=query,
                 key=key,
@@ -154,7 +143,6 @@ class AttentionHook:
                 args=args,
                 kwargs=kwargs,
                 output=out[0],
-                reported_path=last_call.path,
                 lse=last_call.lse,
                 softcap=last_call.softcap or kwargs.get("softcap"),
                 function=function,
@@ -180,22 +168,15 @@ class AttentionHook:
             layer = layer_of.get(id(module)) if context.is_open else None
             if layer is None:
                 return function(module, query, key, value, *args, **kwargs)
-            call = _FunctionCall(layer, name, path, module, query, key, value, args, kwargs)
+            call = AttentionCall(
+                *(layer, name, path, module, query, key, value, args, kwargs),
+                softcap=kwargs.get("softcap"),
+                function=function,
+            )
             if is_plain and "is_causal" not in kwargs:
                 suppressed = kernels.suppressed_exception(layer)
-                out = _call_without_kernels(kernels, function, call)
-                ref = AttentionCall(
-                    *call,
-                    output=out[0],
-                    reported_path="",
-                    lse=None,
-                    softcap=kwargs.get("softcap"),
-                    suppressed_exception=suppressed,
-                    function=function,
-                )
-                self._refs.append(ref)
-                if context.on_call is not None:
-                    context.on_call(ref)
+                out = _call_without_kernels(kernels, call)
+                self._keep([call._replace(output=out[0], suppressed_exception=suppressed)])
                 return out
             LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
             mark = len(kernels.done)
@@ -206,14 +187,16 @@ class AttentionHook:
                     _report_raised(kernels, call, error)
                 raise
             with suppress(Exception):  # then the layer counts as unseen, and the step reports it
-                refs = _calls_of_function(call, out[0], kernels.take_since(mark), function)
-                self._refs += refs
-                if context.on_call is not None:
-                    for ref in refs:
-                        context.on_call(ref)
+                self._keep(_calls_of_function(call, out[0], kernels.take_since(mark)))
             return out
 
         return attention
+
+    def _keep(self, refs: list[AttentionCall]) -> None:
+        self._refs += refs
+        if self._context.on_call is not None:
+            for ref in refs:
+                self._context.on_call(ref)
 
     def begin(self, context: CaptureContext) -> None:
         """Take the generation's segments; masks already stored stay known.
@@ -223,7 +206,7 @@ class AttentionHook:
         self._wrapped_functions.clear()
         self._n_layers_seen = len(set(context.layer_of.values()))
         self._segment_reducer.begin(context.segments)
-        self._batch_rows.begin()
+        self._compared_masks.clear()  # mask_mods may have captured other values
 
     def open(self, step: StepContext) -> None:
         """Drop references that an aborted step may have left."""
@@ -239,22 +222,27 @@ class AttentionHook:
             step.events += _mask_function_events({ref.backend for ref in refs if ref.mask is None})
         if not refs:
             return _AttentionStep(builds=builds) if builds else None
-        masks, numbers = self._mask_store.capture_masks(refs, step, buffer)
+        masks = self._mask_store.capture_masks(refs, step, buffer)
         kinds: tuple[str, ...] = ()
         if step.level != "basic":
-            kinds = self._segment_reducer.reduce(refs, numbers, masks, step.kv_after, buffer)
-            self._batch_rows.put(refs, numbers, masks, buffer)
+            kinds = self._segment_reducer.reduce(refs, masks, step.kv_after, buffer)
+            put_batch_rows(refs, masks, self._compared_masks, buffer)
             if self._context.sees_kernels or self.is_standalone:
                 put_repeats(refs, step, buffer)
                 put_scales(refs, step, buffer)
                 filled = None if self.is_standalone else step.kv_after
-                put_slots(refs, numbers, masks, filled, buffer)
+                put_slots(refs, masks, filled, buffer)
         if step.level == "extreme":
             self._store_qkv(refs, buffer)
-        for mask in masks:
+        distinct = {mask.number: mask for mask in masks}
+        for mask in distinct.values():
             mask.drop_tensors()
         return _AttentionStep(
-            tuple(map(call_shape, refs)), tuple(masks), tuple(numbers), kinds, builds
+            calls=tuple(map(call_shape, refs)),
+            masks=tuple(distinct.values()),
+            mask_of_call=tuple(mask.number for mask in masks),
+            check_kinds=kinds,
+            builds=builds,
         )
 
     def take_calls(self, step: StepContext) -> tuple[list[AttentionCall], tuple[BuildRecord, ...]]:
@@ -278,7 +266,7 @@ class AttentionHook:
         if len(calls) < len(all_calls):
             for call in all_calls:
                 if call.module is not None and call.layer is not None:
-                    self.add_kernel_calls([call], call.layer, call.module)
+                    self._refs += _calls_of_kernels([call], call.layer, "direct", call.module)
             self._refs.sort(key=lambda ref: ref.layer)  # between calls of the other layers
         if calls and self._context.layer_of:
             n = f"{len(calls)} kernel call{'s' if len(calls) > 1 else ''}"
@@ -287,7 +275,7 @@ class AttentionHook:
             )
         else:
             for layer, call in enumerate(calls):
-                self.add_kernel_calls([call], layer, self._context.model)
+                self._refs += _calls_of_kernels([call], layer, "direct", self._context.model)
         return builds
 
     def _report_unseen_layers(self, n_seen: int, step: StepContext) -> None:
@@ -296,7 +284,12 @@ class AttentionHook:
             return
         self._n_layers_seen, n_layers = n_seen, len(set(self._context.layer_of.values()))
         if n_seen < n_layers:
-            step.events.append((UNSEEN_LAYERS, _unseen_text(n_seen, n_layers)))
+            text = (
+                f"Attention was seen in {n_seen} of {n_layers} layers. The others did not call a "
+                "kernel that flexinspect observes (own arithmetic, another library's kernel, a "
+                "compiled model)."
+            )
+            step.events.append((UNSEEN_LAYERS, text))
 
     def _store_qkv(self, refs: list[AttentionCall], buffer: StepBuffer) -> None:
         """Store q, k, v of this step's rows; earlier keys are stored with earlier steps."""
@@ -349,10 +342,7 @@ def _report_lost_rows(
             f"Keys or values of layers {layers} were modified before their newest row was "
             "recomputed: its segment attention, LSE and LSE check are missing."
         )
-        data = {"layers": layers}
-        draft.events.append(
-            EventRecord(KEYS_CHANGED, text, step.started_at, step.generation, step.step, data)
-        )
+        draft.add_event(step, KEYS_CHANGED, text, {"layers": layers})
     return lost
 
 
@@ -379,27 +369,12 @@ def _is_transformers_function(backend: str, function: Callable[..., Any]) -> boo
     return backend in _BACKEND_PATHS and module.startswith("transformers.")
 
 
-class _FunctionCall(NamedTuple):
-    """A call of an attention function, with the first fields of `AttentionCall`."""
-
-    layer: int
-    backend: str
-    default_path: str
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def _call_without_kernels(
-    kernels: KernelCalls, function: Callable[..., Any], call: _FunctionCall
-) -> Any:
+def _call_without_kernels(kernels: KernelCalls, call: AttentionCall) -> Any:
     """Make a call without describing its kernel, unless it raises."""
+    assert call.function is not None
     try:
         with ignore_kernels():
-            return function(
+            return call.function(
                 call.module, call.query, call.key, call.value, *call.args, **call.kwargs
             )
     except Exception as error:
@@ -407,22 +382,21 @@ def _call_without_kernels(
         raise
 
 
-def _report_raised(kernels: KernelCalls, call: _FunctionCall, error: BaseException) -> None:
+def _report_raised(kernels: KernelCalls, call: AttentionCall, error: BaseException) -> None:
     """Report a call of an attention function that raised as that of a kernel."""
-    path = call.default_path
     arguments = {
         "query": call.query,
         "key": call.key,
         "value": call.value,
-        "attn_mask": call.args[0] if call.args else call.kwargs.get("attention_mask"),
+        "attn_mask": call.mask,
     }
     with suppress(Exception):  # must not replace the exception of the call
-        kernel_call = KernelCall(SDPA if path == "sdpa" else path, arguments, False)
-        kernels.report_raised(kernel_call, call.layer, error)
+        name = SDPA if call.path == "sdpa" else call.path
+        kernels.report_raised(KernelCall(name, arguments, False), call.layer, error)
 
 
 def _calls_of_function(
-    call: _FunctionCall, output: Tensor, inner: list[KernelReturn], function: Callable[..., Any]
+    call: AttentionCall, output: Tensor, inner: list[KernelReturn]
 ) -> list[AttentionCall]:
     """Return the call of an attention function, or of an unknown one the kernels that it called."""
     if call.backend not in _KNOWN_BACKENDS:
@@ -431,19 +405,20 @@ def _calls_of_function(
             scale = call.kwargs.get("scaling", getattr(call.module, "scaling", None))
             inputs = LayerInputs(call.query, call.key, scale if isinstance(scale, float) else None)
             return [ref._replace(layer_inputs=inputs) for ref in refs]
-    last = inner[-1] if inner else None
-    is_sdpa = last is not None and call.default_path == "sdpa"
-    ref = AttentionCall(
-        *call,
+    lse, LAST_CALL.lse = LAST_CALL.lse, None
+    ref = call._replace(
         output=output,
-        reported_path=LAST_CALL.path or (kernel_path(last) if last is not None else ""),
-        lse=LAST_CALL.lse,
-        softcap=LAST_CALL.softcap or call.kwargs.get("softcap"),
-        causal=bool(last.call.arguments.get("is_causal")) if last and is_sdpa else None,
-        suppressed_exception=last.suppressed_exception if last is not None else None,
-        function=function,
+        path=LAST_CALL.path or call.path,
+        lse=lse,
+        softcap=LAST_CALL.softcap or call.softcap,
     )
-    LAST_CALL.lse = None
+    if inner:
+        last = inner[-1]
+        ref = ref._replace(
+            path=LAST_CALL.path or kernel_path(last),
+            causal=bool(last.call.arguments.get("is_causal")) if call.path == "sdpa" else None,
+            suppressed_exception=last.suppressed_exception,
+        )
     return [ref]
 
 
@@ -452,13 +427,6 @@ def _calls_of_kernels(
 ) -> list[AttentionCall]:
     refs = (call_of_kernel(call, layer, backend, module) for call in calls)
     return [ref for ref in refs if ref is not None]
-
-
-def _unseen_text(n_seen: int, n_layers: int) -> str:
-    return (
-        f"Attention was seen in {n_seen} of {n_layers} layers. The others did not call a kernel "
-        "that flexinspect observes (own arithmetic, another library's kernel, a compiled model)."
-    )
 
 
 def _backend_path(backend: str) -> str:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexinspect.records.step import EventRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
+from flexinspect_hooks.generation.mask_source import evaluate_mask_mod
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 
 if TYPE_CHECKING:
@@ -36,43 +36,31 @@ MAX_SAMPLE_CELLS = 1 << 22
 _PREFIX, _N_COLUMNS = "batchrows/", 6
 
 
-class BatchRowChecker:
-    """Compares the batch rows of each mask once per generation."""
+def put_batch_rows(
+    refs: Sequence[AttentionCall],
+    masks: Sequence[CapturedMask],
+    compared: set[tuple[Any, ...]],
+    buffer: StepBuffer,
+) -> None:
+    """Put a summary of the batch rows of each new mask; calls with one batch row have none.
 
-    def __init__(self) -> None:
-        self._checked: set[tuple[Any, ...]] = set()
-
-    def begin(self) -> None:
-        """Start a generation: its mask_mods may have captured other values."""
-        self._checked.clear()
-
-    def put(
-        self,
-        refs: Sequence[AttentionCall],
-        numbers: Sequence[int],
-        masks: Sequence[CapturedMask],
-        buffer: StepBuffer,
-    ) -> None:
-        """Put a summary of the batch rows of each new mask; calls with one batch row have none."""
-        if refs[0].query.shape[0] < 2:
-            return
-        first = {number: ref for ref, number in zip(reversed(refs), reversed(numbers), strict=True)}
-        for mask in masks:
-            ref = first.get(mask.number)
-            if ref is None or not self._is_new(ref, mask):
-                continue
-            with suppress(Exception):  # a mask_mod may fail for indices its kernel never passed
-                summary = _compare_batch_rows(ref, mask)
-                if summary is not None:
-                    buffer.put(f"{_PREFIX}{mask.number}", summary)
-
-    def _is_new(self, ref: AttentionCall, mask: CapturedMask) -> bool:
+    `compared` are the masks that were compared before in this generation.
+    """
+    if refs[0].query.shape[0] < 2:
+        return
+    calls: dict[int, tuple[AttentionCall, CapturedMask]] = {}
+    for ref, mask in zip(refs, masks, strict=True):
+        calls.setdefault(mask.number, (ref, mask))
+    for ref, mask in calls.values():
         name = None if mask.mask_mod is None else mask_mod_name(mask.mask_mod)
         key = (ref.layer, mask.kind, name, mask.q_len == 1, ref.query.shape[0])
-        if key in self._checked:
-            return False
-        self._checked.add(key)
-        return True
+        if key in compared:
+            continue
+        compared.add(key)
+        with suppress(Exception):  # a mask_mod may fail for indices its kernel never passed
+            summary = _compare_batch_rows(ref, mask)
+            if summary is not None:
+                buffer.put(f"{_PREFIX}{mask.number}", summary)
 
 
 def _compare_batch_rows(ref: AttentionCall, mask: CapturedMask) -> Tensor | None:
@@ -103,19 +91,13 @@ def _sample_row_numbers(n_rows: int) -> Tensor:
 
 
 def _evaluate_mask_mod(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Tensor:
-    """Evaluate a mask_mod as flex does, bool (batch, rows, keys), for head 0.
-
-    vmap expands a dimension that the mask_mod ignores with a stride of 0.
-    """
+    """Evaluate a mask_mod, bool (batch, rows, keys), for head 0."""
     device = block_mask.kv_num_blocks.device
-    over_kv = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
-    over_q = torch.vmap(over_kv, in_dims=(None, None, 0, None))
-    over_b = torch.vmap(over_q, in_dims=(0, None, None, None))
-    zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(n_keys)
-    batches = torch.arange(batch, device=device)
+    batches, keys = torch.arange(batch, device=device), torch.arange(n_keys, device=device)
     with breakpoints_disabled():
-        cells: Tensor = over_b(batches, zero, rows.to(device), keys.to(device))
-    return cells
+        return evaluate_mask_mod(
+            block_mask.mask_mod, batches, torch.zeros_like(keys[0]), rows.to(device), keys
+        )
 
 
 def _summarize_rows(cells: Tensor, mask: CapturedMask) -> Tensor:
@@ -174,6 +156,4 @@ def record_batch_rows(
                 "newest_from": rows[:, 5].tolist(),
             }
         data["differ"] = differ
-        draft.events.append(
-            EventRecord(BATCH_ROWS, text, step.started_at, step.generation, step.step, data)
-        )
+        draft.add_event(step, BATCH_ROWS, text, data)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexinspect.records.step import ArrayRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.observers.attention.mask_capture import CapturedMask
 from flexinspect_hooks.observers.attention.segment_attention import newest_weights
@@ -28,7 +28,6 @@ _SLOTS_PREFIX = "slots/"
 
 def put_slots(
     refs: Sequence[AttentionCall],
-    numbers: Sequence[int],
     masks: Sequence[CapturedMask],
     filled: int | None,
     buffer: StepBuffer,
@@ -39,18 +38,19 @@ def put_slots(
     keys among those slots, and their weight; other keys among them, and their weight. Weights are
     means over heads, of batch 0.
     """
-    suspects = {mask.number for mask in masks if _is_open(mask, filled)}
+    distinct = {mask.number: mask for mask in masks}
+    suspects = {number for number, mask in distinct.items() if _is_open(mask, filled)}
     if not suspects:
         return
-    for index, (ref, number) in enumerate(zip(refs, numbers, strict=True)):
-        if number not in suspects or ref.unknown_scores:
+    for index, (ref, mask) in enumerate(zip(refs, masks, strict=True)):
+        if mask.number not in suspects or ref.unknown_scores:
             continue
         if filled is None and ref.query.shape[2] >= ref.key.shape[2]:
             continue  # as many keys as rows: no cache
-        buffer.put(f"{_SLOTS_PREFIX}{index}", _count_slots(ref, masks[number], filled))
+        buffer.put(f"{_SLOTS_PREFIX}{index}", _count_slots(ref, mask, filled))
         if ref.key.device.type != "cpu":
             # On an accelerator `_is_open` did not read the mask, so check one layer of each mask.
-            suspects.discard(number)
+            suspects.discard(mask.number)
 
 
 def _is_open(mask: CapturedMask, filled: int | None) -> bool:
@@ -88,14 +88,8 @@ def _count_slots(ref: AttentionCall, mask: CapturedMask, filled: int | None) -> 
 
 def record_slots(values: Values, n_calls: int, draft: StepDraft) -> None:
     """Write the stream if any call has such slots (writer thread)."""
-    rows = {
-        int(name.removeprefix(_SLOTS_PREFIX)): row
-        for name, row in values.items()
-        if name.startswith(_SLOTS_PREFIX)
-    }
-    if not any(row[1] or row[3] for row in rows.values()):
-        return
-    array = np.zeros((n_calls, 5), np.float32)
-    for index, row in rows.items():
-        array[index] = row
-    draft.arrays.append(ArrayRecord(SLOTS_STREAM, array))
+    rows = with_prefix(values, _SLOTS_PREFIX)
+    if any(row[1] or row[3] for row in rows.values()):
+        array = np.zeros((n_calls, 5), np.float32)
+        array[[int(index) for index in rows]] = list(rows.values())
+        draft.arrays.append(ArrayRecord(SLOTS_STREAM, array))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -32,7 +33,8 @@ class LayerInputs(NamedTuple):
 class AttentionCall(NamedTuple):
     """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D).
 
-    A tuple, because one is created per layer inside the forward. `causal` is the kernel's argument
+    `path` is the path that ran: as reported by the backend, else derived from the backend's name. A
+    tuple, because one is created per layer inside the forward. `causal` is the kernel's argument
     (None: the module's attribute decides). With `unknown_scores` a score_mod or dropout changes
     scores or weights, so that they cannot be recomputed. `mask_passed_to_layer` is the mask that
     the layer received. `function` or `kernel` is what was called, for `repeat`.
@@ -40,17 +42,16 @@ class AttentionCall(NamedTuple):
 
     layer: int
     backend: str
-    default_path: str
+    path: str
     module: nn.Module
     query: Tensor
     key: Tensor
     value: Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Tensor
-    reported_path: str
-    lse: Tensor | None
-    softcap: float | None
+    output: Tensor = None  # type: ignore[assignment]  # set when the call returns
+    lse: Tensor | None = None
+    softcap: float | None = None
     causal: bool | None = None
     unknown_scores: bool = False
     mask_passed_to_layer: Any = SAME_MASK
@@ -70,11 +71,6 @@ class AttentionCall(NamedTuple):
         assert self.function is not None
         output = self.function(self.module, self.query, self.key, value, *self.args, **self.kwargs)
         return cast(Tensor, output[0])
-
-    @property
-    def path(self) -> str:
-        """The path that ran: as reported by the backend, else derived from the backend's name."""
-        return self.reported_path or self.default_path
 
     @property
     def mask(self) -> Any:
@@ -113,7 +109,7 @@ class AttentionCall(NamedTuple):
         passed = self.mask_passed_to_layer
         if passed is not SAME_MASK and passed is not self.mask:
             return describe_mask(passed)
-        if not (self.reported_path or self.default_path).startswith("flex"):
+        if not self.path.startswith("flex"):
             return None
         mask = self.mask
         if isinstance(mask, BlockMask) or not isinstance(mask, Tensor) or mask.dim() != 4:
@@ -154,7 +150,7 @@ class CallShape(NamedTuple):
             q_len,
             self.k[2],
             head_dim,
-            _DTYPES[self.dtype],
+            _dtype_name(self.dtype),
             self.scale,
             lse_error,
             check_kind,
@@ -166,15 +162,9 @@ class CallShape(NamedTuple):
         )
 
 
-class _DTypeNames(dict[torch.dtype, str]):
-    """Maps torch.float32 to "float32", and caches the names."""
-
-    def __missing__(self, dtype: torch.dtype) -> str:
-        self[dtype] = str(dtype).removeprefix("torch.")
-        return self[dtype]
-
-
-_DTYPES = _DTypeNames()
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def call_shape(ref: AttentionCall) -> CallShape:
@@ -222,7 +212,7 @@ def describe_mask(mask: Any) -> str:
     if isinstance(mask, BlockMask):
         return f"block {tuple(mask.shape)}"
     if isinstance(mask, Tensor):
-        return f"{_DTYPES[mask.dtype]} {tuple(mask.shape)}"
+        return f"{_dtype_name(mask.dtype)} {tuple(mask.shape)}"
     return type(mask).__name__
 
 
@@ -248,7 +238,7 @@ def call_of_kernel(
     return AttentionCall(
         layer=layer,
         backend=backend,
-        default_path=kernel_path(returned),
+        path=kernel_path(returned),
         module=module,
         query=query,
         key=key,
@@ -256,9 +246,7 @@ def call_of_kernel(
         args=(arguments.get("block_mask" if is_flex else "attn_mask"),),
         kwargs={"scaling": arguments.get("scale")},
         output=out.transpose(1, 2),
-        reported_path="",
         lse=lse,
-        softcap=None,
         causal=False if is_flex else bool(arguments.get("is_causal")),
         unknown_scores=bool(arguments.get("score_mod" if is_flex else "dropout_p")),
         mask_passed_to_layer=SAME_MASK if returned.layer is None else returned.mask_passed_to_layer,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexinspect.core.errors import summarize_error
 from flexinspect.records.step import BuildRecord
 from flexinspect.trace.file.side_files import NO_PLACE, CallPlace
 from flexinspect_hooks.capture import last_kernel_call
@@ -34,40 +35,22 @@ from flexinspect_hooks.python_internals.torch_private import module_call_code
 
 
 class KernelReturn(NamedTuple):
-    """A kernel call that returned, in layer `layer` (None: in no known layer).
+    """A kernel call in layer `layer` (None: in no known layer), with its output once it returned.
 
     `module` is the layer's attention module and `mask_passed_to_layer` the mask that it received.
     `suppressed_exception` names the exception in whose handler the call was made, or which a kernel
-    raised earlier in the same layer.
+    raised earlier in the same layer. `started` is a time of `time.perf_counter`, `peak` the peak
+    memory in bytes before a mask is built.
     """
 
     layer: int | None
-    call: KernelCall
-    output: Any
+    module: nn.Module | None
     mask_passed_to_layer: Any
-    suppressed_exception: str | None
-    module: nn.Module | None = None
-
-
-class CurrentLayer(NamedTuple):
-    """An attention module whose forward is running, and the mask that it received."""
-
-    layer: int
-    module: nn.Module
-    mask_passed_to_layer: Any
-
-
-class PendingCall(NamedTuple):
-    """A call that has not returned yet. `peak` is the peak memory in bytes before a mask is built.
-
-    `started` is a time of `time.perf_counter`.
-    """
-
     call: KernelCall
-    current_layer: CurrentLayer | None
     suppressed_exception: str | None
     started: float
     peak: int
+    output: Any = None
 
 
 _active: list[KernelCalls] = []
@@ -84,10 +67,6 @@ def ignore_kernels() -> Iterator[None]:
         yield
     finally:
         _thread.is_quiet = False
-
-
-def _kernels_ignored() -> bool:
-    return getattr(_thread, "is_quiet", False)
 
 
 def is_forward_running() -> bool:
@@ -136,7 +115,7 @@ class KernelCalls:
             # The forward raised. Of a forward that returned, other hooks still need `is_open`.
             if output is None and self.context.is_open:
                 error = sys.exception()
-                self.context.exit_reason = describe_error(error) if error is not None else ""
+                self.context.exit_reason = summarize_error(error) if error is not None else ""
                 self.context.is_open = False
 
         # A function: a copy of the model copies its hooks, and with a method this object too.
@@ -187,16 +166,15 @@ class KernelCalls:
     def accepts(self, name: str) -> bool:
         """Accept the calls of the open step, and masks that are built outside of any forward."""
         if self.context.is_open:
-            return not _kernels_ignored()
+            return not getattr(_thread, "is_quiet", False)
         return name == BUILD and not is_forward_running()
 
-    def before(self, call: KernelCall) -> PendingCall | None:
+    def before(self, call: KernelCall) -> KernelReturn:
         """Return what must be read before the call is made."""
         peak = peak_bytes(self.context.device) if call.name == BUILD else 0
-        current = (
-            _current_layer(self.context.layer_of, self._root) if self.context.is_open else None
-        )
-        layer = None if current is None else current.layer
+        is_open = self.context.is_open
+        place = _current_layer(self.context.layer_of, self._root) if is_open else _NO_LAYER
+        layer = place[0]
         if call.compiled and call.name == FLEX:
             arguments = call.arguments
             last_kernel_call.begin_kernel_call(
@@ -207,42 +185,28 @@ class KernelCalls:
                 block_mask=arguments.get("block_mask"),
             )
             on_compiled_call()
-        return PendingCall(
-            call=call,
-            current_layer=current,
-            suppressed_exception=self.suppressed_exception(layer),
-            started=time.perf_counter(),
-            peak=peak,
-        )
+        suppressed = self.suppressed_exception(layer)
+        return KernelReturn(*place, call, suppressed, time.perf_counter(), peak)
 
-    def after(self, pending: PendingCall, output: Any) -> None:
+    def after(self, pending: KernelReturn, output: Any) -> None:
         """Keep a call that returned, or the record of a mask that was built."""
-        if pending.call.compiled:
+        call = pending.call
+        if call.compiled:
             last_kernel_call.end_kernel_call()
-        if pending.call.name == BUILD:
+        if call.name == BUILD:
             builds = self._builds if self.context.is_open else _unassigned_builds
             builds.append(self._build_record(pending))
             return
-        layer, module, passed_mask = pending.current_layer or (None, None, None)
-        call = pending.call
         if call.compiled and call.name == FLEX and ran_uncompiled():
             call = call._replace(compiled=False)
-        returned = KernelReturn(
-            layer=layer,
-            call=call,
-            output=output,
-            mask_passed_to_layer=passed_mask,
-            suppressed_exception=pending.suppressed_exception,
-            module=module,
-        )
+        returned = pending._replace(call=call, output=output)
         self.done.append(returned)
         if self.context.on_kernel is not None:
             self.context.on_kernel(returned)
 
-    def failed(self, pending: PendingCall, error: BaseException) -> None:
+    def failed(self, pending: KernelReturn, error: BaseException) -> None:
         """Report a kernel call that raised."""
-        current = pending.current_layer
-        self.report_raised(pending.call, None if current is None else current.layer, error)
+        self.report_raised(pending.call, pending.layer, error)
 
     def report_raised(self, call: KernelCall, layer: int | None, error: BaseException) -> None:
         """Record an event at once, because the step may never be recorded.
@@ -251,7 +215,7 @@ class KernelCalls:
         """
         if call.compiled:
             last_kernel_call.end_kernel_call()
-        message = describe_error(error)
+        message = summarize_error(error)
         if layer is not None:
             self._errors[layer] = message
         key = (layer, call.name, message)
@@ -278,19 +242,19 @@ class KernelCalls:
         """
         error = sys.exception()
         if error is not None and error is not self._outer_exception:
-            return describe_error(error)
+            return summarize_error(error)
         return self._errors.get(layer) if layer is not None else None
 
-    def _build_record(self, pending: PendingCall) -> BuildRecord:
+    def _build_record(self, pending: KernelReturn) -> BuildRecord:
         arguments = pending.call.arguments
         peak_growth = max(peak_bytes(self.context.device) - pending.peak, 0)
         return BuildRecord(
-            layer=pending.current_layer.layer if pending.current_layer is not None else None,
+            layer=pending.layer,
             batch=arguments.get("B"),
             heads=arguments.get("H"),
             q_len=int(arguments["Q_LEN"]),
             kv_len=int(arguments["KV_LEN"]),
-            rule=mask_mod_name(arguments["mask_mod"]),
+            mask_mod=mask_mod_name(arguments["mask_mod"]),
             wall_ms=(time.perf_counter() - pending.started) * 1e3,
             peak_growth=peak_growth,
         )
@@ -299,7 +263,13 @@ class KernelCalls:
 _MODULE_CALL = module_call_code()
 
 
-def _current_layer(layer_of: Mapping[int, int], root: int) -> CurrentLayer | None:
+_Place = tuple[int | None, nn.Module | None, Any]
+"""An attention layer whose forward is running: its number, its module, the mask it received."""
+
+_NO_LAYER: _Place = (None, None, None)
+
+
+def _current_layer(layer_of: Mapping[int, int], root: int) -> _Place:
     """Return the innermost attention layer whose forward is running, read from the stack.
 
     The search ends at the model itself, whose id is `root`.
@@ -313,42 +283,27 @@ def _current_layer(layer_of: Mapping[int, int], root: int) -> CurrentLayer | Non
         module = variables["self"]
         layer = layer_of.get(id(module))
         if layer is not None:
-            mask = _mask_argument(variables["args"], variables["kwargs"])
-            return CurrentLayer(layer, module, mask)
+            return layer, module, _mask_argument(variables["args"], variables["kwargs"])
         if id(module) == root:
-            return None
-    return None
-
-
-def describe_error(error: BaseException) -> str:
-    """Return an exception as "Type: first line"."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+            break
+    return _NO_LAYER
 
 
 def _mask_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return an attention module's mask: `attention_mask`, else the first argument like a mask."""
     if "attention_mask" in kwargs:
         return kwargs["attention_mask"]
-    masks = [value for value in args[1:] if isinstance(value, BlockMask) or _is_dense_mask(value)]
-    return masks[0] if masks else None
-
-
-def _is_dense_mask(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 4
-
-
-_SIZE_ARGUMENTS = (("batch", "B"), ("heads", "H"))
+    tensors = (value for value in args[1:] if isinstance(value, BlockMask | Tensor))
+    return next((mask for mask in tensors if isinstance(mask, BlockMask) or mask.dim() == 4), None)
 
 
 def _call_facts(call: KernelCall) -> dict[str, Any]:
     """Return the sizes of a call's tensors, which may explain why it failed."""
     arguments = call.arguments
     if call.name == BUILD:
-        sizes = {
-            name: arguments[key] for name, key in _SIZE_ARGUMENTS if arguments.get(key) is not None
-        }
-        return {"q_len": arguments.get("Q_LEN"), "kv_len": arguments.get("KV_LEN"), **sizes}
+        sizes = {"batch": arguments.get("B"), "heads": arguments.get("H")}
+        known = {name: size for name, size in sizes.items() if size is not None}
+        return {"q_len": arguments.get("Q_LEN"), "kv_len": arguments.get("KV_LEN"), **known}
     query = arguments.get("query")
     facts: dict[str, Any] = {
         "q_len": _row_count(query),

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from flexinspect_hooks.capture.hook import Remove
 from flexinspect_hooks.debugger.python_mods import with_python_mods
+from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import eval_frame_callback_getter, skip_code
 
 FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
@@ -90,7 +91,8 @@ def observe_kernels(observer: KernelObserver) -> Remove:
         if observer in _observers:
             _observers.remove(observer)
             if not _observers:
-                _uninstall()
+                while _restores:
+                    _restores.pop()()
 
     return remove
 
@@ -101,11 +103,6 @@ def _install() -> None:
     _restores.append(_rebind(functional.scaled_dot_product_attention))
     if hasattr(flex_module, _UNCOMPILED_ONLY):
         _restores.append(_track_uncompiled(getattr(flex_module, _UNCOMPILED_ONLY)))
-
-
-def _uninstall() -> None:
-    while _restores:
-        _restores.pop()()
 
 
 _UNCOMPILED_ONLY = "setup_compilation_env"
@@ -125,8 +122,7 @@ def _track_uncompiled(function: Callable[..., Any]) -> Remove:
         return function(*args, **kwargs)
 
     skip_code(cast(FunctionType, noted).__code__)
-    setattr(flex_module, _UNCOMPILED_ONLY, noted)
-    return lambda: setattr(flex_module, _UNCOMPILED_ONLY, function)
+    return patch(flex_module, _UNCOMPILED_ONLY, noted)
 
 
 # -- a call ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +20,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.masks import algebra
 from flexinspect.records.step import MaskRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
-from flexinspect_hooks.generation.mask_mods import head_groups
+from flexinspect_hooks.generation.mask_source import head_groups
 from flexinspect_hooks.python_internals.mask_mod_identity import (
     mask_mod_identity,
     mask_mod_name,
@@ -81,15 +81,15 @@ class MaskStore:
         self._indices = _IndexTensors(device)
         self._stored: set[str] = set()
         self._last_key: tuple[Any, ...] = (None, None, None, None)
-        self._last_grids = BlockGrids()
+        self._last_grids: tuple[_Grid | None, _Grid | None] = (None, None)
 
     def capture_masks(
         self, refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer
-    ) -> tuple[list[CapturedMask], list[int]]:
-        """Return the step's distinct masks and, per call, the number of its mask."""
+    ) -> list[CapturedMask]:
+        """Return the mask of each call; calls with one mask share it, by identity."""
         masks: dict[tuple[Any, ...], CapturedMask] = {}
         by_head: set[tuple[Any, ...]] = set()
-        numbers = []
+        of_call = []
         key: tuple[Any, ...]
         lengths: tuple[int, ...]
         for ref in refs:
@@ -108,8 +108,8 @@ class MaskStore:
                     by_head.add(shared)
                     key = (*shared, ref.query.shape[1])
                 masks[key] = captured
-            numbers.append(masks[key].number)
-        return list(masks.values()), numbers
+            of_call.append(masks[key])
+        return of_call
 
     def _capture_mask(
         self, ref: AttentionCall, number: int, step: StepContext, buffer: StepBuffer
@@ -134,27 +134,43 @@ class MaskStore:
 
     def record(self, mask: CapturedMask, values: Values, draft: StepDraft) -> str:
         """Store the mask if it is new; return its fingerprint (writer thread)."""
-        prefix = f"mask.{mask.number}."
-        tables = self._block_grids([values.get(prefix + name) for name in _TABLE_NAMES])
-        cells, averaged = (values.get(prefix + name) for name in ("cells", "averaged"))
-        executed = ExecutedMask(
-            merge_equal_heads(cells), averaged_rows(averaged), values.get(prefix + "ruled")
+        arrays = with_prefix(values, f"mask.{mask.number}.")
+        partial, full = self._block_grids([arrays.get(name) for name in _TABLE_NAMES])
+        averaged = arrays.get("averaged")
+        block_q, block_kv = mask.block or (None, None)
+        record = MaskRecord(
+            fingerprint="",
+            kind=mask.kind,
+            batch=mask.batch,
+            heads=mask.heads,
+            q_len=mask.q_len,
+            kv_len=mask.kv_len,
+            q_offset=mask.q_offset,
+            kv_offset=mask.kv_offset,
+            block_q=block_q,
+            block_kv=block_kv,
+            mask_mod=None if mask.mask_mod is None else mask_mod_name(mask.mask_mod),
+            compiled=mask.compiled,
+            cells=_merge_equal_heads(arrays.get("cells")),
+            uniform_rows=_merge_equal_heads(averaged if np.any(averaged) else None),
+            partial=partial,
+            full=full,
+            mask_mod_blocks=arrays.get("ruled"),
         )
-        fingerprint = mask_fingerprint(mask, tables, executed)
+        fingerprint = _fingerprint(record, mask)
         if fingerprint not in self._stored:
             self._stored.add(fingerprint)
-            draft.masks.append(mask_record(mask, fingerprint, tables, executed))
+            source = None if mask.mask_mod is None else mask_mod_source(mask.mask_mod)
+            draft.masks.append(replace(record, fingerprint=fingerprint, mask_mod_source=source))
         return fingerprint
 
-    def _block_grids(self, raw: Sequence[npt.NDArray[Any] | None]) -> BlockGrids:
-        """Return the block lists as grids, computed only if they changed since the last call."""
+    def _block_grids(self, raw: Sequence[npt.NDArray[Any] | None]) -> Sequence[_Grid | None]:
+        """Return the partial and the full blocks, computed only if they changed since last time."""
         key = tuple(None if table is None else (table.shape, table.tobytes()) for table in raw)
         if key != self._last_key:
+            full = _block_grid(raw[2], raw[3])
             self._last_key = key
-            full = block_grid(raw[2], raw[3])
-            if full is not None and not full.any():
-                full = None
-            self._last_grids = BlockGrids(block_grid(raw[0], raw[1]), full)
+            self._last_grids = _block_grid(raw[0], raw[1]), full if np.any(full) else None
         return self._last_grids
 
 
@@ -383,82 +399,10 @@ def _expand_blocks(
     return spread[:, :q_len, :kv_len]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockGrids:
-    """Block tables of batch 0, bool (heads, row blocks, key blocks); None if the mask has none."""
-
-    partial: npt.NDArray[np.bool_] | None = None
-    full: npt.NDArray[np.bool_] | None = None
+_Grid = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutedMask:
-    """The executed mask, as stored in `MaskRecord`."""
-
-    cells: npt.NDArray[Any] | None
-    averaged: npt.NDArray[Any] | None
-    mask_mod_blocks: npt.NDArray[Any] | None = None
-
-
-def merge_equal_heads(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
-    """Return cells with one head if all heads are equal, else all cells."""
-    if cells is None or len(cells) == 1:
-        return cells
-    return cells[:1] if all(np.array_equal(cells[0], other) for other in cells[1:]) else cells
-
-
-def averaged_rows(averaged: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
-    """Return which rows are averaged, None if there are none."""
-    return None if averaged is None or not averaged.any() else merge_equal_heads(averaged)
-
-
-def mask_fingerprint(mask: CapturedMask, tables: BlockGrids, executed: ExecutedMask) -> str:
-    """Return a hash of a mask: kind, lengths, mask_mod with captured values, tables and cells.
-
-    Evaluated cells are always included: two mask_mods of one name may have captured different
-    values, and a fingerprint stands for the executed mask.
-    """
-    key = (mask.kind, mask.batch, mask.heads, mask.q_len, mask.kv_len, mask.block, mask.compiled)
-    name = "" if mask.mask_mod is None else mask_mod_name(mask.mask_mod)
-    digest = hashlib.blake2b(f"{key}{name}{mask.identity}".encode(), digest_size=8)
-    for bits in (executed.cells, executed.averaged):
-        if bits is not None:
-            digest.update(np.packbits(bits).tobytes())
-    for grid in (tables.partial, tables.full, executed.mask_mod_blocks):
-        if grid is not None:
-            digest.update(grid.tobytes())
-    return digest.hexdigest()
-
-
-def mask_record(
-    mask: CapturedMask, fingerprint: str, tables: BlockGrids, executed: ExecutedMask
-) -> MaskRecord:
-    """Return the record of a mask."""
-    return MaskRecord(
-        fingerprint=fingerprint,
-        kind=mask.kind,
-        batch=mask.batch,
-        heads=mask.heads,
-        q_len=mask.q_len,
-        kv_len=mask.kv_len,
-        q_offset=mask.q_offset,
-        kv_offset=mask.kv_offset,
-        block_q=mask.block[0] if mask.block else None,
-        block_kv=mask.block[1] if mask.block else None,
-        rule=None if mask.mask_mod is None else mask_mod_name(mask.mask_mod),
-        rule_source=None if mask.mask_mod is None else mask_mod_source(mask.mask_mod),
-        compiled=mask.compiled,
-        cells=executed.cells,
-        averaged=executed.averaged,
-        partial=tables.partial,
-        full=tables.full,
-        ruled=executed.mask_mod_blocks,
-    )
-
-
-def block_grid(
-    counts: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | None
-) -> npt.NDArray[np.bool_] | None:
+def _block_grid(counts: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | None) -> _Grid | None:
     """Return a block list of batch 0 as bool (heads, row blocks, key blocks)."""
     if counts is None or indices is None:
         return None
@@ -468,3 +412,27 @@ def block_grid(
     grid = np.zeros((*listed.shape[:-1], n_columns + 1), np.bool_)
     np.put_along_axis(grid, listed.astype(np.intp), True, axis=-1)
     return grid[..., :n_columns]
+
+
+def _merge_equal_heads(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+    """Return cells with one head if all heads are equal, else all cells."""
+    if cells is None or len(cells) == 1:
+        return cells
+    return cells[:1] if all(np.array_equal(cells[0], other) for other in cells[1:]) else cells
+
+
+def _fingerprint(record: MaskRecord, mask: CapturedMask) -> str:
+    """Return a hash of a mask: kind, lengths, mask_mod with captured values, tables and cells.
+
+    Evaluated cells are always included: two mask_mods of one name may have captured different
+    values, and a fingerprint stands for the executed mask.
+    """
+    key = (mask.kind, mask.batch, mask.heads, mask.q_len, mask.kv_len, mask.block, mask.compiled)
+    digest = hashlib.blake2b(f"{key}{record.mask_mod or ''}{mask.identity}".encode(), digest_size=8)
+    for bits in (record.cells, record.uniform_rows):
+        if bits is not None:
+            digest.update(np.packbits(bits).tobytes())
+    for grid in (record.partial, record.full, record.mask_mod_blocks):
+        if grid is not None:
+            digest.update(grid.tobytes())
+    return digest.hexdigest()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import Array
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.observers.attention.mask_capture import CapturedMask
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import tensor_version
@@ -59,7 +58,6 @@ class SegmentAttentionReducer:
     def reduce(
         self,
         refs: Sequence[AttentionCall],
-        numbers: Sequence[int],
         masks: Sequence[CapturedMask],
         kv_after: int,
         buffer: StepBuffer,
@@ -69,24 +67,22 @@ class SegmentAttentionReducer:
         `gate` is the error of the LSE check. Returns the kind of check of each call: "lse",
         "output", or "" if its row cannot be recomputed.
         """
-        kinds = [
-            _lse_check_kind(ref, masks[number]) for ref, number in zip(refs, numbers, strict=True)
-        ]
+        kinds = [_lse_check_kind(ref, mask) for ref, mask in zip(refs, masks, strict=True)]
         if not any(kinds):
             return ()
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, ref in enumerate(refs):
             shape = (*ref.key.shape[1:], ref.query.shape[1])
-            key = (numbers[index], *shape, ref.lse is not None, ref.scale, ref.softcap)
+            key = (masks[index].number, *shape, ref.lse is not None, ref.scale, ref.softcap)
             if kinds[index]:
                 groups.setdefault(key, []).append(index)
         for key, members in groups.items():
-            cells = masks[key[0]].cells
-            assert cells is not None
+            mask = masks[members[0]]
+            assert mask.cells is not None
             _reduce_group(
                 [refs[i] for i in members],
-                cells[:, -1],
-                masks[key[0]].bias,
+                mask.cells[:, -1],
+                mask.bias,
                 # A static cache has more keys than the sequence, a sliding one fewer.
                 self._segment_membership(key[2], max(kv_after - key[2], 0)),
                 members if len(members) < len(refs) else None,
@@ -101,13 +97,9 @@ def newest_weights(ref: AttentionCall, mask: CapturedMask) -> Tensor:
     assert mask.cells is not None
     closed = ~mask.cells[:, -1]
     scores = attention_scores(torch, _queries([ref]), [_plain(ref.key[0])])
-    scores = capped(torch, scores, ref.softcap)
-    if mask.bias is not None:
-        scores = shift_lowest_rows(torch, scores + mask.bias, closed)
-    weights: Tensor = softmax_weights(torch, mask_scores(torch, scores, closed, -math.inf), None)[
-        1
-    ][0]
-    return weights.nan_to_num()
+    scores = _final_scores(torch, scores, ref.softcap, mask.bias, closed)
+    _, weights = softmax_weights(torch, mask_scores(torch, scores, closed, -math.inf), None)
+    return cast(Tensor, weights[0].nan_to_num())
 
 
 def _lse_check_kind(ref: AttentionCall, mask: CapturedMask) -> str:
@@ -123,10 +115,8 @@ def _lse_check_kind(ref: AttentionCall, mask: CapturedMask) -> str:
 def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
     """Return mass, lse, entropy and gate of all calls in call order, from the groups' results."""
     out: dict[str, Array] = {}
-    for key, part in values.items():
-        if not key.startswith(_ATTENTION_PREFIX):
-            continue
-        name, _, members = key.removeprefix(_ATTENTION_PREFIX).partition("/")
+    for key, part in with_prefix(values, _ATTENTION_PREFIX).items():
+        name, _, members = key.partition("/")
         if not members:
             out[name] = part
             continue
@@ -138,10 +128,8 @@ def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
 def lost_calls(values: Values, n_calls: int) -> set[int]:
     """Return the calls whose rows were not recomputed because their keys were modified before."""
     lost: set[int] = set()
-    for key in values:
-        if key.startswith(_LOST_PREFIX):
-            members = key.removeprefix(_LOST_PREFIX).removeprefix("/")
-            lost |= set(map(int, members.split(","))) if members else set(range(n_calls))
+    for members in with_prefix(values, _LOST_PREFIX):
+        lost |= set(map(int, members[1:].split(","))) if members else set(range(n_calls))
     return lost
 
 
@@ -149,17 +137,6 @@ _ATTENTION_PREFIX = "attention/"
 _LOST_PREFIX = "attention-lost"
 _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")
 """Keyword arguments of attention functions that change the weights: a sink, a bias by distance."""
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupPlan:
-    """What `_reduce_scores` needs besides tensors; `deferred` are those that must not change."""
-
-    suffix: str
-    softcap: float | None
-    has_bias: bool
-    has_lse: bool
-    deferred: _DeferredTensors | None
 
 
 def _reduce_group(
@@ -180,25 +157,26 @@ def _reduce_group(
     queries = _queries(refs)
     closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
     keys = [_plain(ref.key[0]) for ref in refs]
-    inputs = [closed, inside] if bias is None else [closed, inside, bias]
+    inputs: dict[str, Any] = {"closed": closed, "inside": inside, "bias": bias}
     suffix = "" if members is None else "/" + ",".join(map(str, members))
     held = _defer_tensors(refs) if may_wait else None
-    plan = _GroupPlan(suffix, first.softcap, bias is not None, first.lse is not None, held)
-    values: list[Tensor] = []
+    reduce = partial(_reduce_scores, suffix, first.softcap)
+    values = None
     if first.lse is None:
-        inputs.append(_outputs(refs))
+        inputs["outputs"] = _outputs(refs)
         values = [_plain(ref.value[0]) for ref in refs]
     else:
         lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
-        inputs.append(lse[:: first.query.shape[0]])  # batch 0 of each layer
+        inputs["kernel_lse"] = lse[:: first.query.shape[0]]  # batch 0 of each layer
     if held is not None:
-        buffer.defer(partial(_reduce_deferred, plan), queries, *inputs, *keys, *values)
+        reduce = partial(_reduce_deferred, suffix, first.softcap, held)
+        buffer.defer(reduce, queries=queries, keys=keys, values=values, **inputs)
         return
     scores = attention_scores(torch, queries, keys)
-    if values:
-        inputs.append(_recompute_outputs(plan, scores, closed, bias, values))
+    if values is not None:
+        inputs["recomputed"] = _recompute_outputs(first.softcap, scores, closed, bias, values)
     may_wait = scores.nbytes <= MAX_DEFERRED_SCORE_BYTES
-    buffer.defer(partial(_reduce_scores, plan), scores, *inputs, wait=may_wait)
+    buffer.defer(reduce, wait=may_wait, scores=scores, **inputs)
 
 
 MAX_DEFERRED_BYTES = 64 << 20
@@ -283,54 +261,66 @@ def _outputs(refs: Sequence[AttentionCall]) -> Tensor:
 
 
 def _recompute_outputs(
-    plan: _GroupPlan, scores: Tensor, closed: Tensor, bias: Tensor | None, values: Sequence[Tensor]
+    softcap: float | None,
+    scores: Tensor,
+    closed: Tensor,
+    bias: Tensor | None,
+    values: Sequence[Tensor],
 ) -> Tensor:
     """Return the rows' outputs from their scores, (layers, q heads, D), NaN for a row without keys.
 
     Computed at once and not in the writer thread, because the values may be modified meanwhile.
     """
-    scores = capped(torch, scores, plan.softcap)
-    if bias is not None:
-        scores = shift_lowest_rows(torch, scores + bias, closed)
+    scores = _final_scores(torch, scores, softcap, bias, closed)
     weights = torch.softmax(mask_scores(torch, scores, closed, -math.inf), -1)
     return cast(Tensor, layer_products(torch, grouped(weights, values), values))
 
 
-def _reduce_deferred(plan: _GroupPlan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]:
+def _reduce_deferred(
+    suffix: str,
+    softcap: float | None,
+    held: _DeferredTensors,
+    xp: Any,
+    *,
+    queries: Any,
+    keys: Sequence[Any],
+    **inputs: Any,
+) -> dict[str, Any]:
     """Compute scores and reduce them with `_reduce_scores`, or report that the rows are lost.
 
-    They are lost if a tensor of `plan.deferred` was modified meanwhile. `queries` is (layers, kv
-    heads, group, D); `inputs` are those of `_reduce_scores`, with one key (kv heads, keys, D) per
-    layer after the LSE or the outputs. Keys are read in place, one batched product per layer,
-    because copying them would cost more than the products.
+    They are lost if a tensor of `held` was modified meanwhile. `queries` is (layers, kv heads,
+    group, D); there is one key (kv heads, keys, D) per layer. Keys are read in place, one batched
+    product per layer, because copying them would cost more than the products.
     """
-    before, after = 4 if plan.has_bias else 3, len(queries)
-    keys, rest = inputs[before : before + after], (*inputs[:before], *inputs[before + after :])
-    out = _reduce_scores(plan, xp, attention_scores(xp, queries, keys), *rest)
-    if plan.deferred is not None and plan.deferred.were_modified():
-        return {f"{_LOST_PREFIX}{plan.suffix}": xp.ones(())}
-    return out
+    scores = attention_scores(xp, queries, keys)
+    out = _reduce_scores(suffix, softcap, xp, scores=scores, **inputs)
+    return {f"{_LOST_PREFIX}{suffix}": xp.ones(())} if held.were_modified() else out
 
 
 def _reduce_scores(
-    plan: _GroupPlan, xp: Any, scores: Any, closed: Any, inside: Any, *rest: Any
+    suffix: str,
+    softcap: float | None,
+    xp: Any,
+    *,
+    scores: Any,
+    closed: Any,
+    inside: Any,
+    bias: Any,
+    kernel_lse: Any = None,
+    outputs: Any = None,
+    recomputed: Any = None,
+    values: Sequence[Any] | None = None,
 ) -> dict[str, Any]:
     """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
 
     `scores` is (layers, q heads, keys), `closed` broadcastable to one layer of it, `inside` the
-    segment membership (keys, segments). `rest` is the bias if the plan has one, then either the
-    kernel's lse (layers, q heads), or its outputs (layers, q heads, D) followed by what to compare
-    them with: recomputed outputs, or one value (kv heads, keys, D) per layer to recompute them.
-    `xp` is torch or numpy.
+    segment membership (keys, segments). The check needs the kernel's LSE (layers, q heads), or its
+    outputs (layers, q heads, D) and what to compare them with: recomputed outputs, or one value
+    (kv heads, keys, D) per layer to recompute them. `xp` is torch or numpy.
     """
-    parts = list(rest)
-    bias = parts.pop(0) if plan.has_bias else None
-    from_kernel, *others = parts
-    scores = capped(xp, scores, plan.softcap)
-    if bias is not None:
-        scores = shift_lowest_rows(xp, scores + bias, closed)
+    scores = _final_scores(xp, scores, softcap, bias, closed)
     seen = mask_scores(xp, scores, closed, -math.inf)
-    lse, weights = softmax_weights(xp, seen, from_kernel if plan.has_lse else None)
+    lse, weights = softmax_weights(xp, seen, kernel_lse)
     has_keys = lse > -math.inf
     shift = xp.where(has_keys, lse, xp.zeros_like(lse))
     total = xp.sum(weights, axis=-1)
@@ -338,17 +328,14 @@ def _reduce_scores(
     # With w = exp(s - lse) the entropy in nats is lse * sum w - sum(w * s). Segment attention is
     # one product: running sums between borders take five times as long.
     out = {"mass": xp.matmul(weights, inside), "lse": lse, "entropy": shift * total - spread}
-    if plan.has_lse:
+    if outputs is None:
         out["gate"] = xp.amax(xp.abs(total - xp.where(has_keys, 1.0, 0.0)), axis=-1)
     else:
-        recomputed = (
-            others[0]
-            if plan.deferred is None
-            else layer_products(xp, grouped(weights, others), others)
-        )
+        if values is not None:
+            recomputed = layer_products(xp, grouped(weights, values), values)
         recomputed = xp.where(has_keys[..., None], recomputed, 0.0)
-        out["gate"] = output_error(xp, recomputed, from_kernel)
-    return {f"{_ATTENTION_PREFIX}{name}{plan.suffix}": value for name, value in out.items()}
+        out["gate"] = output_error(xp, recomputed, outputs)
+    return {f"{_ATTENTION_PREFIX}{name}{suffix}": value for name, value in out.items()}
 
 
 def attention_scores(xp: Any, queries: Any, keys: Sequence[Any]) -> Any:
@@ -374,9 +361,10 @@ def layer_products(xp: Any, left: Any, right: Sequence[Any]) -> Any:
     return products.reshape(len(products), -1, products.shape[-1])
 
 
-def capped(xp: Any, scores: Any, cap: float | None) -> Any:
-    """Return scores with a soft cap: cap * tanh(scores / cap)."""
-    return cap * xp.tanh(scores / cap) if cap else scores
+def _final_scores(xp: Any, scores: Any, cap: float | None, bias: Any, closed: Any) -> Any:
+    """Return scores with a soft cap, cap * tanh(scores / cap), and with what a mask adds."""
+    scores = cap * xp.tanh(scores / cap) if cap else scores
+    return scores if bias is None else shift_lowest_rows(xp, scores + bias, closed)
 
 
 def mask_scores(xp: Any, scores: Any, closed: Any, value: float) -> Any:

@@ -1,14 +1,13 @@
 """Runs a user's program under capture: its trace, printed output, models and end.
 
-This module does not import torch or transformers. When the program imports them, `on_torch` is
-called and the `ModelFinder` is created.
+This module does not import torch or transformers. When the program imports them, torch's settings
+are applied and the `ModelFinder` is created.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import platform
 import signal
 import sys
 import threading
@@ -16,21 +15,19 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.control.discovery import ServeOptions
-from flexinspect.core import __version__
 from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.records import protocol
 from flexinspect.records.job import ScriptJob
 from flexinspect.records.step import EventRecord, OutputRecord
-from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.breakpoints.actions import RunBreakpoints, StoppedAtBreakpointError
 from flexinspect_hooks.capture import last_kernel_call
+from flexinspect_hooks.capture.new_trace import new_writer, package_versions, run_manifest
 from flexinspect_hooks.control.handlers import CaptureInfo
-from flexinspect_hooks.control.running import CaptureControl
+from flexinspect_hooks.control.server import CaptureControl, job_control
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
 from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
@@ -66,9 +63,7 @@ def on_torch(run: ProgramCapture) -> None:
 
     if run.job.threads is not None:
         torch.set_num_threads(run.job.threads)
-    run.update_manifest(
-        versions={**_versions(), "torch": torch.__version__}, threads=torch.get_num_threads()
-    )
+    run.update_manifest(versions=package_versions(), threads=torch.get_num_threads())
 
 
 class ProgramCapture:
@@ -88,11 +83,12 @@ class ProgramCapture:
         self._finder: ModelFinder | None = None
         self._finder_lock = threading.Lock()
         self._pending_calls: deque[str] = deque()
-        self._is_calling_finder = False
         self._tokenizers = TokenizerTracker()
-        self.writer = _open_trace(job)
+        self.writer = new_writer(job.out, _program_manifest(job), overwrite=job.overwrite)
         self._levels, self._running = self._make_control()
-        self._breaks = RunBreakpoints(job, self._running, self._report_pause)
+        self._breaks = RunBreakpoints(
+            job, self._running, lambda text: control.send(protocol.STOPPED, text=text)
+        )
         last_kernel_call.start_recording_calls(self.writer.recording_path)
         control.send(
             protocol.TRACE,
@@ -103,17 +99,11 @@ class ProgramCapture:
 
     def _make_control(self) -> tuple[SessionLevels, CaptureControl]:
         """Create the control of this capture; if its address is invalid, discard the trace."""
-        job, trace = self.job, str(self.writer.recording_path)
-        levels = SessionLevels(job.level, job.layers)
-        serving = ServeOptions(*job.serving) if job.serving is not None else None
+        info = CaptureInfo("program", self.job.program, str(self.writer.recording_path))
+        levels = SessionLevels(self.job.level, self.job.layers)
+        report = partial(self.record_event, "control-server")
         try:
-            return levels, CaptureControl(
-                CaptureInfo("program", job.program, trace),
-                levels,
-                is_served=job.control,
-                serving=serving,
-                report=lambda text: self.record_event("control", text),
-            )
+            return levels, job_control(self.job, info, levels, report)
         except UsageError:
             self.writer.close("failed")
             self.writer.discard()
@@ -143,9 +133,11 @@ class ProgramCapture:
         )
         keep_running_when_stopped(listener).start()
         self._debugging.begin(self.writer.recording_path, self.record_event)
-        self._phase(_RUNNING)
+        self.record_event("phase", _RUNNING)
         self._import_hooks.install()
-        _flush_lines()
+        with suppress(AttributeError, ValueError, OSError):
+            # At each line end, as on a terminal, so that the order of lines is kept.
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         try:
             run_program(self.job.program, self.job.args, is_module=self.job.is_module)
         except BaseException as error:
@@ -166,68 +158,58 @@ class ProgramCapture:
             self._control.send(protocol.ERROR, **facts, exit_code=stopped.exit_code)
             raise SystemExit(stopped.exit_code) from None
 
-    def _report_pause(self, text: str) -> None:
-        self._control.send(protocol.STOPPED, text=text)
-
     def _call_finder(self, method: str) -> None:
         """Call a method of the finder by name; torch must be loaded.
 
         Importing the finder imports watched modules too: calls that are requested meanwhile, in
         this thread or another, are made when the finder exists.
         """
-        with self._finder_lock:
-            self._pending_calls.append(method)
-            if self._is_calling_finder:
-                return
-            self._is_calling_finder = True
-        try:
-            while (pending := self._next()) is not None:
-                getattr(self._get_finder(), pending)()
-        finally:
-            self._is_calling_finder = False
-
-    def _next(self) -> str | None:
-        with self._finder_lock:
-            self._is_calling_finder = bool(self._pending_calls)
-            return self._pending_calls.popleft() if self._pending_calls else None
+        self._pending_calls.append(method)
+        # The thread that holds the lock makes the calls, and checks again after releasing it.
+        while self._pending_calls and self._finder_lock.acquire(blocking=False):
+            try:
+                if self._pending_calls:
+                    getattr(self._get_finder(), self._pending_calls.popleft())()
+            finally:
+                self._finder_lock.release()
 
     def _get_finder(self) -> ModelFinder:
         if self._finder is None:
             from flexinspect_hooks.user_code.model_discovery import ModelFinder
 
-            finder = ModelFinder(self.job, self.writer, self._tokenizers)
-            finder.attach_control(self._running.barrier, self._levels)
-            self._running.barrier.stop_debugger = self._debugging.stop_between_steps
+            barrier = self._running.barrier
+            finder = ModelFinder(self.job, self.writer, self._tokenizers, barrier, self._levels)
+            barrier.stop_debugger = self._debugging.stop_between_steps
             self._running.attach_recorder(finder.recorder)
             finder.break_on(self._breaks.begin(finder.recorder))
             self._finder = finder
         return self._finder
 
     def _on_torch(self) -> None:
+        import torch
+
         # Not with the first model, because a training may have none that is found.
         self._running.start()
-        on_torch(self)
+        if self.job.threads is not None:
+            torch.set_num_threads(self.job.threads)
+        self.update_manifest(versions=package_versions(), threads=torch.get_num_threads())
 
     def _on_flex(self) -> None:
         self._call_finder(_WATCH_STANDALONE)
         self._debugging.on_flex_attention(self.record_event)
 
     def _on_transformers(self) -> None:
-        import torch
-        import transformers
-
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        self.update_manifest(versions={**_versions(), **versions})
+        self.update_manifest(versions=package_versions())
         self._call_finder(_MODELS)
-        self._phase(_RUNNING)
+        self.record_event("phase", _RUNNING)
 
     def _on_import_begin(self, name: str) -> None:
         if name in _PHASES:
-            self._phase(_PHASES[name])
+            self.record_event("phase", _PHASES[name])
 
     def _on_import_error(self, name: str, error: Exception) -> None:
         message = f"{type(error).__name__}: {error}"
-        self.record_event("unseen", f"The program's use of {name} is not recorded: {message}")
+        self.record_event("not-recorded", f"The program's use of {name} is not recorded: {message}")
 
     # -- recording -------------------------------------------------------------------------------
 
@@ -240,9 +222,6 @@ class ProgramCapture:
         """Record an event outside of a step."""
         with suppress(TraceWriteError):
             self.writer.write_event(EventRecord(kind, text, time.time(), data=data))
-
-    def _phase(self, name: str) -> None:
-        self.record_event("phase", name)
 
     def _read_messages(self) -> None:
         """Handle the launcher's messages; when the launcher is gone, end the program."""
@@ -319,10 +298,20 @@ class ProgramCapture:
         if n := self._children.n:
             were = "child process was" if n == 1 else "child processes were"
             self.record_event(
-                "unseen", f"{n} {were} started; what runs there is not recorded.", n=n
+                "not-recorded", f"{n} {were} started; what runs there is not recorded.", n=n
             )
-        if self._finder is None or not (self._finder.n_models or self._finder.has_standalone_calls):
-            self.record_event("unseen", _no_model_text())
+        if self._finder is None or not self._finder.has_found_anything:
+            reason = "the program did not use transformers' models"
+            if "transformers.modeling_utils" in sys.modules:
+                reason = (
+                    "none was called in this process, or only inside a graph that torch.compile "
+                    "made"
+                )
+            self.record_event(
+                "not-recorded",
+                f"No transformers model was found: {reason}. "
+                "flexinspect.watch(module) in the code records any torch module.",
+            )
 
     def _note(self) -> str | None:
         if self._finder is None:
@@ -354,40 +343,17 @@ def _no_model_text() -> str:
     )
 
 
-def _open_trace(job: ScriptJob) -> TraceWriter:
-    try:
-        return TraceWriter.create(job.out, _program_manifest(job), overwrite=job.overwrite)
-    except TraceWriteError as error:
-        raise UsageError(error.message, hint=error.hint) from error
-
-
 def _program_manifest(job: ScriptJob) -> dict[str, Any]:
     declaration = job.declaration
-    return {
-        "flexinspect": __version__,
-        "argv": list(job.argv),
-        "cwd": str(Path.cwd()),
-        "pid": os.getpid(),
-        "started_at": time.time(),
-        "program": {"name": job.program, "is_module": job.is_module, "args": list(job.args)},
-        "declared": {
-            "segments": [
-                segment if isinstance(segment, str) else list(segment)
-                for segment in declaration.segments
-            ],
-            "mask": declaration.mask,
-            "separators": declaration.separators,
-        },
-        "level": job.level,
-        "graphs_counted": True,
-        "versions": _versions(),
-        "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
-        "git": job.git,
+    segments = [s if isinstance(s, str) else list(s) for s in declaration.segments]
+    declared = {
+        "segments": segments,
+        "mask": declaration.mask,
+        "separators": declaration.separators,
     }
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "flexinspect": __version__}
+    program = {"name": job.program, "is_module": job.is_module, "args": list(job.args)}
+    facts = {"program": program, "declared": declared, "graphs_counted": True}
+    return run_manifest(job.argv, job.level, job.git, **facts)
 
 
 def _flush_lines() -> None:

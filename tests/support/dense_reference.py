@@ -1,4 +1,4 @@
-"""Dense attention under the same mask: the reference that captured runs are checked against."""
+"""Dense attention under the same mask: the oracle that runs and records are checked against."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def additive_mask(cells: BoolArray, dtype: torch.dtype, device: torch.device) ->
 @contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
     """Use a model's eager attention inside the context, then restore its implementation."""
-    saved = [(c, c._attn_implementation_internal) for c in model_configs(model)]
+    saved = [(config, config._attn_implementation_internal) for config in model_configs(model)]
     for config, _ in saved:
         config._attn_implementation_internal = "eager"
     try:
@@ -72,35 +72,6 @@ def _band(n: int, size: int) -> BoolArray:
     index = np.arange(n)
     band: BoolArray = index[:, None] - index[None] < size
     return band
-
-
-def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    visible: Tensor,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Attention output (batch, q heads, rows, D), differentiable on any device.
-
-    `query` is (batch, q heads, rows, D), `key` and `value` (batch, kv heads, keys, D), `visible`
-    bool (1 or q heads, rows, keys). It rounds as uncompiled FlexAttention does: scores and softmax
-    in at least float32. The output and the gradient of a row without keys are 0.
-    """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
-    scores = (
-        query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    )
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    # The lowest float, not -Inf: the softmax of a row of -Inf would have no gradient.
-    closed = scores.masked_fill(~visible, torch.finfo(wide).min)
-    weights = torch.softmax(closed, -1).masked_fill(~visible, 0.0)
-    return weights.to(value.dtype) @ value
 
 
 def attention_row(

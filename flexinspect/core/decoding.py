@@ -1,0 +1,41 @@
+"""Plain data (from JSON or TOML) as typed objects, with a sentence for data of another form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.text import did_you_mean
+
+T = TypeVar("T")
+
+
+def convert(kind: type[T], data: Any, where: str, error: type[FlexInspectError] = UsageError) -> T:
+    """Return data as an object of type `kind`; msgspec checks types, bounds and fields.
+
+    Raises `error` with the invalid field, and with the known values or fields where they are few.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as invalid:
+        reason, _, path = str(invalid).partition(" - at ")
+        names = re.findall(r"\.(\w+)", path)
+        place = f" in {'.'.join(names)}" if names else ""
+        wrong = re.search(r"unknown field `(.*)`|enum value '(.*)'", reason)
+        known = _known_values(kind, names) if wrong else ()
+        listed = f" (known: {', '.join(known)})" if known else ""
+        hint = did_you_mean(wrong[1] or wrong[2], known) if wrong else ""
+        raise error(f"{where} is not valid{place}: {reason}{listed}.", hint=hint) from invalid
+
+
+def _known_values(kind: Any, path: Sequence[str]) -> Sequence[str]:
+    """Return the values of the field at a path of names, or the fields of the object there."""
+    for name in path:
+        hint = get_type_hints(kind)[name]
+        kind = next((one for one in get_args(hint) if hasattr(one, "__struct_fields__")), hint)
+    literals = next((get_args(one) for one in get_args(kind) if get_args(one)), get_args(kind))
+    return literals or kind.__struct_fields__

@@ -1,0 +1,153 @@
+"""Read traces of earlier versions by the names of today.
+
+A temporary view takes the place of a table that is incomplete or has old names, because SQLite
+resolves an unqualified name to it first. It gives defaults for what is missing, and today's names
+to columns, values and JSON keys. The names of version 1 are listed here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+
+from flexinspect.trace import schema
+from flexinspect.trace.schema import Column, Table
+
+OLDEST_VERSION = 1
+"""The oldest version that can be read."""
+
+Names = Mapping[str, str]
+
+ADDED_TABLES = (
+    schema.INPUTS,
+    schema.BUILDS,
+    schema.GRADIENTS,
+    schema.TRAINING_STEPS,
+    schema.REVIEWS,
+    schema.OUTPUT,
+)
+"""Tables that the first traces did not have; the others are in every trace."""
+
+OLD_COLUMNS: Mapping[str, Names] = {
+    "builds": {"mask_mod": "rule"},
+    "calls": {
+        "check_kind": "gate_kind",
+        "lse_error": "gate",
+        "mask_passed_to_layer": "handed",
+        "suppressed_exception": "swallowed",
+    },
+    "gradients": {"logits_error": "gate", "runner_up_id": "rival"},
+    "masks": {"mask_mod": "rule", "mask_mod_source": "rule_source"},
+    "training_steps": {"anomaly_origin": "producer", "n_nonfinite": "n_sick"},
+}
+"""By table: the name of a column in version 1, by its name of today."""
+
+NEW_EVENT_KINDS: Names = {
+    "batch": "batched-input",
+    "breakpoint-unknown": "breakpoint-not-evaluated",
+    "continued": "resumed",
+    "control": "control-server",
+    "cost": "gradients-cost",
+    "gradients-by-reference": "gradients-dense-fallback",
+    "holding": "model-kept-alive",
+    "hook-off": "hook-disabled",
+    "hooks-again": "hooks-reinstalled",
+    "keys-changed": "cache-overwritten",
+    "learnt-positions": "learned-positions",
+    "no-cache": "cache-disabled",
+    "no-ids": "no-input-ids",
+    "no-weights": "not-attention-weights",
+    "not-followed": "generate-not-followed",
+    "not-returned": "kernel-did-not-return",
+    "other-cache": "cache-switched",
+    "parameters": "parameters-changed",
+    "rule-off": "rule-disabled",
+    "segments": "segments-not-found",
+    "several-rows": "chunked-input",
+    "step-unread": "step-not-recorded",
+    "thinned": "detail-reduced",
+    "unreached": "parameters-without-gradient",
+    "unseen": "not-recorded",
+}
+"""The kind of an event today, by its kind in version 1."""
+
+_NEW_DECLARED_KEYS: Names = {
+    "pieces": "segments",
+    "words": "tokenizer",
+    "rule": "mask_mod",
+    "head": "prefix_stops",
+    "low": "local_starts",
+}
+NEW_VALUES: Mapping[tuple[str, str], Names] = {
+    ("arrays", "stream"): {
+        "mask.averaged": "mask.uniform_rows",
+        "mask.ruled": "mask.mask_mod_blocks",
+    },
+    ("events", "kind"): NEW_EVENT_KINDS,
+    ("training_steps", "loss_source"): {"told": "reported"},
+}
+"""By table and column: the value of today, by that of version 1."""
+
+NEW_JSON_KEYS: Mapping[tuple[str, str], Names] = {
+    ("branches", "change"): _NEW_DECLARED_KEYS,
+    ("events", "data"): {"entered": "is_running", "what": "description"},
+    ("findings", "evidence"): {
+        "bar": "tolerance",
+        "fed": "received",
+        "gate": "check_error",
+        "handed": "mask_passed_to_layer",
+        "producer": "anomaly_origin",
+        "rule": "mask_mod",
+        "said": "anomaly_message",
+        "swallowed": "suppressed_exception",
+        "told by": "reported_by",
+    },
+    ("generations", "declared"): _NEW_DECLARED_KEYS,
+    ("training_steps", "anomaly_origin"): {"n_carriers": "n_affected"},
+}
+"""By table and column: the key of today in its JSON, by that of version 1."""
+
+_COLUMNS_SQL = (
+    "SELECT m.name, p.name FROM main.sqlite_schema m JOIN pragma_table_info(m.name, 'main') p "
+    "WHERE m.type = 'table'"
+)
+_DEFAULT_LITERALS = {
+    "int": "0",
+    "bool": "0",
+    "text": "''",
+    "object": "'{}'",
+    **dict.fromkeys(("texts", "ints", "floats", "runs"), "'[]'"),
+}
+
+
+def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
+    """Return for each table with differences, by name, the SELECT that gives it today's form."""
+    columns: dict[str, set[str]] = {}
+    for table, column in db.execute(_COLUMNS_SQL):
+        columns.setdefault(table, set()).add(column)
+    is_old = db.execute("PRAGMA main.user_version").fetchone()[0] < schema.VERSION
+    selects: dict[str, str] = {}
+    for each in schema.TABLES:
+        stored = columns.get(each.name, set())
+        if not stored and each not in ADDED_TABLES:
+            continue
+        parts = [_column_sql(each, column, stored, is_old=is_old) for column in each.columns]
+        if parts != list(each.names):
+            source = f"FROM main.{each.name}" if stored else "WHERE 0"
+            selects[each.name] = f"SELECT {', '.join(parts)} {source}"
+    return selects
+
+
+def _column_sql(table: Table, column: Column, stored: set[str], *, is_old: bool) -> str:
+    name = column.name
+    if name not in stored:
+        name = OLD_COLUMNS.get(table.name, {}).get(name, name)
+    sql = name if name in stored else _DEFAULT_LITERALS.get(column.kind, "NULL")
+    if is_old:
+        place = (table.name, column.name)
+        if place in NEW_VALUES:
+            cases = (f"WHEN '{old}' THEN '{new}'" for old, new in NEW_VALUES[place].items())
+            sql = f"CASE {sql} {' '.join(cases)} ELSE {sql} END"
+        for old, new in NEW_JSON_KEYS.get(place, {}).items():
+            sql = f"""replace({sql}, '"{old}":', '"{new}":')"""
+    return sql if sql == column.name else f"{sql} AS {column.name}"
