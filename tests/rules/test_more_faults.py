@@ -92,7 +92,7 @@ def test_a_batch_without_a_cache_is_judged_by_the_step_whose_rows_were_looked_at
 def test_other_rows_of_a_mask_that_the_capture_did_not_look_at_are_not_judged(
     plant: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinspect_hooks.observers.attention.batch_rows.MAX_SAMPLE_CELLS", 8)
+    monkeypatch.setattr("flexinspect_hooks.observers.attention.call_checks.MAX_SAMPLE_CELLS", 8)
     model, (batch, mask) = model_on("sdpa"), left_padded((9, 6, 4))
     assert serious(plant(model, lambda: model(batch, attention_mask=mask))) == []
 

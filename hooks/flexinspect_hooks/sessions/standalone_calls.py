@@ -27,11 +27,12 @@ from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS, AttentionHook
 from flexinspect_hooks.observers.attention.kernel_calls import (
+    BUILD,
+    FLEX,
     KernelCalls,
     KernelReturn,
     is_forward_running,
 )
-from flexinspect_hooks.observers.attention.kernel_interception import BUILD, FLEX
 from flexinspect_hooks.observers.memory_hook import MemoryHook
 from flexinspect_hooks.sessions.capture_session import CaptureSession, check_level
 

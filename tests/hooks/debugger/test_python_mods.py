@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flexinspect_hooks.debugger import python_mods
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
-from flexinspect_hooks.observers.attention.kernel_interception import KernelCall, observe_kernels
+from flexinspect_hooks.observers.attention.kernel_calls import KernelCall, observe_kernels
 
 
 class Anybody:

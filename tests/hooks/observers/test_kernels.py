@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 import flexinspect
 from flexinspect.records.step import CallRecord
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.observers.attention.kernel_interception import KernelCall, observe_kernels
+from flexinspect_hooks.observers.attention.kernel_calls import KernelCall, observe_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -450,7 +450,7 @@ def test_importing_the_package_changes_no_kernel() -> None:
     code = (
         "import flexinspect, torch.nn.attention.flex_attention as f\n"
         "c = f.flex_attention.__code__\n"
-        "import flexinspect_hooks.observers.attention.kernel_interception\n"
+        "import flexinspect_hooks.observers.attention.kernel_calls\n"
         "assert f.flex_attention.__code__ is c"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,7 +22,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.finding import Severity
 from flexinspect_hooks.observers.attention import mask_capture
 from flexinspect_hooks.observers.attention.call_references import AttentionCall
-from flexinspect_hooks.observers.attention.kernel_interception import SDPA, KernelCall
+from flexinspect_hooks.observers.attention.kernel_calls import SDPA, KernelCall
 
 DIFFERS, SAME, UNSEEN = "proof.kernel-differs", "proof.kernel-same", "proof.kernel-unseen"
 Own = Callable[..., tuple[Tensor, None]]

@@ -3,7 +3,7 @@
 Models call `ALL_ATTENTION_FUNCTIONS.get_interface(name, default)` for the function to use, at every
 call and for every backend. While the hook is installed, that look-up returns a function that makes
 the same call and keeps references to its arguments and its output. In code of the user the kernels
-are intercepted as well (`kernel_interception`), because such code may call them directly.
+are intercepted as well (`kernel_calls`), because such code may call them directly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.step import ArrayRecord, BuildRecord
+from flexinspect.core.text import plural
+from flexinspect.records.step import ArrayRecord, BuildRecord, CallRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import (
     CaptureContext,
@@ -28,28 +29,26 @@ from flexinspect_hooks.capture.hook import (
 )
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
-from flexinspect_hooks.observers.attention.attention_arithmetic import (
-    put_repeats,
-    put_scales,
-    record_repeats,
-    record_scales,
+from flexinspect_hooks.observers.attention.call_checks import (
+    CallFields,
+    put_batch_rows,
+    put_user_call_checks,
+    record_batch_rows,
+    record_user_call_checks,
 )
-from flexinspect_hooks.observers.attention.batch_rows import put_batch_rows, record_batch_rows
-from flexinspect_hooks.observers.attention.cache_slots import put_slots, record_slots
 from flexinspect_hooks.observers.attention.call_references import (
     AttentionCall,
-    CallShape,
     LayerInputs,
     call_of_kernel,
-    call_shape,
     kernel_path,
 )
 from flexinspect_hooks.observers.attention.kernel_calls import (
+    SDPA,
+    KernelCall,
     KernelCalls,
     KernelReturn,
-    ignore_kernels,
+    call_unobserved,
 )
-from flexinspect_hooks.observers.attention.kernel_interception import SDPA, KernelCall
 from flexinspect_hooks.observers.attention.mask_capture import CapturedMask, MaskStore
 from flexinspect_hooks.observers.attention.segment_attention import (
     SegmentAttentionReducer,
@@ -70,7 +69,7 @@ _KNOWN_BACKENDS = (*_BACKEND_PATHS, "flex_attention", BACKEND)
 class _AttentionStep(NamedTuple):
     """What the writer thread gets about a step's calls: no tensors."""
 
-    calls: tuple[CallShape, ...] = ()
+    calls: tuple[CallFields, ...] = ()
     masks: tuple[CapturedMask, ...] = ()
     mask_of_call: tuple[int, ...] = ()
     check_kinds: tuple[str, ...] = ()
@@ -100,8 +99,7 @@ class AttentionHook(Hook):
             # By identity: a user's function may not be hashable, and its wrapper keeps it alive.
             key = (attn_implementation, id(function))
             if key not in wrapped:
-                wrap = self._wrap_function if self._kernels is None else self._wrap_user_function
-                wrapped[key] = wrap(attn_implementation, function)
+                wrapped[key] = self._wrap_function(attn_implementation, function)
             return wrapped[key]
 
         remove = patch(REGISTRY, "get_interface", get_interface)
@@ -119,48 +117,11 @@ class AttentionHook(Hook):
         self._wrapped_functions = {}
 
     def _wrap_function(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        context, layer_of, keep = self._context, self._context.layer_of, self._refs.append
-        name = BACKEND if backend.startswith(BACKEND) else backend
-        path = _backend_path(backend)
-        last_call = LAST_CALL
-
-        def attention(
-            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-        ) -> Any:
-            layer = layer_of.get(id(module)) if context.is_open else None
-            if layer is None:
-                return function(module, query, key, value, *args, **kwargs)
-            last_call.path, last_call.lse, last_call.softcap = "", None, None
-            out = function(module, query, key, value, *args, **kwargs)
-            ref = AttentionCall(
-                layer=layer,
-                backend=name,
-                path=last_call.path or path,
-                module=module,
-                query=query,
-                key=key,
-                value=value,
-                args=args,
-                kwargs=kwargs,
-                output=out[0],
-                lse=last_call.lse,
-                softcap=last_call.softcap or kwargs.get("softcap"),
-                function=function,
-            )
-            keep(ref)
-            last_call.lse = None
-            if context.on_call is not None:
-                context.on_call(ref)
-            return out
-
-        return attention
-
-    def _wrap_user_function(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of user code: the arguments of its kernels count more than its name."""
         context, layer_of, kernels = self._context, self._context.layer_of, self._kernels
-        assert kernels is not None
         name = BACKEND if backend.startswith(BACKEND) else backend
-        path, is_plain = _backend_path(backend), _is_transformers_function(backend, function)
+        # For a backend that does not report its path, the name under which it is registered.
+        path = "flex compiled" if name == "flex_attention" else _BACKEND_PATHS.get(name, "other")
+        is_plain = _is_transformers_function(name, function)
 
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -168,29 +129,37 @@ class AttentionHook(Hook):
             layer = layer_of.get(id(module)) if context.is_open else None
             if layer is None:
                 return function(module, query, key, value, *args, **kwargs)
-            call = AttentionCall(
-                *(layer, name, path, module, query, key, value, args, kwargs),
-                softcap=kwargs.get("softcap"),
-                function=function,
-            )
-            if is_plain and "is_causal" not in kwargs:
-                suppressed = kernels.suppressed_exception(layer)
-                out = _call_without_kernels(kernels, call)
-                self._keep([call._replace(output=out[0], suppressed_exception=suppressed)])
-                return out
+            call = AttentionCall(layer, name, path, module, query, key, value, args, kwargs)
+            call.function = function
             LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
-            mark = len(kernels.done)
-            try:
-                out = function(module, query, key, value, *args, **kwargs)
-            except Exception as error:
-                if name == "eager":  # it calls no kernel whose observer would report it
-                    _report_raised(kernels, call, error)
-                raise
-            with suppress(Exception):  # then the layer counts as unseen, and the step reports it
-                self._keep(_calls_of_function(call, out[0], kernels.take_since(mark)))
+            if kernels is not None:
+                return self._call_user_function(kernels, call, is_plain)
+            out = function(module, query, key, value, *args, **kwargs)
+            self._keep([_with_output(call, out[0])])
             return out
 
         return attention
+
+    def _call_user_function(self, kernels: KernelCalls, call: AttentionCall, is_plain: bool) -> Any:
+        """Call a function of user code: the arguments of its kernels count more than its name.
+
+        What transformers' own functions do is known, so their call is recorded as a whole:
+        describing its kernel would cost more than everything else in the layer.
+        """
+        is_whole, mark = is_plain and "is_causal" not in call.kwargs, len(kernels.done)
+        try:
+            if is_whole:
+                call.suppressed_exception = kernels.suppressed_exception(call.layer)
+                out = call_unobserved(call.run, call.value)
+            else:
+                out = call.run(call.value)
+        except Exception as error:
+            if is_whole or call.backend == "eager":  # else the observer of its kernel reports it
+                _report_raised(kernels, call, error)
+            raise
+        with suppress(Exception):  # then the layer counts as unseen, and the step reports it
+            self._keep(_calls_of_function(call, out[0], kernels.take_since(mark)))
+        return out
 
     def _keep(self, refs: list[AttentionCall]) -> None:
         self._refs += refs
@@ -227,18 +196,16 @@ class AttentionHook(Hook):
         if step.level != "basic":
             kinds = self._segment_reducer.reduce(refs, masks, step.kv_after, buffer)
             put_batch_rows(refs, masks, self._compared_masks, buffer)
-            if self._context.sees_kernels or self.is_standalone:
-                put_repeats(refs, step, buffer)
-                put_scales(refs, step, buffer)
+            if self._kernels is not None:
                 filled = None if self.is_standalone else step.kv_after
-                put_slots(refs, masks, filled, buffer)
+                put_user_call_checks(refs, masks, step, filled, buffer)
         if step.level == "extreme":
             self._store_qkv(refs, buffer)
         distinct = {mask.number: mask for mask in masks}
         for mask in distinct.values():
             mask.drop_tensors()
         return _AttentionStep(
-            calls=tuple(map(call_shape, refs)),
+            calls=tuple(ref.record_fields() for ref in refs),
             masks=tuple(distinct.values()),
             mask_of_call=tuple(mask.number for mask in masks),
             check_kinds=kinds,
@@ -249,34 +216,29 @@ class AttentionHook(Hook):
         """Return the calls of a step and the masks built for it, and drop them."""
         builds: tuple[BuildRecord, ...] = ()
         if self._kernels is not None:
-            builds = self._take_direct_calls(self._kernels, step)
+            self._add_direct_calls(self._kernels.take_since(0), step)
+            builds = self._kernels.take_builds()
         refs = list(self._refs)
         self._refs.clear()
         return refs, builds
 
-    def _take_direct_calls(
-        self, kernels: KernelCalls, step: StepContext
-    ) -> tuple[BuildRecord, ...]:
-        """Take kernel calls that were made directly, and return the masks that were built.
+    def _add_direct_calls(self, direct: list[KernelReturn], step: StepContext) -> None:
+        """Add kernel calls that were made directly.
 
         In a model without known layers, the calls of a step are numbered as its layers.
         """
-        all_calls, builds = kernels.take_since(0), kernels.take_builds()
-        calls = [call for call in all_calls if call.module is None]
-        if len(calls) < len(all_calls):
-            for call in all_calls:
+        outside = [call for call in direct if call.module is None]
+        if len(outside) < len(direct):
+            for call in direct:
                 if call.module is not None and call.layer is not None:
                     self._refs += _calls_of_kernels([call], call.layer, "direct", call.module)
             self._refs.sort(key=lambda ref: ref.layer)  # between calls of the other layers
-        if calls and self._context.layer_of:
-            n = f"{len(calls)} kernel call{'s' if len(calls) > 1 else ''}"
-            step.events.append(
-                (UNSEEN_LAYERS, f"{n} outside of the known attention layers: not recorded.")
-            )
-        else:
-            for layer, call in enumerate(calls):
-                self._refs += _calls_of_kernels([call], layer, "direct", self._context.model)
-        return builds
+        if outside and self._context.layer_of:
+            text = f"{plural(len(outside), 'kernel call')} outside of the known attention layers"
+            step.events.append((UNSEEN_LAYERS, f"{text}: not recorded."))
+            return
+        for layer, call in enumerate(outside):
+            self._refs += _calls_of_kernels([call], layer, "direct", self._context.model)
 
     def _report_unseen_layers(self, n_seen: int, step: StepContext) -> None:
         """Add an event if fewer layers were seen than there are, when that number changes."""
@@ -313,31 +275,30 @@ class AttentionHook(Hook):
         record_batch_rows(
             values, kept.masks, fingerprints, step, draft, reports_equal=not self.is_standalone
         )
-        record_repeats(values, kept.calls, step, draft)
-        record_scales(values, kept.calls, step, draft)
         rows = merge_group_results(values, len(kept.calls)) if kept.check_kinds else {}
-        gates = rows["gate"].tolist() if rows else []
+        errors = rows["gate"].tolist() if rows else []
         lost = _report_lost_rows(values, kept.calls, step, draft)
         for index, call in enumerate(kept.calls):
             mask = fingerprints[kept.mask_of_call[index]]
-            kind = kept.check_kinds[index] if gates and index not in lost else ""
-            draft.calls.append(call.record(mask, gates[index] if kind else None, kind or None))
+            kind = kept.check_kinds[index] if errors and index not in lost else ""
+            check = {"lse_error": errors[index], "check_kind": kind} if kind else {}
+            draft.calls.append(CallRecord(**call, mask=mask, **check))
         for name in ("mass", "lse", "entropy"):
             if name in rows:
                 array = np.asarray(rows[name], np.float32)
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
-        record_slots(values, len(kept.calls), draft)
+        record_user_call_checks(values, kept.calls, step, draft)
         if step.level == "extreme":
             record_activations(values, ("q", "k", "v"), draft)
 
 
 def _report_lost_rows(
-    values: Values, calls: Sequence[CallShape], step: StepContext, draft: StepDraft
+    values: Values, calls: Sequence[CallFields], step: StepContext, draft: StepDraft
 ) -> set[int]:
     """Return the calls whose newest row is lost, and record an event for them (writer thread)."""
     lost = lost_calls(values, len(calls))
     if lost:
-        layers = sorted({calls[index].layer for index in lost})
+        layers = sorted({calls[index]["layer"] for index in lost})
         text = (
             f"Keys or values of layers {layers} were modified before their newest row was "
             "recomputed: its segment attention, LSE and LSE check are missing."
@@ -360,36 +321,14 @@ def _mask_function_events(backends: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _is_transformers_function(backend: str, function: Callable[..., Any]) -> bool:
-    """Whether a function is transformers' own eager or SDPA attention.
-
-    What these do is known, so the call is recorded as a whole: describing its kernel would cost
-    more than everything else in the layer.
-    """
+    """Whether a function is transformers' own eager or SDPA attention."""
     module = getattr(function, "__module__", None) or ""
     return backend in _BACKEND_PATHS and module.startswith("transformers.")
 
 
-def _call_without_kernels(kernels: KernelCalls, call: AttentionCall) -> Any:
-    """Make a call without describing its kernel, unless it raises."""
-    assert call.function is not None
-    try:
-        with ignore_kernels():
-            return call.function(
-                call.module, call.query, call.key, call.value, *call.args, **call.kwargs
-            )
-    except Exception as error:
-        _report_raised(kernels, call, error)
-        raise
-
-
 def _report_raised(kernels: KernelCalls, call: AttentionCall, error: BaseException) -> None:
     """Report a call of an attention function that raised as that of a kernel."""
-    arguments = {
-        "query": call.query,
-        "key": call.key,
-        "value": call.value,
-        "attn_mask": call.mask,
-    }
+    arguments = {"query": call.query, "key": call.key, "value": call.value, "attn_mask": call.mask}
     with suppress(Exception):  # must not replace the exception of the call
         name = SDPA if call.path == "sdpa" else call.path
         kernels.report_raised(KernelCall(name, arguments, False), call.layer, error)
@@ -404,22 +343,25 @@ def _calls_of_function(
         if refs:
             scale = call.kwargs.get("scaling", getattr(call.module, "scaling", None))
             inputs = LayerInputs(call.query, call.key, scale if isinstance(scale, float) else None)
-            return [ref._replace(layer_inputs=inputs) for ref in refs]
-    lse, LAST_CALL.lse = LAST_CALL.lse, None
-    ref = call._replace(
-        output=output,
-        path=LAST_CALL.path or call.path,
-        lse=lse,
-        softcap=LAST_CALL.softcap or call.softcap,
-    )
+            for ref in refs:
+                ref.layer_inputs = inputs
+            return refs
+    call = _with_output(call, output)
     if inner:
         last = inner[-1]
-        ref = ref._replace(
-            path=LAST_CALL.path or kernel_path(last),
-            causal=bool(last.call.arguments.get("is_causal")) if call.path == "sdpa" else None,
-            suppressed_exception=last.suppressed_exception,
-        )
-    return [ref]
+        call.path = LAST_CALL.path or kernel_path(last)
+        if call.backend == "sdpa":
+            call.causal = bool(last.call.arguments.get("is_causal"))
+        call.suppressed_exception = last.suppressed_exception
+    return [call]
+
+
+def _with_output(call: AttentionCall, output: Tensor) -> AttentionCall:
+    """Complete a call that returned with its output, and with what the patch reports of it."""
+    call.output, call.path = output, LAST_CALL.path or call.path
+    call.lse, LAST_CALL.lse = LAST_CALL.lse, None
+    call.softcap = LAST_CALL.softcap or call.kwargs.get("softcap")
+    return call
 
 
 def _calls_of_kernels(
@@ -427,10 +369,3 @@ def _calls_of_kernels(
 ) -> list[AttentionCall]:
     refs = (call_of_kernel(call, layer, backend, module) for call in calls)
     return [ref for ref in refs if ref is not None]
-
-
-def _backend_path(backend: str) -> str:
-    """Return the path of a backend that does not report it, from its registered name."""
-    if backend == "flex_attention":
-        return "flex compiled"
-    return _BACKEND_PATHS.get(backend, "other")

@@ -1,9 +1,10 @@
-"""References to an attention call while its step is open, and its shape for the writer thread."""
+"""References to an attention call while its step is open, and what its record keeps of it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
-from flexinspect.records.step import CallRecord
-from flexinspect_hooks.observers.attention.kernel_calls import KernelReturn
-from flexinspect_hooks.observers.attention.kernel_interception import FLEX, KernelCall, repeat_call
+from flexinspect_hooks.observers.attention.kernel_calls import (
+    FLEX,
+    KernelCall,
+    KernelReturn,
+    repeat_call,
+)
 
 _sliding_windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Sliding windows by module, cached: reading a configuration takes longer than the other facts."""
@@ -30,14 +34,15 @@ class LayerInputs(NamedTuple):
     scale: float | None
 
 
-class AttentionCall(NamedTuple):
+@dataclass(slots=True, eq=False)
+class AttentionCall:
     """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D).
 
-    `path` is the path that ran: as reported by the backend, else derived from the backend's name. A
-    tuple, because one is created per layer inside the forward. `causal` is the kernel's argument
-    (None: the module's attribute decides). With `unknown_scores` a score_mod or dropout changes
-    scores or weights, so that they cannot be recomputed. `mask_passed_to_layer` is the mask that
-    the layer received. `function` or `kernel` is what was called, for `repeat`.
+    `path` is the path that ran: as reported by the backend, else derived from the backend's name.
+    `causal` is the kernel's argument (None: the module's attribute decides). With `unknown_scores`
+    a score_mod or dropout changes scores or weights, so that they cannot be recomputed.
+    `mask_passed_to_layer` is the mask that the layer received. `function` or `kernel` is what was
+    called, for `repeat`.
     """
 
     layer: int
@@ -60,17 +65,20 @@ class AttentionCall(NamedTuple):
     kernel: KernelCall | None = None
     layer_inputs: LayerInputs | None = None
 
+    def run(self, value: Tensor) -> Any:
+        """Call the attention function with `value`, (B, kv heads, keys, D); returns its result."""
+        assert self.function is not None
+        return self.function(self.module, self.query, self.key, value, *self.args, **self.kwargs)
+
     def repeat(self, value: Tensor) -> Tensor:
         """Repeat the call with other values (B, kv heads, keys, D); returns (B, rows, heads, D).
 
         Exceptions of the call propagate.
         """
-        if self.kernel is not None:
-            output, _ = _split_output(repeat_call(self.kernel, value))
-            return cast(Tensor, output).transpose(1, 2)
-        assert self.function is not None
-        output = self.function(self.module, self.query, self.key, value, *self.args, **self.kwargs)
-        return cast(Tensor, output[0])
+        if self.kernel is None:
+            return cast(Tensor, self.run(value)[0])
+        output, _ = _split_output(repeat_call(self.kernel, value))
+        return cast(Tensor, output).transpose(1, 2)
 
     @property
     def mask(self) -> Any:
@@ -80,86 +88,49 @@ class AttentionCall(NamedTuple):
     @property
     def scale(self) -> float | None:
         """The scale of the scores, None for the default."""
-        scale: float | None = self.kwargs.get("scaling")
-        return scale
+        return cast("float | None", self.kwargs.get("scaling"))
 
     @property
     def is_causal(self) -> bool:
         """Whether the call is causal if it has no mask."""
         return bool(getattr(self.module, "is_causal", True)) if self.causal is None else self.causal
 
-    @property
-    def window(self) -> int | None:
-        """The number of keys in the layer's sliding window, None without one.
-
-        From the argument that transformers passes; a kernel call in code of the user has none, so
-        there the module's attribute counts.
-        """
-        window = self.kwargs.get("sliding_window", SAME_MASK)
-        if window is SAME_MASK:
-            window = _cached_window(self.module)
-        return window if type(window) is int and window > 0 else None
-
-    @property
-    def passed_mask_text(self) -> str | None:
-        """Describes the mask that the layer received; None if it is the mask of the call.
-
-        If transformers' flex reads only a part of a dense mask, that mask is not the kernel's.
-        """
-        passed = self.mask_passed_to_layer
-        if passed is not SAME_MASK and passed is not self.mask:
-            return describe_mask(passed)
-        if not self.path.startswith("flex"):
-            return None
-        mask = self.mask
-        if isinstance(mask, BlockMask) or not isinstance(mask, Tensor) or mask.dim() != 4:
-            return None
-        return describe_mask(mask) if mask.shape[2] not in (1, self.query.shape[2]) else None
+    def record_fields(self) -> dict[str, Any]:
+        """Return the fields of the call's `CallRecord`, apart from its mask and its check."""
+        batch, q_heads, q_len, head_dim = self.query.shape
+        _, kv_heads, kv_len, _ = self.key.shape
+        causal = getattr(self.module, "is_causal", None)
+        return {
+            "layer": self.layer,
+            "path": self.path,
+            "backend": self.backend,
+            "batch": batch,
+            "q_heads": q_heads,
+            "kv_heads": kv_heads,
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "head_dim": head_dim,
+            "dtype": _dtype_name(self.query.dtype),
+            "scale": self.scale,
+            "softcap": float(self.softcap) if self.softcap else None,
+            "mask_passed_to_layer": _passed_mask_text(self),
+            "suppressed_exception": self.suppressed_exception,
+            "causal": causal if type(causal) is bool else None,
+            "window": _sliding_window(self),
+        }
 
 
-class CallShape(NamedTuple):
-    """A call without its tensors: `q` is (B, heads, rows, D), `k` (B, kv heads, keys, D)."""
+def _passed_mask_text(ref: AttentionCall) -> str | None:
+    """Describe the mask that the layer received; None if it is the mask of the call.
 
-    layer: int
-    path: str
-    backend: str
-    q: torch.Size
-    k: torch.Size
-    dtype: torch.dtype
-    scale: float | None
-    softcap: float | None
-    mask_passed_to_layer: str | None
-    suppressed_exception: str | None
-    causal: bool | None
-    window: int | None
-
-    def record(
-        self, mask: str | None, lse_error: float | None, check_kind: str | None
-    ) -> CallRecord:
-        """Return the call's record, with its mask's fingerprint and the result of its check."""
-        batch, q_heads, q_len, head_dim = self.q
-        # By position: a record is created per layer and step.
-        return CallRecord(
-            self.layer,
-            self.path,
-            self.backend,
-            mask,
-            batch,
-            q_heads,
-            self.k[1],
-            q_len,
-            self.k[2],
-            head_dim,
-            _dtype_name(self.dtype),
-            self.scale,
-            lse_error,
-            check_kind,
-            self.softcap,
-            self.mask_passed_to_layer,
-            self.suppressed_exception,
-            self.causal,
-            self.window,
-        )
+    If transformers' flex reads only a part of a dense mask, that mask is not the kernel's.
+    """
+    passed, mask = ref.mask_passed_to_layer, ref.mask
+    if passed is not SAME_MASK and passed is not mask:
+        return describe_mask(passed)
+    if not ref.path.startswith("flex") or not isinstance(mask, Tensor) or mask.dim() != 4:
+        return None
+    return describe_mask(mask) if mask.shape[2] not in (1, ref.query.shape[2]) else None
 
 
 @functools.cache
@@ -167,33 +138,21 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def call_shape(ref: AttentionCall) -> CallShape:
-    """Return a call without its tensors."""
-    causal = getattr(ref.module, "is_causal", None)
-    return CallShape(
-        layer=ref.layer,
-        path=ref.path,
-        backend=ref.backend,
-        q=ref.query.shape,
-        k=ref.key.shape,
-        dtype=ref.query.dtype,
-        scale=ref.scale,
-        softcap=float(ref.softcap) if ref.softcap else None,
-        mask_passed_to_layer=ref.passed_mask_text,
-        suppressed_exception=ref.suppressed_exception,
-        causal=causal if type(causal) is bool else None,
-        window=ref.window,
-    )
+def _sliding_window(ref: AttentionCall) -> int | None:
+    """Return the number of keys in the layer's sliding window, None without one.
 
-
-def _cached_window(module: nn.Module) -> Any:
-    try:
-        return _sliding_windows[module]
-    except KeyError:
-        window = _sliding_windows[module] = _window_of(module)
-        return window
-    except TypeError:  # a call in no known layer has a weak proxy of the model as its module
-        return None
+    From the argument that transformers passes; a kernel call in code of the user has none, so
+    there the module's attribute counts.
+    """
+    window = ref.kwargs.get("sliding_window", SAME_MASK)
+    if window is SAME_MASK:
+        try:
+            window = _sliding_windows[ref.module]
+        except KeyError:
+            window = _sliding_windows[ref.module] = _window_of(ref.module)
+        except TypeError:  # a call in no known layer has a weak proxy of the model as its module
+            return None
+    return window if type(window) is int and window > 0 else None
 
 
 def _window_of(module: nn.Module) -> Any:
@@ -228,13 +187,11 @@ def call_of_kernel(
 ) -> AttentionCall | None:
     """Return a kernel call as the call of a layer; None if its tensors are not (B, H, L, D)."""
     arguments, is_flex = returned.call.arguments, returned.call.name == FLEX
-    query, key, value = (arguments.get(name) for name in ("query", "key", "value"))
+    tensors: list[Any] = [arguments.get(name) for name in ("query", "key", "value")]
     out, lse = _split_output(returned.output)
-    if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (query, key, value, out)):
+    if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (*tensors, out)):
         return None
-    assert isinstance(query, Tensor)
-    assert isinstance(key, Tensor)
-    assert isinstance(value, Tensor)
+    query, key, value = tensors
     return AttentionCall(
         layer=layer,
         backend=backend,

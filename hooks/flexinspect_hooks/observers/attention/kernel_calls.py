@@ -1,37 +1,284 @@
-"""Observes the kernel calls of one model: their layer, suppressed exceptions, and built masks."""
+"""Intercepts the attention kernels in the whole process, and assigns their calls to layers.
+
+`flex_attention` and `create_block_mask` are Python functions: while there are observers, their code
+is replaced by a detour, so that every name, closure and compiled wrapper that refers to the
+function takes it. `scaled_dot_product_attention` is a built-in, so every module that refers to it
+gets a wrapper under that name. Without observers everything is restored.
+
+A call inside a compiled graph runs no Python and is not observed. A call of
+`torch.compile(flex_attention)` is: dynamo skips the detour and compiles the function's own code, or
+finds it compiled.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+import torch.nn.attention.flex_attention as flex_module
+import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.core.errors import summarize_error
 from flexinspect.records.step import BuildRecord
-from flexinspect.trace.file.side_files import NO_PLACE, CallPlace
+from flexinspect.trace.file.side_files import NO_PLACE
 from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.debugger.python_mods import on_compiled_call
-from flexinspect_hooks.observers.attention.kernel_interception import (
-    BUILD,
-    FLEX,
-    KernelCall,
-    observe_kernels,
-    ran_uncompiled,
-)
+from flexinspect_hooks.debugger.python_mods import on_compiled_call, with_python_mods
 from flexinspect_hooks.observers.memory_hook import peak_bytes
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
-from flexinspect_hooks.python_internals.torch_private import module_call_code
+from flexinspect_hooks.python_internals.patching import patch
+from flexinspect_hooks.python_internals.torch_private import (
+    eval_frame_callback_getter,
+    module_call_code,
+    skip_code,
+)
+
+FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
+
+
+class KernelCall(NamedTuple):
+    """A call of a kernel: its name, its arguments by name, whether a compiled wrapper called it.
+
+    Past dynamo's recompile limit a compiled wrapper runs plain Python; see `_track_uncompiled`.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    compiled: bool
+
+
+def repeat_call(call: KernelCall, value: Tensor) -> Any:
+    """Repeat a call of an attention kernel with another `value`, (B, kv heads, keys, D)."""
+    arguments = {**call.arguments, "value": value}
+    if call.name == SDPA:
+        return functional.scaled_dot_product_attention(**arguments)
+    kernel = flex_module.flex_attention
+    return torch.compile(kernel)(**arguments) if call.compiled else kernel(**arguments)
+
+
+class KernelObserver(Protocol):
+    """Receives kernel calls. Exceptions of an observer are ignored; the call continues.
+
+    `accepts` is called before a call is described, because describing it costs time. `before`
+    returns an object for `after` (the kernel returned) or `failed` (it raised, and the exception
+    propagates to the caller), None to decline the call.
+    """
+
+    def accepts(self, name: str) -> bool: ...
+    def before(self, call: KernelCall) -> Any: ...
+    def after(self, note: Any, output: Any) -> None: ...
+    def failed(self, note: Any, error: BaseException) -> None: ...
+
+
+_observers: list[KernelObserver] = []
+"""The newest comes first, and only the first that takes a call receives it."""
+_restores: list[Remove] = []
+
+
+def observe_kernels(observer: KernelObserver) -> Remove:
+    """Pass every kernel call to `observer` from now on; returns a function that stops it."""
+    if not _observers:
+        for name in (FLEX, BUILD):
+            _restores.append(_detour(getattr(flex_module, name)))
+        _restores.append(_rebind(functional.scaled_dot_product_attention))
+        if hasattr(flex_module, _UNCOMPILED_ONLY):
+            _restores.append(_track_uncompiled(getattr(flex_module, _UNCOMPILED_ONLY)))
+    _observers.append(observer)
+
+    def remove() -> None:
+        if observer in _observers:
+            _observers.remove(observer)
+            while _restores and not _observers:
+                _restores.pop()()
+
+    return remove
+
+
+_UNCOMPILED_ONLY = "setup_compilation_env"
+"""A function that `flex_attention` calls only when it runs as plain Python."""
+
+_thread = threading.local()
+"""Of this thread: `ran_plain`, whether the last call of FlexAttention ran as plain Python;
+`is_quiet`, whether kernel calls are not recorded, because their caller is; `is_unrecorded`, whether
+it runs a forward of a watched model that is not recorded."""
+
+
+def _track_uncompiled(function: Callable[..., Any]) -> Remove:
+    """Note when a compiled wrapper runs plain Python."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        _thread.ran_plain = True
+        return function(*args, **kwargs)
+
+    skip_code(cast(FunctionType, noted).__code__)
+    return patch(flex_module, _UNCOMPILED_ONLY, noted)
+
+
+# -- a call ------------------------------------------------------------------------------------
+
+
+def _observed_call(
+    name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any, kw: Any
+) -> Any:
+    """Make the call and pass it to an observer; dynamo compiles nothing but the kernel's own code.
+
+    `own` is the kernel and `names` are those of its parameters.
+    """
+    compiled = callable(_eval_frame_callback())
+    if name == FLEX and not compiled:
+        own = with_python_mods(own, args[3] if len(args) > 3 else kw.get("score_mod"))
+    apply = _apply_uncompiled if compiled else _apply
+    if not apply(_has_observer, name):
+        return own(*args, **kw)
+    call = KernelCall(name, {**dict(zip(names, args, strict=False)), **kw}, compiled)
+    accepted = apply(_begin, call)
+    if accepted is None:
+        return own(*args, **kw)
+    observer, note = accepted
+    _thread.ran_plain = False
+    try:
+        output = own(*args, **kw)
+    except BaseException as error:
+        apply(_end, observer.failed, note, error)
+        raise
+    apply(_end, observer.after, note, output)
+    return output
+
+
+def _has_observer(name: str) -> bool:
+    for observer in _observers:
+        with suppress(Exception):
+            if observer.accepts(name):
+                return True
+    return False
+
+
+def _begin(call: KernelCall) -> tuple[KernelObserver, Any] | None:
+    for observer in reversed(_observers):
+        with suppress(Exception):
+            note = observer.before(call) if observer.accepts(call.name) else None
+            if note is not None:
+                return observer, note
+    return None
+
+
+def _end(callback: Callable[[Any, Any], None], note: Any, result: Any) -> None:
+    with suppress(Exception):
+        callback(note, result)
+
+
+def _apply(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+_apply_uncompiled: Callable[..., Any] = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
+"""Calls a function that dynamo would compile otherwise."""
+
+_eval_frame_callback = eval_frame_callback_getter()
+
+skip_code(_observed_call.__code__)
+
+
+# -- Python functions --------------------------------------------------------------------------
+
+
+def _detour(function: FunctionType) -> Remove:
+    """Replace a function's code by one that calls `_observed_call`, with the same signature.
+
+    Dynamo caches how arguments are bound per function, not per code, so a detour that took
+    (*args, **kwargs) would break later compilations.
+    """
+    code, hidden = function.__code__, f"_flexinspect_{function.__name__}"
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    name, names = function.__name__, tuple(inspect.signature(function).parameters)
+
+    def observe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return own(*args, **kwargs)
+        return _observed_call(name, own, names, args, kwargs)
+
+    skip_code(observe.__code__)
+    function.__globals__[hidden] = observe
+    function.__code__ = _detour_code(function, hidden)
+
+    def restore() -> None:
+        function.__code__ = code
+        function.__globals__.pop(hidden, None)
+
+    return restore
+
+
+def _detour_code(function: FunctionType, hidden: str) -> CodeType:
+    """Return code with the function's own parameters that passes their values to `hidden`."""
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    bare = [
+        p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
+        for p in parameters
+    ]
+    head = signature.replace(parameters=bare, return_annotation=signature.empty)
+    args = "".join(f"{p.name}, " for p in parameters if p.kind is not p.KEYWORD_ONLY)
+    kwargs = ", ".join(f"{p.name!r}: {p.name}" for p in parameters if p.kind is p.KEYWORD_ONLY)
+    namespace: dict[str, Any] = {}
+    exec(f"def {function.__name__}{head}:\n    return {hidden}(({args}), {{{kwargs}}})", namespace)
+    own = function.__code__
+    # Dynamo decides by the file name how to treat a function, so the detour keeps the original's.
+    code: CodeType = namespace[function.__name__].__code__.replace(
+        co_filename=own.co_filename, co_firstlineno=own.co_firstlineno
+    )
+    skip_code(code)
+    return code
+
+
+# -- the built-in function ---------------------------------------------------------------------
+
+_SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def _rebind(function: Callable[..., Any]) -> Remove:
+    """Replace the function by a wrapper in every module that refers to it."""
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return _observed_call(SDPA, function, _SDPA_NAMES, args, kwargs)
+
+    skip_code(scaled_dot_product_attention.__code__)
+    functools.update_wrapper(scaled_dot_product_attention, function)
+    for module, name in list(_references(function)):
+        setattr(module, name, scaled_dot_product_attention)
+
+    def restore() -> None:
+        # Searched again, because modules imported meanwhile may refer to the wrapper.
+        for module, name in _references(scaled_dot_product_attention):
+            setattr(module, name, function)
+
+    return restore
+
+
+def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
+    """Yield (module, name) for each global variable of a module that refers to an object."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__name__ != "torch._C._nn":
+            names = [name for name, value in list(vars(module).items()) if value is target]
+            yield from ((module, name) for name in names)
+
+
+# -- the calls of one model -----------------------------------------------------------------------
 
 
 class KernelReturn(NamedTuple):
@@ -56,15 +303,12 @@ class KernelReturn(NamedTuple):
 _active: list[KernelCalls] = []
 """All instances that observe the kernels now."""
 
-_thread = threading.local()
 
-
-@contextmanager
-def ignore_kernels() -> Iterator[None]:
-    """While entered, kernel calls of this thread are not recorded, because their caller is."""
+def call_unobserved(function: Callable[..., Any], *args: Any) -> Any:
+    """Make a call whose kernel calls are not recorded, because the call itself is."""
     _thread.is_quiet = True
     try:
-        yield
+        return function(*args)
     finally:
         _thread.is_quiet = False
 
@@ -106,7 +350,6 @@ class KernelCalls:
         The layer of a kernel call is read from the stack, so that layers need no hooks.
         """
         self._root = id(self.context.model)
-        removes = [self.observe()]
 
         def close(module: nn.Module, args: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
@@ -119,8 +362,8 @@ class KernelCalls:
                 self.context.is_open = False
 
         # A function: a copy of the model copies its hooks, and with a method this object too.
-        removes.append(self.context.model.register_forward_hook(close, always_call=True).remove)
-        return removes
+        hook = self.context.model.register_forward_hook(close, always_call=True)
+        return [self.observe(), hook.remove]
 
     def observe(self) -> Remove:
         """Observe the kernels only; returns a function that stops it."""
@@ -172,17 +415,16 @@ class KernelCalls:
     def before(self, call: KernelCall) -> KernelReturn:
         """Return what must be read before the call is made."""
         peak = peak_bytes(self.context.device) if call.name == BUILD else 0
-        is_open = self.context.is_open
+        is_open, step, arguments = self.context.is_open, self._step, call.arguments
         place = _current_layer(self.context.layer_of, self._root) if is_open else _NO_LAYER
         layer = place[0]
         if call.compiled and call.name == FLEX:
-            arguments = call.arguments
+            called_in = NO_PLACE
+            if is_open and step is not None:
+                called_in = step.generation, step.step, -1 if layer is None else layer
+            mods = arguments.get("score_mod"), arguments.get("block_mask")
             last_kernel_call.begin_kernel_call(
-                self._call_place(layer),
-                query=arguments["query"],
-                key=arguments["key"],
-                score_mod=arguments.get("score_mod"),
-                block_mask=arguments.get("block_mask"),
+                called_in, arguments["query"], arguments["key"], *mods
             )
             on_compiled_call()
         suppressed = self.suppressed_exception(layer)
@@ -197,7 +439,7 @@ class KernelCalls:
             builds = self._builds if self.context.is_open else _unassigned_builds
             builds.append(self._build_record(pending))
             return
-        if call.compiled and call.name == FLEX and ran_uncompiled():
+        if call.compiled and call.name == FLEX and getattr(_thread, "ran_plain", False):
             call = call._replace(compiled=False)
         returned = pending._replace(call=call, output=output)
         self.done.append(returned)
@@ -219,21 +461,15 @@ class KernelCalls:
         if layer is not None:
             self._errors[layer] = message
         key = (layer, call.name, message)
-        if key not in self._reported:
-            self._reported.add(key)
-            where = "" if layer is None else f"Layer {layer}: "
-            facts = _call_facts(call)
-            lengths = ", ".join(f"{name} {value}" for name, value in facts.items())
-            text = f"{where}{call.name} raised {message} ({lengths})"
-            data = {"layer": layer, "kernel": call.name, "error": message, **facts}
-            self.context.record_event("kernel-failed", text, data)
-
-    def _call_place(self, layer: int | None) -> CallPlace:
-        """Return (generation, step, layer) of a call that is made now; layer -1 if not known."""
-        step = self._step if self.context.is_open else None
-        if step is None:
-            return NO_PLACE
-        return step.generation, step.step, -1 if layer is None else layer
+        if key in self._reported:
+            return
+        self._reported.add(key)
+        where = "" if layer is None else f"Layer {layer}: "
+        facts = _call_facts(call)
+        lengths = ", ".join(f"{name} {value}" for name, value in facts.items())
+        text = f"{where}{call.name} raised {message} ({lengths})"
+        data = {"layer": layer, "kernel": call.name, "error": message, **facts}
+        self.context.record_event("kernel-failed", text, data)
 
     def suppressed_exception(self, layer: int | None) -> str | None:
         """Return the exception after which a call is made now, None if there is none.
@@ -247,7 +483,6 @@ class KernelCalls:
 
     def _build_record(self, pending: KernelReturn) -> BuildRecord:
         arguments = pending.call.arguments
-        peak_growth = max(peak_bytes(self.context.device) - pending.peak, 0)
         return BuildRecord(
             layer=pending.layer,
             batch=arguments.get("B"),
@@ -256,12 +491,11 @@ class KernelCalls:
             kv_len=int(arguments["KV_LEN"]),
             mask_mod=mask_mod_name(arguments["mask_mod"]),
             wall_ms=(time.perf_counter() - pending.started) * 1e3,
-            peak_growth=peak_growth,
+            peak_growth=max(peak_bytes(self.context.device) - pending.peak, 0),
         )
 
 
 _MODULE_CALL = module_call_code()
-
 
 _Place = tuple[int | None, nn.Module | None, Any]
 """An attention layer whose forward is running: its number, its module, the mask it received."""
@@ -304,10 +538,10 @@ def _call_facts(call: KernelCall) -> dict[str, Any]:
         sizes = {"batch": arguments.get("B"), "heads": arguments.get("H")}
         known = {name: size for name, size in sizes.items() if size is not None}
         return {"q_len": arguments.get("Q_LEN"), "kv_len": arguments.get("KV_LEN"), **known}
-    query = arguments.get("query")
+    query, key = arguments.get("query"), arguments.get("key")
     facts: dict[str, Any] = {
-        "q_len": _row_count(query),
-        "kv_len": _row_count(arguments.get("key")),
+        name: int(tensor.shape[-2]) if isinstance(tensor, Tensor) and tensor.dim() > 1 else None
+        for name, tensor in (("q_len", query), ("kv_len", key))
     }
     if isinstance(query, Tensor) and query.dim() == 4:
         facts |= {"batch": int(query.shape[0]), "heads": int(query.shape[1])}
@@ -318,7 +552,3 @@ def _call_facts(call: KernelCall) -> dict[str, Any]:
     elif isinstance(mask, Tensor):
         facts |= {"mask": tuple(mask.shape)}
     return facts
-
-
-def _row_count(tensor: Any) -> int | None:
-    return int(tensor.shape[-2]) if isinstance(tensor, Tensor) and tensor.dim() > 1 else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,18 +25,17 @@ from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.generation.mask_source import head_groups
+from flexinspect_hooks.observers.attention.call_references import AttentionCall
 from flexinspect_hooks.python_internals.mask_mod_identity import (
     mask_mod_identity,
     mask_mod_name,
     mask_mod_source,
 )
 
-if TYPE_CHECKING:
-    from flexinspect_hooks.observers.attention.call_references import AttentionCall
-
 MAX_CELLS = 1 << 26
 """Largest mask, over the heads that differ, whose cells are stored (8 MiB of bits)."""
 
+_SIZE_NAMES = ("kind", "batch", "heads", "q_len", "kv_len", "q_offset", "kv_offset", "compiled")
 _TABLE_NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -90,15 +89,15 @@ class MaskStore:
         masks: dict[tuple[Any, ...], CapturedMask] = {}
         by_head: set[tuple[Any, ...]] = set()
         of_call = []
-        key: tuple[Any, ...]
-        lengths: tuple[int, ...]
         for ref in refs:
             mask = ref.mask
+            shared: tuple[Any, ...] = (id(mask), ref.path)
             # A block mask must fit its call exactly, so its identity implies the lengths.
-            lengths = () if isinstance(mask, BlockMask) else (ref.query.shape[2], ref.key.shape[2])
+            if not isinstance(mask, BlockMask):
+                shared = (*shared, ref.query.shape[2], ref.key.shape[2])
             if mask is None:  # the executed mask depends on the call
-                lengths = (*lengths, ref.is_causal)
-            shared = key = (id(mask), ref.path, lengths)
+                shared = (*shared, ref.is_causal)
+            key = shared
             if by_head and shared in by_head:
                 key = (*shared, ref.query.shape[1])
             if key not in masks:
@@ -140,17 +139,10 @@ class MaskStore:
         block_q, block_kv = mask.block or (None, None)
         record = MaskRecord(
             fingerprint="",
-            kind=mask.kind,
-            batch=mask.batch,
-            heads=mask.heads,
-            q_len=mask.q_len,
-            kv_len=mask.kv_len,
-            q_offset=mask.q_offset,
-            kv_offset=mask.kv_offset,
+            **{name: getattr(mask, name) for name in _SIZE_NAMES},
             block_q=block_q,
             block_kv=block_kv,
             mask_mod=None if mask.mask_mod is None else mask_mod_name(mask.mask_mod),
-            compiled=mask.compiled,
             cells=_merge_equal_heads(arrays.get("cells")),
             uniform_rows=_merge_equal_heads(averaged if np.any(averaged) else None),
             partial=partial,
@@ -190,9 +182,7 @@ def open_cells(block_mask: BlockMask, heads: int, *, compiled: bool) -> Tensor |
     q_len, kv_len = (int(n) for n in block_mask.seq_lengths)
     indices = _IndexTensors(block_mask.kv_num_blocks.device)
     cells = _mask_mod_cells(block_mask, heads, q_len, kv_len, indices)
-    if cells is None or not compiled:
-        return cells
-    return _compiled_cells(cells, block_mask, heads)
+    return _compiled_cells(cells, block_mask, heads) if compiled and cells is not None else cells
 
 
 def dense_bias(ref: AttentionCall, mask: CapturedMask) -> Tensor | None:
@@ -203,9 +193,8 @@ def dense_bias(ref: AttentionCall, mask: CapturedMask) -> Tensor | None:
     if mask.bias is None or mask.cells is None:
         return None
     heads = 1 if ref.path.startswith("flex") else None
-    added = _expand_dense_mask(ref.mask, mask.q_len, mask.kv_len)[
-        0, :heads, : mask.q_len, : mask.kv_len
-    ]
+    added = _expand_dense_mask(ref.mask, mask.q_len, mask.kv_len)[0, :heads]
+    added = added[:, : mask.q_len, : mask.kv_len]
     return added.float().masked_fill(~mask.cells, 0.0)
 
 
@@ -266,13 +255,8 @@ def _executed(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) ->
         return _compiled_cells(cells, received, heads)
     if isinstance(received, Tensor) and received.dim() >= 2:
         return _dense_cells(ref, mask, indices)
-    everything = _all_open(mask, indices)
+    everything = indices.all_open(mask)
     return everything.tril() if mask.kind == "none, causal" else everything
-
-
-def _all_open(mask: CapturedMask, indices: _IndexTensors) -> Tensor:
-    """Return an all-open mask as a view of one element, because allocating it is expensive."""
-    return indices.true.expand(1, mask.q_len, mask.kv_len)
 
 
 def _dense_cells(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) -> Tensor | None:
@@ -291,7 +275,7 @@ def _dense_cells(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors)
         if not flex and ref.path != "eager":
             return tensor
         mask.bias = tensor[:, -1].float()
-        return _all_open(mask, indices)
+        return indices.all_open(mask)
     cells = _float_cells(tensor, mask)
     mask.bias = tensor[:, -1].float().masked_fill(~cells[:, -1], 0.0)
     return cells
@@ -317,7 +301,7 @@ class _IndexTensors:
 
     def __init__(self, device: torch.device) -> None:
         self.zero = torch.zeros((), dtype=torch.int64, device=device)
-        self.true = torch.ones((1, 1, 1), dtype=torch.bool, device=device)
+        self._true = torch.ones((1, 1, 1), dtype=torch.bool, device=device)
         self._range = torch.arange(0, device=device)
 
     def upto(self, n: int) -> Tensor:
@@ -325,6 +309,10 @@ class _IndexTensors:
         if n > self._range.numel():
             self._range = torch.arange(max(2 * n, 1024), device=self._range.device)
         return self._range[:n]
+
+    def all_open(self, mask: CapturedMask) -> Tensor:
+        """Return an all-open mask as a view of one element, because allocating it is expensive."""
+        return self._true.expand(1, mask.q_len, mask.kv_len)
 
 
 def _mask_mod_cells(
@@ -361,13 +349,12 @@ def _compiled_cells(cells: Tensor, block_mask: BlockMask, heads: int) -> Tensor 
     tables = block_mask.kv_num_blocks.shape[1]
     if tables > 1 and (tables != heads or tables * q_len * kv_len > MAX_CELLS):
         return None
-    partial = _expand_blocks(
-        block_mask.kv_num_blocks, block_mask.kv_indices, block_mask, q_len, kv_len
-    )
+    numbers, columns = block_mask.kv_num_blocks, block_mask.kv_indices
+    cells = cells & _expand_blocks(numbers, columns, block_mask, q_len, kv_len)
     full_num, full_idx = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     if full_num is None or full_idx is None:
-        return cells & partial
-    return (cells & partial) | _expand_blocks(full_num, full_idx, block_mask, q_len, kv_len)
+        return cells
+    return cells | _expand_blocks(full_num, full_idx, block_mask, q_len, kv_len)
 
 
 def _mask_mod_blocks(cells: Tensor, block_mask: BlockMask) -> Tensor:
@@ -394,9 +381,8 @@ def _expand_blocks(
     blocks = torch.zeros(
         *target.shape[:-1], n_columns + 1, dtype=torch.bool, device=counts.device
     ).scatter_(-1, target, True)[..., :n_columns]
-    size_q, size_kv = block_mask.BLOCK_SIZE
-    spread = blocks.repeat_interleave(int(size_q), 1).repeat_interleave(int(size_kv), 2)
-    return spread[:, :q_len, :kv_len]
+    size_q, size_kv = (int(size) for size in block_mask.BLOCK_SIZE)
+    return blocks.repeat_interleave(size_q, 1).repeat_interleave(size_kv, 2)[:, :q_len, :kv_len]
 
 
 _Grid = npt.NDArray[np.bool_]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -21,12 +21,10 @@ from torch import Tensor
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import Array
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
+from flexinspect_hooks.observers.attention.call_references import AttentionCall
 from flexinspect_hooks.observers.attention.mask_capture import CapturedMask
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import tensor_version
-
-if TYPE_CHECKING:
-    from flexinspect_hooks.observers.attention.call_references import AttentionCall
 
 
 class SegmentAttentionReducer:
@@ -77,12 +75,9 @@ class SegmentAttentionReducer:
             if kinds[index]:
                 groups.setdefault(key, []).append(index)
         for key, members in groups.items():
-            mask = masks[members[0]]
-            assert mask.cells is not None
             _reduce_group(
                 [refs[i] for i in members],
-                mask.cells[:, -1],
-                mask.bias,
+                masks[members[0]],
                 # A static cache has more keys than the sequence, a sliding one fewer.
                 self._segment_membership(key[2], max(kv_after - key[2], 0)),
                 members if len(members) < len(refs) else None,
@@ -103,11 +98,8 @@ def newest_weights(ref: AttentionCall, mask: CapturedMask) -> Tensor:
 
 
 def _lse_check_kind(ref: AttentionCall, mask: CapturedMask) -> str:
-    if mask.cells is None or ref.unknown_scores:
-        return ""
-    if ref.kwargs.get("dropout") or any(
-        ref.kwargs.get(name) is not None for name in _UNSUPPORTED_ARGUMENTS
-    ):
+    has_unsupported = any(ref.kwargs.get(name) is not None for name in _UNSUPPORTED_ARGUMENTS)
+    if mask.cells is None or ref.unknown_scores or ref.kwargs.get("dropout") or has_unsupported:
         return ""  # random weights, or weights with further inputs, are not recomputed
     return "output" if ref.lse is None else "lse"
 
@@ -141,8 +133,7 @@ _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")
 
 def _reduce_group(
     refs: Sequence[AttentionCall],
-    newest: Tensor,
-    bias: Tensor | None,
+    mask: CapturedMask,
     inside: Tensor,
     members: Sequence[int] | None,
     buffer: StepBuffer,
@@ -153,14 +144,13 @@ def _reduce_group(
 
     With `may_wait` the keys and values may be read later, in the writer thread.
     """
-    first = refs[0]
-    queries = _queries(refs)
+    first, newest = refs[0], cast(Tensor, mask.cells)[:, -1]
     closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
-    keys = [_plain(ref.key[0]) for ref in refs]
-    inputs: dict[str, Any] = {"closed": closed, "inside": inside, "bias": bias}
     suffix = "" if members is None else "/" + ",".join(map(str, members))
-    held = _defer_tensors(refs) if may_wait else None
-    reduce = partial(_reduce_scores, suffix, first.softcap)
+    deferred = _defer_tensors(refs) if may_wait else None
+    reduce = partial(_reduce_rows, suffix, first.softcap, deferred)
+    inputs: dict[str, Any] = {"closed": closed, "inside": inside, "bias": mask.bias}
+    queries, keys = _queries(refs), [_plain(ref.key[0]) for ref in refs]
     values = None
     if first.lse is None:
         inputs["outputs"] = _outputs(refs)
@@ -168,15 +158,15 @@ def _reduce_group(
     else:
         lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
         inputs["kernel_lse"] = lse[:: first.query.shape[0]]  # batch 0 of each layer
-    if held is not None:
-        reduce = partial(_reduce_deferred, suffix, first.softcap, held)
+    if deferred is not None:
         buffer.defer(reduce, queries=queries, keys=keys, values=values, **inputs)
         return
     scores = attention_scores(torch, queries, keys)
-    if values is not None:
-        inputs["recomputed"] = _recompute_outputs(first.softcap, scores, closed, bias, values)
-    may_wait = scores.nbytes <= MAX_DEFERRED_SCORE_BYTES
-    buffer.defer(reduce, wait=may_wait, scores=scores, **inputs)
+    if values is not None:  # at once, because the values may be modified meanwhile
+        shown = _final_scores(torch, scores, first.softcap, mask.bias, closed)
+        weights = torch.softmax(mask_scores(torch, shown, closed, -math.inf), -1)
+        inputs["recomputed"] = layer_products(torch, grouped(weights, values), values)
+    buffer.defer(reduce, wait=scores.nbytes <= MAX_DEFERRED_SCORE_BYTES, scores=scores, **inputs)
 
 
 MAX_DEFERRED_BYTES = 64 << 20
@@ -260,64 +250,35 @@ def _outputs(refs: Sequence[AttentionCall]) -> Tensor:
     return torch.stack([ref.output[0, -1] for ref in refs]).float()
 
 
-def _recompute_outputs(
-    softcap: float | None,
-    scores: Tensor,
-    closed: Tensor,
-    bias: Tensor | None,
-    values: Sequence[Tensor],
-) -> Tensor:
-    """Return the rows' outputs from their scores, (layers, q heads, D), NaN for a row without keys.
-
-    Computed at once and not in the writer thread, because the values may be modified meanwhile.
-    """
-    scores = _final_scores(torch, scores, softcap, bias, closed)
-    weights = torch.softmax(mask_scores(torch, scores, closed, -math.inf), -1)
-    return cast(Tensor, layer_products(torch, grouped(weights, values), values))
-
-
-def _reduce_deferred(
+def _reduce_rows(
     suffix: str,
     softcap: float | None,
-    held: _DeferredTensors,
+    deferred: _DeferredTensors | None,
     xp: Any,
     *,
-    queries: Any,
-    keys: Sequence[Any],
-    **inputs: Any,
-) -> dict[str, Any]:
-    """Compute scores and reduce them with `_reduce_scores`, or report that the rows are lost.
-
-    They are lost if a tensor of `held` was modified meanwhile. `queries` is (layers, kv heads,
-    group, D); there is one key (kv heads, keys, D) per layer. Keys are read in place, one batched
-    product per layer, because copying them would cost more than the products.
-    """
-    scores = attention_scores(xp, queries, keys)
-    out = _reduce_scores(suffix, softcap, xp, scores=scores, **inputs)
-    return {f"{_LOST_PREFIX}{suffix}": xp.ones(())} if held.were_modified() else out
-
-
-def _reduce_scores(
-    suffix: str,
-    softcap: float | None,
-    xp: Any,
-    *,
-    scores: Any,
     closed: Any,
     inside: Any,
     bias: Any,
+    scores: Any = None,
+    queries: Any = None,
+    keys: Sequence[Any] = (),
+    values: Sequence[Any] | None = None,
     kernel_lse: Any = None,
     outputs: Any = None,
     recomputed: Any = None,
-    values: Sequence[Any] | None = None,
 ) -> dict[str, Any]:
     """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
 
-    `scores` is (layers, q heads, keys), `closed` broadcastable to one layer of it, `inside` the
-    segment membership (keys, segments). The check needs the kernel's LSE (layers, q heads), or its
-    outputs (layers, q heads, D) and what to compare them with: recomputed outputs, or one value
-    (kv heads, keys, D) per layer to recompute them. `xp` is torch or numpy.
+    `scores` is (layers, q heads, keys); without it they are computed from `queries` (layers, kv
+    heads, group, D) and one key (kv heads, keys, D) per layer. Keys are read in place, one batched
+    product per layer, because copying them would cost more than the products. `closed` is
+    broadcastable to one layer of the scores, `inside` the segment membership (keys, segments). The
+    check needs the kernel's LSE (layers, q heads), or its outputs (layers, q heads, D) and what to
+    compare them with: recomputed outputs, or one value (kv heads, keys, D) per layer to recompute
+    them. If a tensor of `deferred` was modified meanwhile, the rows are lost. `xp` is torch or
+    numpy.
     """
+    scores = attention_scores(xp, queries, keys) if scores is None else scores
     scores = _final_scores(xp, scores, softcap, bias, closed)
     seen = mask_scores(xp, scores, closed, -math.inf)
     lse, weights = softmax_weights(xp, seen, kernel_lse)
@@ -335,6 +296,8 @@ def _reduce_scores(
             recomputed = layer_products(xp, grouped(weights, values), values)
         recomputed = xp.where(has_keys[..., None], recomputed, 0.0)
         out["gate"] = output_error(xp, recomputed, outputs)
+    if deferred is not None and deferred.were_modified():
+        return {f"{_LOST_PREFIX}{suffix}": xp.ones(())}
     return {f"{_ATTENTION_PREFIX}{name}{suffix}": value for name, value in out.items()}
 
 
