@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,32 +12,17 @@ from torch import Tensor
 
 Values = Mapping[str, npt.NDArray[Any]]
 
-_NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.float16: np.float16,
-    torch.bfloat16: np.uint16,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.int16: np.int16,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.bool: np.bool_,
-}
-
-
 Inputs = Tensor | Sequence[Tensor] | None
 
 Reduction = Callable[..., Mapping[str, Any]]
 """A reduction written once for torch and numpy, whose functions share names and `axis`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PackedTensor:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    n_bytes: int
+OnError = Callable[[Any, Exception], None]
+
+
+def _raise_error(owner: Any, error: Exception) -> None:
+    raise error
 
 
 class StepBuffer:
@@ -58,7 +41,8 @@ class StepBuffer:
         self._stream = stream
         self._tensors: dict[str, Tensor] = {}
         self._pending: list[tuple[Any, Reduction, dict[str, Any]]] = []
-        self._parts: list[_PackedTensor] = []
+        self._packed_facts: list[tuple[str, torch.Size, torch.dtype, int]] = []
+        """Name, shape, dtype and bytes of each tensor in `_host`."""
         self._host: Tensor | None = None
         self._packed: Tensor | None = None
         self._done: torch.cuda.Event | None = None
@@ -97,10 +81,7 @@ class StepBuffer:
         if not on_device:
             return
         packed = torch.cat([t.view(-1).view(torch.uint8) for t in on_device.values()])
-        self._parts = [
-            _PackedTensor(n, tuple(t.shape), t.dtype, t.numel() * t.element_size())
-            for n, t in on_device.items()
-        ]
+        self._packed_facts = [(n, t.shape, t.dtype, t.nbytes) for n, t in on_device.items()]
         self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -111,42 +92,33 @@ class StepBuffer:
         self._packed = packed
         self._tensors = {n: t for n, t in self._tensors.items() if n not in on_device}
 
-    def values(
-        self, on_error: Callable[[Any, Exception], None] | None = None
-    ) -> dict[str, npt.NDArray[Any]]:
+    def values(self, on_error: OnError = _raise_error) -> dict[str, npt.NDArray[Any]]:
         """Return the results as numpy arrays, waiting for the copy (bfloat16 as its uint16 bits).
 
-        Called in the writer thread. With `on_error`, a result that fails is left out and
-        `on_error(owner, error)` is called; without it the exception propagates.
+        Called in the writer thread. For a result that fails `on_error` is called with its owner and
+        the exception, and the result is left out; by default the exception propagates.
         """
         out: dict[str, npt.NDArray[Any]] = {}
-
-        def attempt(owner: Any, make: Callable[[], Mapping[str, Any]]) -> None:
-            try:
-                out.update(make())
-            except Exception as error:
-                if on_error is None:
-                    raise
-                on_error(owner, error)
-
         for name, tensor in self._tensors.items():
-            attempt(self._owners.get(name), partial(_named_array, name, tensor))
+            try:
+                out[name] = _as_numpy(tensor)
+            except Exception as error:
+                on_error(self._owners.get(name), error)
         with np.errstate(all="ignore"):  # NaN and Inf are reported as findings, not as warnings
             for owner, reduction, inputs in self._pending:
-                attempt(owner, partial(_reduce_in_numpy, reduction, inputs))
+                try:
+                    out.update(reduction(np, **{n: _map(_as_numpy, v) for n, v in inputs.items()}))
+                except Exception as error:
+                    on_error(owner, error)
         if self._done is not None and self._host is not None:
             self._done.synchronize()
-            out |= _unpack(self._host.numpy(), self._parts)
+            data, start = self._host.numpy(), 0
+            for name, shape, dtype, n_bytes in self._packed_facts:
+                copied = torch.from_numpy(data[start : start + n_bytes].copy())
+                out[name] = _as_numpy(copied.view(dtype).view(shape))
+                start += n_bytes
             self._packed = None
         return out
-
-
-def _named_array(name: str, tensor: Tensor) -> dict[str, npt.NDArray[Any]]:
-    return {name: _as_numpy(tensor)}
-
-
-def _reduce_in_numpy(reduction: Reduction, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    return reduction(np, **{name: _map(_as_numpy, value) for name, value in inputs.items()})
 
 
 def _map(convert: Callable[[Tensor], Any], value: Inputs) -> Any:
@@ -161,16 +133,6 @@ def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     if tensor.dtype is torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
     return tensor.numpy()
-
-
-def _unpack(data: npt.NDArray[np.uint8], parts: list[_PackedTensor]) -> dict[str, npt.NDArray[Any]]:
-    out: dict[str, npt.NDArray[Any]] = {}
-    start = 0
-    for part in parts:
-        raw = data[start : start + part.n_bytes]
-        out[part.name] = raw.copy().view(_NUMPY_DTYPES[part.dtype]).reshape(part.shape)
-        start += part.n_bytes
-    return out
 
 
 def with_prefix(values: Values, prefix: str) -> dict[str, npt.NDArray[Any]]:

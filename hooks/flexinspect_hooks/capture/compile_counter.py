@@ -15,31 +15,27 @@ RECOMPILE_LIMIT = "recompile-limit"
 _GUARDED_CODE = re.compile(r"([\w.\[\]'\"]+)\.__code__")
 """The name of a function in a guard that failed because the function's code is another."""
 
-_MOD_GUARD_NAMES = {"mask_mod": ("mask_mod", "args[4]"), "score_mod": ("score_mod", "args[3]")}
+_GUARDED_MODS = (("mask_mod", "args[4]"), ("score_mod", "args[3]"))
 """Names of mask_mod and score_mod in guards: of a compiled call, and of an uncompiled one."""
 
 
-def graphs_built() -> int:
-    """Return how many graphs torch.compile has built in this process; this costs a dict look-up.
+def _read_counters() -> tuple[int, int]:
+    """Return how many graphs torch.compile has built in this process, and how often dynamo refused
+    a function because of its recompile limit; this costs dict look-ups.
 
-    The count is `unique_graphs` of dynamo's own counters (`torch/_dynamo/utils.py`); dynamo is not
+    The first is `unique_graphs` of dynamo's own counters (`torch/_dynamo/utils.py`); dynamo is not
     loaded for it.
     """
-    return dynamo_counters("stats").get("unique_graphs", 0)
-
-
-def _recompile_limit_count() -> int:
-    """Return how often dynamo refused a function because of its recompile limit."""
     refused = dynamo_counters("unimplemented")
-    return sum(n for reason, n in refused.items() if "recompile" in reason[:40])
+    limits = sum(n for reason, n in refused.items() if "recompile" in reason[:40])
+    return dynamo_counters("stats").get("unique_graphs", 0), limits
 
 
 class GraphCount:
     """Compares the counters of dynamo before and after each step."""
 
     def __init__(self) -> None:
-        self._built = graphs_built()
-        self._limits = _recompile_limit_count()
+        self._counters = _read_counters()
         self._phases: set[str] = set()
 
     def on_step(self, phase: str) -> list[StepEvent]:
@@ -49,10 +45,10 @@ class GraphCount:
         A function that reached its recompile limit, and is not compiled any more, has an event too.
         The facts name the functions that were compiled and the guard that failed.
         """
-        built, limits, first = graphs_built(), _recompile_limit_count(), phase not in self._phases
+        before, self._counters = self._counters, _read_counters()
+        new, refused = (now - then for now, then in zip(self._counters, before, strict=True))
+        first = phase not in self._phases
         self._phases.add(phase)
-        new, self._built = built - self._built, built
-        refused, self._limits = limits - self._limits, limits
         if new <= 0 and refused <= 0:
             return []
         facts = _newest_compilations(max(new, 0) + max(refused, 0))
@@ -84,17 +80,11 @@ def _newest_compilations(n: int) -> Mapping[str, Any]:
             reason = reasons[-1].partition("\n")[0].partition("  #")[0].strip()
             facts["reason"] = reason
             if guarded := _GUARDED_CODE.search(reason):
-                facts["guard"] = f"{_guarded_function(guarded[1])} code object"
+                name = guarded[1]
+                mods = (names[0] for names in _GUARDED_MODS if any(one in name for one in names))
+                facts["guard"] = f"{next(mods, name)} code object"
     return facts
 
 
 def _frame_id(metrics: Any) -> str:
     return str(metrics.compile_id).partition("/")[0]
-
-
-def _guarded_function(name: str) -> str:
-    """Return "mask_mod" or "score_mod" for a guard on one of them, else the guarded name."""
-    for mod, guard_names in _MOD_GUARD_NAMES.items():
-        if any(guard_name in name for guard_name in guard_names):
-            return mod
-    return name

@@ -57,14 +57,13 @@ def put_activation(buffer: StepBuffer, name: str, tensor: Tensor) -> None:
 
 def record_activations(values: Values, streams: Sequence[str], draft: StepDraft) -> None:
     """Move the stored tensors of these streams into the draft, stream by stream."""
-    by_stream: dict[str, list[ArrayRecord]] = {stream: [] for stream in streams}
+    records = []
     for name, array in with_prefix(values, _ACTIVATION_PREFIX).items():
         dtype = "bfloat16" if name.startswith(_BFLOAT16) else None
         stream, _, layer = name.removeprefix(_BFLOAT16).rpartition(".")
-        if stream in by_stream:
-            by_stream[stream].append(ArrayRecord(stream, array, int(layer), dtype))
-    for records in by_stream.values():
-        draft.arrays += records
+        if stream in streams:
+            records.append(ArrayRecord(stream, array, int(layer), dtype))
+    draft.arrays += sorted(records, key=lambda record: streams.index(record.stream))
 
 
 Remove = Callable[[], None]

@@ -52,32 +52,26 @@ def end_kernel_call() -> None:
 def _describe_call(score_mod: Any, block_mask: Any) -> str:
     mask_mod = getattr(block_mask, "mask_mod", None)
     key = (getattr(score_mod, "__code__", None), getattr(mask_mod, "__code__", None))
-    if key in _descriptions:
-        return _descriptions[key]
-    from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
+    if key not in _descriptions:
+        from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 
-    parts = ["compiled"]
-    if score_mod is not None:
-        parts.append(f"score rule{_captured_tensors_text(score_mod)}")
-    if mask_mod is not None:
-        parts.append(f"mask rule {mask_mod_name(mask_mod)}{_captured_tensors_text(mask_mod)}")
-    description = _descriptions[key] = f"flex ({', '.join(parts)})"
-    return description
+        parts = ["compiled"]
+        if score_mod is not None:
+            parts.append(f"score rule{_captured_tensors_text(score_mod)}")
+        if mask_mod is not None:
+            name = mask_mod_name(mask_mod)
+            parts.append(f"mask rule {name}{_captured_tensors_text(mask_mod)}")
+        _descriptions[key] = f"flex ({', '.join(parts)})"
+    return _descriptions[key]
 
 
 def _captured_tensors_text(mod: Any) -> str:
     """Return " with captured tensor" for a mask_mod or score_mod that captures tensors."""
     from torch import Tensor
 
+    from flexinspect_hooks.python_internals.mask_mod_identity import closure_contents
+
     code, global_values = getattr(mod, "__code__", None), getattr(mod, "__globals__", {})
-    in_closure = [_cell_contents(cell) for cell in getattr(mod, "__closure__", None) or ()]
     in_globals = [global_values.get(name) for name in getattr(code, "co_names", ())]
-    n = sum(isinstance(value, Tensor) for value in (*in_closure, *in_globals))
+    n = sum(isinstance(value, Tensor) for value in (*closure_contents(mod), *in_globals))
     return "" if not n else " with captured tensor" if n == 1 else f" with {n} captured tensors"
-
-
-def _cell_contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable is not assigned yet
-        return None

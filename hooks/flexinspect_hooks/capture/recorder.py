@@ -77,7 +77,6 @@ class FinishedStep:
     _draft: StepDraft = field(default_factory=StepDraft)
     _tokens: tuple[TokenRecord, ...] = ()
     _values: Values = field(default_factory=dict)
-    _failed_hooks: list[Hook] = field(default_factory=list)
 
     def take_values(self, on_failed: OnHookFailed) -> None:
         """Take the tokens, and the buffer's values; a hook whose values failed is skipped."""
@@ -87,22 +86,18 @@ class FinishedStep:
             step.token_id = next(chosen, None)
 
         def report(hook: Hook, error: Exception) -> None:
-            self._failed_hooks.append(hook)
+            self.kept = tuple(pair for pair in self.kept if pair[0] is not hook)
             on_failed(hook, error, step)
 
         self._values = self.buffer.values(report)
 
     def run_hook(self, number: int, on_failed: OnHookFailed) -> None:
         """Let hook `number` add its records. In order: later hooks read those of earlier ones."""
-        if number >= len(self.kept):
-            return
-        hook, kept = self.kept[number]
-        if hook in self._failed_hooks:
-            return
-        try:
-            hook.record(self.context, kept, self._values, self._draft)
-        except Exception as error:
-            on_failed(hook, error, self.context)
+        for hook, kept in self.kept[number : number + 1]:
+            try:
+                hook.record(self.context, kept, self._values, self._draft)
+            except Exception as error:
+                on_failed(hook, error, self.context)
 
     def record(self) -> StepRecord:
         """Return the step's record, before rules run on it."""
@@ -163,7 +158,19 @@ class Recorder:
 
     def begin_generation(self, record: GenerationRecord, rules: RuleRunner) -> None:
         """Queue a generation; `rules` run on each of its steps before it is written."""
-        self.put(partial(self._begin_generation, record, rules))
+
+        def begin() -> None:
+            self._rule_runners[record.generation, 0] = rules
+            rules.share_memory(self._rule_memory)
+            if not self._rule_names.issuperset(rules.names):
+                # Stored, so that offline checks skip the rules that ran live.
+                self._rule_names.update(rules.names)
+                self._sink.update_run(rules=sorted(self._rule_names))
+            self._sink.begin_generation(record)
+            for event in rules.on_generation_start(record):
+                self._sink.write_event(event)
+
+        self.put(begin)
 
     def begin_branch(
         self, record: BranchRecord, generation: GenerationRecord, rules: RuleRunner
@@ -172,7 +179,18 @@ class Recorder:
 
         The steps of its parents before the fork are replayed to `rules`, which have no state yet.
         """
-        self.put(partial(self._begin_branch, record, generation, rules))
+
+        def begin() -> None:
+            place = (record.generation, record.branch, record.parent, record.fork_step)
+            self._sink.begin_branch(*place, record.change, record.segments)
+            events = [*rules.on_generation_start(generation)]
+            if self.path is not None and not record.recomputed:
+                events += replay_parents_from_path(self.path, *place[:2], rules)
+            self._rule_runners[record.generation, record.branch] = rules
+            for event in events:
+                self._sink.write_event(event)
+
+        self.put(begin)
 
     def put_event(self, event: EventRecord, rules: RuleRunner) -> None:
         """Queue an event. The rules of its generation run on it, or `rules` if none is open."""
@@ -230,7 +248,9 @@ class Recorder:
 
     def _write_waiting(self) -> None:
         while self._waiting:
-            steps = self._take_steps()
+            steps: list[FinishedStep] = []  # those at the head of the queue, up to anything else
+            while self._waiting and isinstance(self._waiting[0], FinishedStep):
+                steps.append(self._waiting.popleft())
             n_items = len(steps) or 1
             try:
                 if steps:
@@ -246,13 +266,6 @@ class Recorder:
                 self.failure = TraceWriteError(f"Recording stopped at an internal error: {message}")
             finally:
                 self._n_done += n_items
-
-    def _take_steps(self) -> list[FinishedStep]:
-        """Take the steps at the head of the queue, up to anything else."""
-        steps: list[FinishedStep] = []
-        while self._waiting and isinstance(self._waiting[0], FinishedStep):
-            steps.append(self._waiting.popleft())
-        return steps
 
     def _write(self, item: Any) -> None:
         if self.failure is not None:
@@ -274,26 +287,6 @@ class Recorder:
         else:
             self._write_event(item, None)
 
-    def _begin_generation(self, record: GenerationRecord, rules: RuleRunner) -> None:
-        self._rule_runners[record.generation, 0] = rules
-        rules.share_memory(self._rule_memory)
-        self._record_rule_names(rules.names)
-        self._sink.begin_generation(record)
-        for event in rules.on_generation_start(record):
-            self._sink.write_event(event)
-
-    def _begin_branch(
-        self, record: BranchRecord, generation: GenerationRecord, rules: RuleRunner
-    ) -> None:
-        place = (record.generation, record.branch, record.parent, record.fork_step)
-        self._sink.begin_branch(*place, record.change, record.segments)
-        events = [*rules.on_generation_start(generation)]
-        if self.path is not None and not record.recomputed:
-            events += replay_parents_from_path(self.path, record.generation, record.branch, rules)
-        self._rule_runners[record.generation, record.branch] = rules
-        for event in events:
-            self._sink.write_event(event)
-
     def _write_event(self, event: EventRecord, rules: RuleRunner | None) -> None:
         self._sink.write_event(event)
         if event.generation is not None:
@@ -302,12 +295,6 @@ class Recorder:
             rules = rules if newest is None else self._rule_runners[newest]
         if rules is not None:
             self._write_findings(*rules.on_event(event))
-
-    def _record_rule_names(self, names: Sequence[str]) -> None:
-        """Store the names of the rules that ran live, so that offline checks skip them."""
-        if not self._rule_names.issuperset(names):
-            self._rule_names.update(names)
-            self._sink.update_run(rules=sorted(self._rule_names))
 
     def _write_findings(self, findings: Sequence[Finding], events: Sequence[EventRecord]) -> None:
         """Write findings that do not belong to a step, and events of rules that failed."""
@@ -347,15 +334,15 @@ class Recorder:
         for number in range(max(len(item.kept) for item in items)):
             for item in items:
                 item.run_hook(number, self._report_hook_error)
-        return [self._run_rules(item.record()) for item in items]
+        records = []
+        for record in (item.record() for item in items):
+            rules = self._rule_runners.get((record.generation, record.branch))
+            records.append(record if rules is None else rules.on_step(record))
+        return records
 
     def _report_hook_error(self, hook: Hook, error: Exception, step: StepContext) -> None:
         for report in tuple(self.hook_errors):
             report(hook, error, step)
-
-    def _run_rules(self, record: StepRecord) -> StepRecord:
-        rules = self._rule_runners.get((record.generation, record.branch))
-        return rules.on_step(record) if rules is not None else record
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,15 +118,9 @@ class Decoder:
     def next_logits(self) -> Tensor:
         """Process the rows that the cache lacks, and return the newest row's logits (V,)."""
         ids, positions = self._rows(int(self.cache.get_seq_length()))
-        output = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            **self._extra,
-        )
-        logits: Tensor = output.logits[0, -1]
-        return logits
+        inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": self.cache}
+        output = self._model(**inputs, use_cache=True, **self._extra)
+        return cast(Tensor, output.logits[0, -1])
 
     def _rows(self, start: int) -> tuple[Tensor, Tensor]:
         """The ids and position ids, both (1, rows), of the rows from `start` on."""
@@ -226,18 +220,13 @@ def new_cache(model: nn.Module) -> Any:
 
 
 def _processors(sampling: SamplingOptions) -> Any:
-    from transformers import (
-        LogitsProcessorList,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
+    import transformers
 
-    processors = LogitsProcessorList()
+    processors = transformers.LogitsProcessorList()
     if sampling.temperature != 1.0:
-        processors.append(TemperatureLogitsWarper(sampling.temperature))
+        processors.append(transformers.TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k:
-        processors.append(TopKLogitsWarper(sampling.top_k))
+        processors.append(transformers.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
-        processors.append(TopPLogitsWarper(sampling.top_p))
+        processors.append(transformers.TopPLogitsWarper(sampling.top_p))
     return processors

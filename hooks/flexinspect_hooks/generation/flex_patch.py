@@ -78,7 +78,13 @@ class FlexPatch:
     def __enter__(self) -> FlexPatch:
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        _require_attention_interface(self.model)
+        can_set = getattr(self.model, "_can_set_attn_implementation", None)
+        if can_set is None or not can_set():
+            raise ModelError(
+                f"{type(self.model).__name__} does not use transformers' attention interface, so "
+                "it cannot run FlexAttention.",
+                hint="Use a class that calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, ...).",
+            )
         name = f"{BACKEND}_{next(_numbers)}"
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, self._make_mask)
@@ -109,17 +115,21 @@ class FlexPatch:
         **_: Any,
     ) -> BlockMask:
         """The mask function for transformers: one block mask per forward pass and layer type."""
+        from transformers.masking_utils import causal_mask_function
+
         if attention_mask is not None and not bool(attention_mask.all()):
             raise MaskError(
                 "The batch is padded, but segment masks support one prompt without padding only.",
                 hint="Run one prompt at a time and leave attention_mask out.",
             )
+        # What a layer type adds to the causal mask (a sliding window).
+        overlay = None if mask_function is causal_mask_function else mask_function
         heads = self._heads.get(id(config)) or _query_heads(config)
         window = ForwardWindow(int(q_length), int(kv_length), int(q_offset), int(kv_offset), heads)
         rows = (window.q_offset, window.q_len)
         if rows != self._rows:
             self._rows, self._n_forwards = rows, self._n_forwards + 1
-        block_mask = self.source.block_mask(window, _overlay(mask_function))
+        block_mask = self.source.block_mask(window, overlay)
         self._mask_heads = max(self._mask_heads, block_mask.kv_num_blocks.shape[1])
         return block_mask
 
@@ -137,7 +147,10 @@ class FlexPatch:
         """The attention function for transformers: returns the output (B, L, H, D), no weights."""
         layer = getattr(module, "layer_idx", -1)
         try:
-            _refuse_unsupported(kwargs)
+            if kwargs.get("dropout"):
+                raise ValueError("FlexAttention has no dropout; call model.eval() first")
+            if kwargs.get("s_aux") is not None:
+                raise ValueError("attention sinks are not supported by the segment masks")
             if self.compiled and self._n_forwards <= N_COMPILE_FORWARDS:
                 step_and_layer = (-1, self._n_forwards - 1, layer)
                 last_kernel_call.begin_kernel_call(step_and_layer, query, key, None, attention_mask)
@@ -205,16 +218,6 @@ class FlexPatch:
         )
 
 
-def _require_attention_interface(model: nn.Module) -> None:
-    can_set = getattr(model, "_can_set_attn_implementation", None)
-    if can_set is None or not can_set():
-        raise ModelError(
-            f"{type(model).__name__} does not use transformers' attention interface, so it cannot "
-            "run FlexAttention.",
-            hint="Use a class that calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, ...).",
-        )
-
-
 def model_configs(model: nn.Module) -> Iterator[Any]:
     """Yield each configuration of a model and its sub-models once."""
     pending: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
@@ -232,20 +235,6 @@ def _query_heads(config: Any) -> int:
     """The number of query heads, 0 if the layers do not share one number."""
     heads = getattr(config, "num_attention_heads", None)
     return heads if isinstance(heads, int) else 0
-
-
-def _overlay(mask_function: MaskMod | None) -> MaskMod | None:
-    """The mask_mod that a layer type adds to the causal one (a sliding window), None if none."""
-    from transformers.masking_utils import causal_mask_function
-
-    return None if mask_function in (None, causal_mask_function) else mask_function
-
-
-def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("dropout"):
-        raise ValueError("FlexAttention has no dropout; call model.eval() first")
-    if kwargs.get("s_aux") is not None:
-        raise ValueError("attention sinks are not supported by the segment masks")
 
 
 def _soft_cap(cap: float) -> Callable[..., Tensor]:

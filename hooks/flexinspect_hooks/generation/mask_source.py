@@ -20,9 +20,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexinspect.core.errors import MaskError
 from flexinspect.masks.algebra import (
     BLOCK_SIZE,
+    BlockStates,
     BlockTables,
     BoolArray,
     MaskSpec,
+    block_row_states,
     block_tables,
     row_block_tables,
     row_chunks,
@@ -94,9 +96,8 @@ class SpecMaskSource:
 
     def mask_mod(self, window: ForwardWindow) -> MaskMod:
         """The mask_mod of the window."""
-        if self._tables is None:
-            return arithmetic_mask_mod(self.spec, window)
-        return self._tables.mask_mod(window)
+        tables = self._tables
+        return arithmetic_mask_mod(self.spec, window) if tables is None else tables.mask_mod(window)
 
 
 class UserMaskSource:
@@ -141,9 +142,8 @@ class UserMaskSource:
 
     def _block_tables(self, mask_mod: MaskMod, window: ForwardWindow) -> BlockTables:
         try:
-            return _stacked(
-                [self._block_row(mask_mod, window, *c) for c in row_chunks(window.q_len)]
-            )
+            rows = [self._block_states(mask_mod, window, *c) for c in row_chunks(window.q_len)]
+            states = np.stack(rows, axis=1)
         except MaskError:
             raise
         except Exception as error:
@@ -153,31 +153,26 @@ class UserMaskSource:
                 f"{window.kv_len} keys: {type(error).__name__}: {str(error).splitlines()[0]}",
                 hint="Indices are positions of the whole sequence, generated tokens included.",
             ) from error
+        states = states if len(states) > 1 else states[0]
+        return BlockTables(partial=states == 1, full=states == 2)
 
-    def _block_row(
+    def _block_states(
         self, mask_mod: MaskMod, window: ForwardWindow, start: int, stop: int
-    ) -> BlockTables:
-        """One row of blocks, (heads, 1, key blocks); one head if all heads share it."""
-        zero, indices = self._zero, torch.arange(max(stop, window.kv_len), device=self._device)
+    ) -> BlockStates:
+        """One row of blocks, (heads, key blocks); one head if all heads share it."""
+        indices = torch.arange(max(stop, window.kv_len), device=self._device)
         h_idx = torch.arange(window.heads or 2, device=self._device)
         q_idx, kv_idx = indices[start:stop], indices[: window.kv_len]
-        heads: list[BlockTables] = []
-        for group in head_groups(mask_mod, zero, h_idx, q_idx, kv_idx):
-            heads += [stack_block_rows([cells]) for cells in group.cpu().numpy()]
+        groups = head_groups(mask_mod, self._zero, h_idx, q_idx, kv_idx)
+        states = [block_row_states(cells.cpu().numpy(), BLOCK_SIZE, BLOCK_SIZE) for cells in groups]
+        heads = np.concatenate(states)
         if len(heads) > 1 and not window.heads:
             raise MaskError(
                 f"The mask_mod {self.name} depends on the head, but the model's configuration "
                 "does not have the number of query heads.",
                 hint="Use a mask_mod that is the same for all heads.",
             )
-        return BlockTables(np.stack([t.partial for t in heads]), np.stack([t.full for t in heads]))
-
-
-def _stacked(rows: list[BlockTables]) -> BlockTables:
-    """Rows of blocks as tables, without the axis of heads if it is 1."""
-    partial = np.concatenate([row.partial for row in rows], axis=1)
-    full = np.concatenate([row.full for row in rows], axis=1)
-    return BlockTables(partial, full) if len(partial) > 1 else BlockTables(partial[0], full[0])
+        return heads
 
 
 def shift_mask_mod(mask_mod: MaskMod, window: ForwardWindow) -> MaskMod:
@@ -309,8 +304,7 @@ def _causal_mask_mod(offset: int) -> MaskMod:
 
 def _free_heads(steps: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """Where `low` is 0 every key is open and `head` has no effect: take that of the neighbour."""
-    bound = [head for _, head, low in steps if low]
-    head = bound[0] if bound else 0
+    head = next((head for _, head, low in steps if low), 0)
     out = []
     for start, own, low in steps:
         head = own if low else head
@@ -339,10 +333,10 @@ class SpecTables:
 
     def __init__(self, spec: MaskSpec, length: int, device: torch.device) -> None:
         region = np.searchsorted(spec.starts, np.arange(length), side="right") - 1
-        prefix_stops = np.asarray(spec.prefix_stops, np.int32)[region]
-        local_starts = np.asarray(spec.local_starts, np.int32)[region]
-        self.prefix_stops = torch.from_numpy(prefix_stops).to(device)
-        self.local_starts = torch.from_numpy(local_starts).to(device)
+        self.prefix_stops, self.local_starts = (
+            torch.from_numpy(np.asarray(values, np.int32)[region]).to(device)
+            for values in (spec.prefix_stops, spec.local_starts)
+        )
         self.q_offset = torch.zeros((), dtype=torch.int32, device=device)
         self.kv_offset = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -378,16 +372,11 @@ class BlockTableCache:
         """
         key = (tables.partial.shape, tables.partial.tobytes(), tables.full.tobytes())
         if key != self._key:
-            partial, full = _block_list(tables.partial), _block_list(tables.full)
-            tensors = (*partial, *full)
-            self._tensors = tuple(torch.from_numpy(t).to(self._device) for t in tensors)
+            lists = (*_block_list(tables.partial), *_block_list(tables.full))
+            self._tensors = tuple(torch.from_numpy(one).to(self._device) for one in lists)
             self._key = key
-        kv_num, kv_idx, full_num, full_idx = self._tensors
         return BlockMask.from_kv_blocks(
-            kv_num,
-            kv_idx,
-            full_num,
-            full_idx,
+            *self._tensors,
             BLOCK_SIZE=BLOCK_SIZE,
             mask_mod=mask_mod,
             seq_lengths=(window.q_len, window.kv_len),

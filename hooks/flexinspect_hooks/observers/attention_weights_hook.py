@@ -45,11 +45,10 @@ class WeightsHook(Hook):
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _Shapes:
         """Return the shape of each layer's weights; put how far their rows' sums are from 1."""
         weights, self._weights = self._weights, ()
-        tensors = [value if isinstance(value, Tensor) else None for value in weights]
-        errors = [_sum_error(t) for t in tensors if t is not None and t.dim() > 1]
+        errors = [_sum_error(t) for t in weights if isinstance(t, Tensor) and t.dim() > 1]
         if errors:
             buffer.put("weights.off", torch.stack(errors))
-        return [None if t is None else tuple(t.shape) for t in tensors]
+        return [tuple(t.shape) if isinstance(t, Tensor) else None for t in weights]
 
     def record(self, step: StepContext, kept: _Shapes, values: Values, draft: StepDraft) -> None:
         """Write an event for each layer whose tensor cannot be attention weights."""

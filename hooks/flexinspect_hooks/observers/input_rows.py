@@ -33,11 +33,9 @@ class InputRows:
     ) -> None:
         self.batch = batch_size_of(arguments)
         self.ids = _first_row(input_ids_of(arguments), n_rows)
-        parts = {
-            "ids": self.ids,
-            "positions": _first_row(arguments.get("position_ids"), n_rows),
-            "mask": _first_row(arguments.get("attention_mask"), n_rows) if with_mask else None,
-        }
+        positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+        parts = {"ids": self.ids, "positions": _first_row(positions, n_rows)}
+        parts["mask"] = _first_row(mask, n_rows) if with_mask else None
         self._buffer = buffer or StepBuffer(torch.device("cpu"))
         for name, part in parts.items():
             if part is not None:
@@ -65,11 +63,7 @@ class InputRows:
         return self._lists
 
 
-_DECODER_ARGUMENTS = {
-    "input_ids": "decoder_input_ids",
-    "inputs_embeds": "decoder_inputs_embeds",
-    "attention_mask": "decoder_attention_mask",
-}
+_DECODER_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 class ArgumentNames:
@@ -89,17 +83,13 @@ class ArgumentNames:
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if named.get("decoder_input_ids") is None and named.get("decoder_inputs_embeds") is None:
             return named
-        return {
-            **named,
-            **{name: named.get(decoder) for name, decoder in _DECODER_ARGUMENTS.items()},
-        }
+        return named | {name: named.get(f"decoder_{name}") for name in _DECODER_ARGUMENTS}
 
 
 def input_ids_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """Return the token ids (batch, rows): by name, else the first argument that looks like them."""
-    if "input_ids" in arguments:
-        return _as_id_table(arguments["input_ids"])
-    return _as_id_table(next(iter(arguments.values()), None))
+    first = next(iter(arguments.values()), None)
+    return _as_id_table(arguments.get("input_ids", first))
 
 
 def _as_id_table(value: Any) -> Tensor | None:
@@ -118,9 +108,8 @@ def _first_row(value: Any, n_rows: int) -> Tensor | None:
 
 def batch_size_of(arguments: Mapping[str, Any]) -> int:
     """Return the batch size of a forward with these arguments, 1 if they do not show it."""
-    for name in ("input_ids", "inputs_embeds"):
-        value = arguments.get(name)
+    first = next(iter(arguments.values()), None)
+    for value in (arguments.get("input_ids"), arguments.get("inputs_embeds"), first):
         if isinstance(value, Tensor) and value.dim() >= 2:
             return int(value.shape[0])
-    first = next(iter(arguments.values()), None)
-    return int(first.shape[0]) if isinstance(first, Tensor) and first.dim() >= 2 else 1
+    return 1

@@ -93,11 +93,10 @@ class InputsHook(Hook):
         after = _cached_lengths(pending.cache() if pending.cache is not None else None)
         if isinstance(pending.positions, Tensor) and pending.positions.dim() == 2:
             pending.tables["inputs.positions"] = pending.positions.to(torch.int32, copy=True)
-        for name, lengths in (("inputs.before", pending.before[1]), ("inputs.after", after[1])):
-            if lengths is not None:
-                pending.tables[name] = lengths
-        for name, table in pending.tables.items():
-            buffer.put(name, table)
+        lengths = {"inputs.before": pending.before[1], "inputs.after": after[1]}
+        for name, table in (pending.tables | lengths).items():
+            if table is not None:
+                buffer.put(name, table)
         return pending.batch, pending.before[0], after[0]
 
     def record(
@@ -110,11 +109,10 @@ class InputsHook(Hook):
         """Write the step's `InputsRecord`, and the tables of a batch as arrays."""
         batch, before, after = kept
         positions = values.get("inputs.positions")
+        runs = () if positions is None or not len(positions) else _position_runs(positions[0])
         draft.inputs = InputsRecord(
             batch=batch,
-            positions=()
-            if positions is None or not len(positions)
-            else _position_runs(positions[0]),
+            positions=runs,
             cached_before=_merge_lengths(before, values.get("inputs.before")),
             cached_after=_merge_lengths(after, values.get("inputs.after")),
         )

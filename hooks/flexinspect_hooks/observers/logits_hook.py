@@ -57,19 +57,25 @@ class LogitsHook(Hook):
         if not kept:
             return
         row = self._reduced("logits", values, step.token_id)
-        token_id, rank, logit = _find_chosen(step, row, values)
-        histogram = self._reducer.histogram(row) if step.level != "basic" else (0.0, 0.0, ())
+        token_id, rank, logit = step.token_id, row.rank, row.chosen
+        if token_id is None:
+            token_id, rank, logit = UNKNOWN, -1, math.nan
+        elif "logits.chosen" in values:
+            logit, rank = values["logits.chosen"].tolist()
+        low, high, counts = (
+            self._reducer.histogram(row) if step.level != "basic" else (0.0, 0.0, ())
+        )
         draft.logits = LogitsRecord(
             entropy=row.entropy,
             margin=row.top[0] - row.top[1] if len(row.top) > 1 else 0.0,
             chosen_id=token_id,
-            chosen_rank=rank,
+            chosen_rank=int(rank),
             chosen_logprob=logit - row.lse,
             n_nan=row.n_nan,
             n_inf=row.n_inf,
-            histogram_min=histogram[0],
-            histogram_max=histogram[1],
-            histogram=histogram[2],
+            histogram_min=low,
+            histogram_max=high,
+            histogram=counts,
             candidates=self._candidates(row, values, step),
         )
         if LOGITS_ARRAY in values:
@@ -119,16 +125,6 @@ class _ReducedLogits:
     values: Array | None = None
 
 
-def _find_chosen(step: StepContext, row: _ReducedLogits, values: Values) -> tuple[int, int, float]:
-    """Return id, rank and logit of the chosen token; `UNKNOWN`, -1 and NaN if not observed."""
-    if step.token_id is None:
-        return UNKNOWN, -1, math.nan
-    if "logits.chosen" in values:
-        logit, rank = values["logits.chosen"].tolist()
-        return step.token_id, int(rank), logit
-    return step.token_id, row.rank, row.chosen
-
-
 def reduce_chosen(row: Tensor, chosen: Tensor, buffer: StepBuffer) -> None:
     """Put the logit and the rank of the chosen token in its row (V,); `chosen` is its id, (1,).
 
@@ -167,15 +163,14 @@ class _RowReducer:
                 weighted = float(np.nan_to_num(p * row, nan=0.0).sum())
         lse = high + math.log(total) if total > 0 else math.nan
         chosen_logit = high if chosen is None else float(row[chosen])
+        is_best = chosen_logit == high
         return _ReducedLogits(
             lse=lse,
             entropy=lse - weighted / total if total > 0 else math.nan,
             top=top,
             ids=ids,
             chosen=chosen_logit,
-            rank=0
-            if chosen_logit == high
-            else int(np.count_nonzero(row > np.float32(chosen_logit))),
+            rank=0 if is_best else int(np.count_nonzero(row > np.float32(chosen_logit))),
             n_nan=int(np.isnan(row).sum()) if is_non_finite else 0,
             n_inf=int(np.isinf(row).sum()) if is_non_finite else 0,
             values=row,
@@ -245,15 +240,11 @@ def _reduce_on_device(name: str, row: Tensor, chosen: int | None, buffer: StepBu
     buffer.put("logits.top", top)
     buffer.put("logits.ids", ids)
     buffer.put("logits.scalars", torch.stack([number.float() for number in numbers]))
-    buffer.put("logits.histogram", _device_histogram(row, low, high))
-
-
-def _device_histogram(row: Tensor, low: Tensor, high: Tensor) -> Tensor:
     span = torch.clamp(high - low, min=1e-30)
     index = torch.clamp(torch.nan_to_num((row - low) * (BINS / span)).long(), 0, BINS - 1)
     counts = torch.zeros(BINS, dtype=torch.int64, device=row.device)
     # Not bincount, which waits for the device to learn its length.
-    return counts.scatter_add_(0, index, torch.ones_like(index))
+    buffer.put("logits.histogram", counts.scatter_add_(0, index, torch.ones_like(index)))
 
 
 def _from_device(values: Values) -> _ReducedLogits:

@@ -81,7 +81,21 @@ class ModuleHook(Hook):
         for layer, row in zip(kept, stats.tolist(), strict=True):
             if step.level == "basic" and row[6] == 0:
                 continue
-            draft.layer_stats.append(_layer_stat_record(layer, self._names[layer], row))
+            low, high, mean, std, norm, n_nan, n_bad, first = row
+            draft.layer_stats.append(
+                LayerStatRecord(
+                    layer=layer,
+                    module=self._names[layer],
+                    n_nan=int(n_nan),
+                    n_inf=int(n_bad - n_nan),
+                    min=low,
+                    max=high,
+                    mean=mean,
+                    std=std,
+                    norm=norm,
+                    bad_row=int(first) if n_bad else None,
+                )
+            )
         if step.level == "extreme":
             record_activations(values, ("hidden",), draft)
 
@@ -121,19 +135,3 @@ def _statistics(on_cpu: bool, n_rows: int, xp: Any, rows: Any) -> dict[str, Any]
         is_bad = ~finite.reshape(len(rows), n_rows, -1).all(-1)
         first = xp.argmax(is_bad * 1, axis=1) * one
     return {"modules.stats": xp.stack((low, high, mean, std, norm, n_nan, n_bad, first), 1)}
-
-
-def _layer_stat_record(layer: int, name: str, row: list[float]) -> LayerStatRecord:
-    low, high, mean, std, norm, n_nan, n_bad, first = row
-    return LayerStatRecord(
-        layer=layer,
-        module=name,
-        n_nan=int(n_nan),
-        n_inf=int(n_bad - n_nan),
-        min=low,
-        max=high,
-        mean=mean,
-        std=std,
-        norm=norm,
-        bad_row=int(first) if n_bad else None,
-    )

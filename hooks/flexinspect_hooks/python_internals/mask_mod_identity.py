@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -44,9 +45,7 @@ def mask_mod_identity(mask_mod: Any) -> str:
     Tensors on an accelerator are identified by address and version, which needs no synchronisation.
     """
     own = getattr(mask_mod, "flexinspect_identity", None)
-    if own is not None:
-        return str(own)
-    return _digest(mask_mod, depth=0)
+    return _digest(mask_mod, depth=0) if own is None else str(own)
 
 
 def _digest(value: Any, depth: int) -> str:
@@ -55,16 +54,25 @@ def _digest(value: Any, depth: int) -> str:
     code = getattr(value, "__code__", None)
     if code is None or depth > 3:
         return repr(value)[:200] if isinstance(value, int | float | str | bool | tuple) else "?"
-    cells = [_cell(cell, depth) for cell in getattr(value, "__closure__", None) or ()]
+    cells = [
+        "unset" if content is UNSET else _digest(content, depth + 1)
+        for content in closure_contents(value)
+    ]
     body = hashlib.blake2b(code.co_code + repr(code.co_consts).encode(), digest_size=8)
     return f"{body.hexdigest()}({','.join(cells)})"
 
 
-def _cell(cell: Any, depth: int) -> str:
-    try:
-        return _digest(cell.cell_contents, depth + 1)
-    except ValueError:
-        return "unset"
+UNSET: Any = object()
+"""Content of a cell whose variable is not assigned yet."""
+
+
+def closure_contents(function: Any) -> Iterator[Any]:
+    """Yield the values that a function captures."""
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            yield UNSET
 
 
 def _tensor_digest(tensor: Tensor) -> str:

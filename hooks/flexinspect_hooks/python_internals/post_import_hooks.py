@@ -64,49 +64,36 @@ class PostImportHooks:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find a watched module with the other finders, and wrap its loader."""
-        is_watched = name in self._callbacks or name.startswith(_OWN_PREFIX)
-        if not is_watched or self._state.is_searching:
+        is_known = name in self._callbacks or name.startswith(_OWN_PREFIX)
+        if not is_known or self._state.is_searching:
             return None
         self._state.is_searching = True
         try:
-            return self._find_watched_spec(name, path, target)
+            for finder in tuple(sys.meta_path):
+                find = getattr(finder, "find_spec", None)
+                if finder is self or find is None:
+                    continue
+                spec: ModuleSpec | None = find(name, path, target)
+                if spec is not None:
+                    self._wrap_loader(name, spec.loader)
+                    return spec
+            return None
         finally:
             self._state.is_searching = False
 
-    def _find_watched_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        for finder in tuple(sys.meta_path):
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None
-            if finder is not self and find is not None:
-                spec = find(name, path, target)
-            if spec is not None:
-                wrap = self._wrap_loader if name in self._callbacks else self._wrap_own_loader
-                wrap(name, spec.loader)
-                return spec
-        return None
-
     def _wrap_loader(self, name: str, loader: Any) -> None:
-        run = getattr(loader, "exec_module", None)
-        if run is None:
-            return
-        self._call_safely(name, lambda: self._on_import_begin(name))
-
-        def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # restores the loader's own method
-            run(module)
-            self._on_imported(name)
-
-        loader.exec_module = exec_module
-
-    def _wrap_own_loader(self, name: str, loader: Any) -> None:
         run, state = getattr(loader, "exec_module", None), self._state
         if run is None:
             return
+        if is_watched := name in self._callbacks:
+            self._call_safely(name, lambda: self._on_import_begin(name))
 
         def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)
+            vars(loader).pop("exec_module", None)  # restores the loader's own method
+            if is_watched:
+                run(module)
+                self._on_imported(name)
+                return
             state.depth += 1
             try:
                 run(module)

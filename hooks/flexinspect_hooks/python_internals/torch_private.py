@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from flexinspect_hooks.python_internals.patching import patch
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
@@ -44,10 +46,7 @@ NAMES = {
     (_FLEX, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"): "FlexAttention itself is differentiated",
     ("torch._C", "_current_graph_task_id"): "a backward pass through several forwards counts once",
     ("torch.autograd", "Variable._execution_engine.queue_callback"): "backward passes are timed",
-    (
-        "transformers",
-        "PreTrainedModel._init_weights",
-    ): "random weights have the norms and rotary tables of transformers",
+    ("transformers", "PreTrainedModel._init_weights"): "norms and rotary tables are initialised",
 }
 """Module and name of each private name, and the feature that needs it."""
 
@@ -219,3 +218,34 @@ def init_weights(model: Any, module: Any) -> None:
 def has_init_weights(module: Any) -> bool:
     """Whether a module initialises its submodules itself, as transformers models do."""
     return hasattr(module, "_init_weights")
+
+
+def hide_hooks() -> Callable[[], None]:
+    """Leave flexinspect hooks out of every module that is pickled or copied.
+
+    They refer to threads and files, which cannot be pickled. A class that defines its own
+    `__getstate__` keeps it. Returns a function that restores `nn.Module.__getstate__`.
+    """
+    from torch import nn
+
+    original: Any = nn.Module.__getstate__
+
+    def getstate(module: Module) -> Any:
+        state = original(module)
+        return _without_own_hooks(state) if isinstance(state, dict) else state
+
+    return patch(nn.Module, "__getstate__", getstate)
+
+
+def _without_own_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    for attribute, flag_attributes in MODULE_HOOKS.items():
+        own_ids = {
+            key
+            for key, hook in state.get(attribute, {}).items()
+            if str(getattr(hook, "__module__", "")).startswith("flexinspect_hooks.")
+        }
+        for name in (attribute, *flag_attributes) if own_ids else ():
+            hooks = state.get(name, {})
+            others = {key: hook for key, hook in hooks.items() if key not in own_ids}
+            state = {**state, name: type(hooks)(others)}
+    return state

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from flexinspect.records.step import GenerationRecord, MemoryRecord
@@ -22,7 +22,6 @@ from flexinspect.records.training_step import (
 from flexinspect_hooks.capture.buffer import Values
 from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.observers.memory_hook import rss_reader
 from flexinspect_hooks.training.forward_passes import StepPasses
 from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.parameters import placement_of
@@ -194,21 +193,3 @@ def timed_synchronize(device: torch.device) -> float:
     started = time.perf_counter()
     torch.cuda.synchronize(device)
     return time.perf_counter() - started
-
-
-class StepMemory:
-    """Reads the memory of the process and of its GPU, without synchronisation."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
-        self._device = device
-        self._rss, self.close = rss_reader()
-
-    def read(self) -> MemoryRecord:
-        """The memory now; the peak is the allocator's, which only the program resets."""
-        if self._device.type != "cuda":
-            return MemoryRecord(self._rss(), self._model, 0)
-        stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
-        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        sizes = (allocated["current"], reserved["current"], allocated["peak"])
-        return MemoryRecord(self._rss(), self._model, 0, *sizes)

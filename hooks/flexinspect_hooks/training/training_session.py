@@ -25,8 +25,9 @@ from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import Hook, built_in_rules
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
-from flexinspect_hooks.python_internals.pickling import hide_hooks
+from flexinspect_hooks.observers.memory_hook import StepMemory
 from flexinspect_hooks.python_internals.threads import available_cores
+from flexinspect_hooks.python_internals.torch_private import hide_hooks
 from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.forward_passes import ForwardWatch
@@ -34,7 +35,6 @@ from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.parameters import has_closure, learning_rates, remaining_scale
 from flexinspect_hooks.training.step_assembly import (
     Loss,
-    StepMemory,
     TrainingRecords,
     TrainingStepDraft,
     timed_synchronize,

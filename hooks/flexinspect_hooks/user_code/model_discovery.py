@@ -41,8 +41,11 @@ from flexinspect_hooks.loading.tokenizers import (
 )
 from flexinspect_hooks.observers.input_rows import InputRows
 from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.python_internals.pickling import hide_hooks
-from flexinspect_hooks.python_internals.torch_private import frame_compiler_setter, skip_frame
+from flexinspect_hooks.python_internals.torch_private import (
+    frame_compiler_setter,
+    hide_hooks,
+    skip_frame,
+)
 from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.sessions.session_levels import SessionLevels, chosen_layers
 from flexinspect_hooks.user_code.declared_segments import parse_segments
