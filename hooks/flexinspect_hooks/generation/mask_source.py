@@ -375,8 +375,12 @@ class BlockTableCache:
             lists = (*_block_list(tables.partial), *_block_list(tables.full))
             self._tensors = tuple(torch.from_numpy(one).to(self._device) for one in lists)
             self._key = key
+        kv_num, kv_idx, full_num, full_idx = self._tensors
         return BlockMask.from_kv_blocks(
-            *self._tensors,
+            kv_num,
+            kv_idx,
+            full_num,
+            full_idx,
             BLOCK_SIZE=BLOCK_SIZE,
             mask_mod=mask_mod,
             seq_lengths=(window.q_len, window.kv_len),

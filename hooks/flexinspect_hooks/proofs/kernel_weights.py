@@ -33,12 +33,8 @@ from flexinspect_hooks.capture.hook import CaptureContext
 from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext
 from flexinspect_hooks.observers.attention.attention_hook import AttentionHook
-from flexinspect_hooks.observers.attention.call_references import AttentionCall
-from flexinspect_hooks.observers.attention.mask_capture import (
-    CapturedMask,
-    capture_call_mask,
-    dense_bias,
-)
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
+from flexinspect_hooks.observers.attention.mask_capture import capture_call_mask, dense_bias
 from flexinspect_hooks.observers.input_rows import ArgumentNames
 from flexinspect_hooks.proofs.proof_subject import Subject, device_of
 

@@ -44,7 +44,7 @@ from flexinspect_hooks.generation.mask_source import (
     shift_mask_mod,
 )
 from flexinspect_hooks.observers.attention import mask_capture
-from flexinspect_hooks.observers.attention.attention_hook import AttentionCall
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
 from flexinspect_hooks.observers.attention.mask_capture import MaskStore
 from flexinspect_hooks.observers.attention.segment_attention import newest_weights
 from flexinspect_hooks.sessions.capture_session import CaptureSession
@@ -301,8 +301,8 @@ def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> No
     step = clock.open((torch.zeros(1, 9, dtype=torch.int64),), {}, "advanced")
     refs = [call(0, 4), call(1, 2), call(2, 4), call(3, 2)]
     masks = MaskStore(CPU).capture_masks(refs, step, StepBuffer(CPU))
-    assert [mask.number for mask in masks] == [0, 1, 0, 1]
-    assert [mask.cells.shape for mask in masks[:2] if mask.cells is not None] == [
+    assert [ref.captured.number for ref in refs] == [0, 1, 0, 1]
+    assert [mask.cells.shape for mask in masks if mask.cells is not None] == [
         (4, 9, 9),
         (2, 9, 9),
     ]
@@ -597,7 +597,7 @@ def test_transformers_flex_adds_the_first_head_of_a_dense_mask(prompt: Prompt) -
         (torch.zeros(closed.shape).masked_fill(closed, -torch.inf), ~closed[0, :1].numpy()),
     ):
         kind = "bool" if mask.dtype is torch.bool else "float"
-        seen = mask_capture.CapturedMask(0, n, n, 0, 0, True, kind)
+        seen = CapturedMask(0, n, n, 0, 0, True, kind)
         ref: Any = SimpleNamespace(mask=mask, path="flex compiled")
         cells = mask_capture._dense_cells(
             ref, seen, mask_capture._IndexTensors(torch.device("cpu"))
@@ -637,10 +637,10 @@ def test_layers_under_one_mask_keep_their_own_caps(prompt: Prompt) -> None:
 def test_weights_of_one_call_are_made_under_its_cap() -> None:
     q, k = 8 * torch.randn(1, HEADS, 1, 8), torch.randn(1, 2, 9, 8)
     about = (0, "sdpa", "sdpa", torch.nn.Identity(), q, k, k, (None,), {}, q.mT, None)
-    seen = mask_capture.CapturedMask(0, 1, 9, 8, 0, False, "none")
+    seen = CapturedMask(0, 1, 9, 8, 0, False, "none")
     seen.cells = torch.ones(1, 1, 9, dtype=torch.bool)
     for cap in (None, 0.5):
-        weights = newest_weights(AttentionCall(*about, cap), seen)
+        weights = newest_weights(AttentionCall(*about, cap, captured=seen))
         visible = torch.ones(1, 1, 9, dtype=torch.bool)
         expected = attention_row(q[0], k[0], scale=8**-0.5, visible=visible, softcap=cap)
         torch.testing.assert_close(weights, expected[:, 0].float())

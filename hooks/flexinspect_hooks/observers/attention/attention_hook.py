@@ -38,6 +38,7 @@ from flexinspect_hooks.observers.attention.call_checks import (
 )
 from flexinspect_hooks.observers.attention.call_references import (
     AttentionCall,
+    CapturedMask,
     LayerInputs,
     call_of_kernel,
     kernel_path,
@@ -49,7 +50,7 @@ from flexinspect_hooks.observers.attention.kernel_calls import (
     KernelReturn,
     call_unobserved,
 )
-from flexinspect_hooks.observers.attention.mask_capture import CapturedMask, MaskStore
+from flexinspect_hooks.observers.attention.mask_capture import MaskStore
 from flexinspect_hooks.observers.attention.segment_attention import (
     SegmentAttentionReducer,
     lost_calls,
@@ -71,8 +72,6 @@ class _AttentionStep(NamedTuple):
 
     calls: tuple[CallFields, ...] = ()
     masks: tuple[CapturedMask, ...] = ()
-    mask_of_call: tuple[int, ...] = ()
-    check_kinds: tuple[str, ...] = ()
     builds: tuple[BuildRecord, ...] = ()
 
 
@@ -192,25 +191,17 @@ class AttentionHook(Hook):
         if not refs:
             return _AttentionStep(builds=builds) if builds else None
         masks = self._mask_store.capture_masks(refs, step, buffer)
-        kinds: tuple[str, ...] = ()
         if step.level != "basic":
-            kinds = self._segment_reducer.reduce(refs, masks, step.kv_after, buffer)
-            put_batch_rows(refs, masks, self._compared_masks, buffer)
+            self._segment_reducer.reduce(refs, step.kv_after, buffer)
+            put_batch_rows(refs, self._compared_masks, buffer)
             if self._kernels is not None:
                 filled = None if self.is_standalone else step.kv_after
-                put_user_call_checks(refs, masks, step, filled, buffer)
+                put_user_call_checks(refs, step, filled, buffer)
         if step.level == "extreme":
             self._store_qkv(refs, buffer)
-        distinct = {mask.number: mask for mask in masks}
-        for mask in distinct.values():
+        for mask in masks:
             mask.drop_tensors()
-        return _AttentionStep(
-            calls=tuple(ref.record_fields() for ref in refs),
-            masks=tuple(distinct.values()),
-            mask_of_call=tuple(mask.number for mask in masks),
-            check_kinds=kinds,
-            builds=builds,
-        )
+        return _AttentionStep(tuple(ref.record_fields() for ref in refs), masks, builds)
 
     def take_calls(self, step: StepContext) -> tuple[list[AttentionCall], tuple[BuildRecord, ...]]:
         """Return the calls of a step and the masks built for it, and drop them."""
@@ -275,14 +266,16 @@ class AttentionHook(Hook):
         record_batch_rows(
             values, kept.masks, fingerprints, step, draft, reports_equal=not self.is_standalone
         )
-        rows = merge_group_results(values, len(kept.calls)) if kept.check_kinds else {}
+        rows = merge_group_results(values, len(kept.calls))
         errors = rows["gate"].tolist() if rows else []
         lost = _report_lost_rows(values, kept.calls, step, draft)
         for index, call in enumerate(kept.calls):
-            mask = fingerprints[kept.mask_of_call[index]]
-            kind = kept.check_kinds[index] if errors and index not in lost else ""
-            check = {"lse_error": errors[index], "check_kind": kind} if kind else {}
-            draft.calls.append(CallRecord(**call, mask=mask, **check))
+            call["mask"] = fingerprints[call["mask"]]
+            if errors and index not in lost and call["check_kind"]:
+                call["lse_error"] = errors[index]
+            else:
+                call["check_kind"] = None
+            draft.calls.append(CallRecord(**call))
         for name in ("mass", "lse", "entropy"):
             if name in rows:
                 array = np.asarray(rows[name], np.float32)

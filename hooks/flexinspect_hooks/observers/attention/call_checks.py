@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,8 +22,7 @@ from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.debugger.python_mods import are_mods_debugged
 from flexinspect_hooks.generation.mask_source import evaluate_mask_mod
-from flexinspect_hooks.observers.attention.call_references import AttentionCall
-from flexinspect_hooks.observers.attention.mask_capture import CapturedMask
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
 from flexinspect_hooks.observers.attention.segment_attention import newest_weights
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 
@@ -40,11 +39,7 @@ _BATCH_PREFIX, _SLOTS_PREFIX = "batchrows/", "slots/"
 
 
 def put_user_call_checks(
-    refs: Sequence[AttentionCall],
-    masks: Sequence[CapturedMask],
-    step: StepContext,
-    filled: int | None,
-    buffer: StepBuffer,
+    refs: Sequence[AttentionCall], step: StepContext, filled: int | None, buffer: StepBuffer
 ) -> None:
     """Put what is checked of calls in code of the user; `filled` is as in `_put_slots`."""
     if step.phase == "prefill":
@@ -54,7 +49,7 @@ def put_user_call_checks(
                 buffer.put(f"{_REPEATS_PREFIX}{index}", _compare_orders(ref.key[0, :, -1], groups))
         if not step.step:
             _put_scales(refs, buffer)
-    _put_slots(refs, masks, filled, buffer)
+    _put_slots(refs, filled, buffer)
 
 
 def record_user_call_checks(
@@ -245,31 +240,26 @@ def _record_scales(
 # standalone calls. An ordinary step costs one comparison per distinct mask.
 
 
-def _put_slots(
-    refs: Sequence[AttentionCall],
-    masks: Sequence[CapturedMask],
-    filled: int | None,
-    buffer: StepBuffer,
-) -> None:
+def _put_slots(refs: Sequence[AttentionCall], filled: int | None, buffer: StepBuffer) -> None:
     """Put five numbers for each call whose newest row attends to slots from `filled` on.
 
     With `filled` None any slot may be empty. The numbers: open keys of the newest row; all-zero
     keys among those slots, and their weight; other keys among them, and their weight. Weights are
     means over heads, of batch 0.
     """
-    distinct = {mask.number: mask for mask in masks}
+    distinct = {ref.captured.number: ref.captured for ref in refs}
     suspects = {number for number, mask in distinct.items() if _is_open(mask, filled)}
     if not suspects:
         return
-    for index, (ref, mask) in enumerate(zip(refs, masks, strict=True)):
-        if mask.number not in suspects or ref.unknown_scores:
+    for index, ref in enumerate(refs):
+        if ref.captured.number not in suspects or ref.unknown_scores:
             continue
         if filled is None and ref.query.shape[2] >= ref.key.shape[2]:
             continue  # as many keys as rows: no cache
-        buffer.put(f"{_SLOTS_PREFIX}{index}", _count_slots(ref, mask, filled))
+        buffer.put(f"{_SLOTS_PREFIX}{index}", _count_slots(ref, filled))
         if ref.key.device.type != "cpu":
             # On an accelerator `_is_open` did not read the mask, so check one layer of each mask.
-            suspects.discard(mask.number)
+            suspects.discard(ref.captured.number)
 
 
 def _is_open(mask: CapturedMask, filled: int | None) -> bool:
@@ -281,11 +271,10 @@ def _is_open(mask: CapturedMask, filled: int | None) -> bool:
     return mask.cells.device.type != "cpu" or bool(mask.cells[:, -1, filled:].any())
 
 
-def _count_slots(ref: AttentionCall, mask: CapturedMask, filled: int | None) -> Tensor:
+def _count_slots(ref: AttentionCall, filled: int | None) -> Tensor:
     """Return the five numbers; no element is read here, which would wait for an accelerator."""
-    assert mask.cells is not None
-    weights = newest_weights(ref, mask).mean(0)
-    is_open = mask.cells[:, -1].any(0)
+    weights = newest_weights(ref).mean(0)
+    is_open = cast(Tensor, ref.captured.cells)[:, -1].any(0)
     is_zero = (ref.key[0] == 0).all(-1).all(0)
     suspect = is_open & (torch.arange(len(is_open), device=is_open.device) >= (filled or 0))
     empty, stale = suspect & is_zero, suspect & ~is_zero
@@ -311,10 +300,7 @@ MAX_SAMPLE_CELLS = 1 << 22
 
 
 def put_batch_rows(
-    refs: Sequence[AttentionCall],
-    masks: Sequence[CapturedMask],
-    compared: set[tuple[Any, ...]],
-    buffer: StepBuffer,
+    refs: Sequence[AttentionCall], compared: set[tuple[Any, ...]], buffer: StepBuffer
 ) -> None:
     """Put a summary of the batch rows of each new mask; calls with one batch row have none.
 
@@ -322,27 +308,29 @@ def put_batch_rows(
     """
     if refs[0].query.shape[0] < 2:
         return
-    calls: dict[int, tuple[AttentionCall, CapturedMask]] = {}
-    for ref, mask in zip(refs, masks, strict=True):
-        calls.setdefault(mask.number, (ref, mask))
-    for ref, mask in calls.values():
+    first_of_mask: dict[int, AttentionCall] = {}
+    for ref in refs:
+        first_of_mask.setdefault(ref.captured.number, ref)
+    for ref in first_of_mask.values():
+        mask = ref.captured
         name = None if mask.mask_mod is None else mask_mod_name(mask.mask_mod)
         key = (ref.layer, mask.kind, name, mask.q_len == 1, ref.query.shape[0])
         if key in compared:
             continue
         compared.add(key)
         with suppress(Exception):  # a mask_mod may fail for indices its kernel never passed
-            summary = _compare_batch_rows(ref, mask)
+            summary = _compare_batch_rows(ref)
             if summary is not None:
                 buffer.put(f"{_BATCH_PREFIX}{mask.number}", summary)
 
 
-def _compare_batch_rows(ref: AttentionCall, mask: CapturedMask) -> Tensor | None:
+def _compare_batch_rows(ref: AttentionCall) -> Tensor | None:
     """Return the summary of a mask's batch rows, zeros if one mask applies to all of them.
 
     None if they cannot be compared.
     """
-    received, batch, device = ref.mask, ref.query.shape[0], ref.query.device
+    received, mask = ref.mask, ref.captured
+    batch, device = ref.query.shape[0], ref.query.device
     # Evenly spaced rows, the first and the last among them.
     rows = torch.linspace(0, mask.q_len - 1, min(mask.q_len, SAMPLE_ROWS)).round().long().to(device)
     equal = torch.zeros((batch, 6), dtype=torch.int64, device=device)

@@ -34,6 +34,40 @@ class LayerInputs(NamedTuple):
     scale: float | None
 
 
+@dataclass(slots=True)
+class CapturedMask:
+    """One distinct mask of a step. `batch` and `heads` are the mask's own sizes.
+
+    `cells` is the executed mask of each query head, bool (1 or q heads, q_len, kv_len), 1 if all
+    heads share it; None at level basic and for masks that are too large. `averaged`, bool (1 or
+    heads, q_len), marks rows of a float mask that are at its lowest float throughout. `bias` (1 or
+    heads, kv_len) is what a dense mask adds to the scores of the newest row, 0 where closed.
+    `ruled` is how much of each block the mask_mod of a compiled call opens, as in `MaskRecord`.
+    These four tensors are dropped before the writer thread gets the mask.
+    """
+
+    number: int
+    q_len: int
+    kv_len: int
+    q_offset: int
+    kv_offset: int
+    compiled: bool
+    kind: str = "none"
+    batch: int = 1
+    heads: int = 1
+    identity: str = ""
+    block: tuple[int, int] | None = None
+    mask_mod: Any = None
+    cells: Tensor | None = None
+    averaged: Tensor | None = None
+    bias: Tensor | None = None
+    ruled: Tensor | None = None
+
+    def drop_tensors(self) -> None:
+        """Drop the tensors; the writer thread gets them through the buffer."""
+        self.cells = self.averaged = self.bias = self.ruled = None
+
+
 @dataclass(slots=True, eq=False)
 class AttentionCall:
     """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D).
@@ -42,7 +76,8 @@ class AttentionCall:
     `causal` is the kernel's argument (None: the module's attribute decides). With `unknown_scores`
     a score_mod or dropout changes scores or weights, so that they cannot be recomputed.
     `mask_passed_to_layer` is the mask that the layer received. `function` or `kernel` is what was
-    called, for `repeat`.
+    called, for `repeat`. `captured` is set while the step is reduced, and so is `check_kind` if the
+    newest row can be recomputed: "lse" or "output".
     """
 
     layer: int
@@ -64,6 +99,8 @@ class AttentionCall:
     function: Callable[..., Any] | None = None
     kernel: KernelCall | None = None
     layer_inputs: LayerInputs | None = None
+    captured: CapturedMask = None  # type: ignore[assignment]  # set when the step is reduced
+    check_kind: str | None = None
 
     def run(self, value: Tensor) -> Any:
         """Call the attention function with `value`, (B, kv heads, keys, D); returns its result."""
@@ -96,7 +133,7 @@ class AttentionCall:
         return bool(getattr(self.module, "is_causal", True)) if self.causal is None else self.causal
 
     def record_fields(self) -> dict[str, Any]:
-        """Return the fields of the call's `CallRecord`, apart from its mask and its check."""
+        """Return the fields of the call's `CallRecord`; `mask` is the number of its mask."""
         batch, q_heads, q_len, head_dim = self.query.shape
         _, kv_heads, kv_len, _ = self.key.shape
         causal = getattr(self.module, "is_causal", None)
@@ -104,6 +141,7 @@ class AttentionCall:
             "layer": self.layer,
             "path": self.path,
             "backend": self.backend,
+            "mask": self.captured.number,
             "batch": batch,
             "q_heads": q_heads,
             "kv_heads": kv_heads,
@@ -112,6 +150,7 @@ class AttentionCall:
             "head_dim": head_dim,
             "dtype": _dtype_name(self.query.dtype),
             "scale": self.scale,
+            "check_kind": self.check_kind,
             "softcap": float(self.softcap) if self.softcap else None,
             "mask_passed_to_layer": _passed_mask_text(self),
             "suppressed_exception": self.suppressed_exception,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.generation.mask_source import head_groups
-from flexinspect_hooks.observers.attention.call_references import AttentionCall
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
 from flexinspect_hooks.python_internals.mask_mod_identity import (
     mask_mod_identity,
     mask_mod_name,
@@ -39,40 +39,6 @@ _SIZE_NAMES = ("kind", "batch", "heads", "q_len", "kv_len", "q_offset", "kv_offs
 _TABLE_NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
-@dataclass(slots=True)
-class CapturedMask:
-    """One distinct mask of a step. `batch` and `heads` are the mask's own sizes.
-
-    `cells` is the executed mask of each query head, bool (1 or q heads, q_len, kv_len), 1 if all
-    heads share it; None at level basic and for masks that are too large. `averaged`, bool (1 or
-    heads, q_len), marks rows of a float mask that are at its lowest float throughout. `bias` (1 or
-    heads, kv_len) is what a dense mask adds to the scores of the newest row, 0 where closed.
-    `ruled` is how much of each block the mask_mod of a compiled call opens, as in `MaskRecord`.
-    These four tensors are dropped before the writer thread gets the mask.
-    """
-
-    number: int
-    q_len: int
-    kv_len: int
-    q_offset: int
-    kv_offset: int
-    compiled: bool
-    kind: str = "none"
-    batch: int = 1
-    heads: int = 1
-    identity: str = ""
-    block: tuple[int, int] | None = None
-    mask_mod: Any = None
-    cells: Tensor | None = None
-    averaged: Tensor | None = None
-    bias: Tensor | None = None
-    ruled: Tensor | None = None
-
-    def drop_tensors(self) -> None:
-        """Drop the tensors; the writer thread gets them through the buffer."""
-        self.cells = self.averaged = self.bias = self.ruled = None
-
-
 class MaskStore:
     """Captures the masks of steps, and remembers which ones the trace already holds."""
 
@@ -84,11 +50,13 @@ class MaskStore:
 
     def capture_masks(
         self, refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer
-    ) -> list[CapturedMask]:
-        """Return the mask of each call; calls with one mask share it, by identity."""
+    ) -> tuple[CapturedMask, ...]:
+        """Set `captured` of each call, and return the distinct masks.
+
+        Calls with one mask share it, by identity.
+        """
         masks: dict[tuple[Any, ...], CapturedMask] = {}
         by_head: set[tuple[Any, ...]] = set()
-        of_call = []
         for ref in refs:
             mask = ref.mask
             shared: tuple[Any, ...] = (id(mask), ref.path)
@@ -107,8 +75,8 @@ class MaskStore:
                     by_head.add(shared)
                     key = (*shared, ref.query.shape[1])
                 masks[key] = captured
-            of_call.append(masks[key])
-        return of_call
+            ref.captured = masks[key]
+        return tuple(masks.values())
 
     def _capture_mask(
         self, ref: AttentionCall, number: int, step: StepContext, buffer: StepBuffer
@@ -124,9 +92,7 @@ class MaskStore:
         if step.level == "basic" or mask.q_len * mask.kv_len > MAX_CELLS:
             return mask
         mask.cells = _executed(ref, mask, self._indices)
-        if mask.cells is not None:
-            buffer.put(f"mask.{number}.cells", mask.cells)
-        for name in ("averaged", "ruled"):
+        for name in ("cells", "averaged", "ruled"):
             if (tensor := getattr(mask, name)) is not None:
                 buffer.put(f"mask.{number}.{name}", tensor)
         return mask

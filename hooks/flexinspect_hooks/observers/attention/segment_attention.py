@@ -22,7 +22,6 @@ from flexinspect.records.prompt import Segment
 from flexinspect.records.step import Array
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.observers.attention.call_references import AttentionCall
-from flexinspect_hooks.observers.attention.mask_capture import CapturedMask
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 
@@ -53,55 +52,45 @@ class SegmentAttentionReducer:
             self._segments = segment_membership(max(2 * n_keys, 1024), self._borders)
         return self._segments[:n_keys]
 
-    def reduce(
-        self,
-        refs: Sequence[AttentionCall],
-        masks: Sequence[CapturedMask],
-        kv_after: int,
-        buffer: StepBuffer,
-    ) -> tuple[str, ...]:
+    def reduce(self, refs: Sequence[AttentionCall], kv_after: int, buffer: StepBuffer) -> None:
         """Put mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
 
-        `gate` is the error of the LSE check. Returns the kind of check of each call: "lse",
-        "output", or "" if its row cannot be recomputed.
+        `gate` is the error of the LSE check. Sets `check_kind` of each call whose row can be
+        recomputed.
         """
-        kinds = [_lse_check_kind(ref, mask) for ref, mask in zip(refs, masks, strict=True)]
-        if not any(kinds):
-            return ()
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, ref in enumerate(refs):
-            shape = (*ref.key.shape[1:], ref.query.shape[1])
-            key = (masks[index].number, *shape, ref.lse is not None, ref.scale, ref.softcap)
-            if kinds[index]:
+            if _can_recompute(ref):
+                ref.check_kind = "output" if ref.lse is None else "lse"
+                shape = (*ref.key.shape[1:], ref.query.shape[1])
+                key = (ref.captured.number, *shape, ref.check_kind, ref.scale, ref.softcap)
                 groups.setdefault(key, []).append(index)
         for key, members in groups.items():
             _reduce_group(
                 [refs[i] for i in members],
-                masks[members[0]],
                 # A static cache has more keys than the sequence, a sliding one fewer.
                 self._segment_membership(key[2], max(kv_after - key[2], 0)),
                 members if len(members) < len(refs) else None,
                 buffer,
                 may_wait=self._has_core,
             )
-        return tuple(kinds)
 
 
-def newest_weights(ref: AttentionCall, mask: CapturedMask) -> Tensor:
+def newest_weights(ref: AttentionCall) -> Tensor:
     """Return the weights of one call's newest row, float32 (q heads, keys), batch 0."""
-    assert mask.cells is not None
-    closed = ~mask.cells[:, -1]
+    mask = ref.captured
+    closed = ~cast(Tensor, mask.cells)[:, -1]
     scores = attention_scores(torch, _queries([ref]), [_plain(ref.key[0])])
     scores = _final_scores(torch, scores, ref.softcap, mask.bias, closed)
     _, weights = softmax_weights(torch, mask_scores(torch, scores, closed, -math.inf), None)
     return cast(Tensor, weights[0].nan_to_num())
 
 
-def _lse_check_kind(ref: AttentionCall, mask: CapturedMask) -> str:
-    has_unsupported = any(ref.kwargs.get(name) is not None for name in _UNSUPPORTED_ARGUMENTS)
-    if mask.cells is None or ref.unknown_scores or ref.kwargs.get("dropout") or has_unsupported:
-        return ""  # random weights, or weights with further inputs, are not recomputed
-    return "output" if ref.lse is None else "lse"
+def _can_recompute(ref: AttentionCall) -> bool:
+    """Whether the weights are known: they are not random, and have no further inputs."""
+    if ref.captured.cells is None or ref.unknown_scores or ref.kwargs.get("dropout"):
+        return False
+    return all(ref.kwargs.get(name) is None for name in _UNSUPPORTED_ARGUMENTS)
 
 
 def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
@@ -133,7 +122,6 @@ _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")
 
 def _reduce_group(
     refs: Sequence[AttentionCall],
-    mask: CapturedMask,
     inside: Tensor,
     members: Sequence[int] | None,
     buffer: StepBuffer,
@@ -144,7 +132,8 @@ def _reduce_group(
 
     With `may_wait` the keys and values may be read later, in the writer thread.
     """
-    first, newest = refs[0], cast(Tensor, mask.cells)[:, -1]
+    first, mask = refs[0], refs[0].captured
+    newest = cast(Tensor, mask.cells)[:, -1]
     closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
     suffix = "" if members is None else "/" + ",".join(map(str, members))
     deferred = _defer_tensors(refs) if may_wait else None
