@@ -30,7 +30,7 @@ from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, Obse
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, call_of_kernel
-from flexinspect_hooks.observers.attention.kernel_calls import KernelReturn
+from flexinspect_hooks.observers.attention.kernel_calls import KernelCall
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
@@ -162,11 +162,11 @@ class ModelBreakpoints:
             if text:
                 self._add_observation(Observation(kind, name, layer, f"{text} of {name}"))
 
-    def _on_kernel_call(self, done: KernelReturn) -> None:
+    def _on_kernel_call(self, done: KernelCall) -> None:
         """Handle the return of a kernel that the user's code called directly."""
-        if self._observed_step is None or done.layer is None or done.module is None:
+        if self._observed_step is None:
             return
-        call = call_of_kernel(done, done.layer, "direct", done.module)
+        call = call_of_kernel(done, "direct")
         if call is not None:
             self._on_call(call)
 

@@ -144,7 +144,7 @@ class CaptureContext:
     on_call: Callable[[Any], None] | None = None
     """Called with each `AttentionCall` when it returns, while a breakpoint needs it."""
     on_kernel: Callable[[Any], None] | None = None
-    """Called with each `KernelReturn`, while a breakpoint needs it and kernels are intercepted."""
+    """Called with each `KernelCall`, while a breakpoint needs it and kernels are intercepted."""
     record_event: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
     """Records an event (kind, text, facts) at once, at the step that is open."""
 

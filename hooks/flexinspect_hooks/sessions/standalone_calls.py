@@ -29,8 +29,8 @@ from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS, 
 from flexinspect_hooks.observers.attention.kernel_calls import (
     BUILD,
     FLEX,
+    KernelCall,
     KernelCalls,
-    KernelReturn,
     is_forward_running,
 )
 from flexinspect_hooks.observers.memory_hook import MemoryHook
@@ -47,9 +47,9 @@ class _StandaloneKernelCalls(KernelCalls):
         """Accept FlexAttention and the masks built for it, outside of the forward of a model."""
         return name in (FLEX, BUILD) and not is_forward_running()
 
-    def failed(self, pending: KernelReturn, error: BaseException) -> None:
+    def failed(self, call: KernelCall, error: BaseException) -> None:
         """Report the call, and drop the masks that were built for it."""
-        super().failed(pending, error)
+        super().failed(call, error)
         self.take_builds()
 
 
@@ -102,7 +102,7 @@ class StandaloneCalls(CaptureSession):
         """Record at another level from the next call on; `layers` is ignored."""
         self.level = check_level(level) if level else self.level
 
-    def _on_call(self, call: KernelReturn) -> None:
+    def _on_call(self, call: KernelCall) -> None:
         """Record one call at once, or an event if that fails."""
         self._attention.calls.take_since(0)
         self.n_calls += 1
@@ -120,8 +120,8 @@ class StandaloneCalls(CaptureSession):
                 "step-not-recorded", f"A call outside of a model was not recorded: {message}"
             )
 
-    def _record_call(self, call: KernelReturn, returned: float) -> None:
-        q_len, kv_len = (int(call.call.arguments[name].shape[-2]) for name in ("query", "key"))
+    def _record_call(self, call: KernelCall, returned: float) -> None:
+        q_len, kv_len = (int(call.arguments[name].shape[-2]) for name in ("query", "key"))
         step = self._make_step(q_len, kv_len, call.started)
         step.wall_ms = (returned - call.started) * 1e3
         if self.n_calls == MAX_STANDALONE_CALLS:
@@ -154,7 +154,7 @@ class StandaloneCalls(CaptureSession):
         self._record(step, STANDALONE_MASKS, [], now)
 
     def _record(
-        self, step: StepContext, sample: str, calls: list[KernelReturn], returned: float
+        self, step: StepContext, sample: str, calls: list[KernelCall], returned: float
     ) -> None:
         """Record a step as a generation of its own."""
         segments = self.context.segments = _key_segments(step.kv_after)

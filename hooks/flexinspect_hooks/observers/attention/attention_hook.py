@@ -39,7 +39,6 @@ from flexinspect_hooks.observers.attention.call_checks import (
 from flexinspect_hooks.observers.attention.call_references import (
     AttentionCall,
     CapturedMask,
-    LayerInputs,
     call_of_kernel,
     kernel_path,
 )
@@ -47,7 +46,6 @@ from flexinspect_hooks.observers.attention.kernel_calls import (
     SDPA,
     KernelCall,
     KernelCalls,
-    KernelReturn,
     call_unobserved,
 )
 from flexinspect_hooks.observers.attention.mask_capture import MaskStore
@@ -62,8 +60,10 @@ UNSEEN_LAYERS = "not-recorded"
 MASK_FUNCTION = "mask-function"
 KEYS_CHANGED = "cache-overwritten"
 
-_BACKEND_PATHS = {"sdpa": "sdpa", "eager": "eager"}
-_KNOWN_BACKENDS = (*_BACKEND_PATHS, "flex_attention", BACKEND)
+_BACKEND_PATHS = {"sdpa": "sdpa", "eager": "eager", "flex_attention": "flex compiled"}
+"""Paths of backends that do not report it, by the name under which they are registered."""
+
+_KNOWN_BACKENDS = (*_BACKEND_PATHS, BACKEND)
 """Backends whose use of the mask is known; for others, the kernels that they call are recorded."""
 
 
@@ -118,9 +118,9 @@ class AttentionHook(Hook):
     def _wrap_function(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
         context, layer_of, kernels = self._context, self._context.layer_of, self._kernels
         name = BACKEND if backend.startswith(BACKEND) else backend
-        # For a backend that does not report its path, the name under which it is registered.
-        path = "flex compiled" if name == "flex_attention" else _BACKEND_PATHS.get(name, "other")
-        is_plain = _is_transformers_function(name, function)
+        path = _BACKEND_PATHS.get(name, "other")
+        own_module = getattr(function, "__module__", None) or ""
+        is_plain = name in ("sdpa", "eager") and own_module.startswith("transformers.")
 
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -213,23 +213,21 @@ class AttentionHook(Hook):
         self._refs.clear()
         return refs, builds
 
-    def _add_direct_calls(self, direct: list[KernelReturn], step: StepContext) -> None:
+    def _add_direct_calls(self, direct: list[KernelCall], step: StepContext) -> None:
         """Add kernel calls that were made directly.
 
         In a model without known layers, the calls of a step are numbered as its layers.
         """
         outside = [call for call in direct if call.module is None]
-        if len(outside) < len(direct):
-            for call in direct:
-                if call.module is not None and call.layer is not None:
-                    self._refs += _calls_of_kernels([call], call.layer, "direct", call.module)
-            self._refs.sort(key=lambda ref: ref.layer)  # between calls of the other layers
         if outside and self._context.layer_of:
             text = f"{plural(len(outside), 'kernel call')} outside of the known attention layers"
             step.events.append((UNSEEN_LAYERS, f"{text}: not recorded."))
-            return
-        for layer, call in enumerate(outside):
-            self._refs += _calls_of_kernels([call], layer, "direct", self._context.model)
+        else:
+            for layer, call in enumerate(outside):
+                call.layer, call.module = layer, self._context.model
+        if direct:
+            self._refs += _calls_of_kernels(direct, "direct")
+            self._refs.sort(key=lambda ref: ref.layer)  # between calls of the other layers
 
     def _report_unseen_layers(self, n_seen: int, step: StepContext) -> None:
         """Add an event if fewer layers were seen than there are, when that number changes."""
@@ -307,16 +305,11 @@ def _mask_function_events(backends: Iterable[str]) -> list[tuple[str, str]]:
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as REGISTERED
 
-    names = [
-        name for name in sorted(backends) if name not in _KNOWN_BACKENDS and name in REGISTERED
+    return [
+        (MASK_FUNCTION, f"Attention '{name}' has a mask function.")
+        for name in sorted(backends)
+        if name not in _KNOWN_BACKENDS and name in REGISTERED
     ]
-    return [(MASK_FUNCTION, f"Attention '{name}' has a mask function.") for name in names]
-
-
-def _is_transformers_function(backend: str, function: Callable[..., Any]) -> bool:
-    """Whether a function is transformers' own eager or SDPA attention."""
-    module = getattr(function, "__module__", None) or ""
-    return backend in _BACKEND_PATHS and module.startswith("transformers.")
 
 
 def _report_raised(kernels: KernelCalls, call: AttentionCall, error: BaseException) -> None:
@@ -324,27 +317,26 @@ def _report_raised(kernels: KernelCalls, call: AttentionCall, error: BaseExcepti
     arguments = {"query": call.query, "key": call.key, "value": call.value, "attn_mask": call.mask}
     with suppress(Exception):  # must not replace the exception of the call
         name = SDPA if call.path == "sdpa" else call.path
-        kernels.report_raised(KernelCall(name, arguments, False), call.layer, error)
+        kernels.failed(KernelCall(name, arguments, False, call.layer), error)
 
 
 def _calls_of_function(
-    call: AttentionCall, output: Tensor, inner: list[KernelReturn]
+    call: AttentionCall, output: Tensor, inner: list[KernelCall]
 ) -> list[AttentionCall]:
     """Return the call of an attention function, or of an unknown one the kernels that it called."""
     if call.backend not in _KNOWN_BACKENDS:
-        refs = _calls_of_kernels(inner, call.layer, call.backend, call.module)
-        if refs:
-            scale = call.kwargs.get("scaling", getattr(call.module, "scaling", None))
-            inputs = LayerInputs(call.query, call.key, scale if isinstance(scale, float) else None)
+        for kernel in inner:
+            kernel.layer, kernel.module = call.layer, call.module
+        if refs := _calls_of_kernels(inner, call.backend):
             for ref in refs:
-                ref.layer_inputs = inputs
+                ref.layer_call = call
             return refs
     call = _with_output(call, output)
     if inner:
         last = inner[-1]
         call.path = LAST_CALL.path or kernel_path(last)
         if call.backend == "sdpa":
-            call.causal = bool(last.call.arguments.get("is_causal"))
+            call.causal = bool(last.arguments.get("is_causal"))
         call.suppressed_exception = last.suppressed_exception
     return [call]
 
@@ -357,8 +349,6 @@ def _with_output(call: AttentionCall, output: Tensor) -> AttentionCall:
     return call
 
 
-def _calls_of_kernels(
-    calls: Iterable[KernelReturn], layer: int, backend: str, module: nn.Module
-) -> list[AttentionCall]:
-    refs = (call_of_kernel(call, layer, backend, module) for call in calls)
+def _calls_of_kernels(calls: Iterable[KernelCall], backend: str) -> list[AttentionCall]:
+    refs = (call_of_kernel(call, backend) for call in calls)
     return [ref for ref in refs if ref is not None]

@@ -147,15 +147,16 @@ def _put_scales(refs: Sequence[AttentionCall], buffer: StepBuffer) -> None:
 
 def _ratio(ref: AttentionCall) -> float | None:
     """Return the kernel's scale divided by the layer's, None if they cannot be compared."""
-    inputs = ref.layer_inputs
-    if inputs is None or ref.query.shape != inputs.query.shape:
+    layer_call = ref.layer_call
+    if layer_call is None or ref.query.shape != layer_call.query.shape:
         return None
     if ref.unknown_scores and _score_mod_of(ref) is None:
         return None
-    if ref.key.shape[2:] != inputs.key.shape[2:] or not inputs.scale:
+    scale = layer_call.kwargs.get("scaling", getattr(layer_call.module, "scaling", None))
+    if ref.key.shape[2:] != layer_call.key.shape[2:] or not isinstance(scale, float) or not scale:
         return None
     kernel_scale = ref.scale if ref.scale is not None else ref.query.shape[-1] ** -0.5
-    return float(kernel_scale) / inputs.scale
+    return float(kernel_scale) / scale
 
 
 def _score_mod_of(ref: AttentionCall) -> Callable[..., Any] | None:
@@ -189,9 +190,9 @@ def _factors(members: Sequence[_ScaledCall]) -> Tensor:
 
     The factor is the scale of the executed scores divided by the scale that the layer asked for.
     """
-    inputs = [(m.ref, m.ref.layer_inputs) for m in members if m.ref.layer_inputs is not None]
-    query, query_error = _multiple([(ref.query, given.query) for ref, given in inputs])
-    key, key_error = _multiple([(ref.key, given.key) for ref, given in inputs])
+    pairs = [(m.ref, m.ref.layer_call) for m in members if m.ref.layer_call is not None]
+    query, query_error = _multiple([(ref.query, given.query) for ref, given in pairs])
+    key, key_error = _multiple([(ref.key, given.key) for ref, given in pairs])
     numbers = query.new_tensor([m.number for m in members])
     ratios = query.new_tensor([m.ratio for m in members])
     mod = torch.stack([m.slopes.mean() for m in members])

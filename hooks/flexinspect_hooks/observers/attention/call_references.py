@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,24 +14,13 @@ from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from flexinspect_hooks.observers.attention.kernel_calls import (
     FLEX,
+    SAME_MASK,
     KernelCall,
-    KernelReturn,
     repeat_call,
 )
 
 _sliding_windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Sliding windows by module, cached: reading a configuration takes longer than the other facts."""
-
-SAME_MASK: Any = object()
-"""Value of `mask_passed_to_layer` if it is the call's own mask."""
-
-
-class LayerInputs(NamedTuple):
-    """The arguments that a layer passed to an attention function of the user."""
-
-    query: Tensor
-    key: Tensor
-    scale: float | None
 
 
 @dataclass(slots=True)
@@ -76,8 +65,9 @@ class AttentionCall:
     `causal` is the kernel's argument (None: the module's attribute decides). With `unknown_scores`
     a score_mod or dropout changes scores or weights, so that they cannot be recomputed.
     `mask_passed_to_layer` is the mask that the layer received. `function` or `kernel` is what was
-    called, for `repeat`. `captured` is set while the step is reduced, and so is `check_kind` if the
-    newest row can be recomputed: "lse" or "output".
+    called, for `repeat`; `layer_call` is the call of a user's function that called this kernel.
+    `captured` is set while the step is reduced, and so is `check_kind` if the newest row can be
+    recomputed: "lse" or "output".
     """
 
     layer: int
@@ -98,7 +88,7 @@ class AttentionCall:
     suppressed_exception: str | None = None
     function: Callable[..., Any] | None = None
     kernel: KernelCall | None = None
-    layer_inputs: LayerInputs | None = None
+    layer_call: AttentionCall | None = None
     captured: CapturedMask = None  # type: ignore[assignment]  # set when the step is reduced
     check_kind: str | None = None
 
@@ -214,40 +204,38 @@ def describe_mask(mask: Any) -> str:
     return type(mask).__name__
 
 
-def kernel_path(returned: KernelReturn) -> str:
+def kernel_path(call: KernelCall) -> str:
     """Return the path of a kernel call: "flex compiled", "flex uncompiled" or "sdpa"."""
-    if returned.call.name == FLEX:
-        return "flex compiled" if returned.call.compiled else "flex uncompiled"
+    if call.name == FLEX:
+        return "flex compiled" if call.compiled else "flex uncompiled"
     return "sdpa"
 
 
-def call_of_kernel(
-    returned: KernelReturn, layer: int, backend: str, module: nn.Module
-) -> AttentionCall | None:
-    """Return a kernel call as the call of a layer; None if its tensors are not (B, H, L, D)."""
-    arguments, is_flex = returned.call.arguments, returned.call.name == FLEX
+def call_of_kernel(call: KernelCall, backend: str) -> AttentionCall | None:
+    """Return a kernel call in a layer as that layer's call.
+
+    None if it is in no layer, or if its tensors are not (B, H, L, D).
+    """
+    arguments, is_flex = call.arguments, call.name == FLEX
     tensors: list[Any] = [arguments.get(name) for name in ("query", "key", "value")]
-    out, lse = _split_output(returned.output)
+    out, lse = _split_output(call.output)
     if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (*tensors, out)):
         return None
+    if call.layer is None or call.module is None:
+        return None
     query, key, value = tensors
+    mask = arguments.get("block_mask" if is_flex else "attn_mask")
     return AttentionCall(
-        layer=layer,
-        backend=backend,
-        path=kernel_path(returned),
-        module=module,
-        query=query,
-        key=key,
-        value=value,
-        args=(arguments.get("block_mask" if is_flex else "attn_mask"),),
+        *(call.layer, backend, kernel_path(call), call.module, query, key, value),
+        args=(mask,),
         kwargs={"scaling": arguments.get("scale")},
         output=out.transpose(1, 2),
         lse=lse,
         causal=False if is_flex else bool(arguments.get("is_causal")),
         unknown_scores=bool(arguments.get("score_mod" if is_flex else "dropout_p")),
-        mask_passed_to_layer=SAME_MASK if returned.layer is None else returned.mask_passed_to_layer,
-        suppressed_exception=returned.suppressed_exception,
-        kernel=returned.call,
+        mask_passed_to_layer=call.mask_passed_to_layer,
+        suppressed_exception=call.suppressed_exception,
+        kernel=call,
     )
 
 

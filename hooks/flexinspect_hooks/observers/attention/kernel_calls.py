@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.attention.flex_attention as flex_module
@@ -49,15 +49,33 @@ from flexinspect_hooks.python_internals.torch_private import (
 FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
 
 
-class KernelCall(NamedTuple):
+SAME_MASK: Any = object()
+"""Value of `mask_passed_to_layer` if it is the call's own mask, or in no known layer."""
+
+
+@dataclass(slots=True, eq=False)
+class KernelCall:
     """A call of a kernel: its name, its arguments by name, whether a compiled wrapper called it.
 
     Past dynamo's recompile limit a compiled wrapper runs plain Python; see `_track_uncompiled`.
+
+    The observer adds the rest. `layer` is None in no known layer, `module` is the layer's attention
+    module and `mask_passed_to_layer` the mask that it received. `suppressed_exception` names the
+    exception in whose handler the call was made, or which a kernel raised earlier in the same
+    layer. `started` is a time of `time.perf_counter`, `peak` the peak memory in bytes before a mask
+    is built.
     """
 
     name: str
     arguments: dict[str, Any]
     compiled: bool
+    layer: int | None = None
+    module: nn.Module | None = None
+    mask_passed_to_layer: Any = SAME_MASK
+    suppressed_exception: str | None = None
+    started: float = 0.0
+    peak: int = 0
+    output: Any = None
 
 
 def repeat_call(call: KernelCall, value: Tensor) -> Any:
@@ -73,14 +91,14 @@ class KernelObserver(Protocol):
     """Receives kernel calls. Exceptions of an observer are ignored; the call continues.
 
     `accepts` is called before a call is described, because describing it costs time. `before`
-    returns an object for `after` (the kernel returned) or `failed` (it raised, and the exception
-    propagates to the caller), None to decline the call.
+    returns whether the observer takes the call; then `after` is called when the kernel returned, or
+    `failed` when it raised, and the exception propagates to the caller.
     """
 
     def accepts(self, name: str) -> bool: ...
-    def before(self, call: KernelCall) -> Any: ...
-    def after(self, note: Any, output: Any) -> None: ...
-    def failed(self, note: Any, error: BaseException) -> None: ...
+    def before(self, call: KernelCall) -> bool: ...
+    def after(self, call: KernelCall, output: Any) -> None: ...
+    def failed(self, call: KernelCall, error: BaseException) -> None: ...
 
 
 _observers: list[KernelObserver] = []
@@ -144,17 +162,16 @@ def _observed_call(
     if not apply(_has_observer, name):
         return own(*args, **kw)
     call = KernelCall(name, {**dict(zip(names, args, strict=False)), **kw}, compiled)
-    accepted = apply(_begin, call)
-    if accepted is None:
+    observer = apply(_begin, call)
+    if observer is None:
         return own(*args, **kw)
-    observer, note = accepted
     _thread.ran_plain = False
     try:
         output = own(*args, **kw)
     except BaseException as error:
-        apply(_end, observer.failed, note, error)
+        apply(_end, observer.failed, call, error)
         raise
-    apply(_end, observer.after, note, output)
+    apply(_end, observer.after, call, output)
     return output
 
 
@@ -166,18 +183,17 @@ def _has_observer(name: str) -> bool:
     return False
 
 
-def _begin(call: KernelCall) -> tuple[KernelObserver, Any] | None:
+def _begin(call: KernelCall) -> KernelObserver | None:
     for observer in reversed(_observers):
         with suppress(Exception):
-            note = observer.before(call) if observer.accepts(call.name) else None
-            if note is not None:
-                return observer, note
+            if observer.accepts(call.name) and observer.before(call):
+                return observer
     return None
 
 
-def _end(callback: Callable[[Any, Any], None], note: Any, result: Any) -> None:
+def _end(callback: Callable[[KernelCall, Any], None], call: KernelCall, result: Any) -> None:
     with suppress(Exception):
-        callback(note, result)
+        callback(call, result)
 
 
 def _apply(function: Callable[..., Any], *args: Any) -> Any:
@@ -281,25 +297,6 @@ def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
 # -- the calls of one model -----------------------------------------------------------------------
 
 
-class KernelReturn(NamedTuple):
-    """A kernel call in layer `layer` (None: in no known layer), with its output once it returned.
-
-    `module` is the layer's attention module and `mask_passed_to_layer` the mask that it received.
-    `suppressed_exception` names the exception in whose handler the call was made, or which a kernel
-    raised earlier in the same layer. `started` is a time of `time.perf_counter`, `peak` the peak
-    memory in bytes before a mask is built.
-    """
-
-    layer: int | None
-    module: nn.Module | None
-    mask_passed_to_layer: Any
-    call: KernelCall
-    suppressed_exception: str | None
-    started: float
-    peak: int
-    output: Any = None
-
-
 _active: list[KernelCalls] = []
 """All instances that observe the kernels now."""
 
@@ -336,7 +333,7 @@ class KernelCalls:
     """
 
     context: CaptureContext
-    done: list[KernelReturn] = field(default_factory=list)
+    done: list[KernelCall] = field(default_factory=list)
     _builds: list[BuildRecord] = field(default_factory=list)
     _errors: dict[int, str] = field(default_factory=dict)
     _reported: set[tuple[Any, ...]] = field(default_factory=set)
@@ -387,7 +384,7 @@ class KernelCalls:
         self._errors.clear()
         self._outer_exception = sys.exception()
 
-    def take_since(self, mark: int) -> list[KernelReturn]:
+    def take_since(self, mark: int) -> list[KernelCall]:
         """Return the calls after the first `mark`, and drop them."""
         calls = self.done[mark:]
         del self.done[mark:]
@@ -412,45 +409,42 @@ class KernelCalls:
             return not getattr(_thread, "is_quiet", False)
         return name == BUILD and not is_forward_running()
 
-    def before(self, call: KernelCall) -> KernelReturn:
-        """Return what must be read before the call is made."""
-        peak = peak_bytes(self.context.device) if call.name == BUILD else 0
+    def before(self, call: KernelCall) -> bool:
+        """Read what must be read before the call is made."""
         is_open, step, arguments = self.context.is_open, self._step, call.arguments
-        place = _current_layer(self.context.layer_of, self._root) if is_open else _NO_LAYER
-        layer = place[0]
+        if call.name == BUILD:
+            call.peak = peak_bytes(self.context.device)
+        if is_open:
+            place = _current_layer(self.context.layer_of, self._root)
+            call.layer, call.module, call.mask_passed_to_layer = place
         if call.compiled and call.name == FLEX:
             called_in = NO_PLACE
             if is_open and step is not None:
-                called_in = step.generation, step.step, -1 if layer is None else layer
+                called_in = step.generation, step.step, -1 if call.layer is None else call.layer
+            tensors = arguments["query"], arguments["key"]
             mods = arguments.get("score_mod"), arguments.get("block_mask")
-            last_kernel_call.begin_kernel_call(
-                called_in, arguments["query"], arguments["key"], *mods
-            )
+            last_kernel_call.begin_kernel_call(called_in, *tensors, *mods)
             on_compiled_call()
-        suppressed = self.suppressed_exception(layer)
-        return KernelReturn(*place, call, suppressed, time.perf_counter(), peak)
+        call.suppressed_exception = self.suppressed_exception(call.layer)
+        call.started = time.perf_counter()
+        return True
 
-    def after(self, pending: KernelReturn, output: Any) -> None:
+    def after(self, call: KernelCall, output: Any) -> None:
         """Keep a call that returned, or the record of a mask that was built."""
-        call = pending.call
         if call.compiled:
             last_kernel_call.end_kernel_call()
         if call.name == BUILD:
             builds = self._builds if self.context.is_open else _unassigned_builds
-            builds.append(self._build_record(pending))
+            builds.append(self._build_record(call))
             return
         if call.compiled and call.name == FLEX and getattr(_thread, "ran_plain", False):
-            call = call._replace(compiled=False)
-        returned = pending._replace(call=call, output=output)
-        self.done.append(returned)
+            call.compiled = False
+        call.output = output
+        self.done.append(call)
         if self.context.on_kernel is not None:
-            self.context.on_kernel(returned)
+            self.context.on_kernel(call)
 
-    def failed(self, pending: KernelReturn, error: BaseException) -> None:
-        """Report a kernel call that raised."""
-        self.report_raised(pending.call, pending.layer, error)
-
-    def report_raised(self, call: KernelCall, layer: int | None, error: BaseException) -> None:
+    def failed(self, call: KernelCall, error: BaseException) -> None:
         """Record an event at once, because the step may never be recorded.
 
         Each message is recorded once per layer.
@@ -458,17 +452,17 @@ class KernelCalls:
         if call.compiled:
             last_kernel_call.end_kernel_call()
         message = summarize_error(error)
-        if layer is not None:
-            self._errors[layer] = message
-        key = (layer, call.name, message)
+        if call.layer is not None:
+            self._errors[call.layer] = message
+        key = (call.layer, call.name, message)
         if key in self._reported:
             return
         self._reported.add(key)
-        where = "" if layer is None else f"Layer {layer}: "
+        where = "" if call.layer is None else f"Layer {call.layer}: "
         facts = _call_facts(call)
         lengths = ", ".join(f"{name} {value}" for name, value in facts.items())
         text = f"{where}{call.name} raised {message} ({lengths})"
-        data = {"layer": layer, "kernel": call.name, "error": message, **facts}
+        data = {"layer": call.layer, "kernel": call.name, "error": message, **facts}
         self.context.record_event("kernel-failed", text, data)
 
     def suppressed_exception(self, layer: int | None) -> str | None:
@@ -481,32 +475,30 @@ class KernelCalls:
             return summarize_error(error)
         return self._errors.get(layer) if layer is not None else None
 
-    def _build_record(self, pending: KernelReturn) -> BuildRecord:
-        arguments = pending.call.arguments
+    def _build_record(self, call: KernelCall) -> BuildRecord:
+        arguments = call.arguments
         return BuildRecord(
-            layer=pending.layer,
+            layer=call.layer,
             batch=arguments.get("B"),
             heads=arguments.get("H"),
             q_len=int(arguments["Q_LEN"]),
             kv_len=int(arguments["KV_LEN"]),
             mask_mod=mask_mod_name(arguments["mask_mod"]),
-            wall_ms=(time.perf_counter() - pending.started) * 1e3,
-            peak_growth=max(peak_bytes(self.context.device) - pending.peak, 0),
+            wall_ms=(time.perf_counter() - call.started) * 1e3,
+            peak_growth=max(peak_bytes(self.context.device) - call.peak, 0),
         )
 
 
 _MODULE_CALL = module_call_code()
 
-_Place = tuple[int | None, nn.Module | None, Any]
-"""An attention layer whose forward is running: its number, its module, the mask it received."""
 
-_NO_LAYER: _Place = (None, None, None)
-
-
-def _current_layer(layer_of: Mapping[int, int], root: int) -> _Place:
+def _current_layer(
+    layer_of: Mapping[int, int], root: int
+) -> tuple[int | None, nn.Module | None, Any]:
     """Return the innermost attention layer whose forward is running, read from the stack.
 
-    The search ends at the model itself, whose id is `root`.
+    Its number, its module and the mask that it received. The search ends at the model itself, whose
+    id is `root`.
     """
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
@@ -520,7 +512,7 @@ def _current_layer(layer_of: Mapping[int, int], root: int) -> _Place:
             return layer, module, _mask_argument(variables["args"], variables["kwargs"])
         if id(module) == root:
             break
-    return _NO_LAYER
+    return None, None, SAME_MASK
 
 
 def _mask_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
