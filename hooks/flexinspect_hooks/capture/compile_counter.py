@@ -20,12 +20,7 @@ _GUARDED_MODS = (("mask_mod", "args[4]"), ("score_mod", "args[3]"))
 
 
 def _read_counters() -> tuple[int, int]:
-    """Return how many graphs torch.compile has built in this process, and how often dynamo refused
-    a function because of its recompile limit; this costs dict look-ups.
-
-    The first is `unique_graphs` of dynamo's own counters (`torch/_dynamo/utils.py`); dynamo is not
-    loaded for it.
-    """
+    """Return how many graphs dynamo built, and how many it refused, without loading dynamo."""
     refused = dynamo_counters("unimplemented")
     limits = sum(n for reason, n in refused.items() if "recompile" in reason[:40])
     return dynamo_counters("stats").get("unique_graphs", 0), limits
@@ -64,10 +59,7 @@ class GraphCount:
 
 
 def _newest_compilations(n: int) -> Mapping[str, Any]:
-    """Return the functions of dynamo's newest compilations, and the reason of the last one.
-
-    Read from dynamo's own records (`get_compilation_metrics`); empty without them.
-    """
+    """Return the functions of the newest compilations and the last reason; empty if unknown."""
     facts: dict[str, Any] = {}
     with suppress(Exception):
         metrics = compilation_metrics()

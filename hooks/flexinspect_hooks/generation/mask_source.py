@@ -208,11 +208,7 @@ def set_identity(mask_mod: MaskMod, identity: str, *, broadcasts: bool = False) 
 
 
 def check_mask_mod(mask_mod: MaskMod, name: str, device: torch.device) -> None:
-    """Call a mask_mod once with four 0-dim tensors and check its result.
-
-    Raises `MaskError` for everything that FlexAttention would refuse later with a less clear
-    message.
-    """
+    """Raise `MaskError` for what FlexAttention would refuse later with a less clear message."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     try:
         result = mask_mod(zero, zero, zero, zero)

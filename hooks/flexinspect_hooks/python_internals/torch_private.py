@@ -2,7 +2,7 @@
 
 Checked on torch 2.13 and transformers 5.23. If a version lacks a name, its function returns a
 neutral value, so that one feature switches itself off and the rest works. `missing_names` lists
-them, and `tests/hooks/interpreter/test_torch_private.py` fails for each one by its name.
+them, and `tests/hooks/python_internals/test_torch_private.py` fails for each one by its name.
 
 Nothing here imports torch when the module is imported, because code that runs before torch uses it.
 """
@@ -77,10 +77,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def eval_frame_callback_getter() -> Callable[[], Any]:
-    """Return dynamo's `get_eval_frame_callback`: its result is callable in a compiled call.
-
-    If missing, every call counts as uncompiled.
-    """
+    """Return dynamo's `get_eval_frame_callback`: its result is callable in compiled calls only."""
     return _find(_EVAL_FRAME, "get_eval_frame_callback") or (lambda: None)
 
 
@@ -121,19 +118,13 @@ def dynamo_counters(group: str) -> Mapping[str, int]:
 
 
 def compilation_metrics() -> Sequence[Any]:
-    """Return dynamo's records of compilations, oldest first.
-
-    Empty if missing, or if dynamo is not imported.
-    """
+    """Return dynamo's records of compilations, oldest first; empty if missing or not imported."""
     read = getattr(sys.modules.get(_DYNAMO_UTILS), "get_compilation_metrics", None)
     return () if read is None else read()
 
 
 def module_call_code() -> CodeType | None:
-    """Return the code that runs a module's forward, even if `forward` was replaced.
-
-    If missing, kernel calls are not assigned to layers.
-    """
+    """Return the code that runs a module's forward; None if missing: calls have no layer then."""
     code: CodeType | None = getattr(_find("torch.nn", "Module._call_impl"), "__code__", None)
     return code
 

@@ -214,10 +214,7 @@ class AttentionHook(Hook):
         return refs, builds
 
     def _add_direct_calls(self, direct: list[KernelCall], step: StepContext) -> None:
-        """Add kernel calls that were made directly.
-
-        In a model without known layers, the calls of a step are numbered as its layers.
-        """
+        """Add kernel calls that were made directly, as numbered layers if no layers are known."""
         outside = [call for call in direct if call.module is None]
         if outside and self._context.layer_of:
             text = f"{plural(len(outside), 'kernel call')} outside of the known attention layers"
@@ -299,10 +296,7 @@ def _report_lost_rows(
 
 
 def _mask_function_events(backends: Iterable[str]) -> list[tuple[str, str]]:
-    """Return an event for each of the user's attention functions with a registered mask function.
-
-    `backends` are the names of attention functions that received no mask.
-    """
+    """Return an event for each of these user attention functions that has a mask function."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as REGISTERED
 
     return [

@@ -82,10 +82,7 @@ def record_user_call_checks(
 
 
 def _groups(ref: AttentionCall) -> int:
-    """Return how often the keys were repeated before the call, 1 if they were not.
-
-    With a single head of keys there is only one order, so that also gives 1.
-    """
+    """Return how often keys were repeated before the call, 1 if not or if all are the same."""
     groups = getattr(ref.module, "num_key_value_groups", 1)
     heads = ref.key.shape[1]
     if type(groups) is not int or groups < 2 or ref.query.shape[1] != heads:
@@ -326,10 +323,7 @@ def put_batch_rows(
 
 
 def _compare_batch_rows(ref: AttentionCall) -> Tensor | None:
-    """Return the summary of a mask's batch rows, zeros if one mask applies to all of them.
-
-    None if they cannot be compared.
-    """
+    """Return the summary of a mask's batch rows, zeros if all are equal; None if not comparable."""
     received, mask = ref.mask, ref.captured
     batch, device = ref.query.shape[0], ref.query.device
     # Evenly spaced rows, the first and the last among them.

@@ -98,10 +98,7 @@ class AttentionCall:
         return self.function(self.module, self.query, self.key, value, *self.args, **self.kwargs)
 
     def repeat(self, value: Tensor) -> Tensor:
-        """Repeat the call with other values (B, kv heads, keys, D); returns (B, rows, heads, D).
-
-        Exceptions of the call propagate.
-        """
+        """Repeat the call with other values (B, kv heads, keys, D); returns (B, rows, heads, D)."""
         if self.kernel is None:
             return cast(Tensor, self.run(value)[0])
         output, _ = _split_output(repeat_call(self.kernel, value))
@@ -212,10 +209,7 @@ def kernel_path(call: KernelCall) -> str:
 
 
 def call_of_kernel(call: KernelCall, backend: str) -> AttentionCall | None:
-    """Return a kernel call in a layer as that layer's call.
-
-    None if it is in no layer, or if its tensors are not (B, H, L, D).
-    """
+    """Return a kernel call in a layer as that layer's, None if not of tensors (B, H, L, D)."""
     arguments, is_flex = call.arguments, call.name == FLEX
     tensors: list[Any] = [arguments.get(name) for name in ("query", "key", "value")]
     out, lse = _split_output(call.output)

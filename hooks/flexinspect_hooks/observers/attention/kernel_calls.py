@@ -466,10 +466,7 @@ class KernelCalls:
         self.context.record_event("kernel-failed", text, data)
 
     def suppressed_exception(self, layer: int | None) -> str | None:
-        """Return the exception after which a call is made now, None if there is none.
-
-        It is being handled in this thread, or a kernel raised it earlier in the same layer.
-        """
+        """Return the exception that is handled now, or that a kernel of the layer raised before."""
         error = sys.exception()
         if error is not None and error is not self._outer_exception:
             return summarize_error(error)

@@ -51,10 +51,7 @@ class MaskStore:
     def capture_masks(
         self, refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer
     ) -> tuple[CapturedMask, ...]:
-        """Set `captured` of each call, and return the distinct masks.
-
-        Calls with one mask share it, by identity.
-        """
+        """Set `captured` of each call, shared by calls with one mask; return the distinct masks."""
         masks: dict[tuple[Any, ...], CapturedMask] = {}
         by_head: set[tuple[Any, ...]] = set()
         for ref in refs:
@@ -141,10 +138,7 @@ def capture_call_mask(ref: AttentionCall, step: StepContext) -> CapturedMask:
 
 
 def open_cells(block_mask: BlockMask, heads: int, *, compiled: bool) -> Tensor | None:
-    """Return the open cells of a block mask, bool (1 or heads, rows, keys).
-
-    None as in `_executed`.
-    """
+    """Return a block mask's open cells, bool (1 or heads, rows, keys); None as in `_executed`."""
     q_len, kv_len = (int(n) for n in block_mask.seq_lengths)
     indices = _IndexTensors(block_mask.kv_num_blocks.device)
     cells = _mask_mod_cells(block_mask, heads, q_len, kv_len, indices)
@@ -152,10 +146,7 @@ def open_cells(block_mask: BlockMask, heads: int, *, compiled: bool) -> Tensor |
 
 
 def dense_bias(ref: AttentionCall, mask: CapturedMask) -> Tensor | None:
-    """Return what a dense mask adds to the scores of its open cells, (1 or heads, rows, keys).
-
-    None if nothing is added. `mask` must have its cells.
-    """
+    """Return what a dense mask adds to open cells, (1 or heads, rows, keys), None if nothing."""
     if mask.bias is None or mask.cells is None:
         return None
     heads = 1 if ref.path.startswith("flex") else None

@@ -42,10 +42,7 @@ class SegmentAttentionReducer:
         self._has_core = torch.get_num_threads() < available_cores()
 
     def _segment_membership(self, n_keys: int, first: int) -> Tensor:
-        """Return float32 (keys, segments), 1 where a key lies in a segment.
-
-        `first` is the position of key 0.
-        """
+        """Return float32 (keys, segments), 1 where a key is in a segment; key 0 is at `first`."""
         if first:
             return segment_membership(n_keys, self._borders - first)
         if n_keys > len(self._segments):
@@ -218,10 +215,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _queries(refs: Sequence[AttentionCall]) -> Tensor:
-    """Return the newest rows' queries of batch 0, float32 (layers, kv heads, group, D), scaled.
-
-    The calls share head counts and lengths.
-    """
+    """Return the newest rows' scaled queries, batch 0, float32 (layers, kv heads, group, D)."""
     first = refs[0]
     kv_heads, head_dim = first.key.shape[1], first.key.shape[3]
     scale = first.scale if first.scale is not None else head_dim**-0.5
@@ -341,10 +335,7 @@ LOWEST = float(np.finfo(np.float32).min)
 
 
 def softmax_weights(xp: Any, seen: Any, lse: Any) -> tuple[Any, Any]:
-    """Return the LSE, computed if `lse` is None, and the weights exp(score - LSE).
-
-    A row without open keys has LSE -inf and weights of 0.
-    """
+    """Return the LSE (given, or computed if None; -inf without open keys) and exp(score - LSE)."""
     base = xp.amax(seen, axis=-1) if lse is None else lse
     base = xp.where(base > -math.inf, base, xp.zeros_like(base))
     weights = xp.exp(seen - base[..., None])
