@@ -77,6 +77,7 @@ class StepDraft:
     memory: MemoryRecord | None = None
     training: TrainingStepRecord | None = None
     inputs: InputsRecord | None = None
+    tokens: tuple[TokenRecord, ...] = ()
     calls: list[CallRecord] = field(default_factory=list)
     builds: list[BuildRecord] = field(default_factory=list)
     layer_stats: list[LayerStatRecord] = field(default_factory=list)
@@ -90,7 +91,7 @@ class StepDraft:
             EventRecord(kind, text, step.started_at, step.generation, step.step, data)
         )
 
-    def assemble(self, step: StepContext, tokens: tuple[TokenRecord, ...]) -> StepRecord:
+    def assemble(self, step: StepContext) -> StepRecord:
         """Return the record of the step. Events of the forward come before those of the hooks."""
         step_events = [
             EventRecord(kind, text, step.started_at, step.generation, step.step, *facts)
@@ -108,7 +109,7 @@ class StepDraft:
             capture_ms=step.capture_s * 1e3,
             branch=step.branch,
             logits=self.logits,
-            tokens=tokens,
+            tokens=self.tokens,
             inputs=self.inputs,
             calls=tuple(self.calls),
             builds=tuple(self.builds),

@@ -75,14 +75,14 @@ class FinishedStep:
     kept: tuple[tuple[Hook, Any], ...]
     tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
     _draft: StepDraft = field(default_factory=StepDraft)
-    _tokens: tuple[TokenRecord, ...] = ()
     _values: Values = field(default_factory=dict)
 
     def take_values(self, on_failed: OnHookFailed) -> None:
         """Take the tokens, and the buffer's values; a hook whose values failed is skipped."""
-        step, self._tokens = self.context, self.tokens()
+        step, tokens = self.context, self.tokens()
+        self._draft.tokens = tokens
         if step.token_id is None:
-            chosen = (token.token_id for token in self._tokens if token.step == step.step)
+            chosen = (token.token_id for token in tokens if token.step == step.step)
             step.token_id = next(chosen, None)
 
         def report(hook: Hook, error: Exception) -> None:
@@ -101,7 +101,7 @@ class FinishedStep:
 
     def record(self) -> StepRecord:
         """Return the step's record, before rules run on it."""
-        return self._draft.assemble(self.context, self._tokens)
+        return self._draft.assemble(self.context)
 
 
 Item = FinishedStep | GenerationEnd | EventRecord | GradientRecord

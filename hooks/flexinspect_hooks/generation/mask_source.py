@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexinspect.core.errors import MaskError
+from flexinspect.core.errors import MaskError, summarize_error
 from flexinspect.masks.algebra import (
     BLOCK_SIZE,
     BlockStates,
@@ -58,26 +57,52 @@ class ForwardWindow:
 _MAX_ARITHMETIC_REGIONS = 24
 
 
-class MaskSource(Protocol):
+class MaskSource:
     """Builds the block mask of one forward pass, for all layers of one type."""
 
-    name: str
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self._device = name, device
+        self._tables_key: tuple[object, ...] = ()
+        self._table_tensors: tuple[Tensor, ...] = ()
 
     def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
         """The mask of these rows; `overlay` narrows it (a sliding window), in positions."""
-        ...
+        raise NotImplementedError
+
+    def _make_block_mask(
+        self, tables: BlockTables, mask_mod: MaskMod, window: ForwardWindow
+    ) -> BlockMask:
+        """A BlockMask of batch 1; tensors are rebuilt only when the set of visited blocks changes.
+
+        Tables of shape (row blocks, key blocks) are for all heads; with a leading axis of heads,
+        each head has its own.
+        """
+        key = (tables.partial.shape, tables.partial.tobytes(), tables.full.tobytes())
+        if key != self._tables_key:
+            lists = (*_block_list(tables.partial), *_block_list(tables.full))
+            self._table_tensors = tuple(torch.from_numpy(one).to(self._device) for one in lists)
+            self._tables_key = key
+        kv_num, kv_idx, full_num, full_idx = self._table_tensors
+        return BlockMask.from_kv_blocks(
+            kv_num,
+            kv_idx,
+            full_num,
+            full_idx,
+            BLOCK_SIZE=BLOCK_SIZE,
+            mask_mod=mask_mod,
+            seq_lengths=(window.q_len, window.kv_len),
+            compute_q_blocks=False,
+        )
 
 
-class SpecMaskSource:
+class SpecMaskSource(MaskSource):
     """Block masks of a `MaskSpec`, built from the rows of the window only, never the full grid."""
 
     def __init__(
         self, spec: MaskSpec, *, length: int, device: torch.device, compiled: bool
     ) -> None:
-        self.name = spec.name
+        super().__init__(spec.name, device)
         self.spec = spec
-        self._device = device
-        self._cache = BlockTableCache(device)
         gather = compiled or len(spec.starts) > _MAX_ARITHMETIC_REGIONS
         self._tables = SpecTables(spec, length, device) if gather else None
 
@@ -92,7 +117,7 @@ class SpecMaskSource:
             mask_mod = with_overlay(mask_mod, overlay, window)
             # The overlay narrows blocks, so the mask_mod has to be applied in every one.
             tables = BlockTables(tables.partial | tables.full, np.zeros_like(tables.full))
-        return self._cache.block_mask(tables, mask_mod, window)
+        return self._make_block_mask(tables, mask_mod, window)
 
     def mask_mod(self, window: ForwardWindow) -> MaskMod:
         """The mask_mod of the window."""
@@ -100,7 +125,7 @@ class SpecMaskSource:
         return arithmetic_mask_mod(self.spec, window) if tables is None else tables.mask_mod(window)
 
 
-class UserMaskSource:
+class UserMaskSource(MaskSource):
     """Block masks of a user's `mask_mod`, whose indices are positions of the whole sequence.
 
     If the mask_mod depends on the head, each query head gets its own block tables, because a
@@ -110,11 +135,9 @@ class UserMaskSource:
     """
 
     def __init__(self, mask_mod: MaskMod, *, name: str, device: torch.device) -> None:
-        self.name = name
+        super().__init__(name, device)
         self.mask_mod = mask_mod
-        self._device = device
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
-        self._cache = BlockTableCache(device)
         check_mask_mod(mask_mod, name, device)
 
     def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
@@ -129,7 +152,7 @@ class UserMaskSource:
         set_identity(mask_mod, f"{self.name}{identity}@{window.q_offset},{window.kv_offset}")
         if overlay is not None:
             mask_mod = with_overlay(mask_mod, overlay, window)
-        return self._cache.block_mask(self._block_tables(mask_mod, window), mask_mod, window)
+        return self._make_block_mask(self._block_tables(mask_mod, window), mask_mod, window)
 
     def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
         """The cells of head 0, bool (n_q, n_kv), for the rows from `q_offset` on."""
@@ -150,7 +173,7 @@ class UserMaskSource:
             last = window.q_offset + window.q_len - 1
             raise MaskError(
                 f"The mask_mod {self.name} failed for rows {window.q_offset} to {last} over "
-                f"{window.kv_len} keys: {type(error).__name__}: {str(error).splitlines()[0]}",
+                f"{window.kv_len} keys: {summarize_error(error)}",
                 hint="Indices are positions of the whole sequence, generated tokens included.",
             ) from error
         states = states if len(states) > 1 else states[0]
@@ -245,10 +268,8 @@ def _check_vmap(mask_mod: MaskMod, name: str, device: torch.device) -> None:
         # Head 0 twice, because a mask_mod may index a table that has only one head.
         list(head_groups(mask_mod, zeros[0], zeros, both, both))
     except Exception as error:
-        first_line = str(error).splitlines()[0] if str(error) else ""
         raise MaskError(
-            f"The mask_mod {name} cannot be vectorised over indices: "
-            f"{type(error).__name__}: {first_line}",
+            f"The mask_mod {name} cannot be vectorised over indices: {summarize_error(error)}",
             hint="Replace Python `if` and `and` on indices by torch.where, & and |.",
         ) from error
 
@@ -348,40 +369,6 @@ class SpecTables:
             return (kv <= q) & ((kv >= low[q]) | (kv < head[q]))
 
         return mask_mod
-
-
-class BlockTableCache:
-    """Block tables as tensors, rebuilt only when the set of visited blocks changes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._key: tuple[object, ...] = ()
-        self._tensors: tuple[Tensor, ...] = ()
-
-    def block_mask(
-        self, tables: BlockTables, mask_mod: MaskMod, window: ForwardWindow
-    ) -> BlockMask:
-        """A BlockMask of batch 1 with these tables and this mask_mod.
-
-        Tables of shape (row blocks, key blocks) are for all heads; with a leading axis of heads,
-        each head has its own.
-        """
-        key = (tables.partial.shape, tables.partial.tobytes(), tables.full.tobytes())
-        if key != self._key:
-            lists = (*_block_list(tables.partial), *_block_list(tables.full))
-            self._tensors = tuple(torch.from_numpy(one).to(self._device) for one in lists)
-            self._key = key
-        kv_num, kv_idx, full_num, full_idx = self._tensors
-        return BlockMask.from_kv_blocks(
-            kv_num,
-            kv_idx,
-            full_num,
-            full_idx,
-            BLOCK_SIZE=BLOCK_SIZE,
-            mask_mod=mask_mod,
-            seq_lengths=(window.q_len, window.kv_len),
-            compute_q_blocks=False,
-        )
 
 
 def _block_list(blocks: BoolArray) -> tuple[np.ndarray, np.ndarray]:

@@ -82,7 +82,7 @@ def record_user_call_checks(
 
 
 def _groups(ref: AttentionCall) -> int:
-    """Return how often keys were repeated before the call, 1 if not or if all are the same."""
+    """Return how often keys were repeated before the call, 1 if not or if there is one head."""
     groups = getattr(ref.module, "num_key_value_groups", 1)
     heads = ref.key.shape[1]
     if type(groups) is not int or groups < 2 or ref.query.shape[1] != heads:

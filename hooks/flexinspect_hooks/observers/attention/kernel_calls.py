@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.attention.flex_attention as flex_module
@@ -87,27 +87,17 @@ def repeat_call(call: KernelCall, value: Tensor) -> Any:
     return torch.compile(kernel)(**arguments) if call.compiled else kernel(**arguments)
 
 
-class KernelObserver(Protocol):
-    """Receives kernel calls. Exceptions of an observer are ignored; the call continues.
-
-    `accepts` is called before a call is described, because describing it costs time. `before`
-    returns whether the observer takes the call; then `after` is called when the kernel returned, or
-    `failed` when it raised, and the exception propagates to the caller.
-    """
-
-    def accepts(self, name: str) -> bool: ...
-    def before(self, call: KernelCall) -> bool: ...
-    def after(self, call: KernelCall, output: Any) -> None: ...
-    def failed(self, call: KernelCall, error: BaseException) -> None: ...
-
-
-_observers: list[KernelObserver] = []
+_observers: list[KernelCalls] = []
 """The newest comes first, and only the first that takes a call receives it."""
 _restores: list[Remove] = []
 
 
-def observe_kernels(observer: KernelObserver) -> Remove:
-    """Pass every kernel call to `observer` from now on; returns a function that stops it."""
+def observe_kernels(observer: KernelCalls) -> Remove:
+    """Pass every kernel call to `observer` from now on; returns a function that stops it.
+
+    `accepts` is called before a call is described, because describing it costs time. If an observer
+    raises, the exception is ignored and the call continues.
+    """
     if not _observers:
         for name in (FLEX, BUILD):
             _restores.append(_detour(getattr(flex_module, name)))
@@ -183,7 +173,7 @@ def _has_observer(name: str) -> bool:
     return False
 
 
-def _begin(call: KernelCall) -> KernelObserver | None:
+def _begin(call: KernelCall) -> KernelCalls | None:
     for observer in reversed(_observers):
         with suppress(Exception):
             if observer.accepts(call.name) and observer.before(call):
@@ -410,7 +400,7 @@ class KernelCalls:
         return name == BUILD and not is_forward_running()
 
     def before(self, call: KernelCall) -> bool:
-        """Read what must be read before the call is made."""
+        """Read what must be read before the call is made; return whether the call is observed."""
         is_open, step, arguments = self.context.is_open, self._step, call.arguments
         if call.name == BUILD:
             call.peak = peak_bytes(self.context.device)
