@@ -58,50 +58,20 @@ N_IMMEDIATE_STEPS = 2
 """Steps of a generation that are written without waiting, so that a viewer shows them at once."""
 
 
-OnHookFailed = Callable[[Hook, Exception, StepContext], None]
-"""Called with a hook that failed, its exception, and the step."""
-
-
 @dataclass(slots=True)
 class FinishedStep:
     """A step in the queue of the writer thread. `kept` is what each hook's `reduce` returned.
 
     `tokens` gives the tokens of its record, and is called in the writer thread, because their ids
-    may still be on their way from the device. The methods are those of the writer thread.
+    may still be on their way from the device. The writer thread sets `values` and fills `draft`.
     """
 
     context: StepContext
     buffer: StepBuffer
     kept: tuple[tuple[Hook, Any], ...]
     tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
-    _draft: StepDraft = field(default_factory=StepDraft)
-    _values: Values = field(default_factory=dict)
-
-    def take_values(self, on_failed: OnHookFailed) -> None:
-        """Take the tokens, and the buffer's values; a hook whose values failed is skipped."""
-        step, tokens = self.context, self.tokens()
-        self._draft.tokens = tokens
-        if step.token_id is None:
-            chosen = (token.token_id for token in tokens if token.step == step.step)
-            step.token_id = next(chosen, None)
-
-        def report(hook: Hook, error: Exception) -> None:
-            self.kept = tuple(pair for pair in self.kept if pair[0] is not hook)
-            on_failed(hook, error, step)
-
-        self._values = self.buffer.values(report)
-
-    def run_hook(self, number: int, on_failed: OnHookFailed) -> None:
-        """Let hook `number` add its records. In order: later hooks read those of earlier ones."""
-        for hook, kept in self.kept[number : number + 1]:
-            try:
-                hook.record(self.context, kept, self._values, self._draft)
-            except Exception as error:
-                on_failed(hook, error, self.context)
-
-    def record(self) -> StepRecord:
-        """Return the step's record, before rules run on it."""
-        return self._draft.assemble(self.context)
+    draft: StepDraft = field(default_factory=StepDraft)
+    values: Values = field(default_factory=dict)
 
 
 Item = FinishedStep | GenerationEnd | EventRecord | GradientRecord
@@ -200,9 +170,8 @@ class Recorder:
         """Queue an item to be written, in order. Called from the model's thread.
 
         A callable is called in the writer thread when everything before it is written; it returns
-        the item, or None.
-        The writer is not woken for an ordinary step: a thread that wakes takes the GIL from the
-        model.
+        the item, or None. The writer is not woken for an ordinary step: a thread that wakes takes
+        the GIL from the model.
         """
         if not self._thread.is_alive():
             return
@@ -330,15 +299,34 @@ class Recorder:
         four times as much between the matrix products of two steps as in a row.
         """
         for item in items:
-            item.take_values(self._report_hook_error)
+            self._take_values(item)
         for number in range(max(len(item.kept) for item in items)):
             for item in items:
-                item.run_hook(number, self._report_hook_error)
+                # In order, because later hooks read the records of earlier ones.
+                for hook, kept in item.kept[number : number + 1]:
+                    try:
+                        hook.record(item.context, kept, item.values, item.draft)
+                    except Exception as error:
+                        self._report_hook_error(hook, error, item.context)
         records = []
-        for record in (item.record() for item in items):
+        for record in (item.draft.assemble(item.context) for item in items):
             rules = self._rule_runners.get((record.generation, record.branch))
             records.append(record if rules is None else rules.on_step(record))
         return records
+
+    def _take_values(self, item: FinishedStep) -> None:
+        """Take the tokens, and the buffer's values; a hook whose values failed is skipped."""
+        step, tokens = item.context, item.tokens()
+        item.draft.tokens = tokens
+        if step.token_id is None:
+            chosen = (token.token_id for token in tokens if token.step == step.step)
+            step.token_id = next(chosen, None)
+
+        def report(hook: Hook, error: Exception) -> None:
+            item.kept = tuple(pair for pair in item.kept if pair[0] is not hook)
+            self._report_hook_error(hook, error, step)
+
+        item.values = item.buffer.values(report)
 
     def _report_hook_error(self, hook: Hook, error: Exception, step: StepContext) -> None:
         for report in tuple(self.hook_errors):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class FlexPatch:
         self._n_forwards = 0
         self._rows = (0, 0)
         """First row and number of rows of the newest forward pass."""
-        self._restores: list[Callable[[], None]] = []
+        self._restores = ExitStack()
         self._heads: dict[int, int] = {}
         self._mask_heads = 1
 
@@ -89,18 +89,17 @@ class FlexPatch:
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, self._make_mask)
         for registry in (AttentionInterface, AttentionMaskInterface):
-            self._restores.append(partial(registry._global_mapping.pop, name, None))
+            self._restores.callback(registry._global_mapping.pop, name, None)
         for config in model_configs(self.model):
             self._heads[id(config)] = _query_heads(config)
-            self._restores.append(patch(config, "_attn_implementation_internal", name))
+            self._restores.callback(patch(config, "_attn_implementation_internal", name))
         # Without this flag uncompiled flex goes through dynamo, which costs more than the model.
         flag = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-        self._restores.append(patch(flex_module, flag, not self.compiled))
+        self._restores.callback(patch(flex_module, flag, not self.compiled))
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._restores:
-            self._restores.pop()()
+        self._restores.close()
 
     def _make_mask(
         self,
@@ -156,7 +155,12 @@ class FlexPatch:
                 last_kernel_call.begin_kernel_call(step_and_layer, query, key, None, attention_mask)
             out, lse = self._flex(query, key, value, attention_mask, scaling, softcap)
         except Exception as error:
-            raise self._call_error(layer, error) from error
+            step, (row, n_rows) = self._n_forwards - 1, self._rows
+            raise AttentionCallError(
+                f"FlexAttention failed in layer {layer}, step {step} "
+                f"(rows {row} to {row + n_rows - 1}): {summarize_error(error)}",
+                hint="No fallback ran; fix the mask or the call and run again.",
+            ) from error
         finally:
             last_kernel_call.end_kernel_call()
         LAST_CALL.path = "flex compiled" if self.compiled else "flex uncompiled"
@@ -200,7 +204,7 @@ class FlexPatch:
 
     def _kernel(self, q_len: int) -> Callable[..., Any]:
         if not self.compiled:
-            return _uncompiled
+            return flex_attention
         kind = "decode" if q_len == 1 else "prefill"
         if kind not in _compiled_calls:
             if self._on_compile is not None:
@@ -208,14 +212,6 @@ class FlexPatch:
             call = _decode_call if kind == "decode" else _prefill_call
             _compiled_calls[kind] = torch.compile(call, dynamic=True, fullgraph=True)
         return _compiled_calls[kind]
-
-    def _call_error(self, layer: int, error: Exception) -> AttentionCallError:
-        rows, n_rows = self._rows
-        return AttentionCallError(
-            f"FlexAttention failed in layer {layer}, step {self._n_forwards - 1} "
-            f"(rows {rows} to {rows + n_rows - 1}): {summarize_error(error)}",
-            hint="No fallback ran; fix the mask or the call and run again.",
-        )
 
 
 def model_configs(model: nn.Module) -> Iterator[Any]:
@@ -242,9 +238,6 @@ def _soft_cap(cap: float) -> Callable[..., Tensor]:
         return cap * torch.tanh(score / cap)
 
     return score_mod
-
-
-_uncompiled: Callable[..., Any] = flex_attention
 
 
 def _prefill_call(*args: Any, **kwargs: Any) -> Any:

@@ -104,11 +104,15 @@ class LogitsHook(Hook):
         )
 
 
+_Histogram = tuple[float, float, tuple[int, ...]]
+"""Lowest and highest value, and counts in equal bins between them."""
+
+
 @dataclass(slots=True)
 class _ReducedLogits:
     """A reduced row of logits: natural logarithms, `top` and `ids` sorted from the best down.
 
-    On CPU `values` is the row itself; for other devices `low`, `high` and `counts` are set.
+    On CPU `values` is the row itself; for other devices `histogram` is set: low, high and counts.
     """
 
     lse: float
@@ -119,9 +123,7 @@ class _ReducedLogits:
     rank: int
     n_nan: int
     n_inf: int
-    low: float = 0.0
-    high: float = 0.0
-    counts: tuple[int, ...] | None = None
+    histogram: _Histogram | None = None
     values: Array | None = None
 
 
@@ -176,10 +178,10 @@ class _RowReducer:
             values=row,
         )
 
-    def histogram(self, row: _ReducedLogits) -> tuple[float, float, tuple[int, ...]]:
-        """Return (lowest, highest, counts in equal bins); no counts if these are not finite."""
-        if row.counts is not None:
-            return row.low, row.high, row.counts
+    def histogram(self, row: _ReducedLogits) -> _Histogram:
+        """Return the histogram of a row, without counts if its ends are not finite."""
+        if row.histogram is not None:
+            return row.histogram
         assert row.values is not None
         low, high = float(row.values.min()), row.top[0]
         if not math.isfinite(high - low):
@@ -249,6 +251,7 @@ def _reduce_on_device(name: str, row: Tensor, chosen: int | None, buffer: StepBu
 
 def _from_device(values: Values) -> _ReducedLogits:
     lse, entropy, chosen, low, high, rank, n_nan, n_inf = values["logits.scalars"].tolist()
+    counts = tuple(values["logits.histogram"].tolist()) if math.isfinite(high - low) else ()
     return _ReducedLogits(
         lse=lse,
         entropy=entropy,
@@ -258,7 +261,5 @@ def _from_device(values: Values) -> _ReducedLogits:
         rank=int(rank),
         n_nan=int(n_nan),
         n_inf=int(n_inf),
-        low=low,
-        high=high,
-        counts=tuple(values["logits.histogram"].tolist()) if math.isfinite(high - low) else (),
+        histogram=(low, high, counts),
     )
