@@ -28,6 +28,9 @@ LEARNED_POSITIONS = "learned-positions"
 _Lengths = list[int | None]
 """Keys per layer; None for a layer whose length is a tensor, which goes through the buffer."""
 
+_Kept = tuple[int, _Lengths, _Lengths]
+"""The batch size, and the lengths before and after the forward."""
+
 
 @dataclass(slots=True)
 class _PendingInputs:
@@ -68,12 +71,9 @@ class InputsHook(Hook):
         """Keep what the forward may change: the lengths, and tensors that a loop may write to."""
         arguments = step.arguments
         cache, ids = arguments.get("past_key_values"), input_ids_of(arguments)
-        pending = self._pending = _PendingInputs(
-            batch=batch_size_of(arguments),
-            positions=arguments.get("position_ids"),
-            cache=_weak_cache(cache),
-            before=_cached_lengths(cache),
-        )
+        pending = self._pending = _PendingInputs(batch_size_of(arguments))
+        pending.positions = arguments.get("position_ids")
+        pending.cache, pending.before = _weak_cache(cache), _cached_lengths(cache)
         if step.step == 0 and arguments.get("use_cache") is False:
             step.events.append((CACHE_OFF, "use_cache=False was given: no cache is kept."))
         if ids is not None and pending.batch > 1:
@@ -85,7 +85,7 @@ class InputsHook(Hook):
                 text = f"Position ids are looked up in {self._position_embedding}."
                 step.events.append((LEARNED_POSITIONS, text))
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> tuple[int, _Lengths, _Lengths]:
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept:
         """Put tables, and lengths that are tensors; nothing waits for the device."""
         pending, self._pending = self._pending, _PendingInputs()
         if pending.cache is None:
@@ -99,13 +99,7 @@ class InputsHook(Hook):
                 buffer.put(name, table)
         return pending.batch, pending.before[0], after[0]
 
-    def record(
-        self,
-        step: StepContext,
-        kept: tuple[int, _Lengths, _Lengths],
-        values: Values,
-        draft: StepDraft,
-    ) -> None:
+    def record(self, step: StepContext, kept: _Kept, values: Values, draft: StepDraft) -> None:
         """Write the step's `InputsRecord`, and the tables of a batch as arrays."""
         batch, before, after = kept
         positions = values.get("inputs.positions")

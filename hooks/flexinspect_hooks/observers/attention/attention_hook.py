@@ -256,16 +256,16 @@ class AttentionHook(Hook):
         if kept is None:
             return
         draft.builds += kept.builds
-        fingerprints = [self._mask_store.record(mask, values, draft) for mask in kept.masks]
+        for mask in kept.masks:
+            self._mask_store.record(mask, values, draft)
         # No rule needs equal batch rows of standalone calls.
-        record_batch_rows(
-            values, kept.masks, fingerprints, step, draft, reports_equal=not self.is_standalone
-        )
+        reports_equal = not self.is_standalone
+        record_batch_rows(values, kept.masks, step, draft, reports_equal=reports_equal)
         rows = merge_group_results(values, len(kept.calls))
         errors = rows["gate"].tolist() if rows else []
         lost = _report_lost_rows(values, kept.calls, step, draft)
         for index, call in enumerate(kept.calls):
-            call["mask"] = fingerprints[call["mask"]]
+            call["mask"] = kept.masks[call["mask"]].fingerprint
             if errors and index not in lost and call["check_kind"]:
                 call["lse_error"] = errors[index]
             else:

@@ -372,7 +372,6 @@ def _summarize_rows(cells: Tensor, rows: Tensor, mask: CapturedMask) -> Tensor:
 def record_batch_rows(
     values: Values,
     masks: Sequence[CapturedMask],
-    fingerprints: Sequence[str],
     step: StepContext,
     draft: StepDraft,
     *,
@@ -382,13 +381,13 @@ def record_batch_rows(
 
     With `reports_equal` also for each mask that was compared and does not differ.
     """
-    for mask, fingerprint in zip(masks, fingerprints, strict=True):
+    for mask in masks:
         rows = values.get(f"{_BATCH_PREFIX}{mask.number}")
         if rows is None or not (reports_equal or rows[:, 0].any()):
             continue
         differ = np.flatnonzero(rows[:, 0]).tolist()
         made_for, batch = int(mask.batch), len(rows)
-        data: dict[str, Any] = {"mask": fingerprint, "made_for": made_for, "batch": batch}
+        data: dict[str, Any] = {"mask": mask.fingerprint, "made_for": made_for, "batch": batch}
         text = f"A mask is the same in all {batch} batch rows."
         if differ:
             text = f"A mask differs between {len(differ) + 1} of {batch} batch rows."

@@ -32,7 +32,7 @@ class CapturedMask:
     heads, q_len), marks rows of a float mask that are at its lowest float throughout. `bias` (1 or
     heads, kv_len) is what a dense mask adds to the scores of the newest row, 0 where closed.
     `ruled` is how much of each block the mask_mod of a compiled call opens, as in `MaskRecord`.
-    These four tensors are dropped before the writer thread gets the mask.
+    These four tensors are dropped before the writer thread gets the mask and sets `fingerprint`.
     """
 
     number: int
@@ -51,6 +51,7 @@ class CapturedMask:
     averaged: Tensor | None = None
     bias: Tensor | None = None
     ruled: Tensor | None = None
+    fingerprint: str = ""
 
     def drop_tensors(self) -> None:
         """Drop the tensors; the writer thread gets them through the buffer."""

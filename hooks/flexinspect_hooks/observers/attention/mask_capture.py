@@ -94,8 +94,8 @@ class MaskStore:
                 buffer.put(f"mask.{number}.{name}", tensor)
         return mask
 
-    def record(self, mask: CapturedMask, values: Values, draft: StepDraft) -> str:
-        """Store the mask if it is new; return its fingerprint (writer thread)."""
+    def record(self, mask: CapturedMask, values: Values, draft: StepDraft) -> None:
+        """Set the mask's fingerprint, and store the mask if it is new (writer thread)."""
         arrays = with_prefix(values, f"mask.{mask.number}.")
         partial, full = self._block_grids([arrays.get(name) for name in _TABLE_NAMES])
         averaged = arrays.get("averaged")
@@ -112,12 +112,11 @@ class MaskStore:
             full=full,
             mask_mod_blocks=arrays.get("ruled"),
         )
-        fingerprint = _fingerprint(record, mask)
+        mask.fingerprint = fingerprint = _fingerprint(record, mask)
         if fingerprint not in self._stored:
             self._stored.add(fingerprint)
             source = None if mask.mask_mod is None else mask_mod_source(mask.mask_mod)
             draft.masks.append(replace(record, fingerprint=fingerprint, mask_mod_source=source))
-        return fingerprint
 
     def _block_grids(self, raw: Sequence[npt.NDArray[Any] | None]) -> Sequence[_Grid | None]:
         """Return the partial and the full blocks, computed only if they changed since last time."""

@@ -62,15 +62,40 @@ class SegmentAttentionReducer:
                 shape = (*ref.key.shape[1:], ref.query.shape[1])
                 key = (ref.captured.number, *shape, ref.check_kind, ref.scale, ref.softcap)
                 groups.setdefault(key, []).append(index)
-        for key, members in groups.items():
-            _reduce_group(
-                [refs[i] for i in members],
-                # A static cache has more keys than the sequence, a sliding one fewer.
-                self._segment_membership(key[2], max(kv_after - key[2], 0)),
-                members if len(members) < len(refs) else None,
-                buffer,
-                may_wait=self._has_core,
-            )
+        for members in groups.values():
+            suffix = "/" + ",".join(map(str, members)) if len(members) < len(refs) else ""
+            self._reduce_group([refs[i] for i in members], suffix, kv_after, buffer)
+
+    def _reduce_group(
+        self, refs: Sequence[AttentionCall], suffix: str, kv_after: int, buffer: StepBuffer
+    ) -> None:
+        """Reduce the newest rows of layers that share a mask and a shape."""
+        first, mask, n_keys = refs[0], refs[0].captured, refs[0].key.shape[2]
+        newest = cast(Tensor, mask.cells)[:, -1]
+        closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
+        # A static cache has more keys than the sequence, a sliding one fewer.
+        inside = self._segment_membership(n_keys, max(kv_after - n_keys, 0))
+        inputs: dict[str, Any] = {"closed": closed, "inside": inside, "bias": mask.bias}
+        deferred = _defer_tensors(refs) if self._has_core else None
+        reduce = partial(_reduce_rows, suffix, first.softcap, deferred)
+        queries, keys = _queries(refs), [_plain(ref.key[0]) for ref in refs]
+        values = None
+        if first.lse is None:
+            inputs["outputs"] = _outputs(refs)
+            values = [_plain(ref.value[0]) for ref in refs]
+        else:
+            lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
+            inputs["kernel_lse"] = lse[:: first.query.shape[0]]  # batch 0 of each layer
+        if deferred is not None:
+            buffer.defer(reduce, queries=queries, keys=keys, values=values, **inputs)
+            return
+        scores = attention_scores(torch, queries, keys)
+        if values is not None:  # at once, because the values may be modified meanwhile
+            shown = _final_scores(torch, scores, first.softcap, mask.bias, closed)
+            weights = torch.softmax(mask_scores(torch, shown, closed, -math.inf), -1)
+            inputs["recomputed"] = layer_products(torch, grouped(weights, values), values)
+        may_wait = scores.nbytes <= MAX_DEFERRED_SCORE_BYTES
+        buffer.defer(reduce, wait=may_wait, scores=scores, **inputs)
 
 
 def newest_weights(ref: AttentionCall) -> Tensor:
@@ -115,44 +140,6 @@ _ATTENTION_PREFIX = "attention/"
 _LOST_PREFIX = "attention-lost"
 _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")
 """Keyword arguments of attention functions that change the weights: a sink, a bias by distance."""
-
-
-def _reduce_group(
-    refs: Sequence[AttentionCall],
-    inside: Tensor,
-    members: Sequence[int] | None,
-    buffer: StepBuffer,
-    *,
-    may_wait: bool,
-) -> None:
-    """Reduce the newest rows of layers that share a mask and a shape.
-
-    With `may_wait` the keys and values may be read later, in the writer thread.
-    """
-    first, mask = refs[0], refs[0].captured
-    newest = cast(Tensor, mask.cells)[:, -1]
-    closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
-    suffix = "" if members is None else "/" + ",".join(map(str, members))
-    deferred = _defer_tensors(refs) if may_wait else None
-    reduce = partial(_reduce_rows, suffix, first.softcap, deferred)
-    inputs: dict[str, Any] = {"closed": closed, "inside": inside, "bias": mask.bias}
-    queries, keys = _queries(refs), [_plain(ref.key[0]) for ref in refs]
-    values = None
-    if first.lse is None:
-        inputs["outputs"] = _outputs(refs)
-        values = [_plain(ref.value[0]) for ref in refs]
-    else:
-        lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
-        inputs["kernel_lse"] = lse[:: first.query.shape[0]]  # batch 0 of each layer
-    if deferred is not None:
-        buffer.defer(reduce, queries=queries, keys=keys, values=values, **inputs)
-        return
-    scores = attention_scores(torch, queries, keys)
-    if values is not None:  # at once, because the values may be modified meanwhile
-        shown = _final_scores(torch, scores, first.softcap, mask.bias, closed)
-        weights = torch.softmax(mask_scores(torch, shown, closed, -math.inf), -1)
-        inputs["recomputed"] = layer_products(torch, grouped(weights, values), values)
-    buffer.defer(reduce, wait=scores.nbytes <= MAX_DEFERRED_SCORE_BYTES, scores=scores, **inputs)
 
 
 MAX_DEFERRED_BYTES = 64 << 20
