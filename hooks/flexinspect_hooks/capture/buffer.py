@@ -114,8 +114,9 @@ class StepBuffer:
             self._done.synchronize()
             data, start = self._host.numpy(), 0
             for name, shape, dtype, n_bytes in self._packed_facts:
-                copied = torch.from_numpy(data[start : start + n_bytes].copy())
-                out[name] = _as_numpy(copied.view(dtype).view(shape))
+                tensor = torch.empty(shape, dtype=dtype)
+                tensor.view(-1).view(torch.uint8).numpy()[:] = data[start : start + n_bytes]
+                out[name] = _as_numpy(tensor)
                 start += n_bytes
             self._packed = None
         return out
