@@ -40,7 +40,6 @@ from flexinspect_hooks.observers.attention.call_references import (
     AttentionCall,
     CapturedMask,
     call_of_kernel,
-    kernel_path,
 )
 from flexinspect_hooks.observers.attention.kernel_calls import (
     SDPA,
@@ -328,7 +327,7 @@ def _calls_of_function(
     call = _with_output(call, output)
     if inner:
         last = inner[-1]
-        call.path = LAST_CALL.path or kernel_path(last)
+        call.path = LAST_CALL.path or last.path
         if call.backend == "sdpa":
             call.causal = bool(last.arguments.get("is_causal"))
         call.suppressed_exception = last.suppressed_exception

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
-from flexinspect_hooks.observers.attention.kernel_calls import (
-    FLEX,
-    SAME_MASK,
-    KernelCall,
-    repeat_call,
-)
+from flexinspect_hooks.observers.attention.kernel_calls import FLEX, SAME_MASK, KernelCall
 
 _sliding_windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Sliding windows by module, cached: reading a configuration takes longer than the other facts."""
@@ -102,7 +97,7 @@ class AttentionCall:
         """Repeat the call with other values (B, kv heads, keys, D); returns (B, rows, heads, D)."""
         if self.kernel is None:
             return cast(Tensor, self.run(value)[0])
-        output, _ = _split_output(repeat_call(self.kernel, value))
+        output, _ = _split_output(self.kernel.repeat(value))
         return cast(Tensor, output).transpose(1, 2)
 
     @property
@@ -202,13 +197,6 @@ def describe_mask(mask: Any) -> str:
     return type(mask).__name__
 
 
-def kernel_path(call: KernelCall) -> str:
-    """Return the path of a kernel call: "flex compiled", "flex uncompiled" or "sdpa"."""
-    if call.name == FLEX:
-        return "flex compiled" if call.compiled else "flex uncompiled"
-    return "sdpa"
-
-
 def call_of_kernel(call: KernelCall, backend: str) -> AttentionCall | None:
     """Return a kernel call in a layer as that layer's, None if not of tensors (B, H, L, D)."""
     arguments, is_flex = call.arguments, call.name == FLEX
@@ -221,7 +209,7 @@ def call_of_kernel(call: KernelCall, backend: str) -> AttentionCall | None:
     query, key, value = tensors
     mask = arguments.get("block_mask" if is_flex else "attn_mask")
     return AttentionCall(
-        *(call.layer, backend, kernel_path(call), call.module, query, key, value),
+        *(call.layer, backend, call.path, call.module, query, key, value),
         args=(mask,),
         kwargs={"scaling": arguments.get("scale")},
         output=out.transpose(1, 2),

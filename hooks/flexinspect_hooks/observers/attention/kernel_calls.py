@@ -77,14 +77,20 @@ class KernelCall:
     peak: int = 0
     output: Any = None
 
+    @property
+    def path(self) -> str:
+        """The path that ran: "flex compiled", "flex uncompiled" or "sdpa"."""
+        if self.name == FLEX:
+            return "flex compiled" if self.compiled else "flex uncompiled"
+        return "sdpa"
 
-def repeat_call(call: KernelCall, value: Tensor) -> Any:
-    """Repeat a call of an attention kernel with another `value`, (B, kv heads, keys, D)."""
-    arguments = {**call.arguments, "value": value}
-    if call.name == SDPA:
-        return functional.scaled_dot_product_attention(**arguments)
-    kernel = flex_module.flex_attention
-    return torch.compile(kernel)(**arguments) if call.compiled else kernel(**arguments)
+    def repeat(self, value: Tensor) -> Any:
+        """Repeat the call of an attention kernel with another `value`, (B, kv heads, keys, D)."""
+        arguments = {**self.arguments, "value": value}
+        if self.name == SDPA:
+            return functional.scaled_dot_product_attention(**arguments)
+        kernel = flex_module.flex_attention
+        return torch.compile(kernel)(**arguments) if self.compiled else kernel(**arguments)
 
 
 _observers: list[KernelCalls] = []
