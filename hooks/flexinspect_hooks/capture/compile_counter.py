@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from flexinspect.core.text import plural
 from flexinspect_hooks.capture.step_clock import StepEvent
 from flexinspect_hooks.python_internals.torch_private import compilation_metrics, dynamo_counters
 
@@ -49,9 +50,8 @@ class GraphCount:
         facts = _newest_compilations(max(new, 0) + max(refused, 0))
         events: list[StepEvent] = []
         if new > 0:
-            graphs = "graph" if new == 1 else "graphs"
-            kind = "compiled" if first else "recompiled"
-            events.append((kind, f"torch.compile built {new} {graphs}", {"graphs": new, **facts}))
+            kind, text = "compiled" if first else "recompiled", plural(new, "graph")
+            events.append((kind, f"torch.compile built {text}", {"graphs": new, **facts}))
         if refused > 0:
             text = "torch.compile reached its recompile limit: the function runs uncompiled now"
             events.append((RECOMPILE_LIMIT, text, facts))
@@ -73,7 +73,7 @@ def _newest_compilations(n: int) -> Mapping[str, Any]:
             facts["reason"] = reason
             if guarded := _GUARDED_CODE.search(reason):
                 name = guarded[1]
-                mods = (names[0] for names in _GUARDED_MODS if any(one in name for one in names))
+                mods = (mod for mod, argument in _GUARDED_MODS if mod in name or argument in name)
                 facts["guard"] = f"{next(mods, name)} code object"
     return facts
 
