@@ -50,8 +50,7 @@ class ModuleHook(Hook):
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> list[int]:
         """Reduce the outputs (batch, rows, hidden) of all layers in one pass over their stack."""
-        kept = list(self._outputs)
-        self._outputs.clear()
+        kept, self._outputs = self._outputs, []
         if not kept:
             return []
         on_cpu = kept[0][1].device.type == "cpu"
@@ -75,13 +74,10 @@ class ModuleHook(Hook):
         """Write one `LayerStatRecord` per layer (at basic: per layer with NaN/Inf)."""
         if not kept:
             return
-        stats = values["modules.stats"]
-        if step.level == "basic" and not stats[:, 6].any():
-            return
-        for layer, row in zip(kept, stats.tolist(), strict=True):
-            if step.level == "basic" and row[6] == 0:
-                continue
+        for layer, row in zip(kept, values["modules.stats"].tolist(), strict=True):
             low, high, mean, std, norm, n_nan, n_bad, first = row
+            if step.level == "basic" and not n_bad:
+                continue
             draft.layer_stats.append(
                 LayerStatRecord(
                     layer=layer,

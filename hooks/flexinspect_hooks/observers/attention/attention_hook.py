@@ -208,8 +208,7 @@ class AttentionHook(Hook):
         if self._kernels is not None:
             self._add_direct_calls(self._kernels.take_since(0), step)
             builds = self._kernels.take_builds()
-        refs = list(self._refs)
-        self._refs.clear()
+        refs, self._refs = self._refs, []
         return refs, builds
 
     def _add_direct_calls(self, direct: list[KernelCall], step: StepContext) -> None:
