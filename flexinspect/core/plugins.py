@@ -28,7 +28,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "modules": "flexinspect_hooks.observers.modules_hook:ModuleHook",
         "logits": "flexinspect_hooks.observers.logits_hook:LogitsHook",
         "memory": "flexinspect_hooks.observers.memory_hook:MemoryHook",
-        "weights": "flexinspect_hooks.observers.attention_weights_hook:WeightsHook",
+        "weights": "flexinspect_hooks.observers.modules_hook:WeightsHook",
     },
     PANELS: {
         "tokens": "flexinspect.panels.tokens_panel:TokensPanel",

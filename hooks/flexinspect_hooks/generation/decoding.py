@@ -50,7 +50,16 @@ class Sampler:
     """
 
     def __init__(self, sampling: SamplingOptions, seed: int, device: torch.device) -> None:
-        self._processors = _processors(sampling) if sampling.do_sample else None
+        import transformers
+
+        self._processors = transformers.LogitsProcessorList() if sampling.do_sample else None
+        if self._processors is not None:
+            if sampling.temperature != 1.0:
+                self._processors.append(transformers.TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k:
+                self._processors.append(transformers.TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1.0:
+                self._processors.append(transformers.TopPLogitsWarper(sampling.top_p))
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._empty = torch.zeros((1, 0), dtype=torch.long, device=device)
 
@@ -217,16 +226,3 @@ def new_cache(model: nn.Module) -> Any:
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
-
-
-def _processors(sampling: SamplingOptions) -> Any:
-    import transformers
-
-    processors = transformers.LogitsProcessorList()
-    if sampling.temperature != 1.0:
-        processors.append(transformers.TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k:
-        processors.append(transformers.TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1.0:
-        processors.append(transformers.TopPLogitsWarper(sampling.top_p))
-    return processors

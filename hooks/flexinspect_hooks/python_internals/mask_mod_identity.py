@@ -50,7 +50,11 @@ def mask_mod_identity(mask_mod: Any) -> str:
 
 def _digest(value: Any, depth: int) -> str:
     if isinstance(value, Tensor):
-        return _tensor_digest(value)
+        label = f"{tuple(value.shape)}{value.dtype}"
+        if value.device.type != "cpu" or value.nbytes > _MAX_HASHED:
+            return f"{label}@{value.data_ptr():x}v{tensor_version(value)}"
+        data = value.detach().contiguous().numpy().tobytes()
+        return f"{label}{hashlib.blake2b(data, digest_size=8).hexdigest()}"
     code = getattr(value, "__code__", None)
     if code is None or depth > 3:
         return repr(value)[:200] if isinstance(value, int | float | str | bool | tuple) else "?"
@@ -73,11 +77,3 @@ def closure_contents(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:
             yield UNSET
-
-
-def _tensor_digest(tensor: Tensor) -> str:
-    label = f"{tuple(tensor.shape)}{tensor.dtype}"
-    if tensor.device.type != "cpu" or tensor.nbytes > _MAX_HASHED:
-        return f"{label}@{tensor.data_ptr():x}v{tensor_version(tensor)}"
-    data = tensor.detach().contiguous().numpy().tobytes()
-    return f"{label}{hashlib.blake2b(data, digest_size=8).hexdigest()}"

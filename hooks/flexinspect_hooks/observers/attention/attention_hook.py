@@ -153,7 +153,11 @@ class AttentionHook(Hook):
                 out = call.run(call.value)
         except Exception as error:
             if is_whole or call.backend == "eager":  # else the observer of its kernel reports it
-                _report_raised(kernels, call, error)
+                query, key, value = call.query, call.key, call.value
+                tensors = {"query": query, "key": key, "value": value, "attn_mask": call.mask}
+                kernel = SDPA if call.path == "sdpa" else call.path
+                with suppress(Exception):  # must not replace the exception of the call
+                    kernels.failed(KernelCall(kernel, tensors, False, call.layer), error)
             raise
         with suppress(Exception):  # then the layer counts as unseen, and the step reports it
             self._keep(_calls_of_function(call, out[0], kernels.take_since(mark)))
@@ -186,7 +190,11 @@ class AttentionHook(Hook):
         refs, builds = self.take_calls(step)
         self._report_unseen_layers(len({ref.layer for ref in refs}), step)
         if not step.step:
-            step.events += _mask_function_events({ref.backend for ref in refs if ref.mask is None})
+            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as REGISTERED
+
+            backends = {ref.backend for ref in refs if ref.mask is None} - {*_KNOWN_BACKENDS}
+            for name in sorted(backend for backend in backends if backend in REGISTERED):
+                step.events.append((MASK_FUNCTION, f"Attention '{name}' has a mask function."))
         if not refs:
             return _AttentionStep(builds=builds) if builds else None
         masks = self._mask_store.capture_masks(refs, step, buffer)
@@ -291,25 +299,6 @@ def _report_lost_rows(
         )
         draft.add_event(step, KEYS_CHANGED, text, {"layers": layers})
     return lost
-
-
-def _mask_function_events(backends: Iterable[str]) -> list[tuple[str, str]]:
-    """Return an event for each of these user attention functions that has a mask function."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as REGISTERED
-
-    return [
-        (MASK_FUNCTION, f"Attention '{name}' has a mask function.")
-        for name in sorted(backends)
-        if name not in _KNOWN_BACKENDS and name in REGISTERED
-    ]
-
-
-def _report_raised(kernels: KernelCalls, call: AttentionCall, error: BaseException) -> None:
-    """Report a call of an attention function that raised as that of a kernel."""
-    arguments = {"query": call.query, "key": call.key, "value": call.value, "attn_mask": call.mask}
-    with suppress(Exception):  # must not replace the exception of the call
-        name = SDPA if call.path == "sdpa" else call.path
-        kernels.failed(KernelCall(name, arguments, False, call.layer), error)
 
 
 def _calls_of_function(
