@@ -251,9 +251,8 @@ class AttentionHook(Hook):
             if ref.layer not in self._context.layers:
                 continue
             rows = ref.query.shape[2]
-            put_activation(buffer, f"q.{ref.layer}", ref.query[0])
-            put_activation(buffer, f"k.{ref.layer}", ref.key[0, :, -rows:])
-            put_activation(buffer, f"v.{ref.layer}", ref.value[0, :, -rows:])
+            for name, tensor in (("q", ref.query), ("k", ref.key), ("v", ref.value)):
+                put_activation(buffer, f"{name}.{ref.layer}", tensor[0, :, -rows:])
 
     def record(
         self, step: StepContext, kept: _AttentionStep | None, values: Values, draft: StepDraft
