@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ HOOK_COST_S = 2e-6
 """The measured cost of a hook that only keeps a reference; timing each call would cost more."""
 
 
+_micro_batches: partial[deque[Any]] = partial(deque, maxlen=MAX_MICRO_BATCHES)
+
+
 @dataclass(slots=True)
 class StepPasses:
     """The results of the passes since the last optimizer step."""
@@ -57,18 +61,16 @@ class StepPasses:
     n_backward: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    losses: deque[Tensor | float] = field(default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES))
+    losses: deque[Tensor | float] = field(default_factory=_micro_batches)
     are_shares: bool = False
     """Whether the step's loss is the sum of the micro-batches' losses, instead of their mean."""
     producer: AnomalyOrigin | None = None
-    output_gradient_norms: deque[Tensor | float] = field(
-        default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES)
-    )
+    output_gradient_norms: deque[Tensor | float] = field(default_factory=_micro_batches)
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
     pending: PendingStats | None = None
-    extremes: deque[Extremes] = field(default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES))
+    extremes: deque[Extremes] = field(default_factory=_micro_batches)
     is_updated: bool = False
     """Whether the weights may have changed since."""
 
@@ -128,7 +130,7 @@ class ForwardWatch:
         self._started = 0.0
         self._backward = -1
         self._hooks, self._module_hooks = ExitStack(), ExitStack()
-        self._watched_leaves: bool | None = None
+        self._watched_leaves: bool | None = None  # no module is hooked yet
 
     def install(self) -> None:
         """Register the hooks."""
@@ -137,10 +139,10 @@ class ForwardWatch:
         if is_compiled_in_place(model):
             self._hooks.callback(wrap_compiled(model, begin, end))
             return
-        hooks = self._hooks
-        hooks.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
+        before = model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+        self._hooks.enter_context(before)
         # Also after a forward that raised, or it would never end.
-        hooks.enter_context(model.register_forward_hook(end, always_call=True))
+        self._hooks.enter_context(model.register_forward_hook(end, always_call=True))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -178,10 +180,12 @@ class ForwardWatch:
         model, self._watched_leaves = self._model, self.watches_leaves
         self._module_hooks.close()
         # In a compiled model a hook would be compiled too, or break its graph.
-        if is_compiled(model) or is_compiled_in_place(model):
+        if type(model).__name__ == "OptimizedModule" or is_compiled_in_place(model):
             return
-        modules = leaves_of(model) if self.watches_leaves else blocks_of(model)
-        for name, module in {id(one): (name, one) for name, one in modules}.values():
+        named = [*model.named_modules()] if self.watches_leaves else [*blocks_of(model)]
+        if self.watches_leaves:
+            named = [(name, module) for name, module in named if not any(module.children())]
+        for name, module in {id(one): (name, one) for name, one in named}.values():
             if module is not model:
                 hook = module.register_forward_hook(self._output_hook(name))
                 self._module_hooks.enter_context(hook)
@@ -233,7 +237,8 @@ class ForwardWatch:
         if torch.is_autocast_enabled(kind):
             forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if loss is not None:
-            forward.losses.append(_copy_loss(loss))
+            # Its current value, because the program may change it later.
+            forward.losses.append(loss.detach().clone() if is_remote(loss) else loss.item())
         if main.requires_grad and not main.is_leaf:  # hooks on a parameter would accumulate
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -249,15 +254,16 @@ class ForwardWatch:
 
     def _extremes(self, output: Any, loss: Tensor | None, device: torch.device) -> Extremes:
         """Reduce the outputs of the modules and the model, without waiting for the device."""
-        inner = [
+        outs = [
             (name, module, one) for name, module, out in self._outputs for one in dense_tensors(out)
         ]
-        outer = [(MODEL_OUTPUT, self._model, one) for one in dense_tensors(output)]
-        if loss is None:
-            return reduce_extremes(self._inputs, [*inner, *outer], len(outer), device)
-        # Scalars are parts of the loss, or the loss itself.
-        outer = [one for one in outer if one[2].dim() and one[2] is not loss]
-        return reduce_extremes(self._inputs, [*inner, *outer, ("", self._model, loss)], 1, device)
+        outer = [*dense_tensors(output)]
+        n_deciding = len(outer) if loss is None else 1
+        if loss is not None:  # scalars are parts of the loss, or the loss itself
+            outer = [one for one in outer if one.dim() and one is not loss]
+        outs += [(MODEL_OUTPUT, self._model, one) for one in outer]
+        outs += [] if loss is None else [("", self._model, loss)]
+        return reduce_extremes(self._inputs, outs, n_deciding, device)
 
     def _release(self) -> None:
         self._outputs.clear()
@@ -287,11 +293,6 @@ class ForwardWatch:
         return self._guarded(on_output_gradient)
 
 
-def _copy_loss(loss: Tensor) -> Tensor | float:
-    """The current value of a loss, which the program may change later."""
-    return loss.detach().clone() if is_remote(loss) else loss.item()
-
-
 def loss_of(output: Any) -> Tensor | None:
     """The loss in a model's output: `.loss`, the key "loss", or the output if it is a scalar."""
     if isinstance(output, Mapping):
@@ -305,32 +306,18 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a model was returned by `torch.compile`; does not load the compiler."""
-    return type(model).__name__ == "OptimizedModule"
-
-
-def leaves_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules without children, in the model's order."""
-    return [(name, one) for name, one in model.named_modules() if not any(one.children())]
-
-
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers: members of module lists, and the modules beside them.
+def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers: members of module lists, and the modules beside them.
 
     A module that contains a list at any depth is searched; any other module counts as one layer.
     """
-    return list(_blocks("", model))
-
-
-def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+        path = f"{prefix}{name}"
         if isinstance(child, lists):
             yield from ((f"{path}.{key}", one) for key, one in child.named_children())
         elif any(isinstance(one, lists) for one in child.modules()):
-            yield from _blocks(path, child)
+            yield from blocks_of(child, f"{path}.")
         else:
             yield path, child
 
@@ -376,8 +363,16 @@ def pending_stats(outputs: ModuleOutputs, device: torch.device) -> PendingStats 
 
 
 def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:
-    """Statistics of module outputs; waits for each."""
-    return [_output_stat(of, tensor) for of, tensor in _first_tensors(outputs)]
+    """Statistics of module outputs; waits for each, with more passes if it is non-finite."""
+    records = []
+    for key, tensor in _first_tensors(outputs):
+        row = _reduce_output(tensor.float() if tensor.dtype.itemsize < 4 else tensor).tolist()
+        record = _stat_record(key, row, (0, 0))
+        if not math.isfinite(row[0]):
+            (facts,) = tensor_facts([tensor])
+            record = LayerStatRecord(*key[:2], **facts._asdict(), norm=row[0])
+        records.append(record)
+    return records
 
 
 def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[OutputKey, Tensor]]:
@@ -398,21 +393,11 @@ def _reduce_output(tensor: Tensor) -> Tensor:
 
 def _stat_record(key: OutputKey, row: Sequence[float], counts: Sequence[int]) -> LayerStatRecord:
     index, name, n_values = key
-    norm, mean, least, most = row
     n_nan, n_inf = counts
-    if not n_values or n_nan + n_inf:
-        least = most = mean = deviation = math.nan
-    elif math.isfinite(norm):
+    norm, mean, least, most = row
+    deviation = math.nan
+    if not n_values or n_nan or n_inf:
+        least = most = mean = math.nan
+    elif math.isfinite(norm):  # else the squares left the range
         deviation = math.sqrt(max(norm * norm / n_values - mean * mean, 0.0))
-    else:
-        deviation = math.nan  # the squares left the range
     return LayerStatRecord(index, name, n_nan, n_inf, least, most, mean, deviation, norm)
-
-
-def _output_stat(key: OutputKey, tensor: Tensor) -> LayerStatRecord:
-    """Statistics of one output; more passes only if it is non-finite."""
-    row = _reduce_output(tensor.float() if tensor.dtype.itemsize < 4 else tensor).tolist()
-    if math.isfinite(row[0]):
-        return _stat_record(key, row, (0, 0))
-    (facts,) = tensor_facts([tensor])
-    return LayerStatRecord(*key[:2], **facts._asdict(), norm=row[0])

@@ -23,9 +23,7 @@ from flexinspect.records.training_step import (
     combined_norm,
 )
 from flexinspect_hooks.gradients.reduction import gradient_norm
-from flexinspect_hooks.training.parameters import NamedParameter, NamedParameters
-
-NormsOf = Callable[[Sequence[Tensor]], list[float]]
+from flexinspect_hooks.training.parameters import NamedParameters
 
 
 @dataclass
@@ -51,11 +49,6 @@ class Gradients:
         """The norm of all gradients together; NaN or Inf if one is non-finite."""
         return combined_norm(self.norms)
 
-    @property
-    def has_nonfinite(self) -> bool:
-        """Whether any gradient has a non-finite value."""
-        return bool(self.counts)
-
     def outliers(
         self, explosion: float = EXPLODING_NORM, vanishing: float = VANISHING_NORM
     ) -> list[ParameterGradient]:
@@ -74,53 +67,6 @@ class Gradients:
         largest = None if self.maxima is None else self.maxima[at]
         counts = self.counts.get(at, (0, 0))
         return ParameterGradient(name, self.norms[at], largest, *counts, group, is_matrix)
-
-
-def gradient_facts(
-    named: NamedParameters, *, with_max: bool = True, norms_of: NormsOf | None = None
-) -> Gradients:
-    """The statistics of every parameter that has a gradient, in order.
-
-    `with_max` costs a second pass over the gradients. `norms_of` replaces `tensor_norms`.
-    """
-    parameters, grads = list[NamedParameter](), list[Tensor]()
-    for one in named:
-        if (grad := gradient_of(one.parameter)) is not None:
-            parameters.append(one)
-            grads.append(grad)
-    norms = (norms_of or tensor_norms)(grads)
-    nonfinite = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
-    each = count_nonfinite([grads[at] for at in nonfinite])
-    counts = dict(zip(nonfinite, each, strict=True))
-    for at in [at for at, count in counts.items() if count == (0, 0)]:
-        norms[at] = float(gradient_norm(grads[at]))  # the squares overflow float32
-        del counts[at]
-    maxima = reduce_batched(grads, _stack_max_abs) if with_max else None
-    return Gradients(parameters, norms, maxima, counts)
-
-
-def step_record(
-    gradients: Gradients,
-    outliers: Sequence[ParameterGradient],
-    explosion: float = EXPLODING_NORM,
-    vanishing: float = VANISHING_NORM,
-) -> TrainingStepRecord:
-    """What is known of a step from its gradients alone; its loss is unknown.
-
-    Only matrices count as vanishing: the gradient of a key bias is 0 up to rounding in any
-    transformer.
-    """
-    return TrainingStepRecord(
-        loss=math.nan,
-        loss_source="",
-        learning_rates=(),
-        total_norm=gradients.total,
-        n_parameters=len(gradients.norms),
-        n_exploding=sum(one.explodes(explosion) for one in outliers),
-        n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in outliers),
-        n_dead=sum(one.is_dead for one in outliers),
-        n_nonfinite=sum(one.has_nonfinite for one in outliers),
-    )
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
@@ -148,6 +94,53 @@ def foreach_norms(tensors: Sequence[Tensor]) -> list[float]:
     On a CPU they are inexact for many values: 0.2 % for 30 million in float32.
     """
     return reduce_batched(tensors, _stack_foreach_norms)
+
+
+def gradient_facts(
+    named: NamedParameters,
+    *,
+    with_max: bool = True,
+    norms_of: Callable[[Sequence[Tensor]], list[float]] = tensor_norms,
+) -> Gradients:
+    """The statistics of every parameter that has a gradient, in order.
+
+    `with_max` costs a second pass over the gradients.
+    """
+    pairs = [(one, grad) for one in named if (grad := gradient_of(one.parameter)) is not None]
+    grads = [grad for _, grad in pairs]
+    norms = norms_of(grads)
+    nonfinite = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
+    each = count_nonfinite([grads[at] for at in nonfinite])
+    counts = dict(zip(nonfinite, each, strict=True))
+    for at in [at for at, count in counts.items() if count == (0, 0)]:
+        norms[at] = float(gradient_norm(grads[at]))  # the squares overflow float32
+        del counts[at]
+    maxima = reduce_batched(grads, _stack_max_abs) if with_max else None
+    return Gradients([one for one, _ in pairs], norms, maxima, counts)
+
+
+def step_record(
+    gradients: Gradients,
+    outliers: Sequence[ParameterGradient],
+    explosion: float = EXPLODING_NORM,
+    vanishing: float = VANISHING_NORM,
+) -> TrainingStepRecord:
+    """What is known of a step from its gradients alone; its loss is unknown.
+
+    Only matrices count as vanishing: the gradient of a key bias is 0 up to rounding in any
+    transformer.
+    """
+    return TrainingStepRecord(
+        loss=math.nan,
+        loss_source="",
+        learning_rates=(),
+        total_norm=gradients.total,
+        n_parameters=len(gradients.norms),
+        n_exploding=sum(one.explodes(explosion) for one in outliers),
+        n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in outliers),
+        n_dead=sum(one.is_dead for one in outliers),
+        n_nonfinite=sum(one.has_nonfinite for one in outliers),
+    )
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from flexinspect_hooks.training.gradient_statistics import (
     tensor_norms,
 )
 from flexinspect_hooks.training.parameters import NamedParameters, ParameterList
-from flexinspect_hooks.training.torch_calls import ClippedGradients, NormSource
+from flexinspect_hooks.training.torch_calls import ClippingNorms, NormSource
 
 MAX_SAMPLE = 1 << 16
 """The most values of a parameter that are copied: rows, evenly spaced."""
@@ -39,14 +39,10 @@ class UpdateMeter:
     The copies are allocated once and reused: new memory costs more than copying.
     """
 
-    def __init__(
-        self, named: NamedParameters, groups: Sequence[str], group_of: Sequence[int]
-    ) -> None:
-        self._named = named
+    def __init__(self, named: NamedParameters, group_at: Mapping[str, int]) -> None:
+        self._named, self._group_at = named, group_at
         self._samples: list[Tensor] = []
-        self._sizes: list[float] = []
-        self._n_groups, self._group_of = len(groups), group_of
-        self._copies: list[Tensor] | None = None
+        self._copies: list[Tensor] = []
         self.has_copies = False
 
     @torch.no_grad()
@@ -54,11 +50,8 @@ class UpdateMeter:
         """Copy the samples."""
         # Not kept between steps: a parameter may get other memory, and the old one must be freed.
         self._samples = [_sample_rows(one.parameter) for one in self._named]
-        if self._copies is None or not all(map(_are_alike, self._copies, self._samples)):
-            self._sizes = [
-                one.parameter.numel() / max(sample.numel(), 1)
-                for one, sample in zip(self._named, self._samples, strict=True)
-            ]
+        kept = zip(self._copies, self._samples, strict=False)
+        if not self._copies or not all(_are_alike(*pair) for pair in kept):
             self._copies = [torch.empty_like(one) for one in self._samples]
         _foreach_by_kind(torch._foreach_copy_, self._copies, self._samples)
         self.has_copies = True
@@ -69,25 +62,24 @@ class UpdateMeter:
 
         Empty if `copy_weights` was not called before the step.
         """
-        if not self.has_copies or self._copies is None:
+        if not self.has_copies:
             return ()
         self.has_copies = False
         weights = tensor_norms(self._copies)
         _foreach_by_kind(torch._foreach_sub_, self._copies, self._samples)
         self._samples = []
-        return self._ratios(tensor_norms(self._copies), weights)
-
-    def _ratios(self, changes: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
-        squares = [[0.0, 0.0] for _ in range(self._n_groups)]
-        measured = zip(self._group_of, self._sizes, changes, weights, strict=True)
-        for group, size, change, weight in measured:
-            squares[group][0] += size * change * change
-            squares[group][1] += size * weight * weight
+        squares = [[0.0, 0.0] for _ in self._group_at]
+        measured = zip(self._named, self._copies, tensor_norms(self._copies), weights, strict=True)
+        for one, copy, change, weight in measured:
+            size = one.parameter.numel() / max(copy.numel(), 1)
+            group = squares[self._group_at[one.group]]
+            group[0] += size * change * change
+            group[1] += size * weight * weight
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
     def release(self) -> None:
         """Drop the copies."""
-        self._samples, self._copies, self.has_copies = [], None, False
+        self._samples, self._copies, self.has_copies = [], [], False
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
@@ -111,9 +103,9 @@ def _sample_rows(parameter: Tensor) -> Tensor:
     return rows[:: -(-len(rows) // (MAX_SAMPLE // width))]
 
 
-def _foreach_by_kind(call: object, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+def _foreach_by_kind(call: Any, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
     for where in indices_by_kind(first):
-        call([first[i] for i in where], [second[i] for i in where])  # type: ignore[operator]
+        call([first[i] for i in where], [second[i] for i in where])
 
 
 MAX_FULL_STEPS = 10
@@ -129,6 +121,7 @@ class GradientMeter:
         self._set_parameters(self._parameters.trainable_of(model))
         self._backward_order: dict[str, int] = {}
         self._hooked: list[str] = []
+        self._order_hooks = ExitStack()
         self._norm_source = NormSource()
         self._n_problem_steps = 0
 
@@ -144,38 +137,40 @@ class GradientMeter:
         known = len(self.groups)
         self._set_parameters(named)
         new = ", ".join(self.groups[known:][:10])
-        return f"{len(named)} parameters are trained from this step on" + (
-            f"; new groups: {new}." if new else "."
-        )
+        more = f"; new groups: {new}" if new else ""
+        return f"{len(named)} parameters are trained from this step on{more}."
 
     def _set_parameters(self, named: NamedParameters) -> None:
-        self.named = named
-        names = [one.group for one in named]
-        self.groups = tuple(dict.fromkeys((*self.groups, *names)))
+        self.named, self.parameter_ids = named, {id(one.parameter) for one in named}
+        self.groups = tuple(dict.fromkeys((*self.groups, *(one.group for one in named))))
         self._group_at = {group: at for at, group in enumerate(self.groups)}
-        self.updates = UpdateMeter(named, self.groups, [self._group_at[name] for name in names])
+        self.updates = UpdateMeter(named, self._group_at)
 
     # -- the order of the backward pass ----------------------------------------------------------
 
-    def learn_order(self, hooks: ExitStack) -> None:
+    def learn_order(self) -> None:
         """Hook the first backward pass to learn the order of the parameters."""
 
-        def arrived(name: str) -> None:
+        def hook(name: str, _: Tensor) -> None:
             self._backward_order.setdefault(name, len(self._backward_order))
 
         for name, parameter, *_ in self.named:
             add: Any = parameter.register_post_accumulate_grad_hook
-            hooks.enter_context(add(lambda _, name=name: arrived(name)))
+            self._order_hooks.enter_context(add(partial(hook, name)))
             self._hooked.append(name)
 
-    @property
-    def knows_order(self) -> bool:
-        """Whether a backward pass was observed."""
-        return bool(self._backward_order)
+    def take_unreached(self) -> list[str]:
+        """The parameters that got no gradient in the first backward pass; later none."""
+        if not self._backward_order:
+            return []
+        self._order_hooks.close()
+        hooked, self._hooked = self._hooked, []
+        return [name for name in hooked if name not in self._backward_order]
 
-    def unreached(self) -> list[str]:
-        """The parameters that got no gradient in the observed backward pass."""
-        return [name for name in self._hooked if name not in self._backward_order]
+    def release(self) -> None:
+        """Remove the hooks, and drop the copies of weights."""
+        self._order_hooks.close()
+        self.updates.release()
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -186,7 +181,7 @@ class GradientMeter:
         *,
         scale: float = 1.0,
         is_warming: bool = False,
-        clipped: ClippedGradients | None = None,
+        clipped: ClippingNorms | None = None,
     ) -> TrainingStepRecord | None:
         """The gradients as the optimizer receives them, None in a step that is not measured.
 
@@ -226,20 +221,22 @@ class GradientMeter:
 
     def _producer(self, outliers: Sequence[ParameterGradient]) -> AnomalyOrigin | None:
         """The parameter in which an anomaly first appears on the way back from the loss."""
-        nonfinite = self._in_backward_order([one for one in outliers if one.has_nonfinite])
+        nonfinite = self._in_backward_order(one for one in outliers if one.has_nonfinite)
         if nonfinite:
             first = nonfinite[0]
             counts = f"{first.n_nan} NaN, {first.n_inf} Inf"
             return AnomalyOrigin("backward", first.name, len(nonfinite) - 1, counts)
-        high = self._in_backward_order([one for one in outliers if one.explodes()])
-        if high:
-            return AnomalyOrigin("explosion", high[0].name, len(high) - 1, f"{high[0].norm:.4g}")
-        low = [one for one in outliers if one.is_matrix and one.vanishes()]
-        if low:
-            smallest = min(low, key=lambda one: one.norm)
-            return AnomalyOrigin("vanishing", smallest.name, len(low) - 1, f"{smallest.norm:.4g}")
-        return None
+        kind, group = (
+            "explosion",
+            self._in_backward_order(one for one in outliers if one.explodes()),
+        )
+        if not group:
+            kind, group = "vanishing", [one for one in outliers if one.is_matrix and one.vanishes()]
+            group.sort(key=lambda one: one.norm)
+        if not group:
+            return None
+        return AnomalyOrigin(kind, group[0].name, len(group) - 1, f"{group[0].norm:.4g}")
 
-    def _in_backward_order(self, outliers: list[ParameterGradient]) -> list[ParameterGradient]:
+    def _in_backward_order(self, outliers: Iterable[ParameterGradient]) -> list[ParameterGradient]:
         last = len(self._backward_order)
         return sorted(outliers, key=lambda one: self._backward_order.get(one.name, last))

@@ -1,4 +1,4 @@
-"""The parameters of a model, and the facts that an optimizer has about its step."""
+"""The parameters of a model, and the learning rates of an optimizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.optim import Optimizer
 
 from flexinspect.records.training_step import group_of
 from flexinspect_hooks.python_internals.torch_private import module_tables
@@ -29,18 +28,6 @@ def _learning_rate(rate: Any) -> float:
         return math.nan  # always the same object, so that unknown rates compare as unchanged
 
 
-def has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether an optimizer's step received a closure, from the arguments of its hooks."""
-    # The optimizer itself comes first among the arguments.
-    return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
-
-
-def remaining_scale(optimizer: Optimizer) -> float:
-    """The factor that gradients still have: a fused optimizer divides by the loss scale itself."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else float(scale)
-
-
 class NamedParameter(NamedTuple):
     """A parameter with its name, its group, and whether it is a matrix.
 
@@ -56,8 +43,7 @@ class NamedParameter(NamedTuple):
 NamedParameters = Sequence[NamedParameter]
 
 
-def parameters_of(model: nn.Module) -> list[NamedParameter]:
-    """All parameters of a model, in order."""
+def _parameters_of(model: nn.Module) -> list[NamedParameter]:
     # `torch.compile` adds this prefix to all names.
     named = ((name.removeprefix("_orig_mod."), one) for name, one in model.named_parameters())
     return [NamedParameter(name, one, group_of(name), one.dim() > 1) for name, one in named]
@@ -65,15 +51,7 @@ def parameters_of(model: nn.Module) -> list[NamedParameter]:
 
 def trainable(model: nn.Module) -> list[NamedParameter]:
     """The parameters that require gradients, in the model's order."""
-    return [one for one in parameters_of(model) if one.parameter.requires_grad]
-
-
-def placement_of(model: nn.Module) -> dict[str, int]:
-    """The number of parameter values on each device."""
-    counts: dict[str, int] = {}
-    for one in model.parameters():
-        counts[str(one.device)] = counts.get(str(one.device), 0) + one.numel()
-    return counts
+    return [one for one in _parameters_of(model) if one.parameter.requires_grad]
 
 
 class ParameterList:
@@ -86,8 +64,8 @@ class ParameterList:
     def __init__(self) -> None:
         self._model: weakref.ref[nn.Module] | None = None
         self._all: list[NamedParameter] = []
-        self._tables: list[Mapping[str, Any]] = []
-        self._parts: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._tables: Sequence[Mapping[str, Any]] = []
+        self._parts: Sequence[tuple[Mapping[str, Any], str, Any]] = []
 
     def trainable_of(self, model: nn.Module) -> list[NamedParameter]:
         """The parameters that require gradients now."""
@@ -96,9 +74,8 @@ class ParameterList:
         return [one for one in self._all if one.parameter.requires_grad]
 
     def _walk(self, model: nn.Module) -> None:
-        every, tables = parameters_of(model), list[Mapping[str, Any]]()
-        for module in model.modules():
-            tables += module_tables(module)
+        every = _parameters_of(model)
+        tables = [table for module in model.modules() for table in module_tables(module)]
         parts = [(one, name, part) for one in tables for name, part in one.items()]
 
         def forget(_: object) -> None:

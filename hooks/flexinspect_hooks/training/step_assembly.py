@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.memory_hook import rss_reader
 from flexinspect_hooks.training.forward_passes import StepPasses
 from flexinspect_hooks.training.measurement import GradientMeter
-from flexinspect_hooks.training.parameters import placement_of
 from flexinspect_hooks.training.tensor_statistics import is_remote
 
 Loss = float | Tensor
@@ -36,12 +36,15 @@ TRAINING_SAMPLE_ID = "training"
 
 def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> GenerationRecord:
     """The generation record that represents a training run at its start."""
+    placement: Counter[str] = Counter()
+    for one in meter.model.parameters():
+        placement[str(one.device)] += one.numel()
     facts = {
         "groups": list(meter.groups),
         "parameters": len(meter.named),
         "values": sum(one.parameter.numel() for one in meter.named),
         "optimizer": "" if optimizer is None else type(optimizer).__name__,
-        "placement": placement_of(meter.model),
+        "placement": dict(placement),
     }
     return GenerationRecord(
         generation=0,
@@ -95,18 +98,14 @@ class TrainingStepDraft(StepPasses):
         self.resolve()
         for values in (self.losses, self.output_gradient_norms):
             values.extend([float(values.popleft()) for _ in range(len(values))])
-        self.reported_loss = _number(self.reported_loss)
-        self.norm_before_clip = _number(self.norm_before_clip)
+        loss, norm = self.reported_loss, self.norm_before_clip
+        self.reported_loss = None if loss is None else float(loss)
+        self.norm_before_clip = None if norm is None else float(norm)
 
     def needs_wait(self) -> bool:
         """Whether `read` would wait for a device."""
-        values = (
-            self.reported_loss,
-            self.norm_before_clip,
-            *self.losses,
-            *self.output_gradient_norms,
-            *(one.values for one in self.extremes),
-        )
+        values = [self.reported_loss, self.norm_before_clip, *self.losses]
+        values += [*self.output_gradient_norms, *(one.values for one in self.extremes)]
         return self.pending is not None or any(
             isinstance(value, Tensor) and is_remote(value) for value in values
         )
@@ -123,7 +122,7 @@ class TrainingStepDraft(StepPasses):
             loss=loss,
             loss_source=source,
             learning_rates=self.rates,
-            norm_before_clip=_number(self.norm_before_clip),
+            norm_before_clip=cast(float | None, self.norm_before_clip),
             max_norm=self.max_norm,
             group_ratios=self.ratios,
             anomaly_origin=self._producer(loss, source),
@@ -165,10 +164,6 @@ class TrainingStepDraft(StepPasses):
         return AnomalyOrigin(origin.kind, origin.name, origin.n_affected, detail)
 
 
-def _number(value: Loss | None) -> float | None:
-    return None if value is None else float(value)
-
-
 class TrainingRecords:
     """The hook that adds a finished step to the draft of the writer thread."""
 
@@ -185,15 +180,6 @@ class TrainingRecords:
         draft.training, finished = kept
         draft.memory = finished.memory
         draft.layer_stats += finished.stats
-
-
-def timed_synchronize(device: torch.device) -> float:
-    """Wait until a GPU has finished its work; returns the seconds, 0 for other devices."""
-    if device.type != "cuda":
-        return 0.0
-    started = time.perf_counter()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - started
 
 
 class StepMemory:

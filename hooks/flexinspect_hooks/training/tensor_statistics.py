@@ -40,39 +40,32 @@ def tensor_facts(tensors: Iterable[Tensor]) -> list[TensorFacts]:
     A tensor with NaN or Inf, or whose squares leave the range of float32, needs further ones.
     """
     values = [real_values(tensor) for tensor in tensors]
-    spreads = _read_spreads(values)
-    return [_facts(*one) for one in zip(values, spreads, strict=True)]
+    return [_facts(*one) for one in zip(values, _read_spreads(values), strict=True)]
 
 
 def _facts(values: Tensor, spread: Sequence[float]) -> TensorFacts:
-    is_finite = all(map(math.isfinite, spread[:2]))
-    if is_finite or not values.numel() or not values.is_floating_point():
-        # A NaN or Inf would be the minimum, the maximum or both.
-        return TensorFacts(0, 0, *_fix_deviation(values, spread))
-    (counts,) = count_nonfinite([values])
-    values = values[values.isfinite()]
-    return TensorFacts(*counts, *_fix_deviation(values, _read_spreads([values])[0]))
+    counts = 0, 0
+    # A NaN or Inf would be the minimum, the maximum or both.
+    is_finite = all(map(math.isfinite, spread[:2])) or not values.is_floating_point()
+    if values.numel() and not is_finite:
+        (counts,) = count_nonfinite([values])
+        values = values[values.isfinite()]
+        (spread,) = _read_spreads([values])
+    low, high, mean, deviation = spread
+    if low < high and not 0.0 < deviation < math.inf:  # the squares left the range of float32
+        mean, deviation = torch.stack(_moments(_widen(values), is_exact=True)).tolist()
+    return TensorFacts(*counts, low, high, mean, deviation)
 
 
 def _read_spreads(values: Iterable[Tensor]) -> list[list[float]]:
     """Minimum, maximum, mean and deviation of each tensor, with one transfer for each kind."""
-    return reduce_batched([_reduce_spread(one) for one in values], torch.stack)
+    return reduce_batched([_reduce_spread(_widen(one)) for one in values], torch.stack)
 
 
 def _reduce_spread(values: Tensor) -> Tensor:
-    """Minimum, maximum, mean and deviation (4,) on the values' device; NaN without values."""
-    values = _widen(values)
     if not values.numel():
         return values.new_full((4,), math.nan)
     return torch.stack([*torch.aminmax(values), *_moments(values)])
-
-
-def _fix_deviation(values: Tensor, spread: Sequence[float]) -> Sequence[float]:
-    """The spread with an exact deviation if the squares of the values left float32's range."""
-    low, high, mean, deviation = spread
-    if low < high and not 0.0 < deviation < math.inf:
-        mean, deviation = torch.stack(_exact_moments(_widen(values))).tolist()
-    return low, high, mean, deviation
 
 
 def _widen(values: Tensor) -> Tensor:
@@ -81,20 +74,16 @@ def _widen(values: Tensor) -> Tensor:
     return values.float() if values.dtype.itemsize < 4 else values
 
 
-def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation."""
-    if values.device.type != "cpu":
-        return _exact_moments(values)
+def _moments(values: Tensor, *, is_exact: bool = False) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation; unless exact, the deviation may leave the range of the dtype."""
+    if is_exact or values.device.type != "cpu":
+        deviation, mean = torch.std_mean(values, correction=0)
+        return mean, deviation
     # On CPU torch's own deviation was measured to take twenty times as long as these passes.
     mean = values.mean()
     parts = torch.split(values.reshape(-1), NORM_CHUNK_SIZE)
     norms = torch.stack([torch.linalg.vector_norm(part - mean) for part in parts])
     return mean, torch.linalg.vector_norm(norms) / math.sqrt(values.numel())
-
-
-def _exact_moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    deviation, mean = torch.std_mean(values, correction=0)
-    return mean, deviation
 
 
 MODEL_OUTPUT = "(output)"
@@ -122,9 +111,9 @@ class Extremes:
     sources: tuple[tuple[str, nn.Module, torch.dtype], ...]
 
     def producer(self, *, is_updated: bool = False) -> AnomalyOrigin | None:
-        """The origin of the first non-finite output, after a synchronisation.
+        """The origin of the first non-finite output: the inputs, weights, a module, or the loss.
 
-        `is_updated` says that the weights may have changed since.
+        Waits for the device. `is_updated` says that the weights may have changed since.
         """
         values = self.values.tolist()
         inputs, outputs = values[: self.n_inputs], values[self.n_inputs :]
@@ -134,9 +123,18 @@ class Extremes:
         if any(not value < math.inf for value in inputs):
             return AnomalyOrigin("input", "", detail="the batch")
         name, module, dtype = self.sources[nonfinite[0]]
-        others = {self.sources[at][0] for at in nonfinite} - {name, MODEL_OUTPUT, ""}
-        dtype_name = str(dtype).removeprefix("torch.")
-        return _find_producer(name, module, dtype_name, len(others), is_updated=is_updated)
+        if not name:
+            return AnomalyOrigin("loss", "")
+        kind, detail = "module", str(dtype).removeprefix("torch.")
+        n_carriers = len({self.sources[at][0] for at in nonfinite} - {name, MODEL_OUTPUT, ""})
+        bad = next((n for n, one in module.named_parameters() if not one.isfinite().all()), None)
+        if bad is not None and is_updated:  # the update may have made the weights so
+            detail = f"{detail}; {UNCHECKED_WEIGHTS}"
+        elif bad is not None:
+            kind, n_carriers = "weights", n_carriers + 1
+            prefix = "" if name == MODEL_OUTPUT else f"{name}."
+            name = prefix + bad.removeprefix("_orig_mod.")
+        return AnomalyOrigin(kind, name, n_carriers, detail)
 
 
 def reduce_extremes(
@@ -148,22 +146,6 @@ def reduce_extremes(
     values = [*maxima, *(max_abs(tensor) for _, _, tensor in outs)]
     sources = tuple((name, module, tensor.dtype) for name, module, tensor in outs)
     return Extremes(stack_numbers(values, device), len(maxima), n_deciding, sources)
-
-
-def _find_producer(
-    name: str, module: nn.Module, dtype: str, n_carriers: int, *, is_updated: bool
-) -> AnomalyOrigin:
-    """The origin of a module's non-finite output: its weights, itself, or (no name) the loss."""
-    if not name:
-        return AnomalyOrigin("loss", "")
-    prefix = "" if name == MODEL_OUTPUT else f"{name}."
-    for parameter_name, parameter in module.named_parameters():
-        if not torch.isfinite(parameter).all():
-            if is_updated:  # the update may have made them so
-                return AnomalyOrigin("module", name, n_carriers, f"{dtype}; {UNCHECKED_WEIGHTS}")
-            called = prefix + parameter_name.removeprefix("_orig_mod.")
-            return AnomalyOrigin("weights", called, n_carriers + 1, dtype)
-    return AnomalyOrigin("module", name, n_carriers, dtype)
 
 
 def is_remote(tensor: Tensor) -> bool:
@@ -192,15 +174,14 @@ def max_abs(tensor: Tensor) -> Tensor:
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the floating tensors in a module's input or output, one level deep."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from floating_tensors(one) if isinstance(one, Tensor) else ()
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for one in value:
-            yield from floating_tensors(one) if isinstance(one, Tensor) else ()
+    parts: Iterable[Any] = (value,)
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, Sequence):
+        parts = value
+    for one in parts:
+        if isinstance(one, Tensor) and one.is_floating_point():
+            yield one
 
 
 def dense_tensors(value: Any) -> Iterator[Tensor]:

@@ -27,20 +27,22 @@ from flexinspect_hooks.capture.hook import Hook, built_in_rules
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
 from flexinspect_hooks.python_internals.pickling import hide_hooks
 from flexinspect_hooks.python_internals.threads import available_cores
-from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.forward_passes import ForwardWatch
 from flexinspect_hooks.training.measurement import GradientMeter
-from flexinspect_hooks.training.parameters import has_closure, learning_rates, remaining_scale
+from flexinspect_hooks.training.parameters import learning_rates
 from flexinspect_hooks.training.step_assembly import (
     Loss,
     StepMemory,
     TrainingRecords,
     TrainingStepDraft,
-    timed_synchronize,
     training_generation,
 )
-from flexinspect_hooks.training.torch_calls import ClippedGradients
+from flexinspect_hooks.training.torch_calls import (
+    ClippingNorms,
+    TrainingObserver,
+    observe_training,
+)
 
 T = TypeVar("T")
 
@@ -63,7 +65,6 @@ class TrainingSession:
         self._model, self._optimizer = model, optimizer
         self._governor = governor
         self._meter = GradientMeter(model)
-        self._parameter_ids = self._find_parameter_ids()
         self._current = TrainingStepDraft()
         self._forwards = ForwardWatch(
             model, passes=self._current, on_begin=self._on_forward_begin, guarded=self._guarded
@@ -72,16 +73,16 @@ class TrainingSession:
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._memory = StepMemory(model, self._device)
-        self._hooks, self._order_hooks = ExitStack(), ExitStack()
+        self._hooks = ExitStack()
         self._awaiting_loss: TrainingStepDraft | None = None
         self._unwritten: deque[TrainingStepDraft] = deque()
         self._reported_loss: Loss | None = None
-        self._clipped: ClippedGradients | None = None
+        self._clipped: ClippingNorms | None = None
         self._rates_before: tuple[float, ...] = ()
         self._step_started: float | None = None
         self._step_own_s = self._writer_s = self._passes_before_s = 0.0
         self._scaler_step: int | None = None
-        self._is_off = self._is_order_known = False
+        self._is_off = False
 
     # -- begin and end ---------------------------------------------------------------------------
 
@@ -97,16 +98,20 @@ class TrainingSession:
         )
         self._forwards.install()
         self._apply_detail()
-        self._meter.learn_order(self._order_hooks)
+        self._meter.learn_order()
         if self._optimizer is not None:
             before, after = map(self._guarded, (self._before_optimizer, self._after_optimizer))
             self._hooks.enter_context(self._optimizer.register_step_pre_hook(before))
             self._hooks.enter_context(self._optimizer.register_step_post_hook(after))
-        observer = torch_calls.TrainingObserver(
-            self._on_clipped, self._before_scaler_step, self._after_scaler_step
+        self._hooks.enter_context(
+            observe_training(
+                TrainingObserver(
+                    self._on_clipped, self._before_scaler_step, self._after_scaler_step
+                )
+            )
         )
-        for remove in (torch_calls.observe_training(observer), hide_hooks(), self._memory.close):
-            self._hooks.callback(remove)
+        self._hooks.callback(hide_hooks())
+        self._hooks.callback(self._memory.close)
 
     def end(self, state: str, reason: str = "") -> None:
         """Write the remaining steps, end the generation, and remove all hooks, also on errors."""
@@ -124,12 +129,16 @@ class TrainingSession:
 
     def _uninstall(self) -> None:
         self._forwards.remove()
-        self._meter.updates.release()
-        self._order_hooks.close()
+        self._meter.release()
         self._hooks.close()
 
-    def set_level(self, level: str) -> None:
-        """Measure as much as `level` says, from the next step on."""
+    @property
+    def level(self) -> str:
+        """How much is measured, from the next step on, unless the cost is above the band."""
+        return self._governor.level
+
+    @level.setter
+    def level(self, level: str) -> None:
         self._governor.set_level(level)
         self._apply_detail()
 
@@ -199,26 +208,29 @@ class TrainingSession:
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
+        now = self._current
         self._flush()
-        self._current.rates = learning_rates(optimizer)
-        if not has_closure(args, kwargs):
+        now.rates = learning_rates(optimizer)
+        if not _has_closure(args, kwargs):
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None:
                 self._synchronize()
-            self._current.is_skipped = found_inf is not None and bool(found_inf)
-            self._measure(remaining_scale(optimizer))
-        if self._governor.detail.compares_weights(self._current.number):
+            now.is_skipped = found_inf is not None and bool(found_inf)
+            scale = getattr(optimizer, "grad_scale", None)
+            # A fused optimizer divides by the loss scale itself.
+            self._measure(1.0 if scale is None else float(scale))
+        if self._governor.detail.compares_weights(now.number):
             self._meter.updates.copy_weights()
         self._passes_before_s = self._passes_s()
-        self._current.optimizer_started = time.perf_counter()
-        self._step_own_s += self._current.optimizer_started - started
+        now.optimizer_started = time.perf_counter()
+        self._step_own_s += now.optimizer_started - started
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
         if self._current.optimizer_started is not None:
             inside = self._passes_s() - self._passes_before_s  # a closure runs forward and backward
             self._current.optimizer_s = max(started - self._current.optimizer_started - inside, 0.0)
-        if has_closure(args, kwargs):
+        if _has_closure(args, kwargs):
             self._current.is_updated = True
             self._measure()
         if self._meter.updates.has_copies:
@@ -234,10 +246,10 @@ class TrainingSession:
         parameters: Sequence[Tensor],
         before: Tensor,
         max_norm: float,
-        clipped: ClippedGradients | None,
+        clipped: ClippingNorms | None,
     ) -> None:
         """Gradients were clipped; those of other models are ignored."""
-        if any(id(one) in self._parameter_ids for one in parameters):
+        if not self._meter.parameter_ids.isdisjoint(map(id, parameters)):
             self._current.norm_before_clip, self._current.max_norm = before.detach(), max_norm
             self._clipped = clipped
 
@@ -275,10 +287,15 @@ class TrainingSession:
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._current, self._governor.detail
         self._forwards.count_pending()
-        self._refresh()
+        if (change := self._meter.refresh()) is not None:
+            groups = {"groups": [*self._meter.groups]}
+            now.notes.append(("parameters-changed", change, groups))
         if detail.measures(now.number):
             self._synchronize()
-            self._read_device()
+            # Read the results of the device, before the optimizer gives it more work.
+            now.reported_loss, self._reported_loss = self._reported_loss, None
+            now.read()
+            self._write()
         is_rising = is_warming_up(self._rates_before, now.rates)
         if not now.is_skipped:
             self._rates_before = now.rates
@@ -287,43 +304,31 @@ class TrainingSession:
             now.number, detail, scale=scale, is_warming=is_rising, clipped=clipped
         )
 
-    def _refresh(self) -> None:
-        """Update the parameters if others are trained now."""
-        if (change := self._meter.refresh()) is not None:
-            self._parameter_ids = self._find_parameter_ids()
-            self._current.notes.append(
-                ("parameters-changed", change, {"groups": [*self._meter.groups]})
-            )
-
-    def _find_parameter_ids(self) -> set[int]:
-        return {id(one.parameter) for one in self._meter.named}
-
-    def _read_device(self) -> None:
-        """Read the results of the device, before the optimizer gives it more work."""
-        self._current.reported_loss, self._reported_loss = self._reported_loss, None
-        self._current.read()
-        self._write()
-
     def _synchronize(self) -> None:
         """Wait for the device; its work belongs to the program and is not a cost of capture."""
-        self._current.waited_s += (waited := timed_synchronize(self._device))
-        self._step_own_s -= waited
+        if self._device.type == "cuda":
+            started = time.perf_counter()
+            torch.cuda.synchronize(self._device)
+            waited = time.perf_counter() - started
+            self._current.waited_s += waited
+            self._step_own_s -= waited
 
     def _end_step(self, started: float) -> None:
         """End the current step; `started` is when capture began to work on its end."""
         now = self._current
         now.detail, now.device = self._governor.detail.name, now.device or str(self._device)
         now.memory = self._memory.read()
-        if not self._is_order_known and self._meter.knows_order:
-            self._report_unreached()
+        if names := self._meter.take_unreached():
+            text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
+            facts = {"names": names[:100], "n": len(names)}
+            now.notes.append(("parameters-without-gradient", text, facts))
         ended = time.perf_counter()
         since = ended if self._step_started is None else self._step_started
         now.started, now.started_at = since, time.time() - (ended - since)
         now.own_s = self._step_own_s + (ended - started) + self._forwards.own_s
         now.wall_s = ended - since
-        now.reported_loss = (
-            now.reported_loss if self._reported_loss is None else self._reported_loss
-        )
+        if self._reported_loss is not None:
+            now.reported_loss = self._reported_loss
         self.own_s += now.own_s
         self.total_s += now.wall_s
         self._check_overhead(now)
@@ -345,29 +350,16 @@ class TrainingSession:
 
     def _apply_detail(self) -> None:
         detail = self._governor.detail
-        self._forwards.watches_leaves, self._forwards.keeps_stats = (
-            detail.watches_leaves,
-            detail.keeps_stats,
-        )
-
-    def _report_unreached(self) -> None:
-        self._is_order_known = True
-        self._order_hooks.close()
-        names = self._meter.unreached()
-        if names:
-            text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
-            self._current.notes.append(
-                ("parameters-without-gradient", text, {"names": names[:100], "n": len(names)})
-            )
+        self._forwards.watches_leaves = detail.watches_leaves
+        self._forwards.keeps_stats = detail.keeps_stats
 
     def _flush(self) -> None:
         """Stop waiting for the newest step's loss; write the steps that need not wait for a GPU."""
         waiting, self._awaiting_loss = self._awaiting_loss, None
         if waiting is not None:
             self._unwritten.append(waiting)
-        if len(self._unwritten) > MAX_UNWRITTEN_STEPS or not any(
-            one.needs_wait() for one in self._unwritten
-        ):
+        is_full = len(self._unwritten) > MAX_UNWRITTEN_STEPS
+        if is_full or not any(one.needs_wait() for one in self._unwritten):
             self._write()
 
     def _write(self) -> None:
@@ -402,9 +394,14 @@ class TrainingSession:
         self._uninstall()
 
     def _event(self, kind: str, text: str) -> None:
-        event = EventRecord(kind, text, time.time(), 0, self._current.number)
-        self.recorder.put(event)
+        self.recorder.put(EventRecord(kind, text, time.time(), 0, self._current.number))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:
         """Copies of the model or the optimizer copy their hooks, but must not copy the session."""
         return self
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether an optimizer's step received a closure, from the arguments of its hooks."""
+    # The optimizer itself comes first among the arguments.
+    return any(map(callable, args[1:])) or callable(kwargs.get("closure"))

@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flexinspect.core.errors import TraceWriteError, UsageError
+from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.capture.new_trace import new_writer
-from flexinspect_hooks.capture.recorder import Recorder, recording_error
-from flexinspect_hooks.control.control_protocols import (
-    AnomalyCounts,
-    register_counter,
-    unregister_counter,
-)
+from flexinspect_hooks.control.control_protocols import AnomalyCounts, register_counter
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.training_session import TrainingSession
-from flexinspect_hooks.user_code.program import end_state
-from flexinspect_hooks.user_code.watch_trace import (
-    WatchedTrace,
-    build_manifest,
-    free_path,
-    numbered_path,
-    run_all_safely,
-)
+from flexinspect_hooks.user_code import watch_trace
 
 _active_callbacks: dict[int, TrainerCallback] = {}
 """The callbacks whose training is running, by the id of its model."""
@@ -70,7 +55,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         out = self._out
         if self._is_open:
             self._abandon()
-            out = None if self._out is None else numbered_path(Path(self._out))
+            out = None if self._out is None else watch_trace.numbered_path(Path(self._out))
         if id(model) in _active_callbacks:
             _active_callbacks[id(model)]._abandon()
         self.watch = watch_training(model, optimizer, out=out, level=self._level, band=self._band)
@@ -98,9 +83,6 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 T = TypeVar("T")
-
-_watched_models: set[int] = set()
-"""Ids of the models whose training is being watched."""
 
 
 def watch_training(
@@ -132,15 +114,18 @@ def watch_training(
     argument_checks.check_module(model, "watch_training")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("The model has no parameter that requires gradients.")
-    path = free_path(out, "training")
+    path = watch_trace.free_path(out, "training")
     governor = Governor(check_level(level), band)
-    return TrainingWatch(
-        model, _unwrap_optimizer(optimizer), path, governor, level=level, quiet=quiet
-    )
+    return TrainingWatch(model, _unwrap_optimizer(optimizer), path, governor, quiet=quiet)
 
 
-class TrainingWatch(WatchedTrace):
+class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
     """The handle of a watched training run: a context manager, with cost and summary so far."""
+
+    _watched: ClassVar[set[int]] = set()
+    _function = "watch_training"
+    _messages = ("This watch has ended.", "The training of this model is being watched already.")
+    _facts: ClassVar[Mapping[str, Any]] = {"watch_training": True}
 
     def __init__(
         self,
@@ -149,58 +134,32 @@ class TrainingWatch(WatchedTrace):
         path: Path,
         governor: Governor,
         *,
-        level: str,
         quiet: bool,
     ) -> None:
-        super().__init__(path)
-        self._model, self._optimizer = model, optimizer
-        self._governor, self._level, self._quiet = governor, level, quiet
-        self._session: TrainingSession | None = None
+        super().__init__(model, path, governor.level)
+        self._optimizer, self._governor, self._quiet = optimizer, governor, quiet
         self._last_cost: dict[str, float | int] = {}
         self._last_summary = TrainingSummary()
 
     # -- while training --------------------------------------------------------------------------
 
-    def __enter__(self) -> TrainingWatch:
-        if self._writer is not None:
-            raise UsageError("This watch has ended.", hint="Call flexinspect.watch_training again.")
-        if id(self._model) in _watched_models:
-            raise UsageError("The training of this model is being watched already.")
-        writer = new_writer(
-            self.path, build_manifest(self._model, self._level, watch_training=True)
-        )
+    def _begin(self, writer: TraceWriter) -> TrainingSession:
         session = TrainingSession(self._model, self._optimizer, writer, self._governor)
         try:
             session.begin()
         except BaseException:
             session.end("failed")
-            writer.close("failed")
-            writer.discard()
             raise
-        self._writer, self._session = writer, session
-        _provide_counts(session.summary, self)
-        _watched_models.add(id(self._model))
-        if writer.note:
-            print_message(writer.note)
-        return self
+        # The control server reports the counts of this run, not those of an earlier one.
+        _newest_counts[:] = [TrainingCounts(session.summary, self)]
+        register_counter("training", _newest_counts[0])
+        return session
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        session, writer = self._session, self._writer
-        assert session is not None
-        assert writer is not None
-        _watched_models.discard(id(self._model))
-        self._session, state = None, end_state(error)
+    def _end_calls(
+        self, session: TrainingSession, state: str, error: BaseException | None
+    ) -> list[Callable[[], object]]:
         reason = "" if error is None else f"{type(error).__name__}: {error}"
-        run_all_safely(
-            lambda: session.end(state, reason),
-            lambda: self._conclude(session, writer),
-            lambda: writer.close(state),
-        )
+        return [lambda: session.end(state, reason)]
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """Set the loss of a step, once for each step of the optimizer, before or after it.
@@ -219,17 +178,6 @@ class TrainingWatch(WatchedTrace):
         argument_checks.check_batches(loader, "batches")
         return iter(loader) if self._session is None else self._session.batches(loader)
 
-    @property
-    def level(self) -> str:
-        """How much is recorded; a new value applies from the next step on."""
-        return self._level
-
-    @level.setter
-    def level(self, level: str) -> None:
-        self._level = check_level(level)
-        if self._session is not None:
-            self._session.set_level(level)
-
     # -- results ---------------------------------------------------------------------------------
 
     @property
@@ -242,34 +190,24 @@ class TrainingWatch(WatchedTrace):
         """How many steps had anomalies so far; the newest step is not counted yet."""
         return self._last_summary if self._session is None else self._session.summary.summary
 
-    @property
-    def _recorder(self) -> Recorder | None:
-        return None if self._session is None else self._session.recorder
-
     def __str__(self) -> str:
         summary, cost = self.summary, self.cost
+        path = escape_unprintable(str(self.path))
         if not summary.total_steps:
-            return (
-                f"No step is recorded yet; the trace will be {escape_unprintable(str(self.path))}."
-            )
+            return f"No step is recorded yet; the trace will be {path}."
         ratio, each = float(cost["ratio"]), float(cost["capture_s"]) / summary.total_steps * 1e3
         dropped = f"{text} " if (text := self._governor.summary()) else ""
         share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
         return (
             f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
-            f"capture took {share} ({each:.2f} ms a step). {dropped}"
-            f"Trace: {escape_unprintable(str(self.path))}"
+            f"capture took {share} ({each:.2f} ms a step). {dropped}Trace: {path}"
         )
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _conclude(self, session: TrainingSession, writer: TraceWriter) -> None:
+    def _conclude(self, session: TrainingSession, writer: TraceWriter, **facts: Any) -> None:
         self._last_cost, self._last_summary = session.cost(), session.summary.summary
-        failure = recording_error(session.recorder, writer)
-        if failure is not None:
-            print_message(failure.sentence())
-        with suppress(TraceWriteError):
-            writer.update_run(cost=self._last_cost, training=self._last_summary.as_dict())
+        super()._conclude(session, writer, training=self._last_summary.as_dict(), **facts)
         if not self._quiet:
             print_message(str(self))
 
@@ -317,19 +255,17 @@ class TrainingCounts:
         """Count from here on; the trace is not changed."""
         self._baseline = self._count.summary
 
-    def set_level(self, level: str) -> None:
-        """Record at another level from the next step on."""
+    @property
+    def level(self) -> str:
+        """How much is recorded from the next step on; "" after the run is deleted."""
         run = self._run()
-        if run is not None:
+        return "" if run is None else run.level
+
+    @level.setter
+    def level(self, level: str) -> None:
+        if (run := self._run()) is not None:
             run.level = level
 
 
-_provided: list[TrainingCounts] = []
-
-
-def _provide_counts(count: TrainingSummaryCounter, run: TrainingWatch) -> None:
-    """Make the control server report the counts of this run instead of an earlier one."""
-    while _provided:
-        unregister_counter("training", _provided.pop())
-    _provided.append(TrainingCounts(count, run))
-    register_counter("training", _provided[0])
+_newest_counts: list[TrainingCounts] = []
+"""The counts of the newest run, which the control server reports also after its end."""

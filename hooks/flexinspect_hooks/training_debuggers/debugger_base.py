@@ -1,33 +1,28 @@
-"""What all debuggers share: a level, a bounded history, counts of anomalies, alerts and the log.
-
-Also the registry for the control server, which holds debuggers weakly. It reports the counts of the
-newest live debugger of each kind; clearing and setting a level apply to all of them.
-"""
+"""What all debuggers share: a level, a bounded history, counts of anomalies, alerts and the log."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import traceback
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, parse_level
+from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM, ParameterGradient
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import (
     AnomalyCounts,
+    DebuggerKind,
     register_counter,
-    unregister_counter,
 )
-from flexinspect_hooks.control.control_protocols import DebuggerKind as Kind
 from flexinspect_hooks.training_debuggers.result_types import Anomaly, DebugSummary, TensorInfo
 
 NAN_LOSS = (
@@ -52,115 +47,25 @@ ADVICE_BY_KIND: Mapping[str, tuple[str, ...]] = {
         "Check how the parameters are initialised.",
         "Add skip connections.",
     ),
-    "memory": (
-        "Make the batches smaller.",
-        "Use gradient checkpointing.",
-        "Move rarely used tensors to the CPU.",
-        "Train in mixed precision.",
-    ),
     "anomaly rate": (
         "Check the architecture: normalisation, and layers that end in NaN for some inputs.",
         "Check the preprocessing of the data.",
         "Lower the learning rate.",
         "Check how the parameters are initialised.",
     ),
-    "nothing found": (
-        "Check torch.is_anomaly_enabled() inside the training step: the switch may be off.",
-        "Use the context manager around forward and backward, not only around the backward pass.",
-        "Check the version: torch.__version__ must be the one that flexinspect was installed for.",
-    ),
-    "history": (
-        "A history is bounded: use a smaller one with history=…",
-        "Clear it from time to time with clear_debug_history().",
-    ),
 }
-"""What helps, by kind of problem."""
-
-
-def advice(kind: str) -> tuple[str, ...]:
-    """What usually helps against a kind of problem, () for an unknown kind."""
-    return ADVICE_BY_KIND.get(kind, ())
-
-
-_debuggers: dict[Kind, list[weakref.ref[Any]]] = {}
-
-
-class NewestDebugger:
-    """A kind of debugger for the control server."""
-
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
-
-    def counts(self) -> AnomalyCounts:
-        """The counts of the newest live debugger, zeros without one."""
-        debuggers = _live_debuggers(self._kind)
-        return debuggers[-1].counts() if debuggers else AnomalyCounts()
-
-    def clear(self) -> None:
-        """Clear every live debugger of the kind."""
-        for debugger in _live_debuggers(self._kind):
-            debugger.clear_debug_history()
-
-    def set_level(self, level: str) -> None:
-        """Set the level of every live debugger of the kind. Raises `UsageError` if unknown."""
-        for debugger in _live_debuggers(self._kind):
-            debugger.level = level
-
-
-_newest_by_kind = {kind: NewestDebugger(kind) for kind in get_args(Kind)}
-
-
-def register_debugger(debugger: BaseDebugger) -> None:
-    """Make a debugger the newest of its kind, until a newer one exists or it is deleted."""
-    kind = debugger.kind
-    _debuggers[kind] = [weakref.ref(each) for each in (*_live_debuggers(kind), debugger)]
-    weakref.finalize(debugger, _on_collected, kind)
-    register_counter(kind, _newest_by_kind[kind])
-
-
-def _live_debuggers(kind: Kind) -> list[BaseDebugger]:
-    return [debugger for each in _debuggers.get(kind, []) if (debugger := each()) is not None]
-
-
-def _on_collected(kind: Kind) -> None:
-    if not _live_debuggers(kind):
-        unregister_counter(kind, _newest_by_kind[kind])
-
+"""What usually helps, by kind of problem."""
 
 LOGGER = "flexinspect.debugging"
 """The logger of all debuggers; figures are DEBUG, anomalies WARNING, errors ERROR."""
+log = logging.getLogger(LOGGER)
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 LEVEL_EMOJI = {"DEBUG": "🔍", "INFO": "✅", "WARNING": "⚠️", "ERROR": "❌", "CRITICAL": "❌"}
 
 
 class _EmojiFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Put the level's emoji before the line."""
         return f"{LEVEL_EMOJI.get(record.levelname, '·')} {super().format(record)}"
-
-
-class DebugLog:
-    """A handler of the debuggers' log, active until `close` or the end of the `with` block."""
-
-    def __init__(self, handler: logging.Handler, level: int) -> None:
-        self._handler = handler
-        self._logger = logging.getLogger(LOGGER)
-        self._level_before = self._logger.level
-        self._logger.addHandler(handler)
-        self._logger.setLevel(level)
-
-    def close(self) -> None:
-        """Remove the handler, restore the level, and close the file."""
-        if self._handler in self._logger.handlers:
-            self._logger.removeHandler(self._handler)
-            self._logger.setLevel(self._level_before)
-        self._handler.close()
-
-    def __enter__(self) -> DebugLog:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def debug_logging(
@@ -170,29 +75,31 @@ def debug_logging(
     max_bytes: int = 10_000_000,
     backups: int = 5,
     signs: bool = False,
-) -> DebugLog:
+) -> ExitStack:
     """Write the debuggers' log to `file`, or to stderr without one, until the result is closed.
 
     The file is rotated at `max_bytes`, and `backups` older ones are kept. `signs` puts an emoji for
-    the level before each line. Records also have their figures as `record.facts`.
+    the level before each line. Records also have their figures as `record.facts`. The result is
+    a context manager, and has `close`.
 
     Raises `UsageError` for a file that cannot be written, and for a level that is not a number of
     `logging`.
     """
     argument_checks.check_count(level, "level", 0)
-    handler: logging.Handler
-    try:
-        handler = (
-            logging.StreamHandler()
-            if file is None
-            else RotatingFileHandler(
-                file, maxBytes=max_bytes, backupCount=backups, encoding="utf-8"
-            )
-        )
-    except OSError as error:
-        raise UsageError(f"The log {file} cannot be written: {error.strerror}.") from error
+    handler: logging.Handler = logging.StreamHandler()
+    if file is not None:
+        try:
+            handler = RotatingFileHandler(file, "a", max_bytes, backups, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"The log {file} cannot be written: {error.strerror}.") from error
     handler.setFormatter((_EmojiFormatter if signs else logging.Formatter)(FORMAT))
-    return DebugLog(handler, level)
+    active = ExitStack()
+    active.callback(handler.close)
+    active.callback(log.setLevel, log.level)
+    active.callback(log.removeHandler, handler)
+    log.addHandler(handler)
+    log.setLevel(level)
+    return active
 
 
 DEFAULT_HISTORY = 1000
@@ -204,20 +111,26 @@ MAX_LOGGED_ANOMALIES = 10
 """Anomalies of one analysis that are logged; the others are only counted and kept."""
 _OWN_FILES = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
 
-log = logging.getLogger(LOGGER)
-
 OnAnomaly = Callable[[Anomaly], Any]
 
 
+class DebuggerOptions(TypedDict, total=False):
+    """The options of all debuggers, which `BaseDebugger` explains."""
+
+    history: int
+    alert_above: float
+    on_anomaly: OnAnomaly | None
+
+
 class BaseDebugger:
-    """Base of the debuggers; `kind` is its name in the control server.
+    """Base of the debuggers; `kind` is its name in the control server, which holds it weakly.
 
     `history` is the maximum number of entries; older ones are dropped. A rate of anomalies above
     `alert_above` logs a warning. `on_anomaly` is called with each anomaly; an exception in it is
     logged. Counts and history are safe to use from several threads.
     """
 
-    kind: ClassVar[Kind] = "general"
+    kind: ClassVar[DebuggerKind] = "general"
 
     def __init__(
         self,
@@ -235,7 +148,7 @@ class BaseDebugger:
         self._on_anomaly = on_anomaly
         self._lock = threading.RLock()  # never held while a callback or the log runs
         self._reset()
-        register_debugger(self)
+        register_counter(self.kind, self)
 
     def _reset(self) -> None:
         """Reset counts and history; called with the lock held."""
@@ -279,6 +192,8 @@ class BaseDebugger:
         with self._lock:
             self._reset()
 
+    clear = clear_debug_history
+
     def counts(self) -> AnomalyCounts:
         """The counts for the control server; may be called from any thread."""
         with self._lock:
@@ -296,15 +211,12 @@ class BaseDebugger:
         An exception inside is recorded with its full stack and raised again. The mode is restored
         afterwards. It is slow: small models take several times as long.
         """
-        before = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-        torch.autograd.set_detect_anomaly(True)
-        try:
-            yield
-        except Exception as error:
-            self.report_error(error)
-            raise
-        finally:
-            torch.autograd.set_detect_anomaly(*before)
+        with torch.autograd.set_detect_anomaly(True):
+            try:
+                yield
+            except Exception as error:
+                self.report_error(error)
+                raise
 
     def report_error(self, error: BaseException, tensor: TensorInfo | None = None) -> Anomaly:
         """Record an exception with its full stack, and facts of the tensor that it is about."""
@@ -320,7 +232,7 @@ class BaseDebugger:
         self, kind: str, where: str, sentence: str, *, step: int | None = None, tensor: Any = None
     ) -> Anomaly:
         stack = self._current_stack() if self._level is DebugLevel.EXTREME else ""
-        return Anomaly(kind, where, sentence, step, advice(kind), tensor, stack)
+        return Anomaly(kind, where, sentence, step, ADVICE_BY_KIND.get(kind, ()), tensor, stack)
 
     def _nonfinite_anomalies(
         self, info: TensorInfo, where: str, cause: str = "", *, step: int | None = None
@@ -346,14 +258,10 @@ class BaseDebugger:
     def _current_stack(self) -> str:
         """The program's stack, formatted once for all anomalies of one analysis."""
         analysis = (threading.get_ident(), self._n_analyses)
-        cached_analysis, text = self._cached_stack
-        if cached_analysis != analysis:
-            frames = traceback.extract_stack()
-            text = "".join(
-                traceback.format_list([one for one in frames if one.filename not in _OWN_FILES])
-            )
-            self._cached_stack = (analysis, text)
-        return text
+        if self._cached_stack[0] != analysis:
+            frames = [one for one in traceback.extract_stack() if one.filename not in _OWN_FILES]
+            self._cached_stack = (analysis, "".join(traceback.format_list(frames)))
+        return self._cached_stack[1]
 
     def _record_analysis(self, entries: Iterable[Any], anomalies: Iterable[Anomaly]) -> None:
         """Count one analysis, keep its entries, and report its anomalies."""
@@ -379,28 +287,82 @@ class BaseDebugger:
             if number < MAX_LOGGED_ANOMALIES:
                 log.warning("%s", anomaly.sentence, extra={"facts": anomaly})
             if self._on_anomaly is not None:
-                self._call_on_anomaly(self._on_anomaly, anomaly)
-        if len(anomalies) > MAX_LOGGED_ANOMALIES:
-            log.warning(
-                "… and %d more anomalies of the same step", len(anomalies) - MAX_LOGGED_ANOMALIES
-            )
-
-    def _call_on_anomaly(self, callback: OnAnomaly, anomaly: Anomaly) -> None:
-        try:
-            callback(anomaly)
-        except Exception as error:
-            log.warning("on_anomaly failed: %s: %s", type(error).__name__, error)
+                try:
+                    self._on_anomaly(anomaly)
+                except Exception as error:
+                    log.warning("on_anomaly failed: %s: %s", type(error).__name__, error)
+        if (n_more := len(anomalies) - MAX_LOGGED_ANOMALIES) > 0:
+            log.warning("… and %d more anomalies of the same step", n_more)
 
     def _check_alert(self) -> str:
         """The alert if the rate of anomalies has just become high, else ""."""
-        alert = ""
-        rate = self._n_anomalous / self._n_analyses
+        rate, was_high = self._n_anomalous / self._n_analyses, self._is_above_alert
         is_high = self._n_analyses >= MIN_ANALYSES_FOR_ALERT and rate > self._alert_above
-        if is_high and not self._is_above_alert:
-            alert = (
-                f"High anomaly rate: {rate:.1%} of {self._n_analyses} analyses, above "
-                f"{self._alert_above:.1%}. {' '.join(advice('anomaly rate'))}"
-            )
-            self._alerts.append(alert)
         self._is_above_alert = is_high
-        return alert
+        if was_high or not is_high:
+            return ""
+        self._alerts.append(
+            f"High anomaly rate: {rate:.1%} of {self._n_analyses} analyses, above "
+            f"{self._alert_above:.1%}. {' '.join(ADVICE_BY_KIND['anomaly rate'])}"
+        )
+        return self._alerts[-1]
+
+
+GradientLimits = tuple[float, float]
+"""The norms above which a gradient explodes and below which it vanishes."""
+
+
+class GradientDebuggerOptions(DebuggerOptions, total=False):
+    """The options of `GradientDebugger`."""
+
+    explosion: float
+    vanishing: float
+
+
+class GradientDebugger(BaseDebugger):
+    """A debugger for which the norm of one parameter's gradient may be an anomaly.
+
+    It is one above `explosion` or below `vanishing`: choose these limits per model.
+    """
+
+    def __init__(
+        self,
+        level: DebugLevel | str = DebugLevel.BASIC,
+        *,
+        explosion: float = EXPLODING_NORM,
+        vanishing: float = VANISHING_NORM,
+        **options: Unpack[DebuggerOptions],
+    ) -> None:
+        self._explosion = argument_checks.check_limit(explosion, "explosion")
+        self._vanishing = argument_checks.check_limit(vanishing, "vanishing")
+        super().__init__(level, **options)
+
+    def _gradient_anomalies(
+        self,
+        gradients: Iterable[ParameterGradient],
+        limits: GradientLimits,
+        *,
+        step: int | None = None,
+        tensors: Mapping[str, TensorInfo] | None = None,
+    ) -> list[Anomaly]:
+        """The anomalies of gradients; `tensors` has measurements of them by parameter name."""
+        infos = tensors or {}
+        return [
+            self._make_anomaly(kind, one.name, sentence, step=step, tensor=infos.get(one.name))
+            for one in gradients
+            for kind, sentence in gradient_problems(one, limits)
+        ]
+
+
+def gradient_problems(
+    facts: ParameterGradient, limits: GradientLimits
+) -> Iterator[tuple[str, str]]:
+    """(kind, sentence) for each problem of a gradient; only those of matrices can vanish."""
+    name, norm, (explosion, vanishing) = facts.name, facts.norm, limits
+    if facts.has_nonfinite:
+        value = "nan" if facts.n_nan else "inf"
+        yield value, f"NaN/Inf gradient detected in {name}: {value}"
+    if facts.explodes(explosion):
+        yield "explosion", f"Gradient explosion in {name}: norm {norm:.4g} above {explosion:g}."
+    if facts.is_matrix and facts.vanishes(vanishing):
+        yield "vanishing", f"Gradient vanishing in {name}: norm {norm:.4g} below {vanishing:g}."

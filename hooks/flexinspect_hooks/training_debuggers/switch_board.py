@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
@@ -13,11 +14,12 @@ import torch
 from flexinspect.core.errors import UsageError
 from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
-
-_log = logging.getLogger("flexinspect.debugging")
+from flexinspect_hooks.training_debuggers.debugger_base import log
 
 T = TypeVar("T")
 
+Names = str | Iterable[str] | None
+"""Switches by short ("memory_usage") or full name; None for all."""
 StepCondition = Callable[[int], bool]
 """Takes the number of a step; returns whether a switch acts in it."""
 
@@ -35,11 +37,9 @@ class SwitchBoard:
         self._conditions: dict[str, StepCondition] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, _anomaly_mode.request, id(self), False)
-        self._set(switches or DebugSwitches(), {})
+        self._set(switches or self.now, {})
 
-    def enable_debugging(
-        self, names: str | Iterable[str] | None = None, *, when: StepCondition | None = None
-    ) -> None:
+    def enable_debugging(self, names: Names = None, *, when: StepCondition | None = None) -> None:
         """Turn on switches by short ("memory_usage") or full name; without names, all.
 
         `when` takes a step's number and returns whether the switches act in it (default: always).
@@ -48,20 +48,15 @@ class SwitchBoard:
         chosen = _full_names(names)
         if when is not None and not callable(when):
             raise UsageError("when must be a function of the step's number.")
-        conditions = {name: old for name, old in self._conditions.items() if name not in chosen}
-        if when is not None:
-            conditions |= dict.fromkeys(chosen, when)
-        self._set(self.now.with_switches(chosen, True), conditions)
+        self._turn(chosen, True, {} if when is None else dict.fromkeys(chosen, when))
 
-    def disable_debugging(self, names: str | Iterable[str] | None = None) -> None:
+    def disable_debugging(self, names: Names = None) -> None:
         """Turn off switches by name; without names, all."""
-        chosen = _full_names(names)
-        conditions = {name: old for name, old in self._conditions.items() if name not in chosen}
-        self._set(self.now.with_switches(chosen, False), conditions)
+        self._turn(_full_names(names), False, {})
 
     def get_debugging_status(self) -> dict[str, bool]:
         """The state of each of the thirteen switches by full name."""
-        return self.now.status()
+        return asdict(self.now)
 
     def is_active(self, switch: str, step: int) -> bool:
         """Whether a switch, by its full name, is on and acts in this step.
@@ -79,17 +74,19 @@ class SwitchBoard:
             return work()
         except Exception as error:
             self.disable_debugging([switch])
-            _log.warning(
-                "The switch %s failed and is off: %s: %s",
-                short_name(switch),
-                type(error).__name__,
-                error,
-            )
+            kind, name = type(error).__name__, short_name(switch)
+            log.warning("The switch %s failed and is off: %s: %s", name, kind, error)
             return None
 
-    def _set(self, switches: DebugSwitches, when: Mapping[str, StepCondition]) -> None:
+    def _turn(
+        self, chosen: Iterable[str], on: bool, conditions: Mapping[str, StepCondition]
+    ) -> None:
+        others = {name: old for name, old in self._conditions.items() if name not in chosen}
+        self._set(replace(self.now, **dict.fromkeys(chosen, on)), {**others, **conditions})
+
+    def _set(self, switches: DebugSwitches, conditions: dict[str, StepCondition]) -> None:
         with self._lock:
-            self.now, self._conditions = switches, dict(when)
+            self.now, self._conditions = switches, conditions
             _anomaly_mode.request(id(self), switches.enable_autograd_anomaly)
 
 
@@ -98,13 +95,11 @@ class HasSwitches:
 
     switches: SwitchBoard
 
-    def enable_debugging(
-        self, names: str | Iterable[str] | None = None, *, when: StepCondition | None = None
-    ) -> None:
+    def enable_debugging(self, names: Names = None, *, when: StepCondition | None = None) -> None:
         """Turn switches on by short or full name; without names, all. See `SwitchBoard`."""
         self.switches.enable_debugging(names, when=when)
 
-    def disable_debugging(self, names: str | Iterable[str] | None = None) -> None:
+    def disable_debugging(self, names: Names = None) -> None:
         """Turn switches off; without names, all."""
         self.switches.disable_debugging(names)
 
@@ -113,12 +108,12 @@ class HasSwitches:
         return self.switches.get_debugging_status()
 
 
-def _full_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
+def _full_names(names: Names) -> tuple[str, ...]:
     if names is None:
         return SWITCHES
     if not isinstance(names, Iterable):
         raise UsageError(f"Switches have names, and {names!r} is not a name.")
-    return tuple(parse_switch(name) for name in ([names] if isinstance(names, str) else names))
+    return tuple(map(parse_switch, [names] if isinstance(names, str) else names))
 
 
 class _AnomalyMode:
@@ -126,7 +121,7 @@ class _AnomalyMode:
 
     def __init__(self) -> None:
         self._requesters: set[int] = set()
-        self._mode_before = (False, True)
+        self._mode = ExitStack()
         self._lock = threading.Lock()
 
     def request(self, board: int, enabled: bool) -> None:
@@ -134,31 +129,18 @@ class _AnomalyMode:
         with self._lock:
             was_on = bool(self._requesters)
             (self._requesters.add if enabled else self._requesters.discard)(board)
-            if was_on == bool(self._requesters):
-                return
-            if enabled:
-                self._turn_on()
-            else:
-                torch.autograd.set_detect_anomaly(*self._mode_before)
-
-    def _turn_on(self) -> None:
-        self._mode_before = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-        torch.autograd.set_detect_anomaly(True)
-        _log.warning(
-            "Autograd anomaly detection is on: every backward pass is slower, for small models "
-            "several times; turn it off with disable_debugging()."
-        )
+            if was_on and not self._requesters:
+                self._mode.close()
+            elif enabled and not was_on:
+                self._mode.enter_context(torch.autograd.set_detect_anomaly(True))
+                log.warning(
+                    "Autograd anomaly detection is on: every backward pass is slower, for small "
+                    "models several times; turn it off with disable_debugging()."
+                )
 
 
 _anomaly_mode = _AnomalyMode()
 _common_boards: list[SwitchBoard] = []
-
-
-def check_board(board: SwitchBoard | None) -> SwitchBoard | None:
-    """Return the board unchanged. Raises `UsageError` if it is not a `SwitchBoard`."""
-    if board is not None and not isinstance(board, SwitchBoard):
-        raise UsageError(f"switches must be a SwitchBoard, not a {type(board).__name__}.")
-    return board
 
 
 def common_board() -> SwitchBoard:
@@ -183,14 +165,12 @@ def board_of_settings(profile: str = "") -> SwitchBoard:
     return SwitchBoard(DebugSwitches(**profiles.get(profile, {})))
 
 
-def enable_debugging(
-    names: str | Iterable[str] | None = None, *, when: StepCondition | None = None
-) -> None:
+def enable_debugging(names: Names = None, *, when: StepCondition | None = None) -> None:
     """Turn switches of the common board on: see `SwitchBoard.enable_debugging`."""
     common_board().enable_debugging(names, when=when)
 
 
-def disable_debugging(names: str | Iterable[str] | None = None) -> None:
+def disable_debugging(names: Names = None) -> None:
     """Turn switches of the common board off; without names, all."""
     common_board().disable_debugging(names)
 

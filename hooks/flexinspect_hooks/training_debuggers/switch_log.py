@@ -14,35 +14,30 @@ from torch import Tensor, nn
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training.gradient_statistics import Gradients
 from flexinspect_hooks.training.parameters import learning_rates
-from flexinspect_hooks.training_debuggers.components import memory_of, tensors_in
-from flexinspect_hooks.training_debuggers.debugger_base import MAX_LOGGED_ANOMALIES, log
-from flexinspect_hooks.training_debuggers.pytorch_debugger import gradient_problems
+from flexinspect_hooks.training_debuggers.debugger_base import (
+    MAX_LOGGED_ANOMALIES,
+    GradientLimits,
+    gradient_problems,
+    log,
+)
+from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 MB = 2**20
 MAX_SHOWN_DEVICES = 8
 
-GradientLimits = tuple[float, float]
-"""The norms above which a gradient explodes and below which it vanishes."""
-
-
 Line = tuple[str, Mapping[str, Any]]
 """The text of a log line, and its figures."""
 
 P = ParamSpec("P")
+Describe = Callable[Concatenate["SwitchLog", int, P], Line | None]
+LogStep = Callable[Concatenate["SwitchLog", int, P], None]
 
 
-def _logged(
-    switch: str,
-) -> Callable[
-    [Callable[Concatenate[SwitchLog, int, P], Line | None]],
-    Callable[Concatenate[SwitchLog, int, P], None],
-]:
+def _logged(switch: str) -> Callable[[Describe[P]], LogStep[P]]:
     """Log what a method describes in a step in which a switch acts."""
 
-    def decorate(
-        describe: Callable[Concatenate[SwitchLog, int, P], Line | None],
-    ) -> Callable[Concatenate[SwitchLog, int, P], None]:
+    def decorate(describe: Describe[P]) -> LogStep[P]:
         @functools.wraps(describe)
         def log_if_active(self: SwitchLog, step: int, /, *args: P.args, **kwargs: P.kwargs) -> None:
             if self.board.is_active(switch, step):
@@ -72,7 +67,7 @@ class SwitchLog:
         if self.board.now.enable_autograd_anomaly:
             _log_line(("Debugging tools: autograd anomaly detection is on", {"anomaly_mode": True}))
         self._log_devices(0, "Device placement", model)
-        self._log_memory(0, "Memory usage", model)
+        self.log_memory(0, "Memory usage", model)
 
     # -- a batch ---------------------------------------------------------------------------------
 
@@ -86,64 +81,41 @@ class SwitchLog:
         return f"Data loading - Batch {batch}: {what}", facts
 
     @_logged("debug_forward_pass")
-    def log_forward(self, batch: int, inputs: Any, output: Any, loss: float | None) -> Line:
-        """Log the inputs and the output of a forward pass."""
+    def log_forward(self, batch: int, inputs: Any, output: Any, loss: float) -> Line:
+        """Log the inputs, the output and the loss of a forward pass."""
         facts: dict[str, Any] = {
             f"{name} shape": tuple(one.shape) for name, one in named_inputs(inputs)
         }
         made = next(tensors_in(getattr(output, "logits", output)), None)
         if made is not None:
             facts |= {"output shape": tuple(made.shape), "device": str(made.device)}
-        if loss is not None:
-            facts["loss"] = loss
+        facts["loss"] = loss
         parts = ", ".join(f"{name} {value}" for name, value in facts.items())
         return f"Forward pass debugging - Batch {batch}: {parts}", facts
 
-    def log_gradients(
-        self,
-        batch: int,
-        model: nn.Module,
-        gradients: Gradients,
-        limits: GradientLimits,
-    ) -> None:
-        """Log the gradients after the backward pass, before the optimizer's step."""
-        self._log_norms(batch, gradients, limits)
-        self._log_backward(batch, model, gradients)
-
-    def log_environment(
-        self,
-        batch: int,
-        model: nn.Module,
-        scaler: Any = None,
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        """Log memory, devices if they changed, and precision."""
-        self._log_memory(batch, f"Memory usage - Batch {batch}", model)
-        self._log_precision(batch, model, scaler, autocast)
-        self._log_placement(batch, model)
-
     @_logged("debug_gradient_norms")
-    def _log_norms(self, batch: int, gradients: Gradients, limits: GradientLimits) -> Line:
+    def log_norms(self, batch: int, gradients: Gradients, limits: GradientLimits) -> Line:
+        """Log the gradient norms after the backward pass, and the problems of gradients."""
         problems = [
             (facts, sentence)
             for facts in gradients.rows
-            for _, sentence in gradient_problems(facts, *limits)
+            for _, sentence in gradient_problems(facts, limits)
         ]
         for facts, sentence in problems[:MAX_LOGGED_ANOMALIES]:
             log.warning("%s", sentence, extra={"facts": facts})
         norms = {facts.name: facts.norm for facts in gradients.rows}
         if not norms:
             return f"Gradient norms - Batch {batch}: no parameter has a gradient", {}
-        total = gradients.total
         low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
         text = (
-            f"Gradient norms - Batch {batch}: total {total:.4g}, largest {high} "
+            f"Gradient norms - Batch {batch}: total {gradients.total:.4g}, largest {high} "
             f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
         )
-        return text, {"total": total, "norms": norms}
+        return text, {"total": gradients.total, "norms": norms}
 
     @_logged("debug_backward_pass")
-    def _log_backward(self, batch: int, model: nn.Module, gradients: Gradients) -> Line:
+    def log_backward(self, batch: int, model: nn.Module, gradients: Gradients) -> Line:
+        """Log how many parameters have gradients, and how many the optimizer has updated."""
         trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         versions = {name: tensor_version(one) or 0 for name, one in trained.items()}
         moved = [name for name in versions if versions[name] != self._parameter_versions.get(name)]
@@ -159,14 +131,16 @@ class SwitchLog:
         return text, {"without_gradient": without, "updated": moved, "not_finite": bad}
 
     @_logged("debug_memory_usage")
-    def _log_memory(self, batch: int, title: str, model: nn.Module) -> Line:
+    def log_memory(self, batch: int, title: str, model: nn.Module) -> Line:
+        """Log the memory of the model and the process."""
         memory = memory_of(model)
         return f"{title}: {_format_memory(memory)}", memory
 
     @_logged("debug_mixed_precision")
-    def _log_precision(
+    def log_precision(
         self, batch: int, model: nn.Module, scaler: Any, autocast: torch.dtype | None
     ) -> Line:
+        """Log the gradient scaler, its scale, and the dtype of autocast."""
         kind = next((one.device.type for one in model.parameters()), "cpu")
         if autocast is None and torch.is_autocast_enabled(kind):
             autocast = torch.get_autocast_dtype(kind)
@@ -178,17 +152,17 @@ class SwitchLog:
         return text, {"scaler": name, "scale": scale, "autocast": dtype}
 
     @_logged("debug_device_placement")
-    def _log_devices(self, batch: int, title: str, model: nn.Module) -> Line:
-        return _describe_devices(title, model)
-
-    @_logged("debug_device_placement")
-    def _log_placement(self, batch: int, model: nn.Module) -> Line | None:
-        """The devices of the parameters, if they changed."""
+    def log_placement(self, batch: int, model: nn.Module) -> Line | None:
+        """Log the devices of the parameters, if they changed."""
         before = self._parameter_devices
         self._parameter_devices = tuple(str(one.device) for one in model.parameters())
         if self._parameter_devices == before:
             return None
         return _describe_devices(f"Device placement - Batch {batch}", model)
+
+    @_logged("debug_device_placement")
+    def _log_devices(self, batch: int, title: str, model: nn.Module) -> Line:
+        return _describe_devices(title, model)
 
     # -- between batches -------------------------------------------------------------------------
 
@@ -216,17 +190,10 @@ class SwitchLog:
     @_logged("debug_early_stopping")
     def log_early_stopping(self, step: int, value: float, stops: bool, stopping: Any) -> Line:
         """Log the values and the decision of early stopping."""
-        facts = {
-            "value": value,
-            "best": getattr(stopping, "best", None),
-            "waited": getattr(stopping, "waited", None),
-            "patience": getattr(stopping, "patience", None),
-        }
-        shown = ", ".join(
-            f"{name} {known:.6g}"
-            for name, known in facts.items()
-            if isinstance(known, (int, float))
-        )
+        names = ("best", "waited", "patience")
+        facts = {"value": value, **{name: getattr(stopping, name, None) for name in names}}
+        numbers = {name: one for name, one in facts.items() if isinstance(one, (int, float))}
+        shown = ", ".join(f"{name} {number:.6g}" for name, number in numbers.items())
         decided = "stop" if stops else "go on"
         return f"Early stopping debugging: {shown}: {decided}", {**facts, "stops": stops}
 
@@ -262,6 +229,12 @@ def named_inputs(inputs: Any) -> Iterable[tuple[str, Tensor]]:
         yield ("input", "labels")[number] if number < 2 else f"input {number}", one
 
 
+def batch_size(inputs: Any) -> int:
+    """The number of samples in a batch: the first dimension of its first tensor."""
+    first = next((one for _, one in named_inputs(inputs)), None)
+    return int(first.shape[0]) if first is not None and first.dim() else 1
+
+
 def _format_memory(memory: Mapping[str, int]) -> str:
     where, sizes = "CUDA", (memory["cuda_allocated"], memory["cuda_reserved"])
     if not torch.cuda.is_available():
@@ -273,24 +246,15 @@ def _format_memory(memory: Mapping[str, int]) -> str:
 
 def _describe_devices(title: str, model: nn.Module) -> Line:
     counts = dict(Counter(str(one.device) for one in model.parameters()))
-    n_gpus = min(torch.cuda.device_count(), MAX_SHOWN_DEVICES)
-    gpus = [_describe_gpu(number) for number in range(n_gpus)]
+    gpus: list[str] = []
+    for number in range(min(torch.cuda.device_count(), MAX_SHOWN_DEVICES)):
+        gpu = torch.cuda.get_device_properties(number)
+        used, total = torch.cuda.memory_allocated(number) / MB, gpu.total_memory / MB
+        gpus.append(f"cuda:{number} {gpu.name}, {used:.0f} of {total:.0f} MB allocated")
     placed = ", ".join(f"{count} parameters on {device}" for device, count in counts.items())
-    cuda = "; ".join(gpus) if gpus else "CUDA is not available"
+    cuda = "; ".join(gpus) or "CUDA is not available"
     text = f"{title}: {placed or 'no parameters'}; {cuda}"
     return text, {"parameters_on": counts, "cuda": gpus}
-
-
-def _describe_gpu(number: int) -> str:
-    device = torch.cuda.get_device_properties(number)
-    used, total = torch.cuda.memory_allocated(number) / MB, device.total_memory / MB
-    return f"cuda:{number} {device.name}, {used:.0f} of {total:.0f} MB allocated"
-
-
-def batch_size(inputs: Any) -> int:
-    """The number of samples in a batch: the first dimension of its first tensor."""
-    first = next((one for _, one in named_inputs(inputs)), None)
-    return int(first.shape[0]) if first is not None and first.dim() else 1
 
 
 def _format_rates(rates: Iterable[float]) -> str:

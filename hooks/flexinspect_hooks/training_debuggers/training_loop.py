@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from flexinspect_hooks.training_debuggers.switch_log import batch_size
 from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
 
 
-@dataclass(frozen=True, eq=False)
 class EvaluationInfo(DictDataclass):
     """A validation; `accuracy` is None if the outputs are not classes."""
 
@@ -38,7 +38,6 @@ class EvaluationInfo(DictDataclass):
     accuracy: float | None
 
 
-@dataclass(frozen=True, eq=False)
 class EpochInfo(DictDataclass):
     """An epoch: its mean loss over samples, the steps with an anomaly, and the validation.
 
@@ -132,46 +131,41 @@ class TrainingLoop(HasSwitches):
             argument_checks.check_function(step, "early_stopping.step", "the newest loss")
         self.model.train()
         before = self.debugger.get_training_summary().anomaly_steps
-        batches = samples = 0
-        loss = 0.0
+        mean = _MeanLoss()
         try:
             for batch, waited_ms in _timed_batches(train_loader):
                 self._switch_log.log_data_loading(self._step, batch, waited_ms)
-                n_samples = batch_size(batch)
-                loss += self._train_batch(batch) * n_samples
-                batches, samples = batches + 1, samples + n_samples
+                mean.add(self._train_batch(batch), batch_size(batch))
         finally:
             self.debugger.close()
         self._scheduler_step("epoch", max(self._step - 1, 0))
         validation = None if val_loader is None else self.evaluate_model(val_loader)
-        mean = loss / samples if samples else float("nan")
-        stops = self._check_early_stopping(
-            early_stopping, mean if validation is None else validation.loss
-        )
+        loss, stops = mean.value, False
+        if early_stopping is not None:
+            newest = loss if validation is None else validation.loss
+            stops = bool(early_stopping.step(newest))
+            self._switch_log.log_early_stopping(0, newest, stops, early_stopping)
         bad = self.debugger.get_training_summary().anomaly_steps - before
-        return EpochInfo(batches, samples, mean, bad, validation, stops)
+        return EpochInfo(mean.batches, mean.samples, loss, bad, validation, stops)
 
     @torch.no_grad()
     def evaluate_model(self, dataloader: Iterable[Any]) -> EvaluationInfo:
         """The loss and accuracy over a loader; the mode of each module is restored."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        batches = samples = right = judged = 0
-        loss = 0.0
+        mean, right, judged = _MeanLoss(), 0, 0
         try:
             for batch in argument_checks.check_batches(dataloader, "evaluate_model"):
                 moved = self._to_device(batch)
                 value, output = self._forward(moved)
-                n_samples = batch_size(moved)
-                loss += float(value) * n_samples
-                batches, samples = batches + 1, samples + n_samples
+                mean.add(float(value), batch_size(moved))
                 n_right, n_judged = _count_correct(output, labels_in(moved))
                 right, judged = right + n_right, judged + n_judged
         finally:
             for module, was_training in modes:
                 module.training = was_training
-        mean = loss / samples if samples else float("nan")
-        info = EvaluationInfo(batches, samples, mean, right / judged if judged else None)
+        accuracy = right / judged if judged else None
+        info = EvaluationInfo(mean.batches, mean.samples, mean.value, accuracy)
         self._switch_log.log_validation(0, info, self.model)
         return info
 
@@ -186,12 +180,21 @@ class TrainingLoop(HasSwitches):
     ) -> DatasetSplits:
         """Tokenise texts and split them at random into training, validation and test.
 
-        Raises `UsageError` without a tokenizer, if the numbers of texts and labels differ, and if
-        the ratios do not add up to 1.
+        The order is drawn from `seed`. Raises `UsageError` without a tokenizer or texts, if the
+        numbers of texts and labels differ, and if the ratios do not add up to 1.
         """
         if self._tokenizer is None:
             raise UsageError("create_training_dataset needs TrainingLoop(..., tokenizer=...).")
-        splits = make_splits(self._tokenizer, texts, labels, name, ratios=ratios, seed=seed)
+        if not texts or len(texts) != len(labels):
+            raise UsageError(
+                f"The dataset {name} has {len(texts)} texts and {len(labels)} labels; it needs the "
+                "same number of each, and at least one."
+            )
+        if min(ratios) < 0 or abs(sum(ratios) - 1) > 1e-6:
+            raise UsageError(f"The split ratios of {name} must add up to 1, but are {ratios}.")
+        coded = self._tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
+        columns = {key: value for key, value in coded.items() if isinstance(value, Tensor)}
+        splits = _split(name, columns, labels, ratios, seed)
         facts = {"classes": len(set(labels)), "tokens": splits.length}
         self._switch_log.log_dataset(0, name, splits.sizes(), facts)
         return splits
@@ -237,29 +240,24 @@ class TrainingLoop(HasSwitches):
             scaler=self._scaler,
             autocast=self._autocast,
         )
-        self._optimizer_step()
-        self._scheduler_step("batch", self._step)
-        self._step += 1
-        return float(loss.detach())
-
-    def _optimizer_step(self) -> None:
         if self._scaler is None:
             self.optimizer.step()
         else:
             self._scaler.step(self.optimizer)
             self._scaler.update()
+        self._scheduler_step("batch", self._step)
+        self._step += 1
+        return float(loss.detach())
 
     def _scheduler_step(self, each: str, step: int) -> None:
         if self._scheduler is None or self._scheduler_each != each:
             return
-        before: list[float] = []
-        board = self.switches
-        if board.now.debug_lr_scheduling:
-            board.run_guarded(
-                "debug_lr_scheduling", lambda: before.extend(learning_rates(self.optimizer))
-            )
+        before: tuple[float, ...] | None = ()
+        if self.switches.now.debug_lr_scheduling:
+            rates = partial(learning_rates, self.optimizer)
+            before = self.switches.run_guarded("debug_lr_scheduling", rates)
         self._scheduler.step()
-        self._switch_log.log_learning_rate(step, self._scheduler, each, tuple(before))
+        self._switch_log.log_learning_rate(step, self._scheduler, each, before or ())
 
     def _forward(self, batch: Any) -> tuple[Tensor, Any]:
         dtype = self._autocast
@@ -283,13 +281,6 @@ class TrainingLoop(HasSwitches):
         if isinstance(batch, (tuple, list)):
             return tuple(self._to_device(one) for one in batch)
         return batch
-
-    def _check_early_stopping(self, early_stopping: Any, value: float) -> bool:
-        if early_stopping is None:
-            return False
-        stops = bool(early_stopping.step(value))
-        self._switch_log.log_early_stopping(0, value, stops, early_stopping)
-        return stops
 
 
 def _parse_device(device: torch.device | str) -> torch.device:
@@ -323,6 +314,23 @@ def _count_correct(output: Any, labels: Tensor | None) -> tuple[int, int]:
     return int((scores.argmax(-1) == labels).sum()), int(labels.numel())
 
 
+@dataclass(slots=True)
+class _MeanLoss:
+    """The mean loss over the samples of batches."""
+
+    batches: int = 0
+    samples: int = 0
+    total: float = 0.0
+
+    def add(self, loss: float, n_samples: int) -> None:
+        self.batches, self.samples = self.batches + 1, self.samples + n_samples
+        self.total += loss * n_samples
+
+    @property
+    def value(self) -> float:
+        return self.total / self.samples if self.samples else float("nan")
+
+
 def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
     """Yield each batch with the milliseconds that the loop waited for it."""
     started = time.perf_counter()
@@ -350,38 +358,21 @@ class DatasetSplits:
         return {name: len(part) for name, part in parts.items()}
 
 
-def make_splits(
-    tokenizer: Callable[..., Mapping[str, Any]],
-    texts: Sequence[str],
-    labels: Sequence[int],
+def _split(
     name: str,
-    *,
-    ratios: tuple[float, float, float],
+    columns: Mapping[str, Tensor],
+    labels: Sequence[int],
+    ratios: Sequence[float],
     seed: int,
 ) -> DatasetSplits:
-    """Tokenise and split; the order is drawn from `seed`.
-
-    Raises `UsageError` without texts, if the numbers of texts and labels differ, and if the ratios
-    do not add up to 1.
-    """
-    if not texts or len(texts) != len(labels):
-        raise UsageError(
-            f"The dataset {name} has {len(texts)} texts and {len(labels)} labels; it needs the "
-            "same number of each, and at least one."
-        )
-    if min(ratios) < 0 or abs(sum(ratios) - 1) > 1e-6:
-        raise UsageError(f"The split ratios of {name} must add up to 1, but are {ratios}.")
-    coded = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
-    columns = {key: value for key, value in coded.items() if isinstance(value, Tensor)}
     parts: dict[str, Any] = {**columns, "labels": torch.as_tensor(list(labels))}
     whole: Any = StackDataset(**parts)  # torch annotates tensors as no datasets
-    order = random.Random(seed).sample(range(len(texts)), len(texts))
-    train, validation = (round(ratio * len(order)) for ratio in ratios[:2])
-    length = max((column.shape[-1] for column in columns.values() if column.dim() == 2), default=0)
+    order = random.Random(seed).sample(range(len(labels)), len(labels))
+    n_train, n_validation = (round(ratio * len(order)) for ratio in ratios[:2])
     return DatasetSplits(
         name,
-        Subset(whole, order[:train]),
-        Subset(whole, order[train : train + validation]),
-        Subset(whole, order[train + validation :]),
-        length,
+        Subset(whole, order[:n_train]),
+        Subset(whole, order[n_train : n_train + n_validation]),
+        Subset(whole, order[n_train + n_validation :]),
+        max((one.shape[-1] for one in columns.values() if one.dim() == 2), default=0),
     )
