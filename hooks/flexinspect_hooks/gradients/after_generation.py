@@ -104,10 +104,9 @@ class TokenGradients:
             done.append(record)
             del self._sampled_logits[finished.branch, step]
         n_steps = len(finished.token_ids) - finished.fork_step
+        text = f"--grads-steps {self._steps_argument} names none of the {n_steps} steps."
         if steps:
             text = _cost_text(done, n_steps, time.perf_counter() - started)
-        else:
-            text = f"--grads-steps {self._steps_argument} names none of the {n_steps} steps."
         recorder.put(finished.event(COST_EVENT, text))
 
     def _compute_with_fallback(
@@ -129,14 +128,9 @@ class TokenGradients:
 
     def _compute_step(self, finished: FinishedBranch, step: int) -> GradientRecord:
         prompt = finished.prompt
-        generated = [prompt.next_position(number) for number in range(step)]
-        context = TokenContext(
-            finished.generation,
-            finished.branch,
-            step,
-            (*prompt.ids, *finished.token_ids[:step]),
-            (*prompt.position_ids, *generated),
-        )
+        ids = (*prompt.ids, *finished.token_ids[:step])
+        positions = (*prompt.position_ids, *map(prompt.next_position, range(step)))
+        context = TokenContext(finished.generation, finished.branch, step, ids, positions)
         sampled = self._sampled_logits[finished.branch, step]
         return self._differentiator.compute(context, sampled, finished.source, self._spec)
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from flexinspect.records.step import Array
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import MaskSource
-from flexinspect_hooks.gradients.reduction import GradientObserver, ReducedGradients
+from flexinspect_hooks.gradients.reduction import GradientObserver
 from flexinspect_hooks.observers.attention.mask_capture import open_cells
 from flexinspect_hooks.python_internals.torch_private import set_flex_debug
 
@@ -64,7 +64,12 @@ class SampledLogits:
 def sample_logits(logits: Tensor, token_id: int) -> SampledLogits:
     """Sample a row of logits (V,)."""
     tolerance = LOGIT_TOLERANCES.get(logits.dtype, LOGIT_TOLERANCES[torch.float32])
-    return SampledLogits(token_id, _sample_row(logits, token_id), len(logits), tolerance)
+    row = logits.detach().float()
+    size = min(N_SAMPLED_LOGITS, len(row))
+    indices = torch.linspace(0, len(row) - 1, size, device=row.device, dtype=torch.float64)
+    chosen = row[token_id : token_id + 1]
+    values = torch.cat([row[indices.round().long()], chosen, torch.logsumexp(row, 0)[None]])
+    return SampledLogits(token_id, values, len(logits), tolerance)
 
 
 def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
@@ -74,32 +79,15 @@ def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
     """
     if len(logits) != sampled.n_logits:
         return torch.inf
-    new, old = _sample_row(logits.detach(), sampled.token_id), sampled.values
+    new, old = sample_logits(logits, sampled.token_id).values, sampled.values
     finite = old.isfinite()
-    if not torch.equal(finite, new.isfinite()) or not _nonfinite_equal(old[~finite], new[~finite]):
+    is_alike = torch.equal(finite, new.isfinite())
+    if not is_alike or not torch.allclose(new[~finite], old[~finite], 0, 0, equal_nan=True):
         return torch.inf
     if not bool(finite.any()):
         return 0.0
     largest = float(old[finite].abs().max())
     return float((new - old)[finite].abs().max()) / (largest or 1.0)
-
-
-def _sample_row(logits: Tensor, token_id: int) -> Tensor:
-    row = logits.detach().float()
-    size = min(N_SAMPLED_LOGITS, len(row))
-    indices = torch.linspace(0, len(row) - 1, size, device=row.device, dtype=torch.float64)
-    chosen = row[token_id : token_id + 1]
-    return torch.cat([row[indices.round().long()], chosen, torch.logsumexp(row, 0)[None]])
-
-
-def _nonfinite_equal(old: Tensor, new: Tensor) -> bool:
-    return torch.equal(old.isnan(), new.isnan()) and torch.equal(
-        old.nan_to_num(nan=0.0), new.nan_to_num(nan=0.0)
-    )
-
-
-_NAN_MESSAGE = "returned nan values"
-"""Part of the message of the error that autograd's anomaly mode raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +125,7 @@ class Differentiator:
     ) -> None:
         self._model, self._blocks, self._compiled = model, dict(blocks), compiled
         parameters = inspect.signature(model.forward).parameters
-        self._extra_arguments: dict[str, Any] = (
-            {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        )
+        self._extra_arguments = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._device = next(model.parameters()).device
 
     def compute(
@@ -186,7 +172,7 @@ class Differentiator:
                 of_parameters = gradients[: len(observer.parameters)]
                 n_unreached = sum(one is None for one in of_parameters)
                 observer.note_unreached_layers()
-            reduced, factor = observer.reduced, target.factor
+        factor = target.factor
         return GradientRecord(
             generation=context.generation,
             step=context.step,
@@ -203,10 +189,10 @@ class Differentiator:
             n_unreached=n_unreached,
             stats=tuple(
                 replace(stat, norm=stat.norm * factor, max=stat.max * factor)
-                for stat in reduced.stats.values()
+                for stat in observer.stats.values()
             ),
-            tokens=_token_norms(reduced, factor),
-            layers=_layer_norms(reduced, factor),
+            tokens=_token_norms(observer, factor),
+            layers=_layer_norms(observer, factor),
         )
 
     def _forward(self, context: TokenContext) -> Tensor:
@@ -225,8 +211,7 @@ class Differentiator:
             use_cache=True,
             **self._extra_arguments,
         )
-        logits: Tensor = output.logits[0, -1]
-        return logits
+        return cast(Tensor, output.logits[0, -1])
 
 
 def _find_anomaly(run: Callable[[], object]) -> str | None:
@@ -240,7 +225,7 @@ def _find_anomaly(run: Callable[[], object]) -> str | None:
             with torch.autograd.set_detect_anomaly(True):
                 run()
         except RuntimeError as error:
-            if _NAN_MESSAGE not in str(error):
+            if "returned nan values" not in str(error):  # not raised by anomaly mode
                 raise
             messages = [str(warning.message) for warning in caught]
             traces = [text for text in messages if "Traceback of forward call" in text]
@@ -287,28 +272,27 @@ def target_gradient(logits: Tensor, token_id: int, target: str) -> TargetGradien
     return TargetGradient(float(value.detach()), rival, scale, unit.to(logits.dtype))
 
 
-def _token_norms(reduced: ReducedGradients, factor: float) -> Array | None:
+def _token_norms(observer: GradientObserver, factor: float) -> Array | None:
     """Return gradient times input, and the gradient's norm, of each token: float (2, positions)."""
-    if reduced.embeddings is None or not reduced.stats:
+    embeddings, gradient = observer.embeddings, observer.gradient
+    if embeddings is None or not observer.stats:
         return None
-    gradient = (
-        torch.zeros_like(reduced.embeddings) if reduced.gradient is None else reduced.gradient
-    )
-    gradient, inputs = gradient[0].double(), reduced.embeddings[0].double()
-    both = torch.stack([(gradient * inputs).sum(-1), gradient.norm(dim=-1)]) * factor
+    inputs = embeddings[0].double()
+    slope = torch.zeros_like(inputs) if gradient is None else gradient[0].double()
+    both = torch.stack([(slope * inputs).sum(-1), slope.norm(dim=-1)]) * factor
     return both.float().cpu().numpy()
 
 
-def _layer_norms(reduced: ReducedGradients, factor: float) -> Array | None:
+def _layer_norms(observer: GradientObserver, factor: float) -> Array | None:
     """The gradient norms at the embeddings and at the output of each layer, by layer number.
 
     0 where the backward pass did not arrive, NaN for a layer that is not observed.
     """
-    if not reduced.stats:
+    if not observer.stats:
         return None
-    norms = np.full(max(reduced.blocks, default=-1) + 2, np.nan, np.float32)
-    for layer in (-1, *reduced.blocks):
-        norms[layer + 1] = float(reduced.layers.get(layer, 0.0)) * factor
+    norms = np.full(max(observer.blocks, default=-1) + 2, np.nan, np.float32)
+    for layer in (-1, *observer.blocks):
+        norms[layer + 1] = float(observer.norms.get(layer, 0.0)) * factor
     return norms
 
 
@@ -335,9 +319,8 @@ def dense_attention(
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
-    scores = (
-        query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    )
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.to(wide) @ key.to(wide).mT * factor
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     # The lowest float, not -Inf: the softmax of a row of -Inf would have no gradient.
@@ -408,12 +391,7 @@ class GradientPatch(FlexPatch):
         if self._uses_flex:
             return super()._flex(query, key, value, block_mask, scaling, softcap)
         visible = self._dense_mask(block_mask, query.shape[1])
-
-        def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return dense_attention(
-                query, key, value, visible=visible, scale=scaling, softcap=softcap
-            )
-
+        call = partial(dense_attention, visible=visible, scale=scaling, softcap=softcap)
         if self._keeps_weights:
             return call(query, key, value), None
         output: Tensor = checkpoint(
@@ -430,9 +408,9 @@ class GradientPatch(FlexPatch):
             raise MaskError("The layer received no mask, so the executed mask is unknown.")
         key = (id(block_mask), heads)
         if key not in self._dense_masks:
-            n_q, n_kv = block_mask.seq_lengths
+            n_q, n_kv = map(int, block_mask.seq_lengths)
             cells = None
-            if int(n_q) * int(n_kv) <= MAX_CELLS:
+            if n_q * n_kv <= MAX_CELLS:
                 cells = open_cells(block_mask, heads, compiled=self._executed_compiled)
             if cells is None:
                 raise MaskError(f"The mask of {n_q} x {n_kv} cells is too large for a dense mask.")
