@@ -1,16 +1,17 @@
-"""Statistics of the gradients of many parameters at once.
+"""The parameters of a model, and statistics of their gradients and of other tensors.
 
-One batched reduction and one small transfer for each device and dtype; NaN and Inf are counted only
-for those whose norm is not finite, because a finite norm rules them out.
+One batched reduction and one small transfer for each device and dtype; NaN and Inf of gradients are
+counted only for those whose norm is not finite, because a finite norm rules them out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,88 @@ from flexinspect.records.training_step import (
     ParameterGradient,
     TrainingStepRecord,
     combined_norm,
+    group_of,
 )
-from flexinspect_hooks.gradients.reduction import gradient_norm
-from flexinspect_hooks.training.parameters import NamedParameters
+from flexinspect_hooks.gradients.reduction import NORM_CHUNK_SIZE, gradient_norm
+from flexinspect_hooks.python_internals.torch_private import module_tables
+
+
+def learning_rates(optimizer: Any) -> tuple[float, ...]:
+    """The learning rate of each parameter group, NaN if it is unknown.
+
+    Adafactor with relative steps, for example, has None there and computes its rate by itself.
+    """
+    return tuple(_learning_rate(group.get("lr")) for group in optimizer.param_groups)
+
+
+def _learning_rate(rate: Any) -> float:
+    try:
+        return float(rate)
+    except (TypeError, ValueError):
+        return math.nan  # always the same object, so that unknown rates compare as unchanged
+
+
+class NamedParameter(NamedTuple):
+    """A parameter with its name, its group, and whether it is a matrix.
+
+    Only the gradients of matrices are checked for vanishing.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    group: str
+    is_matrix: bool
+
+
+NamedParameters = Sequence[NamedParameter]
+
+
+def _parameters_of(model: nn.Module) -> list[NamedParameter]:
+    # `torch.compile` adds this prefix to all names.
+    named = ((name.removeprefix("_orig_mod."), one) for name, one in model.named_parameters())
+    return [NamedParameter(name, one, group_of(name), one.dim() > 1) for name, one in named]
+
+
+def trainable(model: nn.Module) -> list[NamedParameter]:
+    """The parameters that require gradients, in the model's order."""
+    return [one for one in _parameters_of(model) if one.parameter.requires_grad]
+
+
+class ParameterList:
+    """A cache of the parameters of one model.
+
+    Walking through a model takes ten times as long as checking that all of its parts are the same.
+    The model itself is not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None
+        self._all: list[NamedParameter] = []
+        self._tables: Sequence[Mapping[str, Any]] = []
+        self._parts: Sequence[tuple[Mapping[str, Any], str, Any]] = []
+
+    def trainable_of(self, model: nn.Module) -> list[NamedParameter]:
+        """The parameters that require gradients now."""
+        if self._model is None or self._model() is not model or self._has_changed():
+            self._walk(model)
+        return [one for one in self._all if one.parameter.requires_grad]
+
+    def _walk(self, model: nn.Module) -> None:
+        every = _parameters_of(model)
+        tables = [table for module in model.modules() for table in module_tables(module)]
+        parts = [(one, name, part) for one in tables for name, part in one.items()]
+
+        def forget(_: object) -> None:
+            for cached in (every, tables, parts):
+                cached.clear()
+
+        self._all, self._tables, self._parts = every, tables, parts
+        self._model = weakref.ref(model, forget)
+
+    def _has_changed(self) -> bool:
+        if sum(map(len, self._tables)) != len(self._parts):
+            return True
+        return any(table.get(name) is not part for table, name, part in self._parts)
 
 
 @dataclass
@@ -214,3 +294,67 @@ def stack_nonfinite_counts(tensors: Sequence[Tensor]) -> Tensor:
     """The numbers of NaN and of Inf in each tensor, (tensors, 2), on their device."""
     counts = [torch.stack([one.isnan().sum(), one.isinf().sum()]) for one in tensors]
     return torch.stack(counts)
+
+
+class TensorFacts(NamedTuple):
+    """Numbers of NaN and Inf, and the spread of the finite values (NaN without any)."""
+
+    n_nan: int
+    n_inf: int
+    min: float
+    max: float
+    mean: float
+    std: float
+
+
+@torch.no_grad()
+def tensor_facts(tensors: Iterable[Tensor]) -> list[TensorFacts]:
+    """The statistics of each tensor, after one synchronisation for each device and dtype.
+
+    A tensor with NaN or Inf, or whose squares leave the range of float32, needs further ones.
+    """
+    values = [real_values(tensor) for tensor in tensors]
+    return [_facts(*one) for one in zip(values, _read_spreads(values), strict=True)]
+
+
+def _facts(values: Tensor, spread: Sequence[float]) -> TensorFacts:
+    counts = 0, 0
+    # A NaN or Inf would be the minimum, the maximum or both.
+    is_finite = all(map(math.isfinite, spread[:2])) or not values.is_floating_point()
+    if values.numel() and not is_finite:
+        (counts,) = count_nonfinite([values])
+        values = values[values.isfinite()]
+        (spread,) = _read_spreads([values])
+    low, high, mean, deviation = spread
+    if low < high and not 0.0 < deviation < math.inf:  # the squares left the range of float32
+        mean, deviation = torch.stack(_moments(_widen(values), is_exact=True)).tolist()
+    return TensorFacts(*counts, low, high, mean, deviation)
+
+
+def _read_spreads(values: Iterable[Tensor]) -> list[list[float]]:
+    """Minimum, maximum, mean and deviation of each tensor, with one transfer for each kind."""
+    return reduce_batched([_reduce_spread(_widen(one)) for one in values], torch.stack)
+
+
+def _reduce_spread(values: Tensor) -> Tensor:
+    if not values.numel():
+        return values.new_full((4,), math.nan)
+    return torch.stack([*torch.aminmax(values), *_moments(values)])
+
+
+def _widen(values: Tensor) -> Tensor:
+    if not values.is_floating_point():
+        return values.double()
+    return values.float() if values.dtype.itemsize < 4 else values
+
+
+def _moments(values: Tensor, *, is_exact: bool = False) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation; unless exact, the deviation may leave the range of the dtype."""
+    if is_exact or values.device.type != "cpu":
+        deviation, mean = torch.std_mean(values, correction=0)
+        return mean, deviation
+    # On CPU torch's own deviation was measured to take twenty times as long as these passes.
+    mean = values.mean()
+    parts = torch.split(values.reshape(-1), NORM_CHUNK_SIZE)
+    norms = torch.stack([torch.linalg.vector_norm(part - mean) for part in parts])
+    return mean, torch.linalg.vector_norm(norms) / math.sqrt(values.numel())

@@ -21,12 +21,13 @@ from flexinspect.records.training_step import (
 from flexinspect_hooks.training.cost_governor import Detail
 from flexinspect_hooks.training.gradient_statistics import (
     Gradients,
+    NamedParameters,
+    ParameterList,
     gradient_facts,
     indices_by_kind,
     step_record,
     tensor_norms,
 )
-from flexinspect_hooks.training.parameters import NamedParameters, ParameterList
 from flexinspect_hooks.training.torch_calls import ClippingNorms, NormSource
 
 MAX_SAMPLE = 1 << 16
@@ -146,8 +147,6 @@ class GradientMeter:
         self._group_at = {group: at for at, group in enumerate(self.groups)}
         self.updates = UpdateMeter(named, self._group_at)
 
-    # -- the order of the backward pass ----------------------------------------------------------
-
     def learn_order(self) -> None:
         """Hook the first backward pass to learn the order of the parameters."""
 
@@ -171,8 +170,6 @@ class GradientMeter:
         """Remove the hooks, and drop the copies of weights."""
         self._order_hooks.close()
         self.updates.release()
-
-    # -- a step ----------------------------------------------------------------------------------
 
     def measure(
         self,

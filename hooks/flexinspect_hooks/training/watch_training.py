@@ -141,8 +141,6 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
         self._last_cost: dict[str, float | int] = {}
         self._last_summary = TrainingSummary()
 
-    # -- while training --------------------------------------------------------------------------
-
     def _begin(self, writer: TraceWriter) -> TrainingSession:
         session = TrainingSession(self._model, self._optimizer, writer, self._governor)
         try:
@@ -178,8 +176,6 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
         argument_checks.check_batches(loader, "batches")
         return iter(loader) if self._session is None else self._session.batches(loader)
 
-    # -- results ---------------------------------------------------------------------------------
-
     @property
     def cost(self) -> dict[str, float | int]:
         """The cost of capture so far: seconds, and their `ratio` to the time without capture."""
@@ -202,8 +198,6 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
             f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
             f"capture took {share} ({each:.2f} ms a step). {dropped}Trace: {path}"
         )
-
-    # -- the end ---------------------------------------------------------------------------------
 
     def _conclude(self, session: TrainingSession, writer: TraceWriter, **facts: Any) -> None:
         self._last_cost, self._last_summary = session.cost(), session.summary.summary

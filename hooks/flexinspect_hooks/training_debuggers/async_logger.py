@@ -89,8 +89,6 @@ class AsyncTrainingLogger:
         self._total_epochs: int | None = None
         self._total_steps: int | None = None
 
-    # -- start and end ---------------------------------------------------------------------------
-
     def start_training(
         self, total_epochs: int | None = None, total_steps: int | None = None
     ) -> None:
@@ -121,8 +119,6 @@ class AsyncTrainingLogger:
     async def __aexit__(self, *error: object) -> None:
         self.finish_training()
 
-    # -- checks ----------------------------------------------------------------------------------
-
     async def check_tensor_anomalies_async(
         self, tensor: Tensor, name: str = "tensor"
     ) -> TensorAnomalies:
@@ -140,8 +136,6 @@ class AsyncTrainingLogger:
             exploding=[name for name, info in analysis.items() if info.explodes],
             vanishing=[name for name, info in analysis.items() if info.vanishes],
         )
-
-    # -- the log ---------------------------------------------------------------------------------
 
     async def update_progress_async(
         self, *, epoch: int, step: int, loss: Tensor | float, learning_rate: float | None = None

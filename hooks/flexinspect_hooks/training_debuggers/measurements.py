@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from flexinspect.records.debug_switches import DebugLevel
 from flexinspect_hooks.training.gradient_statistics import (
     Gradients,
+    NamedParameters,
     gradient_facts,
     gradient_of,
     real_values,
     reduce_batched,
+    tensor_facts,
     tensor_norms,
 )
-from flexinspect_hooks.training.parameters import NamedParameters
-from flexinspect_hooks.training.tensor_statistics import tensor_facts
 from flexinspect_hooks.training_debuggers.result_types import ComponentInfo, TensorInfo
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flexinspect.records.debug_switches import DebugLevel
 from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.training.parameters import trainable
+from flexinspect_hooks.training.gradient_statistics import trainable
 from flexinspect_hooks.training_debuggers import measurements
 from flexinspect_hooks.training_debuggers.debugger_base import GradientDebugger, log
 from flexinspect_hooks.training_debuggers.result_types import (

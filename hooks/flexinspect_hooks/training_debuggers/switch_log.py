@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect_hooks.python_internals.torch_private import tensor_version
-from flexinspect_hooks.training.gradient_statistics import Gradients
-from flexinspect_hooks.training.parameters import learning_rates
+from flexinspect_hooks.training.gradient_statistics import Gradients, learning_rates
 from flexinspect_hooks.training_debuggers.debugger_base import (
     MAX_LOGGED_ANOMALIES,
     GradientLimits,
@@ -68,8 +67,6 @@ class SwitchLog:
             _log_line(("Debugging tools: autograd anomaly detection is on", {"anomaly_mode": True}))
         self._log_devices(0, "Device placement", model)
         self.log_memory(0, "Memory usage", model)
-
-    # -- a batch ---------------------------------------------------------------------------------
 
     @_logged("debug_data_loading")
     def log_data_loading(self, batch: int, inputs: Any, waited_ms: float) -> Line:
@@ -163,8 +160,6 @@ class SwitchLog:
     @_logged("debug_device_placement")
     def _log_devices(self, batch: int, title: str, model: nn.Module) -> Line:
         return _describe_devices(title, model)
-
-    # -- between batches -------------------------------------------------------------------------
 
     @_logged("debug_data_loading")
     def log_dataset(

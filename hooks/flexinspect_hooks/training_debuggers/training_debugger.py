@@ -23,8 +23,12 @@ from flexinspect.records.training_step import (
 )
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
-from flexinspect_hooks.training.gradient_statistics import Gradients, step_record
-from flexinspect_hooks.training.parameters import ParameterList, learning_rates
+from flexinspect_hooks.training.gradient_statistics import (
+    Gradients,
+    ParameterList,
+    learning_rates,
+    step_record,
+)
 from flexinspect_hooks.training_debuggers import measurements
 from flexinspect_hooks.training_debuggers.debugger_base import (
     GradientDebugger,
@@ -89,8 +93,6 @@ class TrainingDebugger(HasSwitches, GradientDebugger):
         self._summary_count = TrainingSummaryCounter()
         self._norm_history: deque[tuple[int, tuple[str, ...], array[float]]]
         self._norm_history = deque(maxlen=self._history.maxlen)
-
-    # -- a step ----------------------------------------------------------------------------------
 
     def monitor_training_step(
         self,
@@ -193,8 +195,6 @@ class TrainingDebugger(HasSwitches, GradientDebugger):
         """End the open window of the profiler switches."""
         self._windows.close()
 
-    # -- counts and history ----------------------------------------------------------------------
-
     def get_training_summary(self) -> TrainingFigures:
         """How many steps had which anomalies since the debugger was created or cleared."""
         return TrainingFigures(**self._summary_count.summary.as_dict())  # type: ignore[arg-type]
@@ -253,8 +253,6 @@ class TrainingDebugger(HasSwitches, GradientDebugger):
             for name in rates
             if now[name] > before[name] + tolerance
         ]
-
-    # -- parts -----------------------------------------------------------------------------------
 
     def _inspect_tensors(
         self, model: nn.Module, *, is_full: bool

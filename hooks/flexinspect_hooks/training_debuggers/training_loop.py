@@ -18,7 +18,7 @@ from torch.utils.data import StackDataset, Subset
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, DictDataclass
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.training.parameters import learning_rates
+from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training_debuggers.profiling import (
     PROFILE_FOLDER,
     ProfileSummary,
@@ -112,8 +112,6 @@ class TrainingLoop(HasSwitches):
         self.switches, self._switch_log = self.debugger.switches, self.debugger.switch_log
         self._step = 0
         self._switch_log.log_setup(model)
-
-    # -- training --------------------------------------------------------------------------------
 
     def train_epoch(
         self,
@@ -220,8 +218,6 @@ class TrainingLoop(HasSwitches):
         return profile_model_performance(
             dataloader, num_batches, step=step, folder=folder, **options
         )
-
-    # -- a batch ---------------------------------------------------------------------------------
 
     def _train_batch(self, batch: Any) -> float:
         moved = self._to_device(batch)

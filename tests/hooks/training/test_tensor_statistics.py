@@ -18,9 +18,13 @@ from flexinspect.records.training_step import (
     TrainingSummaryCounter,
     group_of,
 )
-from flexinspect_hooks.training.gradient_statistics import gradient_facts
-from flexinspect_hooks.training.parameters import ParameterList, trainable
-from flexinspect_hooks.training.tensor_statistics import TensorFacts, tensor_facts
+from flexinspect_hooks.training.gradient_statistics import (
+    ParameterList,
+    TensorFacts,
+    gradient_facts,
+    tensor_facts,
+    trainable,
+)
 
 
 def model_gradients(model: nn.Module) -> list[ParameterGradient]:
