@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flexinspect.core.errors import summarize_error
 from flexinspect.records.job import Job, parse_steps
 from flexinspect.records.prompt import Prompt
 from flexinspect.records.step import EventRecord
@@ -97,7 +98,7 @@ class TokenGradients:
             try:
                 record = self._compute_with_fallback(finished, step, recorder)
             except Exception as error:
-                text = f"Gradients were not computed from step {step} on: {_error_line(error)}"
+                text = f"Gradients were not computed from step {step} on: {summarize_error(error)}"
                 recorder.put(finished.event("gradients-failed", text))
                 break
             recorder.put(record)
@@ -120,7 +121,7 @@ class TokenGradients:
                 raise
             text = (
                 f"FlexAttention's own backward failed, so the {DENSE_REFERENCE} is used instead: "
-                f"{_error_line(error)}"
+                f"{summarize_error(error)}"
             )
             recorder.put(finished.event("gradients-dense-fallback", text))
             self._spec = replace(self._spec, use_flex=False)
@@ -144,8 +145,3 @@ def _cost_text(done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> s
         f"{wall_s / len(done):.2f} s each, by the {done[0].path}; {agree} of {len(done)} "
         "forward passes gave the recorded logits."
     )
-
-
-def _error_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"

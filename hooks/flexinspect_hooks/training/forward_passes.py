@@ -37,13 +37,12 @@ MAX_MICRO_BATCHES = 4096
 HOOK_COST_S = 2e-6
 """The measured cost of a hook that only keeps a reference; timing each call would cost more."""
 
-
 _micro_batches: partial[deque[Any]] = partial(deque, maxlen=MAX_MICRO_BATCHES)
 
 
 @dataclass(slots=True)
 class StepPasses:
-    """The results of the passes since the last optimizer step."""
+    """The results of one forward pass, or of all passes since the last optimizer step."""
 
     n_forward: int = 0
     n_backward: int = 0
@@ -57,12 +56,15 @@ class StepPasses:
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
-    pending: PendingStats | None = None
+    pending: Callable[[], list[LayerStatRecord]] | None = None
+    """Reads statistics that are still on their device."""
     extremes: deque[Extremes] = field(default_factory=_micro_batches)
     is_updated: bool = False
     """Whether the weights may have changed since."""
+    is_counted: bool = False
+    """Whether a forward pass belongs to the step, because a backward pass followed."""
 
-    def add(self, one: ForwardPass) -> None:
+    def add(self, one: StepPasses) -> None:
         """Add a forward pass that belongs to the step."""
         self.n_forward += 1
         self.forward_s += one.forward_s
@@ -76,18 +78,11 @@ class StepPasses:
     def resolve(self) -> None:
         """Read the results of an accelerator, and find the first producer of NaN or Inf."""
         if self.pending is not None:
-            self.stats, self.pending = self.pending.records(), None
+            self.stats, self.pending = self.pending(), None
         for one in self.extremes:
             if self.producer is None:
                 self.producer = one.producer(is_updated=self.is_updated)
         self.extremes.clear()
-
-
-@dataclass(slots=True)
-class ForwardPass(StepPasses):
-    """The results of one forward pass; it belongs to a step only if a backward pass follows."""
-
-    is_counted: bool = False
 
 
 class ForwardWatch:
@@ -105,8 +100,7 @@ class ForwardWatch:
         on_begin: Callable[[], None],
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
     ) -> None:
-        self.watches_leaves = False
-        self.keeps_stats = False
+        self.watches_leaves = self.keeps_stats = False
         self.own_s = 0.0
         self.passes = passes
         self._model = model
@@ -114,7 +108,7 @@ class ForwardWatch:
         self._outputs: list[tuple[str, nn.Module, Any]] = []
         self._inputs: tuple[Any, ...] = ()
         self._is_open = self._is_share = False
-        self._pending: deque[ForwardPass] = deque(maxlen=MAX_PENDING_FORWARDS)
+        self._pending: deque[StepPasses] = deque(maxlen=MAX_PENDING_FORWARDS)
         self._started = 0.0
         self._backward = -1
         self._hooks, self._module_hooks = ExitStack(), ExitStack()
@@ -156,7 +150,7 @@ class ForwardWatch:
         self._pending.clear()
         self.passes = passes
 
-    def _count(self, one: ForwardPass) -> None:
+    def _count(self, one: StepPasses) -> None:
         if not one.is_counted:
             one.is_counted = True
             self.passes.add(one)
@@ -212,7 +206,7 @@ class ForwardWatch:
             self.own_s += time.perf_counter() - ended
 
     def _read(self, output: Any, ended: float) -> None:
-        forward = ForwardPass(forward_s=ended - self._started, are_shares=self._is_share)
+        forward = StepPasses(forward_s=ended - self._started, are_shares=self._is_share)
         loss = loss_of(output)
         self._pending.append(forward)
         main = loss if loss is not None else next(floating_tensors(output), None)
@@ -255,7 +249,7 @@ class ForwardWatch:
         self._outputs.clear()
         self._inputs = ()
 
-    def _backward_hook(self, forward: ForwardPass, *, is_loss: bool) -> Callable[[Tensor], None]:
+    def _backward_hook(self, forward: StepPasses, *, is_loss: bool) -> Callable[[Tensor], None]:
         def on_output_gradient(grad: Tensor) -> None:
             started = time.perf_counter()
             passes = self.passes
@@ -313,37 +307,31 @@ OutputKey = tuple[int, str, int]
 """A module's index, its name, and the number of values in its output."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStats:
-    """Statistics of the outputs of one forward pass, still on their device.
+def pending_stats(
+    outputs: ModuleOutputs, device: torch.device
+) -> Callable[[], list[LayerStatRecord]] | None:
+    """Reduce module outputs without waiting for the device; None if there are none.
 
-    A row of `numbers` is norm, mean, minimum and maximum; a row of `counts` NaN and Inf.
+    The result reads the records, after one synchronisation, and a second one if an output is
+    non-finite: then its minimum, maximum, mean and deviation are unknown (NaN).
     """
-
-    numbers: Tensor
-    counts: Tensor
-    keys: tuple[OutputKey, ...]
-
-    def records(self) -> list[LayerStatRecord]:
-        """The records, after one synchronisation, and a second one if an output is non-finite.
-
-        Minimum, maximum, mean and deviation of a non-finite output are unknown (NaN).
-        """
-        rows: list[list[float]] = self.numbers.tolist()
-        has_nonfinite = not all(math.isfinite(row[0]) for row in rows)
-        counts = self.counts.tolist() if has_nonfinite else [(0, 0)] * len(rows)
-        return [_stat_record(*one) for one in zip(self.keys, rows, counts, strict=True)]
-
-
-def pending_stats(outputs: ModuleOutputs, device: torch.device) -> PendingStats | None:
-    """Reduce module outputs without waiting for the device; None if there are none."""
     outs = list(_first_tensors(outputs))
     if not outs:
         return None
     numbers = stack_numbers([_reduce_output(tensor) for _, tensor in outs], device)
     later = device.type != "cpu"
-    counts = [stack_nonfinite_counts([tensor]).to(device, non_blocking=later) for _, tensor in outs]
-    return PendingStats(numbers, torch.cat(counts), tuple(of for of, _ in outs))
+    counts = torch.cat(
+        [stack_nonfinite_counts([tensor]).to(device, non_blocking=later) for _, tensor in outs]
+    )
+    keys = [key for key, _ in outs]
+
+    def read() -> list[LayerStatRecord]:
+        rows: list[list[float]] = numbers.tolist()
+        has_nonfinite = not all(math.isfinite(row[0]) for row in rows)
+        n_nonfinite = counts.tolist() if has_nonfinite else [(0, 0)] * len(rows)
+        return [_stat_record(*one) for one in zip(keys, rows, n_nonfinite, strict=True)]
+
+    return read
 
 
 def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:

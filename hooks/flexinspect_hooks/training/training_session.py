@@ -71,14 +71,7 @@ def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> Ge
         "placement": dict(placement),
     }
     return GenerationRecord(
-        generation=0,
-        sample_id=TRAINING_SAMPLE_ID,
-        mask="",
-        positions="",
-        segments=(),
-        tokens=(),
-        declared={"training": facts},
-        started_at=time.time(),
+        0, TRAINING_SAMPLE_ID, "", "", (), (), declared={"training": facts}, started_at=time.time()
     )
 
 
@@ -360,13 +353,12 @@ class TrainingSession:
             yield batch
 
     def _end_manual_step(self) -> None:
-        if not self._forwards.has_forward:
-            return
-        started = time.perf_counter()
-        self._flush()
-        self._current.is_updated = True  # the program may have updated the weights itself
-        self._measure()
-        self._end_step(started)
+        if self._forwards.has_forward:
+            started = time.perf_counter()
+            self._flush()
+            self._current.is_updated = True  # the program may have updated the weights itself
+            self._measure()
+            self._end_step(started)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
@@ -424,10 +416,8 @@ class TrainingSession:
 
     def _after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """It has called the optimizer, or skipped the step: then no step began since."""
-        if optimizer is not self._optimizer or self._scaler_step != self._current.number:
-            return
-        self._scaler_step = None
-        if not self._is_off:
+        if optimizer is self._optimizer and self._scaler_step == self._current.number:
+            self._scaler_step = None
             self._guarded(self._on_skipped_step)(optimizer)
 
     def _on_skipped_step(self, optimizer: Optimizer) -> None:
@@ -469,8 +459,7 @@ class TrainingSession:
         if self._device.type == "cuda":
             started = time.perf_counter()
             torch.cuda.synchronize(self._device)
-            waited = time.perf_counter() - started
-            self._current.waited_s += waited
+            self._current.waited_s += (waited := time.perf_counter() - started)
             self._step_own_s -= waited
 
     def _end_step(self, started: float) -> None:
@@ -547,8 +536,8 @@ class TrainingSession:
 
     def _switch_off(self, error: Exception) -> None:
         self._is_off = True
-        message = f"{type(error).__name__}: {error}"
-        self._event("hook-disabled", f"Capture of the training run failed and is off: {message}")
+        text = f"Capture of the training run failed and is off: {type(error).__name__}: {error}"
+        self._event("hook-disabled", text)
         self._uninstall()
 
     def _event(self, kind: str, text: str) -> None:

@@ -1,20 +1,35 @@
-"""The thirteen switches of debuggers: set at any time, effective from the next step on."""
+"""The thirteen switches of debuggers: set at any time, effective from the next step on.
+
+Each logs one line per batch, with its figures as `record.facts`.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
 from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
-from flexinspect_hooks.training_debuggers.debugger_base import log
+from flexinspect_hooks.python_internals.torch_private import tensor_version
+from flexinspect_hooks.training.gradient_statistics import Gradients, learning_rates
+from flexinspect_hooks.training_debuggers.debugger_base import (
+    MAX_LOGGED_ANOMALIES,
+    GradientLimits,
+    gradient_problems,
+    log,
+)
+from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
 
 T = TypeVar("T")
 
@@ -178,3 +193,237 @@ def disable_debugging(names: Names = None) -> None:
 def get_debugging_status() -> dict[str, bool]:
     """The state of the thirteen switches of the common board by full name."""
     return common_board().get_debugging_status()
+
+
+MB = 2**20
+MAX_SHOWN_DEVICES = 8
+
+Line = tuple[str, Mapping[str, Any]]
+"""The text of a log line, and its figures."""
+
+P = ParamSpec("P")
+Describe = Callable[Concatenate["SwitchLog", int, P], Line | None]
+LogStep = Callable[Concatenate["SwitchLog", int, P], None]
+
+
+def _logged(switch: str) -> Callable[[Describe[P]], LogStep[P]]:
+    """Log what a method describes in a step in which a switch acts."""
+
+    def decorate(describe: Describe[P]) -> LogStep[P]:
+        @functools.wraps(describe)
+        def log_if_active(self: SwitchLog, step: int, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            if self.board.is_active(switch, step):
+                self.board.run_guarded(
+                    switch, lambda: _log_line(describe(self, step, *args, **kwargs))
+                )
+
+        return log_if_active
+
+    return decorate
+
+
+class SwitchLog:
+    """Logs for the switches that are on; a switch that is off costs one attribute access.
+
+    The training loop, or `monitor_training_step`, calls it with the number of the step, 0 between
+    steps; a switch that fails is turned off.
+    """
+
+    def __init__(self, board: SwitchBoard) -> None:
+        self.board = board
+        self._parameter_versions: dict[str, int] = {}
+        self._parameter_devices: tuple[str, ...] = ()
+
+    def log_setup(self, model: nn.Module) -> None:
+        """Log at the start: anomaly mode, devices, memory."""
+        if self.board.now.enable_autograd_anomaly:
+            _log_line(("Debugging tools: autograd anomaly detection is on", {"anomaly_mode": True}))
+        self._log_devices(0, "Device placement", model)
+        self.log_memory(0, "Memory usage", model)
+
+    @_logged("debug_data_loading")
+    def log_data_loading(self, batch: int, inputs: Any, waited_ms: float) -> Line:
+        """Log the batch of a loader, and how long the training waited for it."""
+        shapes = {name: tuple(one.shape) for name, one in named_inputs(inputs)}
+        parts = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        facts = {"samples": batch_size(inputs), "waited_ms": waited_ms, "shapes": shapes}
+        what = f"{facts['samples']} samples after {waited_ms:.2f} ms, {parts}"
+        return f"Data loading - Batch {batch}: {what}", facts
+
+    @_logged("debug_forward_pass")
+    def log_forward(self, batch: int, inputs: Any, output: Any, loss: float) -> Line:
+        """Log the inputs, the output and the loss of a forward pass."""
+        facts: dict[str, Any] = {
+            f"{name} shape": tuple(one.shape) for name, one in named_inputs(inputs)
+        }
+        made = next(tensors_in(getattr(output, "logits", output)), None)
+        if made is not None:
+            facts |= {"output shape": tuple(made.shape), "device": str(made.device)}
+        facts["loss"] = loss
+        parts = ", ".join(f"{name} {value}" for name, value in facts.items())
+        return f"Forward pass debugging - Batch {batch}: {parts}", facts
+
+    @_logged("debug_gradient_norms")
+    def log_norms(self, batch: int, gradients: Gradients, limits: GradientLimits) -> Line:
+        """Log the gradient norms after the backward pass, and the problems of gradients."""
+        problems = [
+            (facts, sentence)
+            for facts in gradients.rows
+            for _, sentence in gradient_problems(facts, limits)
+        ]
+        for facts, sentence in problems[:MAX_LOGGED_ANOMALIES]:
+            log.warning("%s", sentence, extra={"facts": facts})
+        norms = {facts.name: facts.norm for facts in gradients.rows}
+        if not norms:
+            return f"Gradient norms - Batch {batch}: no parameter has a gradient", {}
+        low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
+        text = (
+            f"Gradient norms - Batch {batch}: total {gradients.total:.4g}, largest {high} "
+            f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
+        )
+        return text, {"total": gradients.total, "norms": norms}
+
+    @_logged("debug_backward_pass")
+    def log_backward(self, batch: int, model: nn.Module, gradients: Gradients) -> Line:
+        """Log how many parameters have gradients, and how many the optimizer has updated."""
+        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        versions = {name: tensor_version(one) or 0 for name, one in trained.items()}
+        moved = [name for name in versions if versions[name] != self._parameter_versions.get(name)]
+        is_first, self._parameter_versions = not self._parameter_versions, versions
+        with_gradient = {one.name for one in gradients.parameters}
+        without = [name for name in trained if name not in with_gradient]
+        bad = [gradients.parameters[at].name for at in sorted(gradients.counts)]
+        updated = "" if is_first else f", {len(moved)} of {len(trained)} updated since the last"
+        text = (
+            f"Backward pass debugging - Batch {batch}: {len(gradients.norms)} of {len(trained)} "
+            f"parameters have gradients{updated}, {len(bad)} with NaN or Inf"
+        )
+        return text, {"without_gradient": without, "updated": moved, "not_finite": bad}
+
+    @_logged("debug_memory_usage")
+    def log_memory(self, batch: int, title: str, model: nn.Module) -> Line:
+        """Log the memory of the model and the process."""
+        memory = memory_of(model)
+        return f"{title}: {_format_memory(memory)}", memory
+
+    @_logged("debug_mixed_precision")
+    def log_precision(
+        self, batch: int, model: nn.Module, scaler: Any, autocast: torch.dtype | None
+    ) -> Line:
+        """Log the gradient scaler, its scale, and the dtype of autocast."""
+        kind = next((one.device.type for one in model.parameters()), "cpu")
+        if autocast is None and torch.is_autocast_enabled(kind):
+            autocast = torch.get_autocast_dtype(kind)
+        dtype = None if autocast is None else str(autocast).removeprefix("torch.")
+        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
+        name = type(scaler).__name__ if scaler is not None else None
+        scaling = "no scaler" if scaler is None else f"{name} at {scale}"
+        text = f"Mixed precision - Batch {batch}: {scaling}, autocast {dtype or 'off'}"
+        return text, {"scaler": name, "scale": scale, "autocast": dtype}
+
+    @_logged("debug_device_placement")
+    def log_placement(self, batch: int, model: nn.Module) -> Line | None:
+        """Log the devices of the parameters, if they changed."""
+        before = self._parameter_devices
+        self._parameter_devices = tuple(str(one.device) for one in model.parameters())
+        if self._parameter_devices == before:
+            return None
+        return _describe_devices(f"Device placement - Batch {batch}", model)
+
+    @_logged("debug_device_placement")
+    def _log_devices(self, batch: int, title: str, model: nn.Module) -> Line:
+        return _describe_devices(title, model)
+
+    @_logged("debug_data_loading")
+    def log_dataset(
+        self, step: int, name: str, sizes: Mapping[str, int], facts: Mapping[str, Any]
+    ) -> Line:
+        """Log the parts of a dataset."""
+        whole = sum(sizes.values())
+        parts = ", ".join(f"{part} {size} ({size / whole:.0%})" for part, size in sizes.items())
+        more = "".join(f", {key} {value}" for key, value in facts.items())
+        text = f"Data loading - dataset {name}: {whole} samples, {parts}{more}"
+        return text, {"name": name, "sizes": dict(sizes), **facts}
+
+    @_logged("debug_validation")
+    def log_validation(self, step: int, facts: Mapping[str, Any], model: nn.Module) -> Line:
+        """Log the result of a validation."""
+        memory = memory_of(model)
+        text = (
+            f"Validation debugging: {facts['samples']} samples in {facts['batches']} batches, "
+            f"loss {facts['loss']:.6g}, memory {_format_memory(memory)}"
+        )
+        return text, {**facts, "memory": memory}
+
+    @_logged("debug_early_stopping")
+    def log_early_stopping(self, step: int, value: float, stops: bool, stopping: Any) -> Line:
+        """Log the values and the decision of early stopping."""
+        names = ("best", "waited", "patience")
+        facts = {"value": value, **{name: getattr(stopping, name, None) for name in names}}
+        numbers = {name: one for name, one in facts.items() if isinstance(one, (int, float))}
+        shown = ", ".join(f"{name} {number:.6g}" for name, number in numbers.items())
+        decided = "stop" if stops else "go on"
+        return f"Early stopping debugging: {shown}: {decided}", {**facts, "stops": stops}
+
+    @_logged("debug_lr_scheduling")
+    def log_learning_rate(
+        self, batch: int, scheduler: Any, when: str, before: tuple[float, ...]
+    ) -> Line:
+        """Log the learning rates before and after the scheduler's step."""
+        rates = learning_rates(scheduler.optimizer)
+        kind = type(scheduler).__name__
+        change = "unchanged" if before == rates else f"was {_format_rates(before)}"
+        text = f"LR scheduling debugging: {kind}, each {when}, {_format_rates(rates)} ({change})"
+        return text, {"scheduler": kind, "rates": rates, "before": before, "each": when}
+
+
+def _log_line(line: Line | None) -> None:
+    if line is not None:
+        text, facts = line
+        log.debug("%s", text, extra={"facts": {**facts, "at": time.time()}})
+
+
+_INPUT_NAMES = {"input_ids": "input", "inputs": "input", "attention_mask": "attention-mask"}
+
+
+def named_inputs(inputs: Any) -> Iterable[tuple[str, Tensor]]:
+    """Yield the tensors of a batch with their names: input, attention-mask, labels."""
+    if isinstance(inputs, Mapping):
+        for name, one in inputs.items():
+            if isinstance(one, Tensor):
+                yield _INPUT_NAMES.get(str(name), str(name)), one
+        return
+    for number, one in enumerate(tensors_in(inputs)):
+        yield ("input", "labels")[number] if number < 2 else f"input {number}", one
+
+
+def batch_size(inputs: Any) -> int:
+    """The number of samples in a batch: the first dimension of its first tensor."""
+    first = next((one for _, one in named_inputs(inputs)), None)
+    return int(first.shape[0]) if first is not None and first.dim() else 1
+
+
+def _format_memory(memory: Mapping[str, int]) -> str:
+    where, sizes = "CUDA", (memory["cuda_allocated"], memory["cuda_reserved"])
+    if not torch.cuda.is_available():
+        where, sizes = "no CUDA: the model, and its process", (memory["total"], memory["process"])
+    used = memory["system_used"] / MB
+    allocated, reserved = (f"{size / MB:.1f} MB" for size in sizes)
+    return f"Allocated {allocated}, Reserved {reserved} ({where}), system {used:.0f} MB in use"
+
+
+def _describe_devices(title: str, model: nn.Module) -> Line:
+    counts = dict(Counter(str(one.device) for one in model.parameters()))
+    gpus: list[str] = []
+    for number in range(min(torch.cuda.device_count(), MAX_SHOWN_DEVICES)):
+        gpu = torch.cuda.get_device_properties(number)
+        used, total = torch.cuda.memory_allocated(number) / MB, gpu.total_memory / MB
+        gpus.append(f"cuda:{number} {gpu.name}, {used:.0f} of {total:.0f} MB allocated")
+    placed = ", ".join(f"{count} parameters on {device}" for device, count in counts.items())
+    cuda = "; ".join(gpus) or "CUDA is not available"
+    text = f"{title}: {placed or 'no parameters'}; {cuda}"
+    return text, {"parameters_on": counts, "cuda": gpus}
+
+
+def _format_rates(rates: Iterable[float]) -> str:
+    return ", ".join("unknown" if rate != rate else f"{rate:.4g}" for rate in rates)

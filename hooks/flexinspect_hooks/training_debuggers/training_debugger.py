@@ -43,8 +43,12 @@ from flexinspect_hooks.training_debuggers.result_types import (
     TensorInfo,
     TrainingFigures,
 )
-from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard, common_board
-from flexinspect_hooks.training_debuggers.switch_log import SwitchLog
+from flexinspect_hooks.training_debuggers.switch_board import (
+    HasSwitches,
+    SwitchBoard,
+    SwitchLog,
+    common_board,
+)
 
 PROFILED_STEPS = 10
 """Steps in one window of the profiler switches."""

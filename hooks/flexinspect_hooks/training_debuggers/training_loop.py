@@ -24,8 +24,7 @@ from flexinspect_hooks.training_debuggers.profiling import (
     ProfileSummary,
     profile_model_performance,
 )
-from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard
-from flexinspect_hooks.training_debuggers.switch_log import batch_size
+from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard, batch_size
 from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
 
 
@@ -129,41 +128,43 @@ class TrainingLoop(HasSwitches):
             argument_checks.check_function(step, "early_stopping.step", "the newest loss")
         self.model.train()
         before = self.debugger.get_training_summary().anomaly_steps
-        mean = _MeanLoss()
+        losses: list[tuple[float, int]] = []
         try:
             for batch, waited_ms in _timed_batches(train_loader):
                 self._switch_log.log_data_loading(self._step, batch, waited_ms)
-                mean.add(self._train_batch(batch), batch_size(batch))
+                losses.append((self._train_batch(batch), batch_size(batch)))
         finally:
             self.debugger.close()
         self._scheduler_step("epoch", max(self._step - 1, 0))
         validation = None if val_loader is None else self.evaluate_model(val_loader)
-        loss, stops = mean.value, False
+        batches, samples, loss = _summarize(losses)
+        stops = False
         if early_stopping is not None:
             newest = loss if validation is None else validation.loss
             stops = bool(early_stopping.step(newest))
             self._switch_log.log_early_stopping(0, newest, stops, early_stopping)
         bad = self.debugger.get_training_summary().anomaly_steps - before
-        return EpochInfo(mean.batches, mean.samples, loss, bad, validation, stops)
+        return EpochInfo(batches, samples, loss, bad, validation, stops)
 
     @torch.no_grad()
     def evaluate_model(self, dataloader: Iterable[Any]) -> EvaluationInfo:
         """The loss and accuracy over a loader; the mode of each module is restored."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        mean, right, judged = _MeanLoss(), 0, 0
+        losses: list[tuple[float, int]] = []
+        right = judged = 0
         try:
             for batch in argument_checks.check_batches(dataloader, "evaluate_model"):
                 moved = self._to_device(batch)
                 value, output = self._forward(moved)
-                mean.add(float(value), batch_size(moved))
-                n_right, n_judged = _count_correct(output, labels_in(moved))
+                losses.append((float(value), batch_size(moved)))
+                n_right, n_judged = _count_correct(output, moved)
                 right, judged = right + n_right, judged + n_judged
         finally:
             for module, was_training in modes:
                 module.training = was_training
         accuracy = right / judged if judged else None
-        info = EvaluationInfo(mean.batches, mean.samples, mean.value, accuracy)
+        info = EvaluationInfo(*_summarize(losses), accuracy)
         self._switch_log.log_validation(0, info, self.model)
         return info
 
@@ -228,14 +229,8 @@ class TrainingLoop(HasSwitches):
         scaled.backward()
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        self.debugger.monitor_training_step(
-            self.model,
-            loss,
-            self._step,
-            optimizer=self.optimizer,
-            scaler=self._scaler,
-            autocast=self._autocast,
-        )
+        options = {"optimizer": self.optimizer, "scaler": self._scaler, "autocast": self._autocast}
+        self.debugger.monitor_training_step(self.model, loss, self._step, **options)
         if self._scaler is None:
             self.optimizer.step()
         else:
@@ -286,12 +281,6 @@ def _parse_device(device: torch.device | str) -> torch.device:
         raise UsageError(f"torch knows no device {device!r}.") from None
 
 
-def labels_in(batch: Any) -> Tensor | None:
-    """The labels of a batch, None if it has none."""
-    labels = _split_batch(batch)[1] if isinstance(batch, (Mapping, tuple, list)) else None
-    return labels if isinstance(labels, Tensor) else None
-
-
 def _split_batch(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         return {name: one for name, one in batch.items() if name != "labels"}, batch.get("labels")
@@ -300,31 +289,22 @@ def _split_batch(batch: Any) -> tuple[Any, Any]:
     raise UsageError('A batch must be a dict with "labels" or a pair (inputs, labels).')
 
 
-def _count_correct(output: Any, labels: Tensor | None) -> tuple[int, int]:
+def _count_correct(output: Any, batch: Any) -> tuple[int, int]:
     """The numbers of correct and of all predictions; (0, 0) if the outputs are not classes."""
     scores = getattr(output, "logits", output)
-    if labels is None or labels.is_floating_point() or not isinstance(scores, Tensor):
+    labels = _split_batch(batch)[1] if isinstance(batch, (Mapping, tuple)) else None
+    if not isinstance(labels, Tensor) or not isinstance(scores, Tensor):
         return 0, 0
-    if scores.dim() != 2 or labels.dim() != 1:
+    if labels.is_floating_point() or scores.dim() != 2 or labels.dim() != 1:
         return 0, 0
     return int((scores.argmax(-1) == labels).sum()), int(labels.numel())
 
 
-@dataclass(slots=True)
-class _MeanLoss:
-    """The mean loss over the samples of batches."""
-
-    batches: int = 0
-    samples: int = 0
-    total: float = 0.0
-
-    def add(self, loss: float, n_samples: int) -> None:
-        self.batches, self.samples = self.batches + 1, self.samples + n_samples
-        self.total += loss * n_samples
-
-    @property
-    def value(self) -> float:
-        return self.total / self.samples if self.samples else float("nan")
+def _summarize(losses: Sequence[tuple[float, int]]) -> tuple[int, int, float]:
+    """The numbers of batches and samples, and the mean loss over samples."""
+    samples = sum(size for _, size in losses)
+    total = sum(loss * size for loss, size in losses)
+    return len(losses), samples, total / samples if samples else float("nan")
 
 
 def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:

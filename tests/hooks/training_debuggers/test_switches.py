@@ -234,12 +234,12 @@ def test_a_condition_selects_the_steps_in_which_a_switch_acts(
 def test_a_switch_that_fails_is_turned_off_and_the_training_goes_on(
     lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexinspect_hooks.training_debuggers import switch_log
+    from flexinspect_hooks.training_debuggers import switch_board
 
     def broken(model: nn.Module) -> None:
         raise OSError("no counters here")
 
-    monkeypatch.setattr(switch_log, "memory_of", broken)
+    monkeypatch.setattr(switch_board, "memory_of", broken)
     loop = made(DebugSwitches(debug_memory_usage=True, debug_gradient_norms=True))
     epochs = train(loop)
     assert [epoch.batches for epoch in epochs] == [2, 2]
