@@ -117,35 +117,28 @@ class Governor:
         # Steps of microseconds may take less time than the estimated cost of capture.
         cost = own / max(wall - own, own / 100, 1e-9)
         self._known_costs[self._index] = cost
-        if cost > self._limit:
-            self._n_within_band = 0
-            is_lowest = self._index == len(DETAIL_LEVELS) - 1
-            return None if is_lowest else self._reduce_detail(cost, self._limit)
-        self._n_within_band += 1
+        is_above = cost > self._limit
+        self._n_within_band = 0 if is_above else self._n_within_band + 1
+        dropped, limit = self.detail.text, f"{self._limit:.1%}"
+        if is_above and self._index < len(DETAIL_LEVELS) - 1:
+            self._set_index(self._index + 1)
+            self._n_reduced += 1
+            self._lowest_index = max(self._lowest_index, self._index)
+            return DetailChange(
+                "detail-reduced",
+                f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above "
+                f"the band of {limit}: from now on {self.detail.text}, instead of {dropped}.",
+            )
         if self._index > self._level_index and self._n_within_band >= self._patience:
-            return self._restore_detail(cost, self._limit)
+            self._set_index(self._index - 1)
+            if self._known_costs.get(self._index, 0.0) > self._limit:
+                self._patience *= 2  # it was too expensive before: try less often
+            return DetailChange(
+                "detail-restored",
+                f"Capture took {cost:.1%} of what the last steps took without it, within the band "
+                f"of {limit}: again {self.detail.text}.",
+            )
         return None
-
-    def _reduce_detail(self, cost: float, limit: float) -> DetailChange:
-        dropped = self.detail.text
-        self._set_index(self._index + 1)
-        self._n_reduced += 1
-        self._lowest_index = max(self._lowest_index, self._index)
-        return DetailChange(
-            "detail-reduced",
-            f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above the "
-            f"band of {limit:.1%}: from now on {self.detail.text}, instead of {dropped}.",
-        )
-
-    def _restore_detail(self, cost: float, limit: float) -> DetailChange:
-        self._set_index(self._index - 1)
-        if self._known_costs.get(self._index, 0.0) > limit:
-            self._patience *= 2  # it was too expensive before: try less often
-        return DetailChange(
-            "detail-restored",
-            f"Capture took {cost:.1%} of what the last steps took without it, within the band of "
-            f"{limit:.1%}: again {self.detail.text}.",
-        )
 
     def _set_index(self, at: int) -> None:
         self._index, self._n_within_band = at, 0

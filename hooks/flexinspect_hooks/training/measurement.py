@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,6 @@ from flexinspect.records.training_step import (
 )
 from flexinspect_hooks.training.cost_governor import Detail
 from flexinspect_hooks.training.gradient_statistics import (
-    Gradients,
     NamedParameters,
     ParameterList,
     gradient_facts,
@@ -34,97 +33,25 @@ MAX_SAMPLE = 1 << 16
 """The most values of a parameter that are copied: rows, evenly spaced."""
 
 
-class UpdateMeter:
-    """Copies samples of the weights before a step, and compares them after it.
-
-    The copies are allocated once and reused: new memory costs more than copying.
-    """
-
-    def __init__(self, named: NamedParameters, group_at: Mapping[str, int]) -> None:
-        self._named, self._group_at = named, group_at
-        self._samples: list[Tensor] = []
-        self._copies: list[Tensor] = []
-        self.has_copies = False
-
-    @torch.no_grad()
-    def copy_weights(self) -> None:
-        """Copy the samples."""
-        # Not kept between steps: a parameter may get other memory, and the old one must be freed.
-        self._samples = [_sample_rows(one.parameter) for one in self._named]
-        kept = zip(self._copies, self._samples, strict=False)
-        if not self._copies or not all(_are_alike(*pair) for pair in kept):
-            self._copies = [torch.empty_like(one) for one in self._samples]
-        _foreach_by_kind(torch._foreach_copy_, self._copies, self._samples)
-        self.has_copies = True
-
-    @torch.no_grad()
-    def measure_change(self) -> tuple[float, ...]:
-        """The ratio of change to weights of each group, NaN if all weights are 0.
-
-        Empty if `copy_weights` was not called before the step.
-        """
-        if not self.has_copies:
-            return ()
-        self.has_copies = False
-        weights = tensor_norms(self._copies)
-        _foreach_by_kind(torch._foreach_sub_, self._copies, self._samples)
-        self._samples = []
-        squares = [[0.0, 0.0] for _ in self._group_at]
-        measured = zip(self._named, self._copies, tensor_norms(self._copies), weights, strict=True)
-        for one, copy, change, weight in measured:
-            size = one.parameter.numel() / max(copy.numel(), 1)
-            group = squares[self._group_at[one.group]]
-            group[0] += size * change * change
-            group[1] += size * weight * weight
-        return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
-
-    def release(self) -> None:
-        """Drop the copies."""
-        self._samples, self._copies, self.has_copies = [], [], False
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-
-
-def _sample_rows(parameter: Tensor) -> Tensor:
-    """A view of evenly spaced rows of a parameter, at most `MAX_SAMPLE` values together."""
-    values = parameter.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    if values.numel() <= MAX_SAMPLE:
-        return values
-    # In memory order, every dense parameter can be viewed as rows.
-    strides = values.stride()
-    values = values.permute(sorted(range(values.dim()), key=lambda at: -strides[at]))
-    if not values.is_contiguous():
-        return values[:: -(-values.numel() // MAX_SAMPLE)]
-    width = values.shape[-1] if values.shape[-1] <= MAX_SAMPLE else 1
-    rows = values.view(-1, width)
-    return rows[:: -(-len(rows) // (MAX_SAMPLE // width))]
-
-
-def _foreach_by_kind(call: Any, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-    for where in indices_by_kind(first):
-        call([first[i] for i in where], [second[i] for i in where])
-
-
 MAX_FULL_STEPS = 10
 """Steps with an anomaly that are recorded with all parameters; later ones like other steps."""
 
 
 class GradientMeter:
-    """Measures a model's gradients step by step."""
+    """Measures a model's gradients step by step, and how much a step changes its weights.
+
+    Of the weights it copies samples. The copies are reused: new memory costs more than copying.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._parameters = model, ParameterList()
         self.groups: tuple[str, ...] = ()
-        self._set_parameters(self._parameters.trainable_of(model))
         self._backward_order: dict[str, int] = {}
         self._hooked: list[str] = []
         self._order_hooks = ExitStack()
         self._norm_source = NormSource()
         self._n_problem_steps = 0
+        self._set_parameters(self._parameters.trainable_of(model))
 
     def refresh(self) -> str | None:
         """Update the parameters if some were added, replaced, frozen or unfrozen.
@@ -145,7 +72,12 @@ class GradientMeter:
         self.named, self.parameter_ids = named, {id(one.parameter) for one in named}
         self.groups = tuple(dict.fromkeys((*self.groups, *(one.group for one in named))))
         self._group_at = {group: at for at, group in enumerate(self.groups)}
-        self.updates = UpdateMeter(named, self._group_at)
+        self._drop_copies()
+
+    def _drop_copies(self) -> None:
+        self._samples: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self.has_copies = False
 
     def learn_order(self) -> None:
         """Hook the first backward pass to learn the order of the parameters."""
@@ -169,16 +101,47 @@ class GradientMeter:
     def release(self) -> None:
         """Remove the hooks, and drop the copies of weights."""
         self._order_hooks.close()
-        self.updates.release()
+        self._drop_copies()
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Copy samples of the weights before a step."""
+        # Not kept between steps: a parameter may get other memory, and the old one must be freed.
+        self._samples = [_sample_rows(one.parameter) for one in self.named]
+        if [*map(_kind_of, self._copies)] != [*map(_kind_of, self._samples)]:
+            self._copies = [torch.empty_like(one) for one in self._samples]
+        _foreach_by_kind(torch._foreach_copy_, self._copies, self._samples)
+        self.has_copies = True
+
+    @torch.no_grad()
+    def measure_change(self) -> tuple[float, ...]:
+        """The ratio of change to weights of each group, NaN if all weights are 0.
+
+        Empty if `copy_weights` was not called before the step.
+        """
+        if not self.has_copies:
+            return ()
+        self.has_copies = False
+        weights = tensor_norms(self._copies)
+        _foreach_by_kind(torch._foreach_sub_, self._copies, self._samples)
+        self._samples = []
+        squares = [[0.0, 0.0] for _ in self.groups]
+        measured = zip(self.named, self._copies, tensor_norms(self._copies), weights, strict=True)
+        for one, copy, change, weight in measured:
+            size = one.parameter.numel() / max(copy.numel(), 1)
+            group = squares[self._group_at[one.group]]
+            group[0] += size * change * change
+            group[1] += size * weight * weight
+        return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
     def measure(
         self,
         step: int,
         detail: Detail,
         *,
-        scale: float = 1.0,
-        is_warming: bool = False,
-        clipped: ClippingNorms | None = None,
+        scale: float,
+        is_warming: bool,
+        clipped: ClippingNorms | None,
     ) -> TrainingStepRecord | None:
         """The gradients as the optimizer receives them, None in a step that is not measured.
 
@@ -193,47 +156,60 @@ class GradientMeter:
         if scale != 1.0:
             gradients = gradients.unscaled(scale)
         outliers = gradients.outliers()
-        producer = self._producer(outliers)
-        if is_warming and producer is not None and producer.kind == "vanishing":
-            producer = None
-        return replace(
-            step_record(gradients, outliers, vanishing=0.0 if is_warming else VANISHING_NORM),
-            gradients=tuple(gradients.rows) if self._is_recorded(step, detail, producer) else (),
-            group_norms=self._group_norms(gradients),
-            anomaly_origin=producer,
-        )
-
-    def _is_recorded(self, step: int, detail: Detail, producer: AnomalyOrigin | None) -> bool:
-        if producer is not None:
-            self._n_problem_steps += 1
-            if self._n_problem_steps <= MAX_FULL_STEPS:
-                return True
-        return step % detail.rows_every == 0
-
-    def _group_norms(self, gradients: Gradients) -> tuple[float, ...]:
+        vanishing = 0.0 if is_warming else VANISHING_NORM
+        producer = self._producer(outliers, vanishing)
+        self._n_problem_steps += producer is not None
+        is_first_problem = producer is not None and self._n_problem_steps <= MAX_FULL_STEPS
+        is_recorded = is_first_problem or step % detail.rows_every == 0
         squares = [0.0] * len(self.groups)
         for one, norm in zip(gradients.parameters, gradients.norms, strict=True):
             squares[self._group_at[one.group]] += norm * norm
-        return tuple(math.sqrt(value) if value >= 0 else value for value in squares)
-
-    def _producer(self, outliers: Sequence[ParameterGradient]) -> AnomalyOrigin | None:
-        """The parameter in which an anomaly first appears on the way back from the loss."""
-        nonfinite = self._in_backward_order(one for one in outliers if one.has_nonfinite)
-        if nonfinite:
-            first = nonfinite[0]
-            counts = f"{first.n_nan} NaN, {first.n_inf} Inf"
-            return AnomalyOrigin("backward", first.name, len(nonfinite) - 1, counts)
-        kind, group = (
-            "explosion",
-            self._in_backward_order(one for one in outliers if one.explodes()),
+        return replace(
+            step_record(gradients, outliers, vanishing=vanishing),
+            gradients=tuple(gradients.rows) if is_recorded else (),
+            group_norms=tuple(math.sqrt(one) if one >= 0 else one for one in squares),
+            anomaly_origin=producer,
         )
-        if not group:
-            kind, group = "vanishing", [one for one in outliers if one.is_matrix and one.vanishes()]
-            group.sort(key=lambda one: one.norm)
-        if not group:
-            return None
-        return AnomalyOrigin(kind, group[0].name, len(group) - 1, f"{group[0].norm:.4g}")
 
-    def _in_backward_order(self, outliers: Iterable[ParameterGradient]) -> list[ParameterGradient]:
+    def _producer(
+        self, outliers: Sequence[ParameterGradient], vanishing: float
+    ) -> AnomalyOrigin | None:
+        """The parameter in which an anomaly first appears on the way back from the loss."""
         last = len(self._backward_order)
-        return sorted(outliers, key=lambda one: self._backward_order.get(one.name, last))
+        ordered = sorted(outliers, key=lambda one: self._backward_order.get(one.name, last))
+        if bad := [one for one in ordered if one.has_nonfinite]:
+            counts = f"{bad[0].n_nan} NaN, {bad[0].n_inf} Inf"
+            return AnomalyOrigin("backward", bad[0].name, len(bad) - 1, counts)
+        kind, bad = "explosion", [one for one in ordered if one.explodes()]
+        if not bad:
+            kind, bad = "vanishing", [o for o in outliers if o.is_matrix and o.vanishes(vanishing)]
+            bad.sort(key=lambda one: one.norm)
+        if not bad:
+            return None
+        return AnomalyOrigin(kind, bad[0].name, len(bad) - 1, f"{bad[0].norm:.4g}")
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _sample_rows(parameter: Tensor) -> Tensor:
+    """A view of evenly spaced rows of a parameter, at most `MAX_SAMPLE` values together."""
+    values = parameter.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if values.numel() <= MAX_SAMPLE:
+        return values
+    # In memory order, every dense parameter can be viewed as rows.
+    strides = values.stride()
+    values = values.permute(sorted(range(values.dim()), key=lambda at: -strides[at]))
+    if not values.is_contiguous():
+        return values[:: -(-values.numel() // MAX_SAMPLE)]
+    width = values.shape[-1] if values.shape[-1] <= MAX_SAMPLE else 1
+    rows = values.view(-1, width)
+    return rows[:: -(-len(rows) // (MAX_SAMPLE // width))]
+
+
+def _foreach_by_kind(call: Any, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    for where in indices_by_kind(first):
+        call([first[i] for i in where], [second[i] for i in where])

@@ -374,7 +374,7 @@ class TrainingSession:
             # A fused optimizer divides by the loss scale itself.
             self._measure(1.0 if scale is None else float(scale))
         if self._governor.detail.compares_weights(now.number):
-            self._meter.updates.copy_weights()
+            self._meter.copy_weights()
         self._passes_before_s = self._passes_s()
         now.optimizer_started = time.perf_counter()
         self._step_own_s += now.optimizer_started - started
@@ -387,9 +387,9 @@ class TrainingSession:
         if _has_closure(args, kwargs):
             self._current.is_updated = True
             self._measure()
-        if self._meter.updates.has_copies:
+        if self._meter.has_copies:
             self._synchronize()
-        self._current.ratios = self._meter.updates.measure_change()
+        self._current.ratios = self._meter.measure_change()
         self._end_step(started)
 
     def _passes_s(self) -> float:

@@ -43,8 +43,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         Governor(check_level(level), band)  # to refuse wrong values here already
         self.watch: TrainingWatch | None = None
         self._out, self._level, self._band = out, level, band
-        self._is_open = False
-        self._model_id = 0
+        self._model_id: int | None = None
+        """`id` of the model that is being trained."""
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **rest: Any
@@ -53,14 +53,13 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if not getattr(state, "is_world_process_zero", True):
             return
         out = self._out
-        if self._is_open:
+        if self._model_id is not None:
             self._abandon()
             out = None if self._out is None else watch_trace.numbered_path(Path(self._out))
         if id(model) in _active_callbacks:
             _active_callbacks[id(model)]._abandon()
         self.watch = watch_training(model, optimizer, out=out, level=self._level, band=self._band)
         self.watch.__enter__()
-        self._is_open = True
         self._model_id = id(model)  # the watch holds the model: no other gets its id meanwhile
         _active_callbacks[self._model_id] = self
         # A trainer does not report an exception to callbacks: then the trace ends at exit.
@@ -74,12 +73,11 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._end(RuntimeError("the training did not finish"))
 
     def _end(self, error: BaseException | None) -> None:
-        if self.watch is None or not self._is_open:
-            return
-        self._is_open = False
-        _active_callbacks.pop(self._model_id, None)
-        atexit.unregister(self._abandon)
-        self.watch.__exit__(type(error) if error else None, error, None)
+        if self.watch is not None and self._model_id is not None:
+            _active_callbacks.pop(self._model_id, None)
+            self._model_id = None
+            atexit.unregister(self._abandon)
+            self.watch.__exit__(type(error) if error else None, error, None)
 
 
 T = TypeVar("T")
