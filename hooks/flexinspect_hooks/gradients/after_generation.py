@@ -35,10 +35,7 @@ COST_EVENT = "gradients-cost"
 
 @dataclass(frozen=True, slots=True)
 class FinishedBranch:
-    """A branch that has ended: its prompt, the tokens it generated, and its mask.
-
-    `token_ids` include those of its parents before its `fork_step`.
-    """
+    """A branch that has ended; `token_ids` include its parents' before its `fork_step`."""
 
     generation: int
     prompt: Prompt
@@ -53,10 +50,9 @@ class FinishedBranch:
 
 
 class TokenGradients:
-    """Keeps what the gradients of a generation need, and computes them after it has ended.
+    """Keeps what the gradients of a generation need, and computes them after it, in its thread.
 
-    It runs in the model's thread, and never in a recorded forward pass. A failure becomes an event,
-    and the run goes on.
+    A failure becomes an event, and the run goes on.
     """
 
     def __init__(self, model: Any, job: Job, *, compiled: bool) -> None:

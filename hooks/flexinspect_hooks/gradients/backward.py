@@ -1,9 +1,7 @@
 """The gradient of one generated token: repeats its forward pass and runs a backward pass.
 
-To check that the repeated forward pass equals the recorded one, their logits are compared. A sample
-of each step's logits is kept for that, of bounded size because there may be very many steps: the
-log-sum-exp, the chosen token's logit, and values spread evenly over the vocabulary (all of a small
-one).
+To check that the repeated forward pass equals the recorded one, a sample of their logits is
+compared: the log-sum-exp, the chosen token's, and values spread evenly over the vocabulary.
 
 FlexAttention has a backward on CUDA only; elsewhere the dense reference replaces it. Both use the
 same patch as generation, so that every layer gets the same mask, scale and soft cap.
@@ -92,10 +90,7 @@ def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """What to differentiate ("logprob" or "margin"), and whether to use anomaly mode.
-
-    `use_flex` None uses FlexAttention where it has a backward.
-    """
+    """What to differentiate ("logprob" or "margin"); `use_flex` None: where it has a backward."""
 
     target: str = "logprob"
     detect_anomaly: bool = False
@@ -131,11 +126,7 @@ class Differentiator:
     def compute(
         self, context: TokenContext, sampled: SampledLogits, source: MaskSource, spec: GradientSpec
     ) -> GradientRecord:
-        """The gradients of the token that `sampled` belongs to.
-
-        They are left out if the repeated forward pass differs from the recorded one (see
-        `GradientRecord.matches_recorded`).
-        """
+        """The gradients of a token; none if the repeated forward pass differs from the recorded."""
         started = time.perf_counter()
         run = partial(self._forward_backward, context, sampled, source, spec)
         note = _find_anomaly(partial(run, keeps_weights=True)) if spec.detect_anomaly else None
@@ -165,27 +156,27 @@ class Differentiator:
         with patch, GradientObserver(self._model, self._blocks) as observer, torch.enable_grad():
             logits = self._forward(context)
             distance = logits_distance(sampled, logits)
-            target = target_gradient(logits, sampled.token_id, spec.target)
+            value, rival, scale, unit = target_gradient(logits, sampled.token_id, spec.target)
             if distance <= sampled.tolerance:
                 inputs = [*observer.parameters, *observer.leaves]
-                gradients = torch.autograd.grad(logits, inputs, target.unit, allow_unused=True)
+                gradients = torch.autograd.grad(logits, inputs, unit, allow_unused=True)
                 of_parameters = gradients[: len(observer.parameters)]
                 n_unreached = sum(one is None for one in of_parameters)
                 observer.note_unreached_layers()
-        factor = target.factor
+        factor = scale if 0 < scale < math.inf else 1.0  # from the unit vector's gradients
         return GradientRecord(
             generation=context.generation,
             step=context.step,
             token_id=sampled.token_id,
             target=spec.target,
-            value=target.value,
-            scale=target.scale,
+            value=value,
+            scale=scale,
             path=patch.path,
             logits_error=distance,
             tolerance=sampled.tolerance,
             wall_ms=0.0,
             branch=context.branch,
-            runner_up_id=target.rival,
+            runner_up_id=rival,
             n_unreached=n_unreached,
             stats=tuple(
                 replace(stat, norm=stat.norm * factor, max=stat.max * factor)
@@ -233,29 +224,14 @@ def _find_anomaly(run: Callable[[], object]) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class TargetGradient:
-    """The value that is differentiated, and its gradient at the logits: `unit` (V,) times `scale`.
-
-    `rival` is the next best token of a margin.
-    """
-
-    value: float
-    rival: int | None
-    scale: float
-    unit: Tensor
-
-    @property
-    def factor(self) -> float:
-        """The factor from gradients of the unit vector to gradients of the value."""
-        return self.scale if 0 < self.scale < math.inf else 1.0
-
-
-def target_gradient(logits: Tensor, token_id: int, target: str) -> TargetGradient:
+def target_gradient(
+    logits: Tensor, token_id: int, target: str
+) -> tuple[float, int | None, float, Tensor]:
     """A token's log-probability, or its logit minus the next best, and the gradient.
 
-    It is computed in float64 and scaled to length 1: the gradient of a token with a probability
-    near 1 is so small that it would be lost in the model's dtype.
+    Returns the value, the next best token of a margin, the norm of the gradient at the logits, and
+    the gradient (V,) scaled to length 1. It is computed in float64 before: the gradient of a token
+    with a probability near 1 is so small that it would be lost in the model's dtype.
     """
     row = logits.detach().double().requires_grad_(True)
     rival = None
@@ -269,7 +245,7 @@ def target_gradient(logits: Tensor, token_id: int, target: str) -> TargetGradien
     (gradient,) = torch.autograd.grad(value, row)
     scale = float(gradient.norm())
     unit = gradient / scale if 0 < scale < math.inf else gradient
-    return TargetGradient(float(value.detach()), rival, scale, unit.to(logits.dtype))
+    return float(value.detach()), rival, scale, unit.to(logits.dtype)
 
 
 def _token_norms(observer: GradientObserver, factor: float) -> Array | None:
@@ -284,10 +260,7 @@ def _token_norms(observer: GradientObserver, factor: float) -> Array | None:
 
 
 def _layer_norms(observer: GradientObserver, factor: float) -> Array | None:
-    """The gradient norms at the embeddings and at the output of each layer, by layer number.
-
-    0 where the backward pass did not arrive, NaN for a layer that is not observed.
-    """
+    """The norms at the embeddings and at each layer's output: 0 if unreached, NaN if unobserved."""
     if not observer.stats:
         return None
     norms = np.full(max(observer.blocks, default=-1) + 2, np.nan, np.float32)

@@ -65,10 +65,9 @@ class GradientObserver:
         self._restore.close()
 
     def note_unreached_layers(self) -> None:
-        """After the backward pass, set 0 for the parameters of each layer it did not reach.
+        """Set 0 for the parameters of each layer that the backward pass did not reach.
 
-        In a layer that it reached, some parameters may rightly have no gradient: those of experts
-        that received no token.
+        In a layer that it reached, experts that received no token rightly have no gradient.
         """
         reached = {stat.layer for stat in self.stats.values()}
         for name, (layer, part) in self._layer_and_part.items():

@@ -285,10 +285,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers: members of module lists, and the modules beside them.
-
-    A module that contains a list at any depth is searched; any other module counts as one layer.
-    """
+    """Yield the layers: members of module lists at any depth, and the modules beside those."""
     lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -448,10 +445,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def max_abs(tensor: Tensor) -> Tensor:
-    """The largest magnitude in a tensor, NaN if it has one; 0-dim, on the tensor's device.
-
-    Unlike a sum of squares it is finite whenever all values are.
-    """
+    """The largest magnitude in a tensor, NaN if it has one; 0-dim, on the tensor's device."""
     if not tensor.numel():
         return tensor.new_zeros(())
     if is_remote(tensor):
@@ -481,7 +475,7 @@ def dense_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def stack_numbers(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Numbers, or rows of numbers, of any device and precision as one tensor on `device`.
+    """Numbers of any device and precision, or rows of them, as one tensor on `device`.
 
     Does not wait unless `device` is the CPU.
     """

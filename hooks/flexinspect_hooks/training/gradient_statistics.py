@@ -29,10 +29,7 @@ from flexinspect_hooks.python_internals.torch_private import module_tables
 
 
 def learning_rates(optimizer: Any) -> tuple[float, ...]:
-    """The learning rate of each parameter group, NaN if it is unknown.
-
-    Adafactor with relative steps, for example, has None there and computes its rate by itself.
-    """
+    """The learning rate of each parameter group, NaN if unknown (as Adafactor's relative steps)."""
     return tuple(_learning_rate(group.get("lr")) for group in optimizer.param_groups)
 
 
@@ -44,10 +41,7 @@ def _learning_rate(rate: Any) -> float:
 
 
 class NamedParameter(NamedTuple):
-    """A parameter with its name, its group, and whether it is a matrix.
-
-    Only the gradients of matrices are checked for vanishing.
-    """
+    """A parameter, its group, and whether it is a matrix: only these are checked for vanishing."""
 
     name: str
     parameter: nn.Parameter
@@ -169,10 +163,7 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def foreach_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """The norms of tensors as torch's own clipping computes them.
-
-    On a CPU they are inexact for many values: 0.2 % for 30 million in float32.
-    """
+    """As torch's clipping: on a CPU inexact for many values (0.2 % for 30 million in float32)."""
     return reduce_batched(tensors, _stack_foreach_norms)
 
 
@@ -182,10 +173,7 @@ def gradient_facts(
     with_max: bool = True,
     norms_of: Callable[[Sequence[Tensor]], list[float]] = tensor_norms,
 ) -> Gradients:
-    """The statistics of every parameter that has a gradient, in order.
-
-    `with_max` costs a second pass over the gradients.
-    """
+    """The statistics of every parameter that has a gradient; `with_max` costs a second pass."""
     pairs = [(one, grad) for one in named if (grad := gradient_of(one.parameter)) is not None]
     grads = [grad for _, grad in pairs]
     norms = norms_of(grads)

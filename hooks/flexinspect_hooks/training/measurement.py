@@ -115,10 +115,7 @@ class GradientMeter:
 
     @torch.no_grad()
     def measure_change(self) -> tuple[float, ...]:
-        """The ratio of change to weights of each group, NaN if all weights are 0.
-
-        Empty if `copy_weights` was not called before the step.
-        """
+        """The ratio of change to weights of each group (NaN if all are 0); () without copies."""
         if not self.has_copies:
             return ()
         self.has_copies = False

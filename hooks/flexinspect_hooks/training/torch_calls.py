@@ -51,10 +51,7 @@ class ClippingNorms:
     versions: Sequence[int | None] = ()
 
     def norms_of(self, grads: Sequence[Tensor]) -> list[float] | None:
-        """The norms of the gradients after clipping, None if they are unknown.
-
-        They are unknown if one is non-finite, or was changed by torch since.
-        """
+        """The norms after clipping, None if one is non-finite, or its gradient changed since."""
         if not math.isfinite(total := float(self.total)):
             return None
         factor = min(self.max_norm / (total + 1e-6), 1.0)  # as torch's clipping multiplies

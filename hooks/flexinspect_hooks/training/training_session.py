@@ -77,10 +77,7 @@ def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> Ge
 
 @dataclass(slots=True)
 class TrainingStepDraft(StepPasses):
-    """The data of one step until it is complete.
-
-    `reported_loss` is the loss that the program passed to `TrainingWatch.step`.
-    """
+    """The data of one step until it is complete; the program passed `reported_loss` to `step`."""
 
     number: int = 0
     started: float = 0.0
@@ -319,11 +316,7 @@ class TrainingSession:
         return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()
 
     def set_loss(self, loss: Loss | None) -> None:
-        """Set the loss of the step that just ended, or else of the current one.
-
-        Without an optimizer this ends the step. Raises `UsageError` for a loss that is not a
-        single number.
-        """
+        """Set the loss of the step that just ended, or else of the current one."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().clone()  # the program may change it later
         elif loss is not None:

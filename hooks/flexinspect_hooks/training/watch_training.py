@@ -205,10 +205,7 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
 
 
 def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
-    """The optimizer that does the steps: the one inside a wrapper such as accelerate's.
-
-    Raises `UsageError` if it is not an optimizer.
-    """
+    """The optimizer that does the steps, which may be inside a wrapper such as accelerate's."""
     if optimizer is None:
         return None
     inner = getattr(optimizer, "optimizer", None)
@@ -224,10 +221,7 @@ def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
 
 
 class TrainingCounts:
-    """Counts the steps of a training run from its start, or from the last `clear`, on.
-
-    It outlives the run, of which it keeps only the count.
-    """
+    """Counts the steps of a run from its start or the last `clear` on, also after its end."""
 
     def __init__(self, count: TrainingSummaryCounter, run: TrainingWatch) -> None:
         self._count, self._baseline = count, TrainingSummary()

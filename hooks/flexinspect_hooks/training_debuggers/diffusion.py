@@ -145,10 +145,7 @@ class DiffusionModelDebugger(BaseDebugger):
 
 
 def components_of(pipeline: Any) -> dict[str, nn.Module]:
-    """The modules of a pipeline by name: from its `components`, else from its attributes.
-
-    Raises `UsageError` for an object without any module.
-    """
+    """The modules of a pipeline by name, from its `components` or else from its attributes."""
     if isinstance(pipeline, nn.Module):
         return measurements.parts_of(pipeline)
     parts = getattr(pipeline, "components", None)

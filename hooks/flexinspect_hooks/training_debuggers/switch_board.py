@@ -40,11 +40,10 @@ StepCondition = Callable[[int], bool]
 
 
 class SwitchBoard:
-    """Thirteen switches, for one debugger or several.
+    """Thirteen switches, for one debugger or several, which may be set from any thread.
 
-    Reading a switch costs an attribute access. Setting one takes effect from the next step on and
-    works from any thread. A switch whose work fails is turned off (`run_guarded`), and the training
-    goes on.
+    Reading a switch costs an attribute access. A switch whose work fails is turned off
+    (`run_guarded`), and the training goes on.
     """
 
     def __init__(self, switches: DebugSwitches | None = None) -> None:
@@ -74,10 +73,7 @@ class SwitchBoard:
         return asdict(self.now)
 
     def is_active(self, switch: str, step: int) -> bool:
-        """Whether a switch, by its full name, is on and acts in this step.
-
-        A switch whose `when` fails is turned off.
-        """
+        """Whether a switch is on and acts in this step; one whose `when` fails is turned off."""
         if not getattr(self.now, switch):
             return False
         when = self._conditions.get(switch)

@@ -38,10 +38,7 @@ class EvaluationInfo(DictDataclass):
 
 
 class EpochInfo(DictDataclass):
-    """An epoch: its mean loss over samples, the steps with an anomaly, and the validation.
-
-    `stops` is whether early stopping ended the training.
-    """
+    """An epoch; `loss` is the mean over samples, `stops` whether early stopping ended it all."""
 
     batches: int
     samples: int
@@ -317,10 +314,7 @@ def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSplits:
-    """The three parts of a dataset; `length` is the number of tokens of each padded sample.
-
-    A sample is a dict of the tokenizer's tensors and "labels".
-    """
+    """The parts of a dataset of dicts; `length` is the number of tokens of each padded sample."""
 
     name: str
     train: Subset[dict[str, Tensor]]
