@@ -159,7 +159,7 @@ def test_a_failure_is_an_event_and_keeps_the_answer(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for 12 GiB")
 
-    monkeypatch.setattr(after_generation.Differentiator, "compute", fail)
+    monkeypatch.setattr(backward.Differentiator, "compute", fail)
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
         assert [row.state for row in reader.generations()] == ["finished", "finished"]
         assert reader.generation(0).answer == "Paris"

@@ -20,12 +20,7 @@ from torch import Tensor, nn
 
 from flexinspect.records.step import LayerStatRecord
 from flexinspect.records.training_step import AnomalyOrigin
-from flexinspect_hooks.python_internals.torch_private import (
-    backward_number,
-    call_after_backward,
-    is_compiled_in_place,
-    wrap_compiled,
-)
+from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.training.gradient_statistics import stack_nonfinite_counts, tensor_facts
 
 MAX_PENDING_FORWARDS = 64
@@ -118,8 +113,8 @@ class ForwardWatch:
         """Register the hooks."""
         model = self._model
         begin, end = self._guarded(self._begin), self._guarded(self._end)
-        if is_compiled_in_place(model):
-            self._hooks.callback(wrap_compiled(model, begin, end))
+        if torch_private.is_compiled_in_place(model):
+            self._hooks.callback(torch_private.wrap_compiled(model, begin, end))
             return
         before = model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         self._hooks.enter_context(before)
@@ -160,7 +155,7 @@ class ForwardWatch:
         model, self._watched_leaves = self._model, self.watches_leaves
         self._module_hooks.close()
         # In a compiled model a hook would be compiled too, or break its graph.
-        if type(model).__name__ == "OptimizedModule" or is_compiled_in_place(model):
+        if type(model).__name__ == "OptimizedModule" or torch_private.is_compiled_in_place(model):
             return
         named = [*model.named_modules()] if self.watches_leaves else [*blocks_of(model)]
         if self.watches_leaves:
@@ -257,7 +252,7 @@ class ForwardWatch:
             if not is_loss:
                 passes.output_gradient_norms.append(max_abs(grad.detach()))
             # If one backward pass goes through several forward passes, the first hook is its start.
-            number = backward_number()
+            number = torch_private.backward_number()
             if number == self._backward:
                 return
             self._backward = number
@@ -266,7 +261,7 @@ class ForwardWatch:
             def on_backward_end() -> None:
                 passes.backward_s += time.perf_counter() - started
 
-            call_after_backward(on_backward_end)
+            torch_private.call_after_backward(on_backward_end)
 
         return self._guarded(on_output_gradient)
 

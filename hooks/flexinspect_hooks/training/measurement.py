@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.training_step import (
-    VANISHING_NORM,
-    AnomalyOrigin,
-    ParameterGradient,
-    TrainingStepRecord,
-)
+from flexinspect.records import training_step
 from flexinspect_hooks.training.cost_governor import Detail
 from flexinspect_hooks.training.gradient_statistics import (
     NamedParameters,
@@ -139,7 +134,7 @@ class GradientMeter:
         scale: float,
         is_warming: bool,
         clipped: ClippingNorms | None,
-    ) -> TrainingStepRecord | None:
+    ) -> training_step.TrainingStepRecord | None:
         """The gradients as the optimizer receives them, None in a step that is not measured.
 
         `scale` is the loss scale that they still contain, `clipped` the norms known from clipping.
@@ -153,7 +148,7 @@ class GradientMeter:
         if scale != 1.0:
             gradients = gradients.unscaled(scale)
         outliers = gradients.outliers()
-        vanishing = 0.0 if is_warming else VANISHING_NORM
+        vanishing = 0.0 if is_warming else training_step.VANISHING_NORM
         producer = self._producer(outliers, vanishing)
         self._n_problem_steps += producer is not None
         is_first_problem = producer is not None and self._n_problem_steps <= MAX_FULL_STEPS
@@ -169,21 +164,21 @@ class GradientMeter:
         )
 
     def _producer(
-        self, outliers: Sequence[ParameterGradient], vanishing: float
-    ) -> AnomalyOrigin | None:
+        self, outliers: Sequence[training_step.ParameterGradient], vanishing: float
+    ) -> training_step.AnomalyOrigin | None:
         """The parameter in which an anomaly first appears on the way back from the loss."""
         last = len(self._backward_order)
         ordered = sorted(outliers, key=lambda one: self._backward_order.get(one.name, last))
         if bad := [one for one in ordered if one.has_nonfinite]:
             counts = f"{bad[0].n_nan} NaN, {bad[0].n_inf} Inf"
-            return AnomalyOrigin("backward", bad[0].name, len(bad) - 1, counts)
+            return training_step.AnomalyOrigin("backward", bad[0].name, len(bad) - 1, counts)
         kind, bad = "explosion", [one for one in ordered if one.explodes()]
         if not bad:
             kind, bad = "vanishing", [o for o in outliers if o.is_matrix and o.vanishes(vanishing)]
             bad.sort(key=lambda one: one.norm)
         if not bad:
             return None
-        return AnomalyOrigin(kind, bad[0].name, len(bad) - 1, f"{bad[0].norm:.4g}")
+        return training_step.AnomalyOrigin(kind, bad[0].name, len(bad) - 1, f"{bad[0].norm:.4g}")
 
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:

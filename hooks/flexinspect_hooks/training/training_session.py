@@ -20,15 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flexinspect.records import training_step
 from flexinspect.records.step import EventRecord, GenerationEnd, GenerationRecord, MemoryRecord
-from flexinspect.records.training_step import (
-    LOSS_FROM_OUTPUT,
-    LOSS_REPORTED,
-    AnomalyOrigin,
-    TrainingStepRecord,
-    TrainingSummaryCounter,
-    is_warming_up,
-)
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
@@ -82,7 +75,7 @@ class TrainingStepDraft(StepPasses):
     number: int = 0
     started: float = 0.0
     started_at: float = 0.0
-    measured: TrainingStepRecord | None = None
+    measured: training_step.TrainingStepRecord | None = None
     rates: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
     norm_before_clip: Loss | None = None
@@ -124,7 +117,7 @@ class TrainingStepDraft(StepPasses):
             isinstance(value, Tensor) and is_remote(value) for value in values
         )
 
-    def record(self) -> TrainingStepRecord:
+    def record(self) -> training_step.TrainingStepRecord:
         """The record of the step from everything that is known."""
         self.is_updated = True  # results not read yet are read after the optimizer's step
         self.read()
@@ -132,7 +125,7 @@ class TrainingStepDraft(StepPasses):
         spent = self.forward_s + self.backward_s + self.optimizer_s
         spent += (self.data_s or 0.0) + self.own_s + self.waited_s
         return replace(
-            self.measured or TrainingStepRecord(loss, source, ()),
+            self.measured or training_step.TrainingStepRecord(loss, source, ()),
             loss=loss,
             loss_source=source,
             learning_rates=self.rates,
@@ -155,27 +148,29 @@ class TrainingStepDraft(StepPasses):
 
     def _loss(self) -> tuple[float, str]:
         if self.reported_loss is not None:
-            return float(self.reported_loss), LOSS_REPORTED
+            return float(self.reported_loss), training_step.LOSS_REPORTED
         if self.losses:
             losses = [*map(float, self.losses)]
             loss = math.fsum(losses) if self.are_shares else fmean(losses)
-            return loss, LOSS_FROM_OUTPUT
+            return loss, training_step.LOSS_FROM_OUTPUT
         return math.nan, ""
 
-    def _producer(self, loss: float, source: str) -> AnomalyOrigin | None:
+    def _producer(self, loss: float, source: str) -> training_step.AnomalyOrigin | None:
         """Where the anomaly began: in the forward pass, else in the loss, else in the backward."""
         origin = None if self.measured is None else self.measured.anomaly_origin
         if self.producer is not None:
             return self.producer
         if source and not math.isfinite(loss):
-            return AnomalyOrigin("loss", "", 0 if origin is None else origin.n_affected + 1)
+            return training_step.AnomalyOrigin(
+                "loss", "", 0 if origin is None else origin.n_affected + 1
+            )
         if origin is None or origin.kind != "backward":
             return origin
         output_norms = [float(norm) for norm in self.output_gradient_norms]
         if all(map(math.isfinite, output_norms)):
             return origin
         detail = f"{origin.detail}; it arrives at the model's output, so the loss makes it"
-        return AnomalyOrigin(origin.kind, origin.name, origin.n_affected, detail)
+        return training_step.AnomalyOrigin(origin.kind, origin.name, origin.n_affected, detail)
 
 
 class TrainingRecords(Hook):
@@ -186,7 +181,7 @@ class TrainingRecords(Hook):
     def record(
         self,
         step: StepContext,
-        kept: tuple[TrainingStepRecord, TrainingStepDraft],
+        kept: tuple[training_step.TrainingStepRecord, TrainingStepDraft],
         values: Values,
         draft: StepDraft,
     ) -> None:
@@ -221,7 +216,7 @@ class TrainingSession:
         self, model: nn.Module, optimizer: Optimizer | None, sink: TraceWriter, governor: Governor
     ) -> None:
         self.recorder = Recorder(sink, linger_s=LINGER_S)
-        self.summary = TrainingSummaryCounter()
+        self.summary = training_step.TrainingSummaryCounter()
         self.own_s = self.total_s = 0.0
         self._model, self._optimizer = model, optimizer
         self._governor = governor
@@ -439,7 +434,7 @@ class TrainingSession:
             now.reported_loss, self._reported_loss = self._reported_loss, None
             now.read()
             self._write()
-        is_rising = is_warming_up(self._rates_before, now.rates)
+        is_rising = training_step.is_warming_up(self._rates_before, now.rates)
         if not now.is_skipped:
             self._rates_before = now.rates
         clipped, self._clipped = self._clipped, None

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexinspect_hooks.training_debuggers.async_logger import AsyncTrainingLogger
-    from flexinspect_hooks.training_debuggers.debugger_base import debug_logging
     from flexinspect_hooks.training_debuggers.diffusion import DiffusionModelDebugger
     from flexinspect_hooks.training_debuggers.profiling import profile_model_performance
-    from flexinspect_hooks.training_debuggers.pytorch_debugger import PyTorchDebugger, debug_context
+    from flexinspect_hooks.training_debuggers.pytorch_debugger import (
+        PyTorchDebugger,
+        debug_context,
+        debug_logging,
+    )
     from flexinspect_hooks.training_debuggers.switch_board import (
         SwitchBoard,
         board_of_settings,
@@ -44,10 +47,9 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "async_logger": ["AsyncTrainingLogger"],
-    "debugger_base": ["debug_logging"],
     "diffusion": ["DiffusionModelDebugger"],
     "profiling": ["profile_model_performance"],
-    "pytorch_debugger": ["PyTorchDebugger", "debug_context"],
+    "pytorch_debugger": ["PyTorchDebugger", "debug_context", "debug_logging"],
     "training_debugger": ["TrainingDebugger"],
     "training_loop": ["EarlyStopping", "TrainingLoop"],
 }

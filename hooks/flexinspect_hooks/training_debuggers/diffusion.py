@@ -15,7 +15,7 @@ from flexinspect.records.debug_switches import DebugLevel
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import tensor_norms
 from flexinspect_hooks.training_debuggers import measurements
-from flexinspect_hooks.training_debuggers.debugger_base import BaseDebugger, DebuggerOptions, log
+from flexinspect_hooks.training_debuggers.pytorch_debugger import BaseDebugger, DebuggerOptions, log
 from flexinspect_hooks.training_debuggers.result_types import DiffusionStepInfo, PipelineAnalysis
 
 MAX_SPREAD_GROWTH = 5.0

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.records.debug_switches import DictDataclass
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.training_debuggers.debugger_base import log
+from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 WAIT_BATCHES, WARMUP_BATCHES = 1, 1
@@ -235,6 +235,8 @@ def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
 
 PROFILER_SWITCH = "enable_autograd_profiler"
 TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
+PROFILED_STEPS = 10
+"""Steps in one window."""
 N_LOGGED_OPERATORS = 5
 PAUSE_FACTOR = 5
 """A window is followed by a pause of this many times the time it took to end and read it."""
@@ -252,7 +254,7 @@ class ProfilerWindows:
         self,
         board: SwitchBoard,
         *,
-        steps: int,
+        steps: int = PROFILED_STEPS,
         folder: str | Path = PROFILE_FOLDER,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

@@ -23,13 +23,13 @@ from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training.gradient_statistics import Gradients, learning_rates
-from flexinspect_hooks.training_debuggers.debugger_base import (
+from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
+from flexinspect_hooks.training_debuggers.pytorch_debugger import (
     MAX_LOGGED_ANOMALIES,
     GradientLimits,
     gradient_problems,
     log,
 )
-from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
 
 T = TypeVar("T")
 

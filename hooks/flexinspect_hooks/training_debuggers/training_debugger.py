@@ -29,29 +29,21 @@ from flexinspect_hooks.training.gradient_statistics import (
     learning_rates,
     step_record,
 )
-from flexinspect_hooks.training_debuggers import measurements
-from flexinspect_hooks.training_debuggers.debugger_base import (
+from flexinspect_hooks.training_debuggers import measurements, switch_board
+from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
+from flexinspect_hooks.training_debuggers.pytorch_debugger import (
     GradientDebugger,
     GradientDebuggerOptions,
     GradientLimits,
     log,
 )
-from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
 from flexinspect_hooks.training_debuggers.result_types import (
     DebugSummary,
     StepInfo,
     TensorInfo,
     TrainingFigures,
 )
-from flexinspect_hooks.training_debuggers.switch_board import (
-    HasSwitches,
-    SwitchBoard,
-    SwitchLog,
-    common_board,
-)
 
-PROFILED_STEPS = 10
-"""Steps in one window of the profiler switches."""
 ROTATION_STEPS = 16
 """At EXTREME every weight is checked once in this many steps, or more often if there are few."""
 MIN_WEIGHTS_PER_STEP = 4
@@ -60,7 +52,7 @@ MIN_WEIGHTS_PER_STEP = 4
 Metric = Callable[[nn.Module, float, int], float]
 
 
-class TrainingDebugger(HasSwitches, GradientDebugger):
+class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
     """Checks each training step after its backward pass, before the optimizer uses the gradients.
 
     `switches` is its own board, by default the common one. A step is an anomaly if the norm of one
@@ -76,15 +68,15 @@ class TrainingDebugger(HasSwitches, GradientDebugger):
         self,
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
-        switches: SwitchBoard | None = None,
+        switches: switch_board.SwitchBoard | None = None,
         profile_folder: str | Path = PROFILE_FOLDER,
         **options: Unpack[GradientDebuggerOptions],
     ) -> None:
-        if switches is not None and not isinstance(switches, SwitchBoard):
+        if switches is not None and not isinstance(switches, switch_board.SwitchBoard):
             raise UsageError(f"switches must be a SwitchBoard, not a {type(switches).__name__}.")
-        self.switches = switches or common_board()
-        self.switch_log = SwitchLog(self.switches)
-        self._windows = ProfilerWindows(self.switches, steps=PROFILED_STEPS, folder=profile_folder)
+        self.switches = switches or switch_board.common_board()
+        self.switch_log = switch_board.SwitchLog(self.switches)
+        self._windows = ProfilerWindows(self.switches, folder=profile_folder)
         self._metrics: dict[str, Metric] = {}
         self._parameter_names: tuple[str, ...] = ()
         self._parameters = ParameterList()
@@ -161,6 +153,7 @@ class TrainingDebugger(HasSwitches, GradientDebugger):
         if not math.isfinite(value):
             sentence = f"The loss is {value} at step {step}."
             anomalies.insert(0, self._make_anomaly("loss", "loss", sentence, step=step))
+        is_advanced = self.level.includes(DebugLevel.ADVANCED)
         weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
         info = StepInfo(
             step=step,
@@ -173,17 +166,14 @@ class TrainingDebugger(HasSwitches, GradientDebugger):
             exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
             vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
             anomalies=tuple(anomalies),
-            memory=measurements.memory_of(model)
-            if self.level.includes(DebugLevel.ADVANCED)
-            else None,
+            memory=measurements.memory_of(model) if is_advanced else None,
             parameters=weights,
             gradients=grads,
             metrics=self._run_metrics(model, value, step),
         )
         self._store_norms(step, gradients)
-        self._record_analysis(
-            [info, *(weights or {}).values(), *(grads or {}).values()], info.anomalies
-        )
+        tensors = [*(weights or {}).values(), *(grads or {}).values()]
+        self._record_analysis([info, *tensors], info.anomalies)
         self.switch_log.log_norms(step, gradients, limits)
         self.switch_log.log_backward(step, model, gradients)
         if self.level is DebugLevel.EXTREME:
