@@ -6,7 +6,7 @@ Also the registry of the debuggers whose anomaly counts the `/training-logs/debu
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
@@ -176,24 +176,32 @@ def _anomalies(counts: AnomalyCounts) -> AnomalySummary:
     return AnomalySummary(counts.total_anomalies, counts.debug_history_length)
 
 
-class FindingCounter:
-    """Counts the findings and steps of a trace, read on request; `clear` restarts from 0."""
+class BaselineCounter:
+    """Counts from its start, or from the last `clear`, on."""
 
-    def __init__(self, trace: str) -> None:
-        self._trace = Path(trace)
+    def __init__(self) -> None:
         self._baseline = AnomalyCounts()
 
+    def _read(self) -> AnomalyCounts:
+        """Return all that was ever counted."""
+        raise NotImplementedError
+
     def counts(self) -> AnomalyCounts:
-        """Return findings and steps since the start or the last `clear`."""
-        now, before = self._read(), self._baseline
-        return AnomalyCounts(
-            total_anomalies=max(now.total_anomalies - before.total_anomalies, 0),
-            debug_history_length=max(now.debug_history_length - before.debug_history_length, 0),
-        )
+        """Return the counts since the start or the last `clear`."""
+        now, before = asdict(self._read()), asdict(self._baseline)
+        return AnomalyCounts(**{name: max(now[name] - before[name], 0) for name in now})
 
     def clear(self) -> None:
         """Count from here on; the trace keeps what it has."""
         self._baseline = self._read()
+
+
+class FindingCounter(BaselineCounter):
+    """Counts the findings and steps of a trace, read on request."""
+
+    def __init__(self, trace: str) -> None:
+        super().__init__()
+        self._trace = Path(trace)
 
     def _read(self) -> AnomalyCounts:
         # Imported here because it loads numpy, which the user's program may want to load first.

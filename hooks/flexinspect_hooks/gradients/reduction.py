@@ -97,14 +97,14 @@ class GradientObserver:
         return None, "norm" if _NORM_PATTERN.search(name) else "other"
 
     def _on_embedding_output(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        def on_gradient(gradient: Tensor) -> None:
+            self.gradient, self.norms[-1] = gradient.detach(), gradient_norm(gradient)
+
         if not output.requires_grad:
             output = output.detach().requires_grad_(True)
         self.embeddings = output.detach()
-        output.register_hook(self._on_embedding_gradient)  # type: ignore[no-untyped-call]
+        output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
         return output
-
-    def _on_embedding_gradient(self, gradient: Tensor) -> None:
-        self.gradient, self.norms[-1] = gradient.detach(), gradient_norm(gradient)
 
     def _layer_output_hook(self, layer: int) -> Any:
         def on_gradient(gradient: Tensor) -> None:

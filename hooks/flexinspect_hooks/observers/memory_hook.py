@@ -7,11 +7,13 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
+from torch import nn
 
 from flexinspect.records.step import MemoryRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
@@ -22,51 +24,53 @@ _STATUS = Path("/proc/self/status")
 _STATM = Path("/proc/self/statm")
 
 
+class StepMemory:
+    """Reads the memory of the process, its model and its GPU, without synchronisation."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+        self._device = device
+        self._rss, self.close = _rss_reader()
+
+    def read(self) -> MemoryRecord:
+        """The memory now, without the KV cache; the CUDA figures are those of the allocator."""
+        if self._device.type != "cuda":
+            return MemoryRecord(self._rss(), self._model, 0)
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+        sizes = (allocated["current"], reserved["current"], allocated["peak"])
+        return MemoryRecord(self._rss(), self._model, 0, *sizes)
+
+
 class MemoryHook(Hook):
-    """Reads counters only; it does not synchronise the device."""
+    """Records the memory of each step."""
 
     name = "memory"
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Sum the bytes of parameters and buffers, and choose the cheapest way to read the RSS."""
         self._device = context.device
-        self._model = sum(p.nbytes for p in context.model.parameters())
-        self._model += sum(b.nbytes for b in context.model.buffers())
-        self._rss, close = rss_reader()
-        return [close]
+        self._memory = StepMemory(context.model, context.device)
+        return [self._memory.close]
 
     def open(self, step: StepContext) -> None:
         """Reset the CUDA peak counter, so that it measures this step."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def reduce(
-        self, step: StepContext, buffer: StepBuffer
-    ) -> tuple[int, tuple[int, int, int] | None]:
-        """Read the RSS and the CUDA allocator's counters (None on other devices).
-
-        Here and not in the writer thread, which may write this step with seven later ones.
-        """
-        if self._device.type != "cuda":
-            return self._rss(), None
-        stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
-        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        return self._rss(), (allocated["current"], reserved["current"], allocated["peak"])
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> MemoryRecord:
+        """Read the memory, here because the writer thread may write this step with later ones."""
+        return self._memory.read()
 
     def record(
-        self,
-        step: StepContext,
-        kept: tuple[int, tuple[int, int, int] | None],
-        values: Values,
-        draft: StepDraft,
+        self, step: StepContext, kept: MemoryRecord, values: Values, draft: StepDraft
     ) -> None:
         """Write the step's `MemoryRecord`; the cache's size is computed from the calls' shapes."""
-        rss, cuda = kept
         kv_cache = 0
         for call in draft.calls:
             n_values = call.batch * call.kv_heads * call.kv_len * call.head_dim
             kv_cache += 2 * n_values * int(getattr(torch, call.dtype).itemsize)
-        draft.memory = MemoryRecord(rss, self._model, kv_cache, *(cuda or (None, None, None)))
+        draft.memory = replace(kept, kv_cache=kv_cache)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -82,7 +86,7 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def rss_reader() -> tuple[Callable[[], int], Remove]:
+def _rss_reader() -> tuple[Callable[[], int], Remove]:
     """Return a function that reads the resident set size in bytes, and one that closes its file.
 
     On Linux the file stays open: opening it costs five times as much as reading it.

@@ -78,7 +78,9 @@ class ParameterList:
 
     def trainable_of(self, model: nn.Module) -> list[NamedParameter]:
         """The parameters that require gradients now."""
-        if self._model is None or self._model() is not model or self._has_changed():
+        is_known = self._model is not None and self._model() is model
+        is_known = is_known and sum(map(len, self._tables)) == len(self._parts)
+        if not is_known or any(table.get(name) is not part for table, name, part in self._parts):
             self._walk(model)
         return [one for one in self._all if one.parameter.requires_grad]
 
@@ -93,11 +95,6 @@ class ParameterList:
 
         self._all, self._tables, self._parts = every, tables, parts
         self._model = weakref.ref(model, forget)
-
-    def _has_changed(self) -> bool:
-        if sum(map(len, self._tables)) != len(self._parts):
-            return True
-        return any(table.get(name) is not part for table, name, part in self._parts)
 
 
 @dataclass
@@ -240,7 +237,9 @@ def indices_by_kind(tensors: Sequence[Tensor]) -> list[Sequence[int]]:
 
 
 def _stack_norms(tensors: list[Tensor]) -> Tensor:
-    if all(map(_is_dense_on_cpu, tensors)):
+    device, dtype = tensors[0].device, tensors[0].dtype
+    is_dense = all(type(one) is Tensor and one.is_contiguous() for one in tensors)
+    if is_dense and device.type == "cpu" and dtype in (torch.float32, torch.float64):
         # Takes a fifth less time than `_foreach_norm`, and is nearer to the norm in float64: BLAS
         # reads at the speed of the memory, and sums in several lanes.
         flat = [one.view(-1) for one in tensors]
@@ -252,15 +251,6 @@ def _stack_foreach_norms(tensors: list[Tensor]) -> Tensor:
     is_small = tensors[0].dtype.itemsize < 4  # the norm of float16 values need not fit in float16
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32 if is_small else None)
     return torch.stack(list(norms))
-
-
-def _is_dense_on_cpu(one: Tensor) -> bool:
-    return (
-        type(one) is Tensor
-        and one.device.type == "cpu"
-        and one.dtype in (torch.float32, torch.float64)
-        and one.is_contiguous()
-    )
 
 
 def _stack_max_abs(tensors: list[Tensor]) -> Tensor:

@@ -29,7 +29,7 @@ from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import Hook, StepDraft, built_in_rules
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.observers.memory_hook import rss_reader
+from flexinspect_hooks.observers.memory_hook import StepMemory
 from flexinspect_hooks.python_internals.pickling import hide_hooks
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.training import torch_calls
@@ -189,24 +189,6 @@ class TrainingRecords(Hook):
         draft.training, finished = kept
         draft.memory = finished.memory
         draft.layer_stats += finished.stats
-
-
-class StepMemory:
-    """Reads the memory of the process and of its GPU, without synchronisation."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
-        self._device = device
-        self._rss, self.close = rss_reader()
-
-    def read(self) -> MemoryRecord:
-        """The memory now; the peak is the allocator's, which only the program resets."""
-        if self._device.type != "cuda":
-            return MemoryRecord(self._rss(), self._model, 0)
-        stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
-        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        sizes = (allocated["current"], reserved["current"], allocated["peak"])
-        return MemoryRecord(self._rss(), self._model, 0, *sizes)
 
 
 class TrainingSession:

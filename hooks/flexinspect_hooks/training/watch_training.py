@@ -18,7 +18,11 @@ from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.control.control_protocols import AnomalyCounts, register_counter
+from flexinspect_hooks.control.control_protocols import (
+    AnomalyCounts,
+    BaselineCounter,
+    register_counter,
+)
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.training_session import TrainingSession
@@ -220,26 +224,17 @@ def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
     return optimizer
 
 
-class TrainingCounts:
+class TrainingCounts(BaselineCounter):
     """Counts the steps of a run from its start or the last `clear` on, also after its end."""
 
     def __init__(self, count: TrainingSummaryCounter, run: TrainingWatch) -> None:
-        self._count, self._baseline = count, TrainingSummary()
-        self._run = weakref.ref(run)
+        super().__init__()
+        self._count, self._run = count, weakref.ref(run)
 
-    def counts(self) -> AnomalyCounts:
-        """The counts; a step with an anomaly counts once, and the history has every step."""
-        now, before = self._count.summary, self._baseline
-        since = {name: count - getattr(before, name) for name, count in asdict(now).items()}
-        return AnomalyCounts(
-            total_anomalies=since["anomaly_steps"],
-            debug_history_length=since["total_steps"],
-            **since,
-        )
-
-    def clear(self) -> None:
-        """Count from here on; the trace is not changed."""
-        self._baseline = self._count.summary
+    def _read(self) -> AnomalyCounts:
+        now = self._count.summary  # a step with an anomaly counts once; the history has every step
+        history = {"total_anomalies": now.anomaly_steps, "debug_history_length": now.total_steps}
+        return AnomalyCounts(**asdict(now), **history)
 
     @property
     def level(self) -> str:

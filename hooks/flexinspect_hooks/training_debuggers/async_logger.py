@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -112,7 +112,7 @@ class AsyncTrainingLogger:
         n_anomalies = self.debugger.get_debug_summary().total_anomalies
         self._log(logging.INFO, f"Training is over: {n_anomalies} anomalies")
 
-    async def __aenter__(self) -> AsyncTrainingLogger:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:

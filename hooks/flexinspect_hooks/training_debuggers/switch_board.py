@@ -51,7 +51,8 @@ class SwitchBoard:
         self._conditions: dict[str, StepCondition] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, _anomaly_mode.request, id(self), False)
-        self._set(switches or self.now, {})
+        status = asdict(switches or self.now)
+        self._turn([name for name, is_on in status.items() if is_on], True, {})
 
     def enable_debugging(self, names: Names = None, *, when: StepCondition | None = None) -> None:
         """Turn on switches by short ("memory_usage") or full name; without names, all.
@@ -92,13 +93,11 @@ class SwitchBoard:
     def _turn(
         self, chosen: Iterable[str], on: bool, conditions: Mapping[str, StepCondition]
     ) -> None:
-        others = {name: old for name, old in self._conditions.items() if name not in chosen}
-        self._set(replace(self.now, **dict.fromkeys(chosen, on)), {**others, **conditions})
-
-    def _set(self, switches: DebugSwitches, conditions: dict[str, StepCondition]) -> None:
         with self._lock:
-            self.now, self._conditions = switches, conditions
-            _anomaly_mode.request(id(self), switches.enable_autograd_anomaly)
+            others = {name: old for name, old in self._conditions.items() if name not in chosen}
+            self._conditions = {**others, **conditions}
+            self.now = replace(self.now, **dict.fromkeys(chosen, on))
+            _anomaly_mode.request(id(self), self.now.enable_autograd_anomaly)
 
 
 class HasSwitches:

@@ -17,8 +17,8 @@ from flexinspect.panels.gradients_panel import gradient_norms
 from flexinspect.rules.training.token_gradient_rule import GradientsRule
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.generation.mask_source import UserMaskSource
-from flexinspect_hooks.gradients import backward as patching
-from flexinspect_hooks.gradients.backward import (
+from flexinspect_hooks.gradients import after_generation as patching
+from flexinspect_hooks.gradients.after_generation import (
     GradientPatch,
     GradientSpec,
     dense_attention,
