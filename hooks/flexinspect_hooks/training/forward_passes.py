@@ -238,7 +238,11 @@ class ForwardWatch:
             outer = [one for one in outer if one.dim() and one is not loss]
         outs += [(MODEL_OUTPUT, self._model, one) for one in outer]
         outs += [] if loss is None else [("", self._model, loss)]
-        return reduce_extremes(self._inputs, outs, n_deciding, device)
+        # A float mask contains -inf by design, so only the maximum of an input is checked.
+        inputs = [one for value in self._inputs for one in dense_tensors(value) if one.numel()]
+        values = [*(one.max() for one in inputs), *(max_abs(tensor) for _, _, tensor in outs)]
+        sources = [(name, module, tensor.dtype) for name, module, tensor in outs]
+        return Extremes(stack_numbers(values, device), len(inputs), n_deciding, sources)
 
     def _release(self) -> None:
         self._outputs.clear()
@@ -373,9 +377,6 @@ MODEL_OUTPUT = "(output)"
 UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
 """Detail of a module whose weights may have become non-finite only in the update itself."""
 
-ModuleOutput = tuple[str, nn.Module, Tensor]
-"""The name of a module ("" for a loss), the module, and a tensor that it returned."""
-
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
@@ -389,7 +390,8 @@ class Extremes:
     values: Tensor
     n_inputs: int
     n_deciding: int
-    sources: tuple[tuple[str, nn.Module, torch.dtype], ...]
+    sources: Sequence[tuple[str, nn.Module, torch.dtype]]
+    """The name of a module ("" for a loss), the module, and the dtype of a tensor it returned."""
 
     def producer(self, *, is_updated: bool = False) -> AnomalyOrigin | None:
         """The origin of the first non-finite output: the inputs, weights, a module, or the loss.
@@ -416,17 +418,6 @@ class Extremes:
             prefix = "" if name == MODEL_OUTPUT else f"{name}."
             name = prefix + bad.removeprefix("_orig_mod.")
         return AnomalyOrigin(kind, name, n_carriers, detail)
-
-
-def reduce_extremes(
-    inputs: Any, outs: Sequence[ModuleOutput], n_deciding: int, device: torch.device
-) -> Extremes:
-    """Reduce the inputs of a model and the outputs of its modules, in their order."""
-    # A float mask contains -inf by design, so only the maximum of an input is checked.
-    maxima = [one.max() for value in inputs for one in dense_tensors(value) if one.numel()]
-    values = [*maxima, *(max_abs(tensor) for _, _, tensor in outs)]
-    sources = tuple((name, module, tensor.dtype) for name, module, tensor in outs)
-    return Extremes(stack_numbers(values, device), len(maxima), n_deciding, sources)
 
 
 def is_remote(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -192,8 +193,7 @@ def step_record(
 ) -> TrainingStepRecord:
     """What is known of a step from its gradients alone; its loss is unknown.
 
-    Only matrices count as vanishing: the gradient of a key bias is 0 up to rounding in any
-    transformer.
+    Only matrices vanish: the gradient of a key bias is 0 up to rounding in any transformer.
     """
     return TrainingStepRecord(
         loss=math.nan,
@@ -216,8 +216,6 @@ def reduce_batched(
     numbers: list[Any] = [None] * len(tensors)
     for indices in indices_by_kind(tensors):
         values = reduce([tensors[index] for index in indices]).tolist()
-        if len(values) == len(tensors):
-            return list(values)
         for index, value in zip(indices, values, strict=True):
             numbers[index] = value
     return numbers
@@ -230,9 +228,9 @@ def indices_by_kind(tensors: Sequence[Tensor]) -> list[Sequence[int]]:
     dtype, device = tensors[0].dtype, tensors[0].device
     if all(one.dtype is dtype and one.device == device for one in tensors):
         return [range(len(tensors))]
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    kinds = defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
     for index, one in enumerate(tensors):
-        kinds.setdefault((one.device, one.dtype), []).append(index)
+        kinds[one.device, one.dtype].append(index)
     return [*kinds.values()]
 
 

@@ -20,11 +20,7 @@ from torch.nn.utils import clip_grad
 
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
-from flexinspect_hooks.training.gradient_statistics import (
-    foreach_norms,
-    indices_by_kind,
-    tensor_norms,
-)
+from flexinspect_hooks.training import gradient_statistics
 
 CHECK_INTERVAL = 10
 """The norms from clipping are checked against the gradients every so many steps."""
@@ -79,10 +75,12 @@ class NormSource:
         """The norm of each gradient of a step."""
         known = None if clipped is None or self._agrees is False else clipped.norms_of(grads)
         if known is None:
-            return tensor_norms(grads)
+            return gradient_statistics.tensor_norms(grads)
         if self._agrees and step % CHECK_INTERVAL:
             return known
-        norms = foreach_norms(grads)  # as clipping does, or the norms of large gradients differ
+        norms = gradient_statistics.foreach_norms(
+            grads
+        )  # as clipping does, or the norms of large gradients differ
         pairs = zip(known, norms, strict=True)
         self._agrees = all(math.isclose(one, other, rel_tol=NORM_TOLERANCE) for one, other in pairs)
         return norms
@@ -100,7 +98,7 @@ def measure_clipping(
     if not grads or norm_type != 2.0 or foreach is False or not is_plain:
         return None
     is_precise = grads[0].device.type in CLIPPING_DEVICES and grads[0].dtype in CLIPPING_DTYPES
-    if not is_precise or len(indices_by_kind(grads)) != 1:
+    if not is_precise or len(gradient_statistics.indices_by_kind(grads)) != 1:
         return None
     norms = torch.stack(list(torch._foreach_norm(grads, 2.0)))
     return ClippingNorms(torch.linalg.vector_norm(norms, 2.0), norms, grads)

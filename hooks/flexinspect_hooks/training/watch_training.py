@@ -18,11 +18,7 @@ from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.control.control_protocols import (
-    AnomalyCounts,
-    BaselineCounter,
-    register_counter,
-)
+from flexinspect_hooks.control import control_protocols
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.training_session import TrainingSession
@@ -152,7 +148,7 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
             raise
         # The control server reports the counts of this run, not those of an earlier one.
         _newest_counts[:] = [TrainingCounts(session.summary, self)]
-        register_counter("training", _newest_counts[0])
+        control_protocols.register_counter("training", _newest_counts[0])
         return session
 
     def _end_calls(
@@ -224,17 +220,17 @@ def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
     return optimizer
 
 
-class TrainingCounts(BaselineCounter):
+class TrainingCounts(control_protocols.BaselineCounter):
     """Counts the steps of a run from its start or the last `clear` on, also after its end."""
 
     def __init__(self, count: TrainingSummaryCounter, run: TrainingWatch) -> None:
         super().__init__()
         self._count, self._run = count, weakref.ref(run)
 
-    def _read(self) -> AnomalyCounts:
+    def _read(self) -> control_protocols.AnomalyCounts:
         now = self._count.summary  # a step with an anomaly counts once; the history has every step
         history = {"total_anomalies": now.anomaly_steps, "debug_history_length": now.total_steps}
-        return AnomalyCounts(**asdict(now), **history)
+        return control_protocols.AnomalyCounts(**asdict(now), **history)
 
     @property
     def level(self) -> str:

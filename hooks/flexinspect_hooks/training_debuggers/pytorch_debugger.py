@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -123,10 +123,16 @@ _OWN_FILES = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
 OnAnomaly = Callable[[Anomaly], Any]
 
 
+GradientLimits = tuple[float, float]
+"""The norms above which a gradient explodes and below which it vanishes."""
+
+
 class DebuggerOptions(TypedDict, total=False):
     """The options of all debuggers, which `BaseDebugger` explains."""
 
     history: int
+    explosion: float
+    vanishing: float
     alert_above: float
     on_anomaly: OnAnomaly | None
 
@@ -136,7 +142,8 @@ class BaseDebugger:
 
     `history` is the maximum number of entries; older ones are dropped. A rate of anomalies above
     `alert_above` logs a warning. `on_anomaly` is called with each anomaly; an exception in it is
-    logged. Counts and history are safe to use from several threads.
+    logged. `explosion` and `vanishing` are limits of the norm of a gradient, where it is checked.
+    Counts and history are safe to use from several threads.
     """
 
     kind: ClassVar[control_protocols.DebuggerKind] = "general"
@@ -146,11 +153,15 @@ class BaseDebugger:
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
         history: int = DEFAULT_HISTORY,
+        explosion: float = EXPLODING_NORM,
+        vanishing: float = VANISHING_NORM,
         alert_above: float = 0.1,
         on_anomaly: OnAnomaly | None = None,
     ) -> None:
         self._level = parse_level(level)
         self._history: deque[Any] = deque(maxlen=argument_checks.check_count(history, "history"))
+        self._explosion = argument_checks.check_limit(explosion, "explosion")
+        self._vanishing = argument_checks.check_limit(vanishing, "vanishing")
         self._alert_above = argument_checks.check_limit(alert_above, "alert_above")
         if on_anomaly is not None:
             argument_checks.check_function(on_anomaly, "on_anomaly", "an anomaly")
@@ -260,6 +271,22 @@ class BaseDebugger:
             if count
         ]
 
+    def _gradient_anomalies(
+        self,
+        gradients: Iterable[ParameterGradient],
+        limits: GradientLimits,
+        *,
+        step: int | None = None,
+        tensors: Mapping[str, TensorInfo] | None = None,
+    ) -> list[Anomaly]:
+        """The anomalies of gradients; `tensors` has measurements of them by parameter name."""
+        infos = tensors or {}
+        return [
+            self._make_anomaly(kind, one.name, sentence, step=step, tensor=infos.get(one.name))
+            for one in gradients
+            for kind, sentence in gradient_problems(one, limits)
+        ]
+
     def _record_problems(self, where: str, problems: Iterable[str]) -> None:
         """Count one analysis of a model, whose problems are anomalies."""
         self._record_analysis([], [self._make_anomaly("model", where, one) for one in problems])
@@ -272,9 +299,8 @@ class BaseDebugger:
             self._cached_stack = (analysis, "".join(traceback.format_list(frames)))
         return self._cached_stack[1]
 
-    def _record_analysis(self, entries: Iterable[Any], anomalies: Iterable[Anomaly]) -> None:
+    def _record_analysis(self, entries: Iterable[Any], anomalies: Sequence[Anomaly]) -> None:
         """Count one analysis, keep its entries, and report its anomalies."""
-        anomalies = list(anomalies)
         with self._lock:
             self._n_analyses += 1
             self._n_anomalous += bool(anomalies)
@@ -317,49 +343,6 @@ class BaseDebugger:
         return self._alerts[-1]
 
 
-GradientLimits = tuple[float, float]
-"""The norms above which a gradient explodes and below which it vanishes."""
-
-
-class GradientDebuggerOptions(DebuggerOptions, total=False):
-    """The options of `GradientDebugger`."""
-
-    explosion: float
-    vanishing: float
-
-
-class GradientDebugger(BaseDebugger):
-    """A debugger for which a gradient norm above `explosion` or below `vanishing` is an anomaly."""
-
-    def __init__(
-        self,
-        level: DebugLevel | str = DebugLevel.BASIC,
-        *,
-        explosion: float = EXPLODING_NORM,
-        vanishing: float = VANISHING_NORM,
-        **options: Unpack[DebuggerOptions],
-    ) -> None:
-        self._explosion = argument_checks.check_limit(explosion, "explosion")
-        self._vanishing = argument_checks.check_limit(vanishing, "vanishing")
-        super().__init__(level, **options)
-
-    def _gradient_anomalies(
-        self,
-        gradients: Iterable[ParameterGradient],
-        limits: GradientLimits,
-        *,
-        step: int | None = None,
-        tensors: Mapping[str, TensorInfo] | None = None,
-    ) -> list[Anomaly]:
-        """The anomalies of gradients; `tensors` has measurements of them by parameter name."""
-        infos = tensors or {}
-        return [
-            self._make_anomaly(kind, one.name, sentence, step=step, tensor=infos.get(one.name))
-            for one in gradients
-            for kind, sentence in gradient_problems(one, limits)
-        ]
-
-
 def gradient_problems(
     facts: ParameterGradient, limits: GradientLimits
 ) -> Iterator[tuple[str, str]]:
@@ -374,7 +357,7 @@ def gradient_problems(
         yield "vanishing", f"Gradient vanishing in {name}: norm {norm:.4g} below {vanishing:g}."
 
 
-class PyTorchDebugger(GradientDebugger):
+class PyTorchDebugger(BaseDebugger):
     """Checks tensors and models on demand, counts anomalies, and keeps a bounded history.
 
     A gradient of one parameter with a norm above `explosion` or below `vanishing` is an anomaly:

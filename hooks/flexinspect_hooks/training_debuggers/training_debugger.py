@@ -23,25 +23,14 @@ from flexinspect.records.training_step import (
 )
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
-from flexinspect_hooks.training.gradient_statistics import (
-    Gradients,
-    ParameterList,
-    learning_rates,
-    step_record,
-)
-from flexinspect_hooks.training_debuggers import measurements, switch_board
+from flexinspect_hooks.training import gradient_statistics
+from flexinspect_hooks.training_debuggers import measurements, result_types, switch_board
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
 from flexinspect_hooks.training_debuggers.pytorch_debugger import (
-    GradientDebugger,
-    GradientDebuggerOptions,
+    BaseDebugger,
+    DebuggerOptions,
     GradientLimits,
     log,
-)
-from flexinspect_hooks.training_debuggers.result_types import (
-    DebugSummary,
-    StepInfo,
-    TensorInfo,
-    TrainingFigures,
 )
 
 ROTATION_STEPS = 16
@@ -52,7 +41,7 @@ MIN_WEIGHTS_PER_STEP = 4
 Metric = Callable[[nn.Module, float, int], float]
 
 
-class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
+class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
     """Checks each training step after its backward pass, before the optimizer uses the gradients.
 
     `switches` is its own board, by default the common one. A step is an anomaly if the norm of one
@@ -70,7 +59,7 @@ class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
         *,
         switches: switch_board.SwitchBoard | None = None,
         profile_folder: str | Path = PROFILE_FOLDER,
-        **options: Unpack[GradientDebuggerOptions],
+        **options: Unpack[DebuggerOptions],
     ) -> None:
         if switches is not None and not isinstance(switches, switch_board.SwitchBoard):
             raise UsageError(f"switches must be a SwitchBoard, not a {type(switches).__name__}.")
@@ -79,7 +68,7 @@ class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
         self._windows = ProfilerWindows(self.switches, folder=profile_folder)
         self._metrics: dict[str, Metric] = {}
         self._parameter_names: tuple[str, ...] = ()
-        self._parameters = ParameterList()
+        self._parameters = gradient_statistics.ParameterList()
         self._last_rates: tuple[float, ...] = ()
         self._next_weight = 0
         super().__init__(level, **options)
@@ -99,7 +88,7 @@ class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
         optimizer: Any = None,
         scaler: Any = None,
         autocast: torch.dtype | None = None,
-    ) -> StepInfo:
+    ) -> result_types.StepInfo:
         """Check a step: call it after `backward()` and before `optimizer.step()`.
 
         The step is counted in `get_training_summary`; its anomalies are logged and kept. An error
@@ -122,7 +111,10 @@ class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
         try:
             vanishing = self._vanishing
             if optimizer is not None:
-                before, self._last_rates = self._last_rates, learning_rates(optimizer)
+                before, self._last_rates = (
+                    self._last_rates,
+                    gradient_statistics.learning_rates(optimizer),
+                )
                 vanishing = 0.0 if is_warming_up(before, self._last_rates) else vanishing
             limits = self._explosion, vanishing
             has_scaler = scaler is not None and bool(scaler.is_enabled())
@@ -133,18 +125,18 @@ class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
         except Exception as error:
             kind = type(error).__name__
             log.warning("Step %d could not be checked: %s: %s", step, kind, error)
-            return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
+            return result_types.StepInfo(step, value, math.isnan(value), math.isinf(value), None)
         return info
 
     def _monitor(
         self, model: nn.Module, value: float, step: int, limits: GradientLimits, *, has_scaler: bool
-    ) -> StepInfo:
+    ) -> result_types.StepInfo:
         self._windows.on_step(step)
         gradients = measurements.gradients_of(self._parameters.trainable_of(model), self.level)
         outliers = gradients.outliers(*limits)
         # The scaler skips such a step; that is how it finds its scale.
         is_skipped = has_scaler and bool(gradients.counts)
-        record = step_record(gradients, outliers, *limits)
+        record = gradient_statistics.step_record(gradients, outliers, *limits)
         with self._lock:
             self._summary_count.add(
                 replace(record, loss=value, loss_source=LOSS_REPORTED, is_skipped=is_skipped)
@@ -155,7 +147,7 @@ class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
             anomalies.insert(0, self._make_anomaly("loss", "loss", sentence, step=step))
         is_advanced = self.level.includes(DebugLevel.ADVANCED)
         weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
-        info = StepInfo(
+        info = result_types.StepInfo(
             step=step,
             loss=value,
             has_nan=math.isnan(value),
@@ -189,9 +181,10 @@ class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
         """End the open window of the profiler switches."""
         self._windows.close()
 
-    def get_training_summary(self) -> TrainingFigures:
+    def get_training_summary(self) -> result_types.TrainingFigures:
         """How many steps had which anomalies since the debugger was created or cleared."""
-        return TrainingFigures(**self._summary_count.summary.as_dict())  # type: ignore[arg-type]
+        figures: Any = self._summary_count.summary.as_dict()
+        return result_types.TrainingFigures(**figures)
 
     def counts(self) -> AnomalyCounts:
         """The counts for the control server; may be called from any thread."""
@@ -199,7 +192,7 @@ class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
             total, counts = self._total_anomalies(), asdict(self._summary_count.summary)
             return replace(super().counts(), total_anomalies=total, **counts)
 
-    def get_debug_summary(self) -> DebugSummary:
+    def get_debug_summary(self) -> result_types.DebugSummary:
         """The counts; `total_anomalies` counts steps with an anomaly, and reported errors."""
         with self._lock:
             return replace(super().get_debug_summary(), total_anomalies=self._total_anomalies())
@@ -250,7 +243,9 @@ class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
 
     def _inspect_tensors(
         self, model: nn.Module, *, is_full: bool
-    ) -> tuple[dict[str, TensorInfo] | None, dict[str, TensorInfo] | None]:
+    ) -> tuple[
+        dict[str, result_types.TensorInfo] | None, dict[str, result_types.TensorInfo] | None
+    ]:
         """At EXTREME, measure weights and gradients: some of them in turn, or all of them."""
         if self.level is not DebugLevel.EXTREME:
             return None, None
@@ -274,7 +269,7 @@ class TrainingDebugger(switch_board.HasSwitches, GradientDebugger):
                 log.warning("The metric %s failed and is off: %s: %s", name, kind, error)
         return values
 
-    def _store_norms(self, step: int, gradients: Gradients) -> None:
+    def _store_norms(self, step: int, gradients: gradient_statistics.Gradients) -> None:
         norms = array("d", [gradients.total])
         names: tuple[str, ...] = ()
         if self.level.includes(DebugLevel.ADVANCED):

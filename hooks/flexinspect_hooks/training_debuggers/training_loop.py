@@ -99,7 +99,10 @@ class TrainingLoop(HasSwitches):
         self._scheduler, self._scheduler_each = scheduler, scheduler_each
         self._scaler, self._autocast = scaler, autocast
         first = next(model.parameters(), None)
-        self._device = _parse_device(device or (first.device if first is not None else "cpu"))
+        try:
+            self._device = torch.device(device or (first.device if first is not None else "cpu"))
+        except RuntimeError:
+            raise UsageError(f"torch knows no device {device!r}.") from None
         self._tokenizer = tokenizer
         self.switches, self._switch_log = self.debugger.switches, self.debugger.switch_log
         self._step = 0
@@ -265,13 +268,6 @@ class TrainingLoop(HasSwitches):
         if isinstance(batch, (tuple, list)):
             return tuple(self._to_device(one) for one in batch)
         return batch
-
-
-def _parse_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"torch knows no device {device!r}.") from None
 
 
 def _split_batch(batch: Any) -> tuple[Any, Any]:
