@@ -145,15 +145,15 @@ def memory_of(*models: nn.Module) -> dict[str, int]:
     `process` is the resident memory of the process, `system_used` of all processes; `cuda_*` are
     the allocator's figures, 0 without CUDA.
     """
-    parts, has_cuda = [_sizes(model) for model in models], torch.cuda.is_available()
+    parts = [_sizes(model) for model in models]
     sizes = {name: sum(part[name] for part in parts) for name in parts[0]}
     return {
         **sizes,
         "total": sum(sizes.values()),
         "process": int(psutil.Process().memory_info().rss),
         "system_used": int(psutil.virtual_memory().used),
-        "cuda_allocated": torch.cuda.memory_allocated() if has_cuda else 0,
-        "cuda_reserved": torch.cuda.memory_reserved() if has_cuda else 0,
+        "cuda_allocated": torch.cuda.memory_allocated(),
+        "cuda_reserved": torch.cuda.memory_reserved(),
     }
 
 

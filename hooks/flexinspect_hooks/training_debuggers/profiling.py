@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.records.debug_switches import DictDataclass
@@ -103,7 +104,6 @@ def profile_model_performance(
     batch_ms: list[float] = []
     memory: list[int] = []
     with profile(
-        activities=activities(),
         schedule=schedule(wait=WAIT_BATCHES, warmup=WARMUP_BATCHES, active=num_batches, repeat=1),
         on_trace_ready=trace_exporter(folder),
         record_shapes=record_shapes,
@@ -113,12 +113,12 @@ def profile_model_performance(
         acc_events=True,
     ) as profiler:
         for batch in islice(chain(first, batches), n_before + num_batches):
-            started, allocated = time.perf_counter(), _allocated_bytes()
+            started, allocated = time.perf_counter(), torch.cuda.memory_allocated()
             step(batch)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             batch_ms.append((time.perf_counter() - started) * 1e3)
-            memory.append(_allocated_bytes() - allocated)
+            memory.append(torch.cuda.memory_allocated() - allocated)
             profiler.step()
     files = sorted(_trace_files(folder) - known)
     return _profile_summary(profiler, batch_ms[n_before:], memory[n_before:], files, {*scopes})
@@ -146,12 +146,6 @@ def _profile_summary(
     )
 
 
-def activities() -> list[ProfilerActivity]:
-    """The activities that can be profiled here: the CPU, and CUDA if available."""
-    with_cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *with_cuda]
-
-
 def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
     """The handler that exports a profile to `folder` for TensorBoard's plug-in.
 
@@ -173,13 +167,9 @@ def _trace_files(folder: str | Path | None) -> set[str]:
     return set() if folder is None else {str(path) for path in Path(folder).glob("*.pt.trace.json")}
 
 
-def _allocated_bytes() -> int:
-    return int(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0
-
-
 def operator_costs(profiler: Any) -> list[OperatorCost]:
     """The cost of each operator from a finished profiler, the most expensive first."""
-    events = [event for event in profiler.key_averages() if not _is_profiler_event(event.key)]
+    events = [event for event in profiler.key_averages() if not _NO_OPERATOR.search(event.key)]
     cpu = sum(event.self_cpu_time_total for event in events)
     cuda = sum(event.self_device_time_total for event in events)
     costs = []
@@ -201,11 +191,8 @@ def operator_costs(profiler: Any) -> list[OperatorCost]:
     return sorted(costs, key=lambda cost: -cost.share)
 
 
-def _is_profiler_event(name: str) -> bool:
-    """Whether an event is the profiler's own, or a Python frame that `with_stack` records."""
-    return "ProfilerStep" in name or name.startswith("<") or ".py(" in name
-
-
+_NO_OPERATOR = re.compile(r"ProfilerStep|^<|\.py\(")
+"""The profiler's own events, and the Python frames that `with_stack` records."""
 _COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
 _SYNC_OPERATORS = (
     "aten::item",
@@ -288,7 +275,6 @@ class ProfilerWindows:
 
     def _begin(self, exports: bool) -> None:
         profiler = profile(
-            activities=activities(),
             on_trace_ready=trace_exporter(self._folder) if exports else None,
             record_shapes=exports,
             profile_memory=exports,
