@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from flexinspect.core.errors import UsageError
 
@@ -60,13 +59,6 @@ DETAIL_LEVELS = (EXTREME, ADVANCED, BASIC, SPARSE, SPARSEST)
 _LEVEL_INDEX = {"extreme": 0, "advanced": 1, "basic": 2}
 
 
-class DetailChange(NamedTuple):
-    """A change of the detail: the event kind, and a sentence with the new detail and the reason."""
-
-    kind: str
-    text: str
-
-
 class Governor:
     """Reduces the detail if the last steps cost more than the band, and restores it later.
 
@@ -106,8 +98,8 @@ class Governor:
         self._level_index = self._index = _LEVEL_INDEX[level]
         self._costs.clear()
 
-    def on_step(self, own_s: float, wall_s: float) -> DetailChange | None:
-        """Add the cost of a step; returns the change of the detail, None if there is none."""
+    def on_step(self, own_s: float, wall_s: float) -> tuple[str, str] | None:
+        """Add the cost of a step; returns the event of a change of the detail: kind and text."""
         if self._limit is None:
             return None
         self._costs.append((own_s, wall_s))
@@ -124,20 +116,20 @@ class Governor:
             self._set_index(self._index + 1)
             self._n_reduced += 1
             self._lowest_index = max(self._lowest_index, self._index)
-            return DetailChange(
-                "detail-reduced",
+            text = (
                 f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above "
-                f"the band of {limit}: from now on {self.detail.text}, instead of {dropped}.",
+                f"the band of {limit}: from now on {self.detail.text}, instead of {dropped}."
             )
+            return "detail-reduced", text
         if self._index > self._level_index and self._n_within_band >= self._patience:
             self._set_index(self._index - 1)
             if self._known_costs.get(self._index, 0.0) > self._limit:
                 self._patience *= 2  # it was too expensive before: try less often
-            return DetailChange(
-                "detail-restored",
+            text = (
                 f"Capture took {cost:.1%} of what the last steps took without it, within the band "
-                f"of {limit}: again {self.detail.text}.",
+                f"of {limit}: again {self.detail.text}."
             )
+            return "detail-restored", text
         return None
 
     def _set_index(self, at: int) -> None:

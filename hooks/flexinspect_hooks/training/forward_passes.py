@@ -299,9 +299,6 @@ def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
 ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]
 """Modules by name, with what they returned."""
 
-OutputKey = tuple[int, str, int]
-"""A module's index, its name, and the number of values in its output."""
-
 
 def pending_stats(
     outputs: ModuleOutputs, device: torch.device
@@ -343,7 +340,8 @@ def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:
     return records
 
 
-def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[OutputKey, Tensor]]:
+def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[tuple[int, str, int], Tensor]]:
+    """Yield ((index, name, number of values), tensor) of each module's output."""
     for index, (name, _, output) in enumerate(outputs):
         tensor = next(dense_tensors(output), None)
         if tensor is not None:
@@ -359,7 +357,9 @@ def _reduce_output(tensor: Tensor) -> Tensor:
     return torch.stack([norm, mean, *(end.to(wide) for end in torch.aminmax(tensor))])
 
 
-def _stat_record(key: OutputKey, row: Sequence[float], counts: Sequence[int]) -> LayerStatRecord:
+def _stat_record(
+    key: tuple[int, str, int], row: Sequence[float], counts: Sequence[int]
+) -> LayerStatRecord:
     index, name, n_values = key
     n_nan, n_inf = counts
     norm, mean, least, most = row

@@ -464,7 +464,7 @@ class TrainingSession:
         written = 0.0 if self.recorder.has_core else self._writer_s - writer_s
         change = self._governor.on_step(now.own_s + written, now.wall_s)
         if change is not None:
-            now.notes.append((change.kind, change.text, {"detail": self._governor.detail.name}))
+            now.notes.append((*change, {"detail": self._governor.detail.name}))
             self._apply_detail()
 
     def _apply_detail(self) -> None:

@@ -233,21 +233,16 @@ class ProfilerWindows:
     """Profiles windows of steps for the profiler switches; each ends in a log line or an export.
 
     torch takes long to read a recording (0.1 ms for each operator call), so a pause of
-    `PAUSE_FACTOR` times that follows each window; the first begins at once. `clock` returns
-    seconds. `on_step` is called once per step, in the thread that trains.
+    `PAUSE_FACTOR` times that follows each window; the first begins at once. `on_step` is called
+    once per step, in the thread that trains.
     """
 
     def __init__(
-        self,
-        board: SwitchBoard,
-        *,
-        steps: int = PROFILED_STEPS,
-        folder: str | Path = PROFILE_FOLDER,
-        clock: Callable[[], float] = time.perf_counter,
+        self, board: SwitchBoard, *, steps: int = PROFILED_STEPS, folder: str | Path
     ) -> None:
         self._board, self._window_steps, self._folder = board, steps, folder
         self._profiler: Any = None
-        self._clock, self._paused_until = clock, 0.0
+        self._paused_until = 0.0
         self._n_profiled = 0
         self._exports = False
 
@@ -261,16 +256,19 @@ class ProfilerWindows:
                 self.close()
         if not wanted:
             self._paused_until = 0.0
-        elif self._profiler is None and self._clock() >= self._paused_until:
+        elif self._profiler is None and time.perf_counter() >= self._paused_until:
             self._board.run_guarded(wanted[0], lambda: self._begin(TENSORBOARD_SWITCH in wanted))
 
     def close(self) -> None:
         """End the open window, and log its result."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            switch, began = TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH, self._clock()
+            switch, began = (
+                TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH,
+                time.perf_counter(),
+            )
             self._board.run_guarded(switch, lambda: self._end(profiler))
-            ended = self._clock()
+            ended = time.perf_counter()
             self._paused_until = ended + PAUSE_FACTOR * (ended - began)
 
     def _begin(self, exports: bool) -> None:

@@ -199,7 +199,7 @@ class BaseDebugger:
         with self._lock:
             return DebugSummary(
                 level=self._level.value,
-                total_anomalies=self._n_anomalies,
+                total_anomalies=self._total_anomalies(),
                 debug_history_length=len(self._history),
                 analyses=self._n_analyses,
                 anomaly_rate=self._n_anomalous / self._n_analyses if self._n_analyses else 0.0,
@@ -218,11 +218,14 @@ class BaseDebugger:
         """The counts for the control server; may be called from any thread."""
         with self._lock:
             return control_protocols.AnomalyCounts(
-                total_anomalies=self._n_anomalies,
+                total_anomalies=self._total_anomalies(),
                 debug_history_length=len(self._history),
                 total_steps=self._n_analyses,
                 anomaly_steps=self._n_anomalous,
             )
+
+    def _total_anomalies(self) -> int:
+        return self._n_anomalies
 
     @contextmanager
     def autograd_anomaly_detection(self) -> Iterator[None]:

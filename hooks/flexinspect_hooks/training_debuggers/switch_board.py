@@ -50,7 +50,7 @@ class SwitchBoard:
         self.now = DebugSwitches()
         self._conditions: dict[str, StepCondition] = {}
         self._lock = threading.Lock()
-        weakref.finalize(self, _anomaly_mode.request, id(self), False)
+        weakref.finalize(self, _request_anomaly_mode, id(self), False)
         status = asdict(switches or self.now)
         self._turn([name for name, is_on in status.items() if is_on], True, {})
 
@@ -97,7 +97,7 @@ class SwitchBoard:
             others = {name: old for name, old in self._conditions.items() if name not in chosen}
             self._conditions = {**others, **conditions}
             self.now = replace(self.now, **dict.fromkeys(chosen, on))
-            _anomaly_mode.request(id(self), self.now.enable_autograd_anomaly)
+            _request_anomaly_mode(id(self), self.now.enable_autograd_anomaly)
 
 
 class HasSwitches:
@@ -126,30 +126,25 @@ def _full_names(names: Names) -> tuple[str, ...]:
     return tuple(map(parse_switch, [names] if isinstance(names, str) else names))
 
 
-class _AnomalyMode:
-    """Autograd's anomaly mode of the process: on while any board requests it."""
-
-    def __init__(self) -> None:
-        self._requesters: set[int] = set()
-        self._mode = ExitStack()
-        self._lock = threading.Lock()
-
-    def request(self, board: int, enabled: bool) -> None:
-        """Register the request of a board, and set the mode accordingly."""
-        with self._lock:
-            was_on = bool(self._requesters)
-            (self._requesters.add if enabled else self._requesters.discard)(board)
-            if was_on and not self._requesters:
-                self._mode.close()
-            elif enabled and not was_on:
-                self._mode.enter_context(torch.autograd.set_detect_anomaly(True))
-                log.warning(
-                    "Autograd anomaly detection is on: every backward pass is slower, for small "
-                    "models several times; turn it off with disable_debugging()."
-                )
+_anomaly_mode, _anomaly_lock = ExitStack(), threading.Lock()
+_anomaly_boards: set[int] = set()
+"""`id` of each board that requests autograd's anomaly mode, which is on for any."""
 
 
-_anomaly_mode = _AnomalyMode()
+def _request_anomaly_mode(board: int, enabled: bool) -> None:
+    with _anomaly_lock:
+        was_on = bool(_anomaly_boards)
+        (_anomaly_boards.add if enabled else _anomaly_boards.discard)(board)
+        if was_on and not _anomaly_boards:
+            _anomaly_mode.close()
+        elif enabled and not was_on:
+            _anomaly_mode.enter_context(torch.autograd.set_detect_anomaly(True))
+            log.warning(
+                "Autograd anomaly detection is on: every backward pass is slower, for small "
+                "models several times; turn it off with disable_debugging()."
+            )
+
+
 _common_boards: list[SwitchBoard] = []
 
 

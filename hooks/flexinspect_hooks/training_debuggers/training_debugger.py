@@ -189,15 +189,10 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
     def counts(self) -> AnomalyCounts:
         """The counts for the control server; may be called from any thread."""
         with self._lock:
-            total, counts = self._total_anomalies(), asdict(self._summary_count.summary)
-            return replace(super().counts(), total_anomalies=total, **counts)
-
-    def get_debug_summary(self) -> result_types.DebugSummary:
-        """The counts; `total_anomalies` counts steps with an anomaly, and reported errors."""
-        with self._lock:
-            return replace(super().get_debug_summary(), total_anomalies=self._total_anomalies())
+            return replace(super().counts(), **asdict(self._summary_count.summary))
 
     def _total_anomalies(self) -> int:
+        """The number of steps with an anomaly, and of reported errors."""
         return self._summary_count.summary.anomaly_steps + self._kinds["error"]
 
     def gradient_history(self, name: str | None = None) -> list[tuple[int, float]]:
