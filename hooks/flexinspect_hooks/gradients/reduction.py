@@ -78,7 +78,14 @@ class GradientObserver:
         layer, part = self._layer_and_part[name] = self._locate(name, parameter)
 
         def reduce(gradient: Tensor) -> Tensor:
-            self.stats[name] = gradient_stat(name, gradient, layer, part)
+            norm = float(gradient_norm(gradient))
+            n_nan = n_inf = 0
+            if norm != norm or norm == torch.inf:
+                n_nan, n_inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
+            empty = gradient.new_zeros(1)
+            ends = torch.stack(torch.aminmax(gradient)) if gradient.numel() else empty
+            largest = float(ends.abs().max())
+            self.stats[name] = GradientStat(name, norm, largest, n_nan, n_inf, layer, part)
             return gradient.new_zeros(()).expand_as(gradient)
 
         return reduce
@@ -135,17 +142,6 @@ def gradient_norm(gradient: Tensor) -> Tensor:
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
-
-
-def gradient_stat(name: str, gradient: Tensor, layer: int | None, part: str) -> GradientStat:
-    """The statistics of a gradient. NaN and Inf are counted only if the norm is not finite."""
-    gradient = gradient.detach()
-    norm = float(gradient_norm(gradient))
-    n_nan = n_inf = 0
-    if norm != norm or norm == torch.inf:
-        n_nan, n_inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
-    ends = torch.stack(torch.aminmax(gradient)) if gradient.numel() else gradient.new_zeros(1)
-    return GradientStat(name, norm, float(ends.abs().max()), n_nan, n_inf, layer, part)
 
 
 _NORM_PATTERN = re.compile(r"norm|(^|[._])ln(_|\.|$)")

@@ -28,10 +28,6 @@ CHECK_INTERVAL = 10
 NORM_TOLERANCE = 1e-3
 """The largest relative difference of the norms from clipping and those of the gradients."""
 
-CLIPPING_DEVICES = ("cpu", "cuda")
-CLIPPING_DTYPES = (torch.float32, torch.float64)
-"""Where torch computes the norms of all gradients in one call, with sufficient precision."""
-
 
 @dataclass(frozen=True, slots=True)
 class ClippingNorms:
@@ -78,9 +74,8 @@ class NormSource:
             return gradient_statistics.tensor_norms(grads)
         if self._agrees and step % CHECK_INTERVAL:
             return known
-        norms = gradient_statistics.foreach_norms(
-            grads
-        )  # as clipping does, or the norms of large gradients differ
+        # As clipping does, or the norms of large gradients differ.
+        norms = gradient_statistics.foreach_norms(grads)
         pairs = zip(known, norms, strict=True)
         self._agrees = all(math.isclose(one, other, rel_tol=NORM_TOLERANCE) for one, other in pairs)
         return norms
@@ -97,7 +92,8 @@ def measure_clipping(
     is_plain = all(type(one) is Tensor and not one.is_sparse for one in grads)
     if not grads or norm_type != 2.0 or foreach is False or not is_plain:
         return None
-    is_precise = grads[0].device.type in CLIPPING_DEVICES and grads[0].dtype in CLIPPING_DTYPES
+    device, dtype = grads[0].device.type, grads[0].dtype
+    is_precise = device in ("cpu", "cuda") and dtype in (torch.float32, torch.float64)
     if not is_precise or len(gradient_statistics.indices_by_kind(grads)) != 1:
         return None
     norms = torch.stack(list(torch._foreach_norm(grads, 2.0)))

@@ -67,7 +67,6 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
         self.switch_log = switch_board.SwitchLog(self.switches)
         self._windows = ProfilerWindows(self.switches, folder=profile_folder)
         self._metrics: dict[str, Metric] = {}
-        self._parameter_names: tuple[str, ...] = ()
         self._parameters = gradient_statistics.ParameterList()
         self._last_rates: tuple[float, ...] = ()
         self._next_weight = 0
@@ -270,7 +269,6 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
         if self.level.includes(DebugLevel.ADVANCED):
             norms.extend(gradients.norms)
             names = tuple(one.name for one in gradients.parameters)
-            if names == self._parameter_names:
-                names = self._parameter_names  # one tuple for all steps that have these parameters
-            self._parameter_names = names
+            if self._norm_history and names == self._norm_history[-1][1]:
+                names = self._norm_history[-1][1]  # one tuple for all steps with these parameters
         self._norm_history.append((step, names, norms))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from flexinspect.records.training_step import TrainingStepRecord
-from flexinspect_hooks.training import torch_calls
+from flexinspect_hooks.training import gradient_statistics, torch_calls
 from flexinspect_hooks.training.torch_calls import CHECK_INTERVAL
 from flexinspect_hooks.training.watch_training import watch_training
 
@@ -108,13 +108,13 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found = list[int]()
 
     def count(name: str) -> None:
-        read: Callable[[Any], list[float]] = getattr(torch_calls, name)
+        read: Callable[[Any], list[float]] = getattr(gradient_statistics, name)
 
         def counted(tensors: Any) -> list[float]:
             found.append(len(tensors))
             return read(tensors)
 
-        monkeypatch.setattr(torch_calls, name, counted)
+        monkeypatch.setattr(gradient_statistics, name, counted)
 
     count("tensor_norms")
     count("foreach_norms")
