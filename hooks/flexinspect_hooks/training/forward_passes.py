@@ -32,6 +32,9 @@ MAX_MICRO_BATCHES = 4096
 HOOK_COST_S = 2e-6
 """The measured cost of a hook that only keeps a reference; timing each call would cost more."""
 
+Guard = Callable[[Callable[..., None]], Callable[..., None]]
+"""Wraps a function so that it never raises."""
+
 _micro_batches: partial[deque[Any]] = partial(deque, maxlen=MAX_MICRO_BATCHES)
 
 
@@ -88,12 +91,7 @@ class ForwardWatch:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        passes: StepPasses,
-        on_begin: Callable[[], None],
-        guarded: Callable[[Callable[..., None]], Callable[..., None]],
+        self, model: nn.Module, *, passes: StepPasses, on_begin: Callable[[], None], guarded: Guard
     ) -> None:
         self.watches_leaves = self.keeps_stats = False
         self.own_s = 0.0

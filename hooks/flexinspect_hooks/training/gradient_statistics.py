@@ -186,15 +186,13 @@ def gradient_facts(
 
 
 def step_record(
-    gradients: Gradients,
-    outliers: Sequence[ParameterGradient],
-    explosion: float = EXPLODING_NORM,
-    vanishing: float = VANISHING_NORM,
+    gradients: Gradients, outliers: Sequence[ParameterGradient], limits: tuple[float, float]
 ) -> TrainingStepRecord:
     """What is known of a step from its gradients alone; its loss is unknown.
 
     Only matrices vanish: the gradient of a key bias is 0 up to rounding in any transformer.
     """
+    explosion, vanishing = limits
     return TrainingStepRecord(
         loss=math.nan,
         loss_source="",

@@ -157,7 +157,7 @@ class GradientMeter:
         for one, norm in zip(gradients.parameters, gradients.norms, strict=True):
             squares[self._group_at[one.group]] += norm * norm
         return replace(
-            step_record(gradients, outliers, vanishing=vanishing),
+            step_record(gradients, outliers, (training_step.EXPLODING_NORM, vanishing)),
             gradients=tuple(gradients.rows) if is_recorded else (),
             group_norms=tuple(math.sqrt(one) if one >= 0 else one for one in squares),
             anomaly_origin=producer,

@@ -178,13 +178,7 @@ class TrainingRecords(Hook):
 
     name = "training"
 
-    def record(
-        self,
-        step: StepContext,
-        kept: tuple[training_step.TrainingStepRecord, TrainingStepDraft],
-        values: Values,
-        draft: StepDraft,
-    ) -> None:
+    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
         """Add the step's record, its memory and the statistics of its outputs."""
         draft.training, finished = kept
         draft.memory = finished.memory

@@ -77,7 +77,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
             _active_callbacks.pop(self._model_id, None)
             self._model_id = None
             atexit.unregister(self._abandon)
-            self.watch.__exit__(type(error) if error else None, error, None)
+            self.watch.__exit__(None, error, None)
 
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ def watch_training(
         raise UsageError("The model has no parameter that requires gradients.")
     path = watch_trace.free_path(out, "training")
     governor = Governor(check_level(level), band)
-    return TrainingWatch(model, _unwrap_optimizer(optimizer), path, governor, quiet=quiet)
+    return TrainingWatch(model, optimizer, path, governor, quiet=quiet)
 
 
 class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
@@ -126,16 +126,11 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
     _facts: ClassVar[Mapping[str, Any]] = {"watch_training": True}
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        path: Path,
-        governor: Governor,
-        *,
-        quiet: bool,
+        self, model: nn.Module, optimizer: Any, path: Path, governor: Governor, *, quiet: bool
     ) -> None:
         super().__init__(model, path, governor.level)
-        self._optimizer, self._governor, self._quiet = optimizer, governor, quiet
+        self._optimizer = _unwrap_optimizer(optimizer)
+        self._governor, self._quiet = governor, quiet
         self._last_cost: dict[str, float | int] = {}
         self._last_summary = TrainingSummary()
 

@@ -18,6 +18,9 @@ from flexinspect_hooks.training_debuggers import pytorch_debugger
 from flexinspect_hooks.training_debuggers.result_types import LogEntry
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
+Phase = TrainingPhase | str | None
+Facts = Mapping[str, Any] | None
+
 
 class TensorAnomalies(DictDataclass):
     """Whether a tensor has NaN or Inf."""
@@ -157,15 +160,12 @@ class AsyncTrainingLogger:
         self._progress.append(progress)
         return progress
 
-    def log_warning(self, text: str, phase: TrainingPhase | str | None = None) -> LogEntry:
+    def log_warning(self, text: str, phase: Phase = None) -> LogEntry:
         """Log a warning; `phase` defaults to the current one."""
         return self._log(logging.WARNING, text, phase)
 
     def log_error(
-        self,
-        error: BaseException,
-        phase: TrainingPhase | str | None = None,
-        context: Mapping[str, Any] | None = None,
+        self, error: BaseException, phase: Phase = None, context: Facts = None
     ) -> LogEntry:
         """Log an exception with its full stack and the facts in `context`.
 
@@ -191,13 +191,7 @@ class AsyncTrainingLogger:
         """The progress at each update in the history, the oldest first."""
         return tuple(self._progress)
 
-    def _log(
-        self,
-        level: int,
-        text: str,
-        phase: TrainingPhase | str | None = None,
-        facts: Mapping[str, Any] | None = None,
-    ) -> LogEntry:
+    def _log(self, level: int, text: str, phase: Phase = None, facts: Facts = None) -> LogEntry:
         try:
             current = TrainingPhase(self.phase if phase is None else phase)
         except ValueError:

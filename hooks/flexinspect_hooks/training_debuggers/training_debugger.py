@@ -135,7 +135,7 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
         outliers = gradients.outliers(*limits)
         # The scaler skips such a step; that is how it finds its scale.
         is_skipped = has_scaler and bool(gradients.counts)
-        record = gradient_statistics.step_record(gradients, outliers, *limits)
+        record = gradient_statistics.step_record(gradients, outliers, limits)
         with self._lock:
             self._summary_count.add(
                 replace(record, loss=value, loss_source=LOSS_REPORTED, is_skipped=is_skipped)

@@ -189,7 +189,8 @@ class TrainingLoop(HasSwitches):
             raise UsageError(f"The split ratios of {name} must add up to 1, but are {ratios}.")
         coded = self._tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
         columns = {key: value for key, value in coded.items() if isinstance(value, Tensor)}
-        splits = _split(name, columns, labels, ratios, seed)
+        columns["labels"] = torch.as_tensor(list(labels))
+        splits = _split(name, columns, ratios, seed)
         facts = {"classes": len(set(labels)), "tokens": splits.length}
         self._switch_log.log_dataset(0, name, splits.sizes(), facts)
         return splits
@@ -321,15 +322,10 @@ class DatasetSplits:
 
 
 def _split(
-    name: str,
-    columns: Mapping[str, Tensor],
-    labels: Sequence[int],
-    ratios: Sequence[float],
-    seed: int,
+    name: str, columns: Mapping[str, Any], ratios: Sequence[float], seed: int
 ) -> DatasetSplits:
-    parts: dict[str, Any] = {**columns, "labels": torch.as_tensor(list(labels))}
-    whole: Any = StackDataset(**parts)  # torch annotates tensors as no datasets
-    order = random.Random(seed).sample(range(len(labels)), len(labels))
+    whole: Any = StackDataset(**columns)  # torch annotates tensors as no datasets
+    order = random.Random(seed).sample(range(len(whole)), len(whole))
     n_train, n_validation = (round(ratio * len(order)) for ratio in ratios[:2])
     return DatasetSplits(
         name,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -125,12 +124,7 @@ class Watch(WatchedTrace[WatchSession]):
         self._set_breakpoints(session)
         return session
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         session = self._session
         if self._running is not None:
             self._running.close()
