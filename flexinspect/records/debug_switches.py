@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, dataclass_transform
 
 from flexinspect.core.errors import UsageError
 
@@ -68,17 +67,6 @@ class DebugSwitches:
     debug_early_stopping: bool = False
     debug_lr_scheduling: bool = False
 
-    def status(self) -> dict[str, bool]:
-        """Return each switch by its full name."""
-        return {name: getattr(self, name) for name in SWITCHES}
-
-    def with_switches(self, names: Iterable[str], on: bool) -> DebugSwitches:
-        """Return these switches with some of them turned on or off.
-
-        Raises `UsageError`, with all names, for an unknown one.
-        """
-        return replace(self, **{parse_switch(name): on for name in names})
-
 
 SWITCHES = tuple(each.name for each in fields(DebugSwitches))
 """The full names, in order."""
@@ -104,12 +92,16 @@ def parse_switch(name: str) -> str:
         raise UsageError(f"No switch is called {name!r}; the switches are {known}.") from None
 
 
+@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(field,))
 class DictDataclass(dict[str, Any]):
     """Base of frozen dataclasses that are also dicts: `facts.key` and `facts["key"]` are the same.
 
-    A result is therefore typed when it is read by attribute, and can be written as JSON. Define a
-    subclass with `@dataclass(frozen=True, eq=False)`.
+    A result is therefore typed when it is read by attribute, and can be written as JSON. Each
+    subclass is made a dataclass.
     """
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, eq=False)(cls)
 
     def __post_init__(self) -> None:
         self.update({each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace, steps_with_gradients
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
-from flexinspect_hooks.gradients import after_generation, backward
+from flexinspect_hooks.gradients import after_generation
 from flexinspect_hooks.loading.model_loader import load
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
@@ -172,7 +172,7 @@ def test_a_failure_is_an_event_and_keeps_the_answer(
 def test_without_a_backward_of_flex_the_reference_is_used(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backward, "flex_has_backward", lambda device: True)
+    monkeypatch.setattr(after_generation, "flex_has_backward", lambda device: True)
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
         records = [reader.gradients(0, step) for step in range(3)]
         assert [record and record.path for record in records] == ["dense reference"] * 3

@@ -14,7 +14,7 @@ from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blo
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource
-from flexinspect_hooks.gradients.backward import (
+from flexinspect_hooks.gradients.after_generation import (
     Differentiator,
     GradientSpec,
     SampledLogits,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flexinspect.records.finding import Finding
 from flexinspect.records.training_step import TrainingStepRecord
-from flexinspect_hooks.training import forward_passes, tensor_statistics
+from flexinspect_hooks.training import forward_passes
 from flexinspect_hooks.training.watch_training import watch_training
 
 LossOf = Callable[[nn.Module, Tensor, Tensor, int], Tensor]
@@ -71,5 +71,4 @@ class Log(nn.Module):
 
 def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what capture does on a device that one waits for be done here."""
-    for module in (forward_passes, tensor_statistics):
-        monkeypatch.setattr(module, "is_remote", lambda tensor: True)
+    monkeypatch.setattr(forward_passes, "is_remote", lambda tensor: True)

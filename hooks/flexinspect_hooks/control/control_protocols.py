@@ -5,7 +5,8 @@ Also the registry of the debuggers whose anomaly counts the `/training-logs/debu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
@@ -88,35 +89,32 @@ class AnomalyCounter(Protocol):
 
 
 @runtime_checkable
-class SupportsLevel(Protocol):
-    """A debugger whose level the control server can set."""
+class HasLevel(Protocol):
+    """A debugger whose level the control server can set; it applies from the next step on."""
 
-    def set_level(self, level: str) -> None:
-        """Use another level from the next step on."""
-        ...
+    level: str
 
 
 DebuggerKind = Literal["training", "diffusion", "general"]
 
-_counters: dict[DebuggerKind, list[AnomalyCounter]] = {}
+_counters: dict[DebuggerKind, list[weakref.ref[AnomalyCounter]]] = {}
 
 
 def register_counter(debugger: DebuggerKind, counter: AnomalyCounter) -> None:
-    """Use `counter` for the summaries of a kind of debugger until a newer one is registered."""
+    """Use `counter`, held weakly, for the summaries of a kind until a newer one is registered."""
     unregister_counter(debugger, counter)
-    _counters.setdefault(debugger, []).append(counter)
+    _counters.setdefault(debugger, []).append(weakref.ref(counter))
 
 
 def unregister_counter(debugger: DebuggerKind, counter: AnomalyCounter) -> None:
     """Remove a counter; the one registered before it, if any, is used again."""
-    registered = _counters.get(debugger, [])
-    _counters[debugger] = [other for other in registered if other is not counter]
+    others = [one for one in live_counters(debugger) if one is not counter]
+    _counters[debugger] = [weakref.ref(one) for one in others]
 
 
-def active_counter(debugger: DebuggerKind) -> AnomalyCounter | None:
-    """Return the newest counter of a kind of debugger, None if none is registered."""
-    registered = _counters.get(debugger)
-    return registered[-1] if registered else None
+def live_counters(debugger: DebuggerKind) -> list[AnomalyCounter]:
+    """Return the counters of a kind of debugger that still exist, the newest last."""
+    return [one for each in _counters.get(debugger, ()) if (one := each()) is not None]
 
 
 @dataclass(slots=True)
@@ -146,17 +144,16 @@ def training_summary() -> TrainingSummaryResponse:
 def clear() -> None:
     """Clear the history of every registered debugger."""
     for debugger in get_args(DebuggerKind):
-        counter = active_counter(debugger)
-        if counter is not None:
+        for counter in live_counters(debugger):
             counter.clear()
 
 
 def set_level(level: str) -> None:
-    """Set the level of every registered debugger that has one."""
+    """Set the level of every registered debugger that has one. Raises `UsageError` if unknown."""
     for debugger in get_args(DebuggerKind):
-        counter: object = active_counter(debugger)
-        if isinstance(counter, SupportsLevel):
-            counter.set_level(level)
+        for counter in live_counters(debugger):
+            if isinstance(counter, HasLevel):
+                counter.level = level
 
 
 def _training_anomalies(counts: AnomalyCounts) -> TrainingAnomalySummary:
@@ -171,32 +168,40 @@ def _training_anomalies(counts: AnomalyCounts) -> TrainingAnomalySummary:
 
 
 def _counts(debugger: DebuggerKind) -> AnomalyCounts:
-    counter = active_counter(debugger)
-    return counter.counts() if counter is not None else AnomalyCounts()
+    counters = live_counters(debugger)
+    return counters[-1].counts() if counters else AnomalyCounts()
 
 
 def _anomalies(counts: AnomalyCounts) -> AnomalySummary:
     return AnomalySummary(counts.total_anomalies, counts.debug_history_length)
 
 
-class FindingCounter:
-    """Counts the findings and steps of a trace, read on request; `clear` restarts from 0."""
+class BaselineCounter:
+    """Counts from its start, or from the last `clear`, on."""
 
-    def __init__(self, trace: str) -> None:
-        self._trace = Path(trace)
+    def __init__(self) -> None:
         self._baseline = AnomalyCounts()
 
+    def _read(self) -> AnomalyCounts:
+        """Return all that was ever counted."""
+        raise NotImplementedError
+
     def counts(self) -> AnomalyCounts:
-        """Return findings and steps since the start or the last `clear`."""
-        now, before = self._read(), self._baseline
-        return AnomalyCounts(
-            total_anomalies=max(now.total_anomalies - before.total_anomalies, 0),
-            debug_history_length=max(now.debug_history_length - before.debug_history_length, 0),
-        )
+        """Return the counts since the start or the last `clear`."""
+        now, before = asdict(self._read()), asdict(self._baseline)
+        return AnomalyCounts(**{name: max(now[name] - before[name], 0) for name in now})
 
     def clear(self) -> None:
         """Count from here on; the trace keeps what it has."""
         self._baseline = self._read()
+
+
+class FindingCounter(BaselineCounter):
+    """Counts the findings and steps of a trace, read on request."""
+
+    def __init__(self, trace: str) -> None:
+        super().__init__()
+        self._trace = Path(trace)
 
     def _read(self) -> AnomalyCounts:
         # Imported here because it loads numpy, which the user's program may want to load first.

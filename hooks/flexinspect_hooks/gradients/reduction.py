@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,50 +21,43 @@ NORM_CHUNK_SIZE = 1 << 20
 """Values that are converted to float64 and summed at once."""
 
 
-@dataclass(slots=True)
-class ReducedGradients:
-    """The results of one backward pass: statistics by parameter name, and norms by layer.
-
-    `embeddings` and `gradient` are the output of the embedding layer and its gradient.
-    """
-
-    stats: dict[str, GradientStat] = field(default_factory=dict)
-    layers: dict[int, Tensor] = field(default_factory=dict)
-    """Norm of the gradient at each layer's output; -1 is the embeddings."""
-    blocks: tuple[int, ...] = ()
-    """The observed layers."""
-    embeddings: Tensor | None = None
-    gradient: Tensor | None = None
-
-
 class GradientObserver:
     """Makes parameters and hidden states of `model` require gradients, and reduces these.
 
     `blocks` maps a layer to (name, decoder layer). On exit, `requires_grad` of every parameter is
-    restored, and all hooks are removed. Differentiate with respect to `parameters` and `leaves`;
-    the latter are layer outputs that depend on no parameter.
+    restored, and all hooks are removed. Differentiate once with respect to `parameters` and
+    `leaves`; the latter are layer outputs that depend on no parameter.
     """
 
     def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
-        self._model, self._blocks = model, blocks
-        self._parts = ParameterLocator(model, blocks)
+        self._model, self.blocks = model, blocks
         self._restore = ExitStack()
         self._layer_and_part: dict[str, tuple[int | None, str]] = {}
         self.parameters: list[nn.Parameter] = []
         self.leaves: list[Tensor] = []
-        self.reduced = ReducedGradients()
+        self.stats: dict[str, GradientStat] = {}
+        """By parameter name."""
+        self.norms: dict[int, Tensor] = {}
+        """Norm of the gradient at each layer's output; -1 is the embeddings."""
+        self.embeddings: Tensor | None = None
+        """The output of the embedding layer; `gradient` is its gradient."""
+        self.gradient: Tensor | None = None
 
     def __enter__(self) -> GradientObserver:
-        self.reduced = ReducedGradients(blocks=tuple(self._blocks))
         with ExitStack() as stack:
             stack.callback(self.parameters.clear)
             stack.callback(self.leaves.clear)
-            self._watch_parameters(stack)
+            for name, parameter in self._model.named_parameters():
+                if parameter.is_floating_point():  # quantised weights have no gradient
+                    stack.callback(parameter.requires_grad_, parameter.requires_grad)
+                    parameter.requires_grad_(True)
+                    self.parameters.append(parameter)
+                    hook = self._reduction_hook(name, parameter)
+                    stack.enter_context(parameter.register_hook(hook))
             embeddings = self._model.get_input_embeddings()
             stack.enter_context(embeddings.register_forward_hook(self._on_embedding_output))
-            for layer, (_, block) in self._blocks.items():
-                hook = block.register_forward_hook(self._layer_output_hook(layer))
-                stack.enter_context(hook)
+            for layer, (_, block) in self.blocks.items():
+                stack.enter_context(block.register_forward_hook(self._layer_output_hook(layer)))
             self._restore = stack.pop_all()
         return self
 
@@ -73,46 +65,58 @@ class GradientObserver:
         self._restore.close()
 
     def note_unreached_layers(self) -> None:
-        """After the backward pass, set 0 for the parameters of each layer it did not reach.
+        """Set 0 for the parameters of each layer that the backward pass did not reach.
 
-        In a layer that it reached, some parameters may rightly have no gradient: those of experts
-        that received no token.
+        In a layer that it reached, experts that received no token rightly have no gradient.
         """
-        reached = {stat.layer for stat in self.reduced.stats.values()}
+        reached = {stat.layer for stat in self.stats.values()}
         for name, (layer, part) in self._layer_and_part.items():
             if layer is not None and layer not in reached:
-                self.reduced.stats[name] = GradientStat(name, 0.0, 0.0, 0, 0, layer, part)
-
-    def _watch_parameters(self, stack: ExitStack) -> None:
-        for name, parameter in self._model.named_parameters():
-            if not parameter.is_floating_point():  # quantised weights have no gradient
-                continue
-            stack.callback(parameter.requires_grad_, parameter.requires_grad)
-            parameter.requires_grad_(True)
-            self.parameters.append(parameter)
-            stack.enter_context(parameter.register_hook(self._reduction_hook(name, parameter)))
+                self.stats[name] = GradientStat(name, 0.0, 0.0, 0, 0, layer, part)
 
     def _reduction_hook(self, name: str, parameter: nn.Parameter) -> Any:
-        layer, part = self._layer_and_part[name] = self._parts.locate(name, parameter)
+        layer, part = self._layer_and_part[name] = self._locate(name, parameter)
 
         def reduce(gradient: Tensor) -> Tensor:
-            self.reduced.stats[name] = gradient_stat(name, gradient, layer, part)
+            norm = float(gradient_norm(gradient))
+            n_nan = n_inf = 0
+            if norm != norm or norm == torch.inf:
+                n_nan, n_inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
+            empty = gradient.new_zeros(1)
+            ends = torch.stack(torch.aminmax(gradient)) if gradient.numel() else empty
+            largest = float(ends.abs().max())
+            self.stats[name] = GradientStat(name, norm, largest, n_nan, n_inf, layer, part)
             return gradient.new_zeros(()).expand_as(gradient)
 
         return reduce
 
+    def _locate(self, name: str, parameter: nn.Parameter) -> tuple[int | None, str]:
+        """The layer (None outside the layers) and the part (see `GradientStat`) of a parameter."""
+        for layer, (block, _) in self.blocks.items():
+            if name.startswith(f"{block}."):
+                return layer, part_in_layer(name.removeprefix(f"{block}."))
+        model = self._model
+        is_embedding = parameter is getattr(model.get_input_embeddings(), "weight", None)
+        if parameter is getattr(model.get_output_embeddings(), "weight", None):
+            return None, "tied" if is_embedding else "lm_head"
+        if is_embedding:
+            return None, "embedding"
+        return None, "norm" if _NORM_PATTERN.search(name) else "other"
+
     def _on_embedding_output(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        def on_gradient(gradient: Tensor) -> None:
+            self.gradient, self.norms[-1] = gradient.detach(), gradient_norm(gradient)
+
         if not output.requires_grad:
             output = output.detach().requires_grad_(True)
-        self.reduced.embeddings = output.detach()
-        output.register_hook(self._on_embedding_gradient)  # type: ignore[no-untyped-call]
+        self.embeddings = output.detach()
+        output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
         return output
 
-    def _on_embedding_gradient(self, gradient: Tensor) -> None:
-        self.reduced.gradient = gradient.detach()
-        self.reduced.layers[-1] = gradient_norm(gradient)
-
     def _layer_output_hook(self, layer: int) -> Any:
+        def on_gradient(gradient: Tensor) -> None:
+            self.norms[layer] = gradient_norm(gradient)
+
         def watch(module: nn.Module, args: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
             if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
@@ -121,17 +125,12 @@ class GradientObserver:
             if is_cut_off:  # then make it a leaf, to measure the gradient on both sides
                 self.leaves.append(hidden := hidden.detach().clone().requires_grad_(True))
                 hidden = hidden.clone()  # later code may change it in place
-            hidden.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._on_layer_gradient(layer, gradient)
-            )
+            hidden.register_hook(on_gradient)  # type: ignore[no-untyped-call]
             if not is_cut_off:
                 return None
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
         return watch
-
-    def _on_layer_gradient(self, layer: int, gradient: Tensor) -> None:
-        self.reduced.layers[layer] = gradient_norm(gradient)
 
 
 def gradient_norm(gradient: Tensor) -> Tensor:
@@ -145,20 +144,8 @@ def gradient_norm(gradient: Tensor) -> Tensor:
     return norm
 
 
-def gradient_stat(name: str, gradient: Tensor, layer: int | None, part: str) -> GradientStat:
-    """The statistics of a gradient. NaN and Inf are counted only if the norm is not finite."""
-    gradient = gradient.detach()
-    norm = float(gradient_norm(gradient))
-    n_nan = n_inf = 0
-    if norm != norm or norm == torch.inf:
-        n_nan, n_inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
-    ends = torch.stack(torch.aminmax(gradient)) if gradient.numel() else gradient.new_zeros(1)
-    return GradientStat(name, norm, float(ends.abs().max()), n_nan, n_inf, layer, part)
-
-
 _NORM_PATTERN = re.compile(r"norm|(^|[._])ln(_|\.|$)")
 _MLP_PATTERN = re.compile(r"mlp|feed_?forward|ffn|moe|expert|gate_up|fc\d|router")
-_ATTENTION_PATTERN = re.compile(r"att")
 _PROJECTION_NAMES = {
     "q": ("q_proj", "query", "wq", "to_q"),
     "k": ("k_proj", "key", "wk", "to_k"),
@@ -168,43 +155,13 @@ _PROJECTION_NAMES = {
 }
 
 
-class ParameterLocator:
-    """Finds the layer and the part of a model's parameters by their names."""
-
-    def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
-        self._prefixes = {f"{name}.": layer for layer, (name, _) in blocks.items()}
-        self._embedding = _weight(model.get_input_embeddings())
-        self._head = _weight(model.get_output_embeddings())
-
-    def locate(self, name: str, parameter: nn.Parameter) -> tuple[int | None, str]:
-        """The layer (None outside the layers) and the part (see `GradientStat`) of a parameter."""
-        for prefix, layer in self._prefixes.items():
-            if name.startswith(prefix):
-                return layer, part_in_layer(name.removeprefix(prefix))
-        return None, self._part_outside_layers(name, parameter)
-
-    def _part_outside_layers(self, name: str, parameter: nn.Parameter) -> str:
-        if parameter is self._embedding:
-            return "tied" if parameter is self._head else "embedding"
-        if parameter is self._head:
-            return "lm_head"
-        return "norm" if _NORM_PATTERN.search(name) else "other"
-
-
 def part_in_layer(name: str) -> str:
     """The part of a parameter by its name within a layer, such as "self_attn.q_proj.weight"."""
-    *modules, _ = name.split(".")
-    path = ".".join(modules)
+    path, _, _ = name.rpartition(".")
     if _NORM_PATTERN.search(path):
         return "norm"
     if _MLP_PATTERN.search(path):
         return "mlp"
-    last = modules[-1] if modules else ""
-    for part, names in _PROJECTION_NAMES.items():
-        if last in names:
-            return part
-    return "attention" if _ATTENTION_PATTERN.search(path) else "other"
-
-
-def _weight(module: nn.Module | None) -> Any:
-    return getattr(module, "weight", None)
+    module = path.rpartition(".")[2]
+    default = "attention" if "att" in path else "other"
+    return next((part for part, names in _PROJECTION_NAMES.items() if module in names), default)

@@ -21,8 +21,8 @@ class Detail:
     name: str
     text: str
     """A phrase for what is measured."""
-    gradients_every: int
-    rows_every: int
+    gradients_every: int = 1
+    rows_every: int = 1
     maxima: bool = False
     ratios_every: int = 0
     watches_leaves: bool = False
@@ -40,8 +40,6 @@ class Detail:
 EXTREME = Detail(
     "extreme",
     "everything, with statistics of the layers' outputs and the change of the weights",
-    gradients_every=1,
-    rows_every=1,
     maxima=True,
     ratios_every=1,
     watches_leaves=True,
@@ -50,8 +48,6 @@ EXTREME = Detail(
 ADVANCED = Detail(
     "advanced",
     "gradients of every parameter and every module's output",
-    gradients_every=1,
-    rows_every=1,
     maxima=True,
     ratios_every=10,
     watches_leaves=True,
@@ -61,14 +57,6 @@ SPARSE = Detail("sparse", "gradients of every 4th step", 4, 16)
 SPARSEST = Detail("sparse", "gradients of every 16th step", 16, 64)
 DETAIL_LEVELS = (EXTREME, ADVANCED, BASIC, SPARSE, SPARSEST)
 _LEVEL_INDEX = {"extreme": 0, "advanced": 1, "basic": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class DetailChange:
-    """A change of the detail: the event kind, and a sentence with the new detail and the reason."""
-
-    kind: str
-    text: str
 
 
 class Governor:
@@ -81,7 +69,7 @@ class Governor:
     def __init__(self, level: str, band: float | None) -> None:
         if band is not None and not (isinstance(band, (int, float)) and 1.0 < band < 10.0):
             raise UsageError(f"band is {band}, but must be a ratio above 1, such as 1.02 for 2 %.")
-        self._band = band
+        self._limit = None if band is None else band - 1.0
         self._costs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._known_costs: dict[int, float] = {}
         self._n_within_band = 0
@@ -96,61 +84,53 @@ class Governor:
 
     def summary(self) -> str:
         """A sentence on the detail that was dropped so far, "" if none was."""
-        if self._band is None or not self._n_reduced:
+        if not self._n_reduced:
             return ""
         times = "once" if self._n_reduced == 1 else f"{self._n_reduced} times"
         least, now = DETAIL_LEVELS[self._lowest_index].text, self.detail.text
         back = f" for a time, now {now}" if self._index < self._lowest_index else " from then on"
-        return (
-            f"Above the band of {self._band - 1.0:.1%} detail was dropped {times}, down to "
-            f"{least}{back}."
-        )
+        limit = f"{self._limit:.1%}"
+        return f"Above the band of {limit} detail was dropped {times}, down to {least}{back}."
 
     def set_level(self, level: str) -> None:
         """Start again at the detail of a level."""
+        self.level = level
         self._level_index = self._index = _LEVEL_INDEX[level]
         self._costs.clear()
 
-    def on_step(self, own_s: float, wall_s: float) -> DetailChange | None:
-        """Add the cost of a step; returns the change of the detail, None if there is none."""
-        if self._band is None:
+    def on_step(self, own_s: float, wall_s: float) -> tuple[str, str] | None:
+        """Add the cost of a step; returns the event of a change of the detail: kind and text."""
+        if self._limit is None:
             return None
         self._costs.append((own_s, wall_s))
         if len(self._costs) < WINDOW:
             return None
-        own, wall = (sum(column) for column in zip(*self._costs, strict=True))
+        own, wall = map(sum, zip(*self._costs, strict=True))
         # Steps of microseconds may take less time than the estimated cost of capture.
-        cost, limit = own / max(wall - own, own / 100, 1e-9), self._band - 1.0
+        cost = own / max(wall - own, own / 100, 1e-9)
         self._known_costs[self._index] = cost
-        if cost > limit:
-            self._n_within_band = 0
-            is_lowest = self._index == len(DETAIL_LEVELS) - 1
-            return None if is_lowest else self._reduce_detail(cost, limit)
-        self._n_within_band += 1
+        is_above = cost > self._limit
+        self._n_within_band = 0 if is_above else self._n_within_band + 1
+        dropped, limit = self.detail.text, f"{self._limit:.1%}"
+        if is_above and self._index < len(DETAIL_LEVELS) - 1:
+            self._set_index(self._index + 1)
+            self._n_reduced += 1
+            self._lowest_index = max(self._lowest_index, self._index)
+            text = (
+                f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above "
+                f"the band of {limit}: from now on {self.detail.text}, instead of {dropped}."
+            )
+            return "detail-reduced", text
         if self._index > self._level_index and self._n_within_band >= self._patience:
-            return self._restore_detail(cost, limit)
+            self._set_index(self._index - 1)
+            if self._known_costs.get(self._index, 0.0) > self._limit:
+                self._patience *= 2  # it was too expensive before: try less often
+            text = (
+                f"Capture took {cost:.1%} of what the last steps took without it, within the band "
+                f"of {limit}: again {self.detail.text}."
+            )
+            return "detail-restored", text
         return None
-
-    def _reduce_detail(self, cost: float, limit: float) -> DetailChange:
-        dropped = self.detail.text
-        self._set_index(self._index + 1)
-        self._n_reduced += 1
-        self._lowest_index = max(self._lowest_index, self._index)
-        return DetailChange(
-            "detail-reduced",
-            f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above the "
-            f"band of {limit:.1%}: from now on {self.detail.text}, instead of {dropped}.",
-        )
-
-    def _restore_detail(self, cost: float, limit: float) -> DetailChange:
-        self._set_index(self._index - 1)
-        if self._known_costs.get(self._index, 0.0) > limit:
-            self._patience *= 2  # it was too expensive before: try less often
-        return DetailChange(
-            "detail-restored",
-            f"Capture took {cost:.1%} of what the last steps took without it, within the band of "
-            f"{limit:.1%}: again {self.detail.text}.",
-        )
 
     def _set_index(self, at: int) -> None:
         self._index, self._n_within_band = at, 0

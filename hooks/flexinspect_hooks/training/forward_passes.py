@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,25 +20,8 @@ from torch import Tensor, nn
 
 from flexinspect.records.step import LayerStatRecord
 from flexinspect.records.training_step import AnomalyOrigin
-from flexinspect_hooks.python_internals.torch_private import (
-    backward_number,
-    call_after_backward,
-    is_compiled_in_place,
-    wrap_compiled,
-)
-from flexinspect_hooks.training.gradient_statistics import stack_nonfinite_counts
-from flexinspect_hooks.training.tensor_statistics import (
-    MODEL_OUTPUT,
-    Extremes,
-    dense_tensors,
-    floating_tensors,
-    is_finite,
-    is_remote,
-    max_abs,
-    reduce_extremes,
-    stack_numbers,
-    tensor_facts,
-)
+from flexinspect_hooks.python_internals import torch_private
+from flexinspect_hooks.training.gradient_statistics import stack_nonfinite_counts, tensor_facts
 
 MAX_PENDING_FORWARDS = 64
 """Forward passes without a backward pass that are kept at most, until the step's end."""
@@ -48,31 +32,37 @@ MAX_MICRO_BATCHES = 4096
 HOOK_COST_S = 2e-6
 """The measured cost of a hook that only keeps a reference; timing each call would cost more."""
 
+Guard = Callable[[Callable[..., None]], Callable[..., None]]
+"""Wraps a function so that it never raises."""
+
+_micro_batches: partial[deque[Any]] = partial(deque, maxlen=MAX_MICRO_BATCHES)
+
 
 @dataclass(slots=True)
 class StepPasses:
-    """The results of the passes since the last optimizer step."""
+    """The results of one forward pass, or of all passes since the last optimizer step."""
 
     n_forward: int = 0
     n_backward: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    losses: deque[Tensor | float] = field(default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES))
+    losses: deque[Tensor | float] = field(default_factory=_micro_batches)
     are_shares: bool = False
     """Whether the step's loss is the sum of the micro-batches' losses, instead of their mean."""
     producer: AnomalyOrigin | None = None
-    output_gradient_norms: deque[Tensor | float] = field(
-        default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES)
-    )
+    output_gradient_norms: deque[Tensor | float] = field(default_factory=_micro_batches)
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
-    pending: PendingStats | None = None
-    extremes: deque[Extremes] = field(default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES))
+    pending: Callable[[], list[LayerStatRecord]] | None = None
+    """Reads statistics that are still on their device."""
+    extremes: deque[Extremes] = field(default_factory=_micro_batches)
     is_updated: bool = False
     """Whether the weights may have changed since."""
+    is_counted: bool = False
+    """Whether a forward pass belongs to the step, because a backward pass followed."""
 
-    def add(self, one: ForwardPass) -> None:
+    def add(self, one: StepPasses) -> None:
         """Add a forward pass that belongs to the step."""
         self.n_forward += 1
         self.forward_s += one.forward_s
@@ -86,18 +76,11 @@ class StepPasses:
     def resolve(self) -> None:
         """Read the results of an accelerator, and find the first producer of NaN or Inf."""
         if self.pending is not None:
-            self.stats, self.pending = self.pending.records(), None
+            self.stats, self.pending = self.pending(), None
         for one in self.extremes:
             if self.producer is None:
                 self.producer = one.producer(is_updated=self.is_updated)
         self.extremes.clear()
-
-
-@dataclass(slots=True)
-class ForwardPass(StepPasses):
-    """The results of one forward pass; it belongs to a step only if a backward pass follows."""
-
-    is_counted: bool = False
 
 
 class ForwardWatch:
@@ -108,15 +91,9 @@ class ForwardWatch:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        passes: StepPasses,
-        on_begin: Callable[[], None],
-        guarded: Callable[[Callable[..., None]], Callable[..., None]],
+        self, model: nn.Module, *, passes: StepPasses, on_begin: Callable[[], None], guarded: Guard
     ) -> None:
-        self.watches_leaves = False
-        self.keeps_stats = False
+        self.watches_leaves = self.keeps_stats = False
         self.own_s = 0.0
         self.passes = passes
         self._model = model
@@ -124,23 +101,23 @@ class ForwardWatch:
         self._outputs: list[tuple[str, nn.Module, Any]] = []
         self._inputs: tuple[Any, ...] = ()
         self._is_open = self._is_share = False
-        self._pending: deque[ForwardPass] = deque(maxlen=MAX_PENDING_FORWARDS)
+        self._pending: deque[StepPasses] = deque(maxlen=MAX_PENDING_FORWARDS)
         self._started = 0.0
         self._backward = -1
         self._hooks, self._module_hooks = ExitStack(), ExitStack()
-        self._watched_leaves: bool | None = None
+        self._watched_leaves: bool | None = None  # no module is hooked yet
 
     def install(self) -> None:
         """Register the hooks."""
         model = self._model
         begin, end = self._guarded(self._begin), self._guarded(self._end)
-        if is_compiled_in_place(model):
-            self._hooks.callback(wrap_compiled(model, begin, end))
+        if torch_private.is_compiled_in_place(model):
+            self._hooks.callback(torch_private.wrap_compiled(model, begin, end))
             return
-        hooks = self._hooks
-        hooks.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
+        before = model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+        self._hooks.enter_context(before)
         # Also after a forward that raised, or it would never end.
-        hooks.enter_context(model.register_forward_hook(end, always_call=True))
+        self._hooks.enter_context(model.register_forward_hook(end, always_call=True))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -166,22 +143,22 @@ class ForwardWatch:
         self._pending.clear()
         self.passes = passes
 
-    def _count(self, one: ForwardPass) -> None:
+    def _count(self, one: StepPasses) -> None:
         if not one.is_counted:
             one.is_counted = True
             self.passes.add(one)
-
-    # -- forward ---------------------------------------------------------------------------------
 
     def _hook_modules(self) -> None:
         """Hook only the modules whose outputs are kept now: every hook costs time."""
         model, self._watched_leaves = self._model, self.watches_leaves
         self._module_hooks.close()
         # In a compiled model a hook would be compiled too, or break its graph.
-        if is_compiled(model) or is_compiled_in_place(model):
+        if type(model).__name__ == "OptimizedModule" or torch_private.is_compiled_in_place(model):
             return
-        modules = leaves_of(model) if self.watches_leaves else blocks_of(model)
-        for name, module in {id(one): (name, one) for name, one in modules}.values():
+        named = [*model.named_modules()] if self.watches_leaves else [*blocks_of(model)]
+        if self.watches_leaves:
+            named = [(name, module) for name, module in named if not any(module.children())]
+        for name, module in {id(one): (name, one) for name, one in named}.values():
             if module is not model:
                 hook = module.register_forward_hook(self._output_hook(name))
                 self._module_hooks.enter_context(hook)
@@ -222,7 +199,7 @@ class ForwardWatch:
             self.own_s += time.perf_counter() - ended
 
     def _read(self, output: Any, ended: float) -> None:
-        forward = ForwardPass(forward_s=ended - self._started, are_shares=self._is_share)
+        forward = StepPasses(forward_s=ended - self._started, are_shares=self._is_share)
         loss = loss_of(output)
         self._pending.append(forward)
         main = loss if loss is not None else next(floating_tensors(output), None)
@@ -233,7 +210,8 @@ class ForwardWatch:
         if torch.is_autocast_enabled(kind):
             forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if loss is not None:
-            forward.losses.append(_copy_loss(loss))
+            # Its current value, because the program may change it later.
+            forward.losses.append(loss.detach().clone() if is_remote(loss) else loss.item())
         if main.requires_grad and not main.is_leaf:  # hooks on a parameter would accumulate
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -249,23 +227,26 @@ class ForwardWatch:
 
     def _extremes(self, output: Any, loss: Tensor | None, device: torch.device) -> Extremes:
         """Reduce the outputs of the modules and the model, without waiting for the device."""
-        inner = [
+        outs = [
             (name, module, one) for name, module, out in self._outputs for one in dense_tensors(out)
         ]
-        outer = [(MODEL_OUTPUT, self._model, one) for one in dense_tensors(output)]
-        if loss is None:
-            return reduce_extremes(self._inputs, [*inner, *outer], len(outer), device)
-        # Scalars are parts of the loss, or the loss itself.
-        outer = [one for one in outer if one[2].dim() and one[2] is not loss]
-        return reduce_extremes(self._inputs, [*inner, *outer, ("", self._model, loss)], 1, device)
+        outer = [*dense_tensors(output)]
+        n_deciding = len(outer) if loss is None else 1
+        if loss is not None:  # scalars are parts of the loss, or the loss itself
+            outer = [one for one in outer if one.dim() and one is not loss]
+        outs += [(MODEL_OUTPUT, self._model, one) for one in outer]
+        outs += [] if loss is None else [("", self._model, loss)]
+        # A float mask contains -inf by design, so only the maximum of an input is checked.
+        inputs = [one for value in self._inputs for one in dense_tensors(value) if one.numel()]
+        values = [*(one.max() for one in inputs), *(max_abs(tensor) for _, _, tensor in outs)]
+        sources = [(name, module, tensor.dtype) for name, module, tensor in outs]
+        return Extremes(stack_numbers(values, device), len(inputs), n_deciding, sources)
 
     def _release(self) -> None:
         self._outputs.clear()
         self._inputs = ()
 
-    # -- backward --------------------------------------------------------------------------------
-
-    def _backward_hook(self, forward: ForwardPass, *, is_loss: bool) -> Callable[[Tensor], None]:
+    def _backward_hook(self, forward: StepPasses, *, is_loss: bool) -> Callable[[Tensor], None]:
         def on_output_gradient(grad: Tensor) -> None:
             started = time.perf_counter()
             passes = self.passes
@@ -273,7 +254,7 @@ class ForwardWatch:
             if not is_loss:
                 passes.output_gradient_norms.append(max_abs(grad.detach()))
             # If one backward pass goes through several forward passes, the first hook is its start.
-            number = backward_number()
+            number = torch_private.backward_number()
             if number == self._backward:
                 return
             self._backward = number
@@ -282,14 +263,9 @@ class ForwardWatch:
             def on_backward_end() -> None:
                 passes.backward_s += time.perf_counter() - started
 
-            call_after_backward(on_backward_end)
+            torch_private.call_after_backward(on_backward_end)
 
         return self._guarded(on_output_gradient)
-
-
-def _copy_loss(loss: Tensor) -> Tensor | float:
-    """The current value of a loss, which the program may change later."""
-    return loss.detach().clone() if is_remote(loss) else loss.item()
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -305,32 +281,15 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a model was returned by `torch.compile`; does not load the compiler."""
-    return type(model).__name__ == "OptimizedModule"
-
-
-def leaves_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules without children, in the model's order."""
-    return [(name, one) for name, one in model.named_modules() if not any(one.children())]
-
-
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers: members of module lists, and the modules beside them.
-
-    A module that contains a list at any depth is searched; any other module counts as one layer.
-    """
-    return list(_blocks("", model))
-
-
-def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers: members of module lists at any depth, and the modules beside those."""
+    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+        path = f"{prefix}{name}"
         if isinstance(child, lists):
             yield from ((f"{path}.{key}", one) for key, one in child.named_children())
         elif any(isinstance(one, lists) for one in child.modules()):
-            yield from _blocks(path, child)
+            yield from blocks_of(child, f"{path}.")
         else:
             yield path, child
 
@@ -338,49 +297,49 @@ def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]
 """Modules by name, with what they returned."""
 
-OutputKey = tuple[int, str, int]
-"""A module's index, its name, and the number of values in its output."""
 
+def pending_stats(
+    outputs: ModuleOutputs, device: torch.device
+) -> Callable[[], list[LayerStatRecord]] | None:
+    """Reduce module outputs without waiting for the device; None if there are none.
 
-@dataclass(frozen=True, slots=True)
-class PendingStats:
-    """Statistics of the outputs of one forward pass, still on their device.
-
-    A row of `numbers` is norm, mean, minimum and maximum; a row of `counts` NaN and Inf.
+    The result reads the records, after one synchronisation, and a second one if an output is
+    non-finite: then its minimum, maximum, mean and deviation are unknown (NaN).
     """
-
-    numbers: Tensor
-    counts: Tensor
-    keys: tuple[OutputKey, ...]
-
-    def records(self) -> list[LayerStatRecord]:
-        """The records, after one synchronisation, and a second one if an output is non-finite.
-
-        Minimum, maximum, mean and deviation of a non-finite output are unknown (NaN).
-        """
-        rows: list[list[float]] = self.numbers.tolist()
-        has_nonfinite = not all(math.isfinite(row[0]) for row in rows)
-        counts = self.counts.tolist() if has_nonfinite else [(0, 0)] * len(rows)
-        return [_stat_record(*one) for one in zip(self.keys, rows, counts, strict=True)]
-
-
-def pending_stats(outputs: ModuleOutputs, device: torch.device) -> PendingStats | None:
-    """Reduce module outputs without waiting for the device; None if there are none."""
     outs = list(_first_tensors(outputs))
     if not outs:
         return None
     numbers = stack_numbers([_reduce_output(tensor) for _, tensor in outs], device)
     later = device.type != "cpu"
-    counts = [stack_nonfinite_counts([tensor]).to(device, non_blocking=later) for _, tensor in outs]
-    return PendingStats(numbers, torch.cat(counts), tuple(of for of, _ in outs))
+    counts = torch.cat(
+        [stack_nonfinite_counts([tensor]).to(device, non_blocking=later) for _, tensor in outs]
+    )
+    keys = [key for key, _ in outs]
+
+    def read() -> list[LayerStatRecord]:
+        rows: list[list[float]] = numbers.tolist()
+        has_nonfinite = not all(math.isfinite(row[0]) for row in rows)
+        n_nonfinite = counts.tolist() if has_nonfinite else [(0, 0)] * len(rows)
+        return [_stat_record(*one) for one in zip(keys, rows, n_nonfinite, strict=True)]
+
+    return read
 
 
 def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:
-    """Statistics of module outputs; waits for each."""
-    return [_output_stat(of, tensor) for of, tensor in _first_tensors(outputs)]
+    """Statistics of module outputs; waits for each, with more passes if it is non-finite."""
+    records = []
+    for key, tensor in _first_tensors(outputs):
+        row = _reduce_output(tensor.float() if tensor.dtype.itemsize < 4 else tensor).tolist()
+        record = _stat_record(key, row, (0, 0))
+        if not math.isfinite(row[0]):
+            (facts,) = tensor_facts([tensor])
+            record = LayerStatRecord(*key[:2], **facts._asdict(), norm=row[0])
+        records.append(record)
+    return records
 
 
-def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[OutputKey, Tensor]]:
+def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[tuple[int, str, int], Tensor]]:
+    """Yield ((index, name, number of values), tensor) of each module's output."""
     for index, (name, _, output) in enumerate(outputs):
         tensor = next(dense_tensors(output), None)
         if tensor is not None:
@@ -396,23 +355,117 @@ def _reduce_output(tensor: Tensor) -> Tensor:
     return torch.stack([norm, mean, *(end.to(wide) for end in torch.aminmax(tensor))])
 
 
-def _stat_record(key: OutputKey, row: Sequence[float], counts: Sequence[int]) -> LayerStatRecord:
+def _stat_record(
+    key: tuple[int, str, int], row: Sequence[float], counts: Sequence[int]
+) -> LayerStatRecord:
     index, name, n_values = key
-    norm, mean, least, most = row
     n_nan, n_inf = counts
-    if not n_values or n_nan + n_inf:
-        least = most = mean = deviation = math.nan
-    elif math.isfinite(norm):
+    norm, mean, least, most = row
+    deviation = math.nan
+    if not n_values or n_nan or n_inf:
+        least = most = mean = math.nan
+    elif math.isfinite(norm):  # else the squares left the range
         deviation = math.sqrt(max(norm * norm / n_values - mean * mean, 0.0))
-    else:
-        deviation = math.nan  # the squares left the range
     return LayerStatRecord(index, name, n_nan, n_inf, least, most, mean, deviation, norm)
 
 
-def _output_stat(key: OutputKey, tensor: Tensor) -> LayerStatRecord:
-    """Statistics of one output; more passes only if it is non-finite."""
-    row = _reduce_output(tensor.float() if tensor.dtype.itemsize < 4 else tensor).tolist()
-    if math.isfinite(row[0]):
-        return _stat_record(key, row, (0, 0))
-    (facts,) = tensor_facts([tensor])
-    return LayerStatRecord(*key[:2], **facts._asdict(), norm=row[0])
+MODEL_OUTPUT = "(output)"
+"""The name of a tensor that the model itself returned."""
+
+UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
+"""Detail of a module whose weights may have become non-finite only in the update itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extremes:
+    """The largest values of the inputs of one forward pass, and of its modules' outputs.
+
+    `values` are still on their device: the first `n_inputs` are maxima of inputs, the others the
+    largest magnitudes of outputs, in the order of `sources`. There is an anomaly only if one of the
+    last `n_deciding` is non-finite.
+    """
+
+    values: Tensor
+    n_inputs: int
+    n_deciding: int
+    sources: Sequence[tuple[str, nn.Module, torch.dtype]]
+    """The name of a module ("" for a loss), the module, and the dtype of a tensor it returned."""
+
+    def producer(self, *, is_updated: bool = False) -> AnomalyOrigin | None:
+        """The origin of the first non-finite output: the inputs, weights, a module, or the loss.
+
+        Waits for the device. `is_updated` says that the weights may have changed since.
+        """
+        values = self.values.tolist()
+        inputs, outputs = values[: self.n_inputs], values[self.n_inputs :]
+        nonfinite = [at for at, value in enumerate(outputs) if not math.isfinite(value)]
+        if not nonfinite or nonfinite[-1] < len(outputs) - self.n_deciding:
+            return None  # an inner -inf, as masks have it, is not an anomaly
+        if any(not value < math.inf for value in inputs):
+            return AnomalyOrigin("input", "", detail="the batch")
+        name, module, dtype = self.sources[nonfinite[0]]
+        if not name:
+            return AnomalyOrigin("loss", "")
+        kind, detail = "module", str(dtype).removeprefix("torch.")
+        n_carriers = len({self.sources[at][0] for at in nonfinite} - {name, MODEL_OUTPUT, ""})
+        bad = next((n for n, one in module.named_parameters() if not one.isfinite().all()), None)
+        if bad is not None and is_updated:  # the update may have made the weights so
+            detail = f"{detail}; {UNCHECKED_WEIGHTS}"
+        elif bad is not None:
+            kind, n_carriers = "weights", n_carriers + 1
+            prefix = "" if name == MODEL_OUTPUT else f"{name}."
+            name = prefix + bad.removeprefix("_orig_mod.")
+        return AnomalyOrigin(kind, name, n_carriers, detail)
+
+
+def is_remote(tensor: Tensor) -> bool:
+    """Whether reading a tensor would wait for its device."""
+    return tensor.device.type != "cpu"
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values of a tensor are finite, after a synchronisation."""
+    return math.isfinite((tensor if tensor.numel() == 1 else max_abs(tensor)).item())
+
+
+def max_abs(tensor: Tensor) -> Tensor:
+    """The largest magnitude in a tensor, NaN if it has one; 0-dim, on the tensor's device."""
+    if not tensor.numel():
+        return tensor.new_zeros(())
+    if is_remote(tensor):
+        largest: Tensor = torch.linalg.vector_norm(tensor, math.inf)
+        return largest
+    low, high = torch.aminmax(tensor)  # on a CPU fifteen times as fast
+    return torch.maximum(high, -low)
+
+
+def floating_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the floating tensors in a module's input or output, one level deep."""
+    parts: Iterable[Any] = (value,)
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, Sequence):
+        parts = value
+    for one in parts:
+        if isinstance(one, Tensor) and one.is_floating_point():
+            yield one
+
+
+def dense_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the floating tensors that torch can reduce: neither float8 nor sparse."""
+    for one in floating_tensors(value):
+        if one.layout is torch.strided and one.dtype.itemsize > 1:
+            yield one
+
+
+def stack_numbers(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Numbers of any device and precision, or rows of them, as one tensor on `device`.
+
+    Does not wait unless `device` is the CPU.
+    """
+    if not values:
+        return torch.zeros(0)
+    is_double = any(value.dtype is torch.float64 for value in values)
+    dtype = torch.float64 if is_double else torch.float32
+    non_blocking = device.type != "cpu"  # on the CPU, a copy could be read before it is complete
+    return torch.stack([value.to(device, dtype, non_blocking=non_blocking) for value in values])

@@ -1,16 +1,18 @@
-"""Statistics of the gradients of many parameters at once.
+"""The parameters of a model, and statistics of their gradients and of other tensors.
 
-One batched reduction and one small transfer for each device and dtype; NaN and Inf are counted only
-for those whose norm is not finite, because a finite norm rules them out.
+One batched reduction and one small transfer for each device and dtype; NaN and Inf of gradients are
+counted only for those whose norm is not finite, because a finite norm rules them out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,79 @@ from flexinspect.records.training_step import (
     ParameterGradient,
     TrainingStepRecord,
     combined_norm,
+    group_of,
 )
-from flexinspect_hooks.gradients.reduction import gradient_norm
-from flexinspect_hooks.training.parameters import NamedParameter, NamedParameters
+from flexinspect_hooks.gradients.reduction import NORM_CHUNK_SIZE, gradient_norm
+from flexinspect_hooks.python_internals.torch_private import module_tables
 
-NormsOf = Callable[[Sequence[Tensor]], list[float]]
+
+def learning_rates(optimizer: Any) -> tuple[float, ...]:
+    """The learning rate of each parameter group, NaN if unknown (as Adafactor's relative steps)."""
+    return tuple(_learning_rate(group.get("lr")) for group in optimizer.param_groups)
+
+
+def _learning_rate(rate: Any) -> float:
+    try:
+        return float(rate)
+    except (TypeError, ValueError):
+        return math.nan  # always the same object, so that unknown rates compare as unchanged
+
+
+class NamedParameter(NamedTuple):
+    """A parameter, its group, and whether it is a matrix: only these are checked for vanishing."""
+
+    name: str
+    parameter: nn.Parameter
+    group: str
+    is_matrix: bool
+
+
+NamedParameters = Sequence[NamedParameter]
+
+
+def _parameters_of(model: nn.Module) -> list[NamedParameter]:
+    # `torch.compile` adds this prefix to all names.
+    named = ((name.removeprefix("_orig_mod."), one) for name, one in model.named_parameters())
+    return [NamedParameter(name, one, group_of(name), one.dim() > 1) for name, one in named]
+
+
+def trainable(model: nn.Module) -> list[NamedParameter]:
+    """The parameters that require gradients, in the model's order."""
+    return [one for one in _parameters_of(model) if one.parameter.requires_grad]
+
+
+class ParameterList:
+    """A cache of the parameters of one model.
+
+    Walking through a model takes ten times as long as checking that all of its parts are the same.
+    The model itself is not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None
+        self._all: list[NamedParameter] = []
+        self._tables: Sequence[Mapping[str, Any]] = []
+        self._parts: Sequence[tuple[Mapping[str, Any], str, Any]] = []
+
+    def trainable_of(self, model: nn.Module) -> list[NamedParameter]:
+        """The parameters that require gradients now."""
+        is_known = self._model is not None and self._model() is model
+        is_known = is_known and sum(map(len, self._tables)) == len(self._parts)
+        if not is_known or any(table.get(name) is not part for table, name, part in self._parts):
+            self._walk(model)
+        return [one for one in self._all if one.parameter.requires_grad]
+
+    def _walk(self, model: nn.Module) -> None:
+        every = _parameters_of(model)
+        tables = [table for module in model.modules() for table in module_tables(module)]
+        parts = [(one, name, part) for one in tables for name, part in one.items()]
+
+        def forget(_: object) -> None:
+            for cached in (every, tables, parts):
+                cached.clear()
+
+        self._all, self._tables, self._parts = every, tables, parts
+        self._model = weakref.ref(model, forget)
 
 
 @dataclass
@@ -51,11 +121,6 @@ class Gradients:
         """The norm of all gradients together; NaN or Inf if one is non-finite."""
         return combined_norm(self.norms)
 
-    @property
-    def has_nonfinite(self) -> bool:
-        """Whether any gradient has a non-finite value."""
-        return bool(self.counts)
-
     def outliers(
         self, explosion: float = EXPLODING_NORM, vanishing: float = VANISHING_NORM
     ) -> list[ParameterGradient]:
@@ -74,53 +139,6 @@ class Gradients:
         largest = None if self.maxima is None else self.maxima[at]
         counts = self.counts.get(at, (0, 0))
         return ParameterGradient(name, self.norms[at], largest, *counts, group, is_matrix)
-
-
-def gradient_facts(
-    named: NamedParameters, *, with_max: bool = True, norms_of: NormsOf | None = None
-) -> Gradients:
-    """The statistics of every parameter that has a gradient, in order.
-
-    `with_max` costs a second pass over the gradients. `norms_of` replaces `tensor_norms`.
-    """
-    parameters, grads = list[NamedParameter](), list[Tensor]()
-    for one in named:
-        if (grad := gradient_of(one.parameter)) is not None:
-            parameters.append(one)
-            grads.append(grad)
-    norms = (norms_of or tensor_norms)(grads)
-    nonfinite = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
-    each = count_nonfinite([grads[at] for at in nonfinite])
-    counts = dict(zip(nonfinite, each, strict=True))
-    for at in [at for at, count in counts.items() if count == (0, 0)]:
-        norms[at] = float(gradient_norm(grads[at]))  # the squares overflow float32
-        del counts[at]
-    maxima = reduce_batched(grads, _stack_max_abs) if with_max else None
-    return Gradients(parameters, norms, maxima, counts)
-
-
-def step_record(
-    gradients: Gradients,
-    outliers: Sequence[ParameterGradient],
-    explosion: float = EXPLODING_NORM,
-    vanishing: float = VANISHING_NORM,
-) -> TrainingStepRecord:
-    """What is known of a step from its gradients alone; its loss is unknown.
-
-    Only matrices count as vanishing: the gradient of a key bias is 0 up to rounding in any
-    transformer.
-    """
-    return TrainingStepRecord(
-        loss=math.nan,
-        loss_source="",
-        learning_rates=(),
-        total_norm=gradients.total,
-        n_parameters=len(gradients.norms),
-        n_exploding=sum(one.explodes(explosion) for one in outliers),
-        n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in outliers),
-        n_dead=sum(one.is_dead for one in outliers),
-        n_nonfinite=sum(one.has_nonfinite for one in outliers),
-    )
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
@@ -143,11 +161,49 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def foreach_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """The norms of tensors as torch's own clipping computes them.
-
-    On a CPU they are inexact for many values: 0.2 % for 30 million in float32.
-    """
+    """As torch's clipping: on a CPU inexact for many values (0.2 % for 30 million in float32)."""
     return reduce_batched(tensors, _stack_foreach_norms)
+
+
+def gradient_facts(
+    named: NamedParameters,
+    *,
+    with_max: bool = True,
+    norms_of: Callable[[Sequence[Tensor]], list[float]] = tensor_norms,
+) -> Gradients:
+    """The statistics of every parameter that has a gradient; `with_max` costs a second pass."""
+    pairs = [(one, grad) for one in named if (grad := gradient_of(one.parameter)) is not None]
+    grads = [grad for _, grad in pairs]
+    norms = norms_of(grads)
+    nonfinite = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
+    each = count_nonfinite([grads[at] for at in nonfinite])
+    counts = dict(zip(nonfinite, each, strict=True))
+    for at in [at for at, count in counts.items() if count == (0, 0)]:
+        norms[at] = float(gradient_norm(grads[at]))  # the squares overflow float32
+        del counts[at]
+    maxima = reduce_batched(grads, _stack_max_abs) if with_max else None
+    return Gradients([one for one, _ in pairs], norms, maxima, counts)
+
+
+def step_record(
+    gradients: Gradients, outliers: Sequence[ParameterGradient], limits: tuple[float, float]
+) -> TrainingStepRecord:
+    """What is known of a step from its gradients alone; its loss is unknown.
+
+    Only matrices vanish: the gradient of a key bias is 0 up to rounding in any transformer.
+    """
+    explosion, vanishing = limits
+    return TrainingStepRecord(
+        loss=math.nan,
+        loss_source="",
+        learning_rates=(),
+        total_norm=gradients.total,
+        n_parameters=len(gradients.norms),
+        n_exploding=sum(one.explodes(explosion) for one in outliers),
+        n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in outliers),
+        n_dead=sum(one.is_dead for one in outliers),
+        n_nonfinite=sum(one.has_nonfinite for one in outliers),
+    )
 
 
 @torch.no_grad()
@@ -158,8 +214,6 @@ def reduce_batched(
     numbers: list[Any] = [None] * len(tensors)
     for indices in indices_by_kind(tensors):
         values = reduce([tensors[index] for index in indices]).tolist()
-        if len(values) == len(tensors):
-            return list(values)
         for index, value in zip(indices, values, strict=True):
             numbers[index] = value
     return numbers
@@ -172,14 +226,16 @@ def indices_by_kind(tensors: Sequence[Tensor]) -> list[Sequence[int]]:
     dtype, device = tensors[0].dtype, tensors[0].device
     if all(one.dtype is dtype and one.device == device for one in tensors):
         return [range(len(tensors))]
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    kinds = defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
     for index, one in enumerate(tensors):
-        kinds.setdefault((one.device, one.dtype), []).append(index)
+        kinds[one.device, one.dtype].append(index)
     return [*kinds.values()]
 
 
 def _stack_norms(tensors: list[Tensor]) -> Tensor:
-    if all(map(_is_dense_on_cpu, tensors)):
+    device, dtype = tensors[0].device, tensors[0].dtype
+    is_dense = all(type(one) is Tensor and one.is_contiguous() for one in tensors)
+    if is_dense and device.type == "cpu" and dtype in (torch.float32, torch.float64):
         # Takes a fifth less time than `_foreach_norm`, and is nearer to the norm in float64: BLAS
         # reads at the speed of the memory, and sums in several lanes.
         flat = [one.view(-1) for one in tensors]
@@ -191,15 +247,6 @@ def _stack_foreach_norms(tensors: list[Tensor]) -> Tensor:
     is_small = tensors[0].dtype.itemsize < 4  # the norm of float16 values need not fit in float16
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32 if is_small else None)
     return torch.stack(list(norms))
-
-
-def _is_dense_on_cpu(one: Tensor) -> bool:
-    return (
-        type(one) is Tensor
-        and one.device.type == "cpu"
-        and one.dtype in (torch.float32, torch.float64)
-        and one.is_contiguous()
-    )
 
 
 def _stack_max_abs(tensors: list[Tensor]) -> Tensor:
@@ -221,3 +268,67 @@ def stack_nonfinite_counts(tensors: Sequence[Tensor]) -> Tensor:
     """The numbers of NaN and of Inf in each tensor, (tensors, 2), on their device."""
     counts = [torch.stack([one.isnan().sum(), one.isinf().sum()]) for one in tensors]
     return torch.stack(counts)
+
+
+class TensorFacts(NamedTuple):
+    """Numbers of NaN and Inf, and the spread of the finite values (NaN without any)."""
+
+    n_nan: int
+    n_inf: int
+    min: float
+    max: float
+    mean: float
+    std: float
+
+
+@torch.no_grad()
+def tensor_facts(tensors: Iterable[Tensor]) -> list[TensorFacts]:
+    """The statistics of each tensor, after one synchronisation for each device and dtype.
+
+    A tensor with NaN or Inf, or whose squares leave the range of float32, needs further ones.
+    """
+    values = [real_values(tensor) for tensor in tensors]
+    return [_facts(*one) for one in zip(values, _read_spreads(values), strict=True)]
+
+
+def _facts(values: Tensor, spread: Sequence[float]) -> TensorFacts:
+    counts = 0, 0
+    # A NaN or Inf would be the minimum, the maximum or both.
+    is_finite = all(map(math.isfinite, spread[:2])) or not values.is_floating_point()
+    if values.numel() and not is_finite:
+        (counts,) = count_nonfinite([values])
+        values = values[values.isfinite()]
+        (spread,) = _read_spreads([values])
+    low, high, mean, deviation = spread
+    if low < high and not 0.0 < deviation < math.inf:  # the squares left the range of float32
+        mean, deviation = torch.stack(_moments(_widen(values), is_exact=True)).tolist()
+    return TensorFacts(*counts, low, high, mean, deviation)
+
+
+def _read_spreads(values: Iterable[Tensor]) -> list[list[float]]:
+    """Minimum, maximum, mean and deviation of each tensor, with one transfer for each kind."""
+    return reduce_batched([_reduce_spread(_widen(one)) for one in values], torch.stack)
+
+
+def _reduce_spread(values: Tensor) -> Tensor:
+    if not values.numel():
+        return values.new_full((4,), math.nan)
+    return torch.stack([*torch.aminmax(values), *_moments(values)])
+
+
+def _widen(values: Tensor) -> Tensor:
+    if not values.is_floating_point():
+        return values.double()
+    return values.float() if values.dtype.itemsize < 4 else values
+
+
+def _moments(values: Tensor, *, is_exact: bool = False) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation; unless exact, the deviation may leave the range of the dtype."""
+    if is_exact or values.device.type != "cpu":
+        deviation, mean = torch.std_mean(values, correction=0)
+        return mean, deviation
+    # On CPU torch's own deviation was measured to take twenty times as long as these passes.
+    mean = values.mean()
+    parts = torch.split(values.reshape(-1), NORM_CHUNK_SIZE)
+    norms = torch.stack([torch.linalg.vector_norm(part - mean) for part in parts])
+    return mean, torch.linalg.vector_norm(norms) / math.sqrt(values.numel())

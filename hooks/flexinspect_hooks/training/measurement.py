@@ -12,86 +12,177 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.training_step import (
-    VANISHING_NORM,
-    AnomalyOrigin,
-    ParameterGradient,
-    TrainingStepRecord,
-)
+from flexinspect.records import training_step
 from flexinspect_hooks.training.cost_governor import Detail
 from flexinspect_hooks.training.gradient_statistics import (
-    Gradients,
+    NamedParameters,
+    ParameterList,
     gradient_facts,
     indices_by_kind,
     step_record,
     tensor_norms,
 )
-from flexinspect_hooks.training.parameters import NamedParameters, ParameterList
-from flexinspect_hooks.training.torch_calls import ClippedGradients, NormSource
+from flexinspect_hooks.training.torch_calls import ClippingNorms, NormSource
 
 MAX_SAMPLE = 1 << 16
 """The most values of a parameter that are copied: rows, evenly spaced."""
 
 
-class UpdateMeter:
-    """Copies samples of the weights before a step, and compares them after it.
+MAX_FULL_STEPS = 10
+"""Steps with an anomaly that are recorded with all parameters; later ones like other steps."""
 
-    The copies are allocated once and reused: new memory costs more than copying.
+
+class GradientMeter:
+    """Measures a model's gradients step by step, and how much a step changes its weights.
+
+    Of the weights it copies samples. The copies are reused: new memory costs more than copying.
     """
 
-    def __init__(
-        self, named: NamedParameters, groups: Sequence[str], group_of: Sequence[int]
-    ) -> None:
-        self._named = named
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._parameters = model, ParameterList()
+        self.groups: tuple[str, ...] = ()
+        self._backward_order: dict[str, int] = {}
+        self._hooked: list[str] = []
+        self._order_hooks = ExitStack()
+        self._norm_source = NormSource()
+        self._n_problem_steps = 0
+        self._set_parameters(self._parameters.trainable_of(model))
+
+    def refresh(self) -> str | None:
+        """Update the parameters if some were added, replaced, frozen or unfrozen.
+
+        Returns a sentence on the change, None without one. New groups follow the known ones.
+        """
+        named = self._parameters.trainable_of(self.model)
+        pairs = zip(named, self.named, strict=False)
+        if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):
+            return None
+        known = len(self.groups)
+        self._set_parameters(named)
+        new = ", ".join(self.groups[known:][:10])
+        more = f"; new groups: {new}" if new else ""
+        return f"{len(named)} parameters are trained from this step on{more}."
+
+    def _set_parameters(self, named: NamedParameters) -> None:
+        self.named, self.parameter_ids = named, {id(one.parameter) for one in named}
+        self.groups = tuple(dict.fromkeys((*self.groups, *(one.group for one in named))))
+        self._group_at = {group: at for at, group in enumerate(self.groups)}
+        self._drop_copies()
+
+    def _drop_copies(self) -> None:
         self._samples: list[Tensor] = []
-        self._sizes: list[float] = []
-        self._n_groups, self._group_of = len(groups), group_of
-        self._copies: list[Tensor] | None = None
+        self._copies: list[Tensor] = []
         self.has_copies = False
+
+    def learn_order(self) -> None:
+        """Hook the first backward pass to learn the order of the parameters."""
+
+        def hook(name: str, _: Tensor) -> None:
+            self._backward_order.setdefault(name, len(self._backward_order))
+
+        for name, parameter, *_ in self.named:
+            add: Any = parameter.register_post_accumulate_grad_hook
+            self._order_hooks.enter_context(add(partial(hook, name)))
+            self._hooked.append(name)
+
+    def take_unreached(self) -> list[str]:
+        """The parameters that got no gradient in the first backward pass; later none."""
+        if not self._backward_order:
+            return []
+        self._order_hooks.close()
+        hooked, self._hooked = self._hooked, []
+        return [name for name in hooked if name not in self._backward_order]
+
+    def release(self) -> None:
+        """Remove the hooks, and drop the copies of weights."""
+        self._order_hooks.close()
+        self._drop_copies()
 
     @torch.no_grad()
     def copy_weights(self) -> None:
-        """Copy the samples."""
+        """Copy samples of the weights before a step."""
         # Not kept between steps: a parameter may get other memory, and the old one must be freed.
-        self._samples = [_sample_rows(one.parameter) for one in self._named]
-        if self._copies is None or not all(map(_are_alike, self._copies, self._samples)):
-            self._sizes = [
-                one.parameter.numel() / max(sample.numel(), 1)
-                for one, sample in zip(self._named, self._samples, strict=True)
-            ]
+        self._samples = [_sample_rows(one.parameter) for one in self.named]
+        if [*map(_kind_of, self._copies)] != [*map(_kind_of, self._samples)]:
             self._copies = [torch.empty_like(one) for one in self._samples]
         _foreach_by_kind(torch._foreach_copy_, self._copies, self._samples)
         self.has_copies = True
 
     @torch.no_grad()
     def measure_change(self) -> tuple[float, ...]:
-        """The ratio of change to weights of each group, NaN if all weights are 0.
-
-        Empty if `copy_weights` was not called before the step.
-        """
-        if not self.has_copies or self._copies is None:
+        """The ratio of change to weights of each group (NaN if all are 0); () without copies."""
+        if not self.has_copies:
             return ()
         self.has_copies = False
         weights = tensor_norms(self._copies)
         _foreach_by_kind(torch._foreach_sub_, self._copies, self._samples)
         self._samples = []
-        return self._ratios(tensor_norms(self._copies), weights)
-
-    def _ratios(self, changes: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
-        squares = [[0.0, 0.0] for _ in range(self._n_groups)]
-        measured = zip(self._group_of, self._sizes, changes, weights, strict=True)
-        for group, size, change, weight in measured:
-            squares[group][0] += size * change * change
-            squares[group][1] += size * weight * weight
+        squares = [[0.0, 0.0] for _ in self.groups]
+        measured = zip(self.named, self._copies, tensor_norms(self._copies), weights, strict=True)
+        for one, copy, change, weight in measured:
+            size = one.parameter.numel() / max(copy.numel(), 1)
+            group = squares[self._group_at[one.group]]
+            group[0] += size * change * change
+            group[1] += size * weight * weight
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
-    def release(self) -> None:
-        """Drop the copies."""
-        self._samples, self._copies, self.has_copies = [], None, False
+    def measure(
+        self,
+        step: int,
+        detail: Detail,
+        *,
+        scale: float,
+        is_warming: bool,
+        clipped: ClippingNorms | None,
+    ) -> training_step.TrainingStepRecord | None:
+        """The gradients as the optimizer receives them, None in a step that is not measured.
+
+        `scale` is the loss scale that they still contain, `clipped` the norms known from clipping.
+        `is_warming` is whether the learning rate rises: then no gradient counts as vanishing,
+        because behind a gate that starts at 0 they start small.
+        """
+        if not detail.measures(step):
+            return None
+        norms_of = partial(self._norm_source.norms, step, clipped)
+        gradients = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
+        if scale != 1.0:
+            gradients = gradients.unscaled(scale)
+        outliers = gradients.outliers()
+        vanishing = 0.0 if is_warming else training_step.VANISHING_NORM
+        producer = self._producer(outliers, vanishing)
+        self._n_problem_steps += producer is not None
+        is_first_problem = producer is not None and self._n_problem_steps <= MAX_FULL_STEPS
+        is_recorded = is_first_problem or step % detail.rows_every == 0
+        squares = [0.0] * len(self.groups)
+        for one, norm in zip(gradients.parameters, gradients.norms, strict=True):
+            squares[self._group_at[one.group]] += norm * norm
+        return replace(
+            step_record(gradients, outliers, (training_step.EXPLODING_NORM, vanishing)),
+            gradients=tuple(gradients.rows) if is_recorded else (),
+            group_norms=tuple(math.sqrt(one) if one >= 0 else one for one in squares),
+            anomaly_origin=producer,
+        )
+
+    def _producer(
+        self, outliers: Sequence[training_step.ParameterGradient], vanishing: float
+    ) -> training_step.AnomalyOrigin | None:
+        """The parameter in which an anomaly first appears on the way back from the loss."""
+        last = len(self._backward_order)
+        ordered = sorted(outliers, key=lambda one: self._backward_order.get(one.name, last))
+        if bad := [one for one in ordered if one.has_nonfinite]:
+            counts = f"{bad[0].n_nan} NaN, {bad[0].n_inf} Inf"
+            return training_step.AnomalyOrigin("backward", bad[0].name, len(bad) - 1, counts)
+        kind, bad = "explosion", [one for one in ordered if one.explodes()]
+        if not bad:
+            kind, bad = "vanishing", [o for o in outliers if o.is_matrix and o.vanishes(vanishing)]
+            bad.sort(key=lambda one: one.norm)
+        if not bad:
+            return None
+        return training_step.AnomalyOrigin(kind, bad[0].name, len(bad) - 1, f"{bad[0].norm:.4g}")
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _sample_rows(parameter: Tensor) -> Tensor:
@@ -111,135 +202,6 @@ def _sample_rows(parameter: Tensor) -> Tensor:
     return rows[:: -(-len(rows) // (MAX_SAMPLE // width))]
 
 
-def _foreach_by_kind(call: object, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+def _foreach_by_kind(call: Any, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
     for where in indices_by_kind(first):
-        call([first[i] for i in where], [second[i] for i in where])  # type: ignore[operator]
-
-
-MAX_FULL_STEPS = 10
-"""Steps with an anomaly that are recorded with all parameters; later ones like other steps."""
-
-
-class GradientMeter:
-    """Measures a model's gradients step by step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self._parameters = model, ParameterList()
-        self.groups: tuple[str, ...] = ()
-        self._set_parameters(self._parameters.trainable_of(model))
-        self._backward_order: dict[str, int] = {}
-        self._hooked: list[str] = []
-        self._norm_source = NormSource()
-        self._n_problem_steps = 0
-
-    def refresh(self) -> str | None:
-        """Update the parameters if some were added, replaced, frozen or unfrozen.
-
-        Returns a sentence on the change, None without one. New groups follow the known ones.
-        """
-        named = self._parameters.trainable_of(self.model)
-        pairs = zip(named, self.named, strict=False)
-        if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):
-            return None
-        known = len(self.groups)
-        self._set_parameters(named)
-        new = ", ".join(self.groups[known:][:10])
-        return f"{len(named)} parameters are trained from this step on" + (
-            f"; new groups: {new}." if new else "."
-        )
-
-    def _set_parameters(self, named: NamedParameters) -> None:
-        self.named = named
-        names = [one.group for one in named]
-        self.groups = tuple(dict.fromkeys((*self.groups, *names)))
-        self._group_at = {group: at for at, group in enumerate(self.groups)}
-        self.updates = UpdateMeter(named, self.groups, [self._group_at[name] for name in names])
-
-    # -- the order of the backward pass ----------------------------------------------------------
-
-    def learn_order(self, hooks: ExitStack) -> None:
-        """Hook the first backward pass to learn the order of the parameters."""
-
-        def arrived(name: str) -> None:
-            self._backward_order.setdefault(name, len(self._backward_order))
-
-        for name, parameter, *_ in self.named:
-            add: Any = parameter.register_post_accumulate_grad_hook
-            hooks.enter_context(add(lambda _, name=name: arrived(name)))
-            self._hooked.append(name)
-
-    @property
-    def knows_order(self) -> bool:
-        """Whether a backward pass was observed."""
-        return bool(self._backward_order)
-
-    def unreached(self) -> list[str]:
-        """The parameters that got no gradient in the observed backward pass."""
-        return [name for name in self._hooked if name not in self._backward_order]
-
-    # -- a step ----------------------------------------------------------------------------------
-
-    def measure(
-        self,
-        step: int,
-        detail: Detail,
-        *,
-        scale: float = 1.0,
-        is_warming: bool = False,
-        clipped: ClippedGradients | None = None,
-    ) -> TrainingStepRecord | None:
-        """The gradients as the optimizer receives them, None in a step that is not measured.
-
-        `scale` is the loss scale that they still contain, `clipped` the norms known from clipping.
-        `is_warming` is whether the learning rate rises: then no gradient counts as vanishing,
-        because behind a gate that starts at 0 they start small.
-        """
-        if not detail.measures(step):
-            return None
-        norms_of = partial(self._norm_source.norms, step, clipped)
-        gradients = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
-        if scale != 1.0:
-            gradients = gradients.unscaled(scale)
-        outliers = gradients.outliers()
-        producer = self._producer(outliers)
-        if is_warming and producer is not None and producer.kind == "vanishing":
-            producer = None
-        return replace(
-            step_record(gradients, outliers, vanishing=0.0 if is_warming else VANISHING_NORM),
-            gradients=tuple(gradients.rows) if self._is_recorded(step, detail, producer) else (),
-            group_norms=self._group_norms(gradients),
-            anomaly_origin=producer,
-        )
-
-    def _is_recorded(self, step: int, detail: Detail, producer: AnomalyOrigin | None) -> bool:
-        if producer is not None:
-            self._n_problem_steps += 1
-            if self._n_problem_steps <= MAX_FULL_STEPS:
-                return True
-        return step % detail.rows_every == 0
-
-    def _group_norms(self, gradients: Gradients) -> tuple[float, ...]:
-        squares = [0.0] * len(self.groups)
-        for one, norm in zip(gradients.parameters, gradients.norms, strict=True):
-            squares[self._group_at[one.group]] += norm * norm
-        return tuple(math.sqrt(value) if value >= 0 else value for value in squares)
-
-    def _producer(self, outliers: Sequence[ParameterGradient]) -> AnomalyOrigin | None:
-        """The parameter in which an anomaly first appears on the way back from the loss."""
-        nonfinite = self._in_backward_order([one for one in outliers if one.has_nonfinite])
-        if nonfinite:
-            first = nonfinite[0]
-            counts = f"{first.n_nan} NaN, {first.n_inf} Inf"
-            return AnomalyOrigin("backward", first.name, len(nonfinite) - 1, counts)
-        high = self._in_backward_order([one for one in outliers if one.explodes()])
-        if high:
-            return AnomalyOrigin("explosion", high[0].name, len(high) - 1, f"{high[0].norm:.4g}")
-        low = [one for one in outliers if one.is_matrix and one.vanishes()]
-        if low:
-            smallest = min(low, key=lambda one: one.norm)
-            return AnomalyOrigin("vanishing", smallest.name, len(low) - 1, f"{smallest.norm:.4g}")
-        return None
-
-    def _in_backward_order(self, outliers: list[ParameterGradient]) -> list[ParameterGradient]:
-        last = len(self._backward_order)
-        return sorted(outliers, key=lambda one: self._backward_order.get(one.name, last))
+        call([first[i] for i in where], [second[i] for i in where])

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,7 @@ from torch.nn.utils import clip_grad
 
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
-from flexinspect_hooks.training.gradient_statistics import (
-    foreach_norms,
-    indices_by_kind,
-    tensor_norms,
-)
+from flexinspect_hooks.training import gradient_statistics
 
 CHECK_INTERVAL = 10
 """The norms from clipping are checked against the gradients every so many steps."""
@@ -32,37 +28,26 @@ CHECK_INTERVAL = 10
 NORM_TOLERANCE = 1e-3
 """The largest relative difference of the norms from clipping and those of the gradients."""
 
-CLIPPING_DEVICES = ("cpu", "cuda")
-CLIPPING_DTYPES = (torch.float32, torch.float64)
-"""Where torch computes the norms of all gradients in one call, with sufficient precision."""
-
 
 @dataclass(frozen=True, slots=True)
 class ClippingNorms:
-    """The norms that torch's clipping computed: the `total` one, and that of each gradient."""
+    """The norms that torch's clipping computed: the `total` one, and that of each gradient.
+
+    `versions` are those of the gradients after they were clipped to `max_norm`.
+    """
 
     total: Tensor
     norms: Tensor
     grads: Sequence[Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class ClippedGradients:
-    """Gradients that torch clipped together to `max_norm`, and their `versions` afterwards."""
-
-    measured: ClippingNorms
-    max_norm: float
-    versions: Sequence[int | None]
+    max_norm: float = math.inf
+    versions: Sequence[int | None] = ()
 
     def norms_of(self, grads: Sequence[Tensor]) -> list[float] | None:
-        """The norms of the gradients after clipping, None if they are unknown.
-
-        They are unknown if one is non-finite, or was changed by torch since.
-        """
-        if not math.isfinite(total := float(self.measured.total)):
+        """The norms after clipping, None if one is non-finite, or its gradient changed since."""
+        if not math.isfinite(total := float(self.total)):
             return None
         factor = min(self.max_norm / (total + 1e-6), 1.0)  # as torch's clipping multiplies
-        known = zip(self.measured.grads, self.versions, self.measured.norms.tolist(), strict=True)
+        known = zip(self.grads, self.versions, self.norms.tolist(), strict=True)
         clipped = {
             id(one): norm * factor for one, version, norm in known if tensor_version(one) == version
         }
@@ -81,18 +66,17 @@ class NormSource:
         self._agrees: bool | None = None
 
     def norms(
-        self, step: int, clipped: ClippedGradients | None, grads: Sequence[Tensor]
+        self, step: int, clipped: ClippingNorms | None, grads: Sequence[Tensor]
     ) -> list[float]:
         """The norm of each gradient of a step."""
-        from_clipping = None
-        if clipped is not None and self._agrees is not False:
-            from_clipping = clipped.norms_of(grads)
-        if from_clipping is not None and self._agrees and step % CHECK_INTERVAL:
-            return from_clipping
-        if from_clipping is None:
-            return tensor_norms(grads)
-        norms = foreach_norms(grads)  # as clipping does, or the norms of large gradients differ
-        pairs = zip(from_clipping, norms, strict=True)
+        known = None if clipped is None or self._agrees is False else clipped.norms_of(grads)
+        if known is None:
+            return gradient_statistics.tensor_norms(grads)
+        if self._agrees and step % CHECK_INTERVAL:
+            return known
+        # As clipping does, or the norms of large gradients differ.
+        norms = gradient_statistics.foreach_norms(grads)
+        pairs = zip(known, norms, strict=True)
         self._agrees = all(math.isclose(one, other, rel_tol=NORM_TOLERANCE) for one, other in pairs)
         return norms
 
@@ -105,21 +89,18 @@ def measure_clipping(
     None for gradients that torch does not measure in one call, or not in sufficient precision.
     """
     grads = [*grads]
-    if not grads or norm_type != 2.0 or foreach is False or not all(map(_is_plain_tensor, grads)):
+    is_plain = all(type(one) is Tensor and not one.is_sparse for one in grads)
+    if not grads or norm_type != 2.0 or foreach is False or not is_plain:
         return None
-    is_precise = grads[0].device.type in CLIPPING_DEVICES and grads[0].dtype in CLIPPING_DTYPES
-    if not is_precise or len(indices_by_kind(grads)) != 1:
+    device, dtype = grads[0].device.type, grads[0].dtype
+    is_precise = device in ("cpu", "cuda") and dtype in (torch.float32, torch.float64)
+    if not is_precise or len(gradient_statistics.indices_by_kind(grads)) != 1:
         return None
     norms = torch.stack(list(torch._foreach_norm(grads, 2.0)))
     return ClippingNorms(torch.linalg.vector_norm(norms, 2.0), norms, grads)
 
 
-def _is_plain_tensor(grad: Tensor) -> bool:
-    return type(grad) is Tensor and not grad.is_sparse
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingObserver:
+class TrainingObserver(NamedTuple):
     """Functions that are called in the thread that trains.
 
     `on_clipped` gets the parameters whose gradients were clipped, their total norm before, the
@@ -127,7 +108,7 @@ class TrainingObserver:
     others get a `GradScaler` and the optimizer that it is about to step or skip, or has.
     """
 
-    on_clipped: Callable[[Sequence[Tensor], Tensor, float, ClippedGradients | None], None]
+    on_clipped: Callable[[Sequence[Tensor], Tensor, float, ClippingNorms | None], None]
     before_scaler_step: Callable[[Any, Any], None]
     after_scaler_step: Callable[[Any, Any], None]
 
@@ -136,19 +117,18 @@ _observers: list[TrainingObserver] = []
 _patches = ExitStack()
 
 
-def observe_training(observer: TrainingObserver) -> Callable[[], None]:
-    """Notify `observer` from now on; returns a function that ends it."""
+@contextmanager
+def observe_training(observer: TrainingObserver) -> Iterator[None]:
+    """Notify `observer` while the block runs."""
     if not _observers:
         _install()
     _observers.append(observer)
-
-    def detach() -> None:
-        if observer in _observers:
-            _observers.remove(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
         if not _observers:
             _patches.close()
-
-    return detach
 
 
 _CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
@@ -198,10 +178,10 @@ def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clip(clipped, max_norm, total_norm, *rest)
         norms, last = last, None
-        known = None
-        if norms is not None and norms.total is total_norm:
-            known = ClippedGradients(norms, float(max_norm), [*map(tensor_version, norms.grads)])
+        if norms is not None:
+            is_same, versions = norms.total is total_norm, [*map(tensor_version, norms.grads)]
+            norms = replace(norms, max_norm=float(max_norm), versions=versions) if is_same else None
         for observer in tuple(_observers):
-            observer.on_clipped(clipped, total_norm, float(max_norm), known)
+            observer.on_clipped(clipped, total_norm, float(max_norm), norms)
 
     return total_norm, clip_grads

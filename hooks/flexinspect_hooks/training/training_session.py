@@ -7,48 +7,182 @@ which the program may report afterwards, and is written when the next step begin
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flexinspect.records.step import EventRecord, GenerationEnd
-from flexinspect.records.training_step import TrainingSummaryCounter, is_warming_up
+from flexinspect.records import training_step
+from flexinspect.records.step import EventRecord, GenerationEnd, GenerationRecord, MemoryRecord
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.capture.buffer import StepBuffer
-from flexinspect_hooks.capture.hook import Hook, built_in_rules
+from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.hook import Hook, StepDraft, built_in_rules
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
+from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.memory_hook import StepMemory
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import hide_hooks
 from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.cost_governor import Governor
-from flexinspect_hooks.training.forward_passes import ForwardWatch
+from flexinspect_hooks.training.forward_passes import ForwardWatch, StepPasses, is_remote
+from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.measurement import GradientMeter
-from flexinspect_hooks.training.parameters import has_closure, learning_rates, remaining_scale
-from flexinspect_hooks.training.step_assembly import (
-    Loss,
-    TrainingRecords,
-    TrainingStepDraft,
-    timed_synchronize,
-    training_generation,
-)
-from flexinspect_hooks.training.torch_calls import ClippedGradients
 
 T = TypeVar("T")
+Loss = float | Tensor
+
+TRAINING_SAMPLE_ID = "training"
+"""The `sample_id` of the generation that represents a training run."""
 
 MAX_UNWRITTEN_STEPS = 16
 """Steps that may stay unwritten until something waits for the device anyway."""
 
 LINGER_S = 0.5
 """How long the writer may delay a commit: a training step takes longer than a decode step."""
+
+
+def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> GenerationRecord:
+    """The generation record that represents a training run at its start."""
+    placement: Counter[str] = Counter()
+    for one in meter.model.parameters():
+        placement[str(one.device)] += one.numel()
+    facts = {
+        "groups": list(meter.groups),
+        "parameters": len(meter.named),
+        "values": sum(one.parameter.numel() for one in meter.named),
+        "optimizer": "" if optimizer is None else type(optimizer).__name__,
+        "placement": dict(placement),
+    }
+    return GenerationRecord(
+        0, TRAINING_SAMPLE_ID, "", "", (), (), declared={"training": facts}, started_at=time.time()
+    )
+
+
+@dataclass(slots=True)
+class TrainingStepDraft(StepPasses):
+    """The data of one step until it is complete; the program passed `reported_loss` to `step`."""
+
+    number: int = 0
+    started: float = 0.0
+    started_at: float = 0.0
+    measured: training_step.TrainingStepRecord | None = None
+    rates: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+    norm_before_clip: Loss | None = None
+    max_norm: float | None = None
+    scale: float | None = None
+    is_skipped: bool = False
+    optimizer_started: float | None = None
+    optimizer_s: float = 0.0
+    data_s: float | None = None
+    waited_s: float = 0.0
+    own_s: float = 0.0
+    wall_s: float = 0.0
+    detail: str = ""
+    reported_loss: Loss | None = None
+    memory: MemoryRecord | None = None
+    notes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+
+    def context(self) -> StepContext:
+        """The step's context for the writer thread."""
+        context = StepContext(0, self.number, "train", 0, 0, "", self.started_at, self.started)
+        context.wall_ms, context.capture_s = self.wall_s * 1e3, self.own_s
+        context.events += self.notes
+        return context
+
+    def read(self) -> None:
+        """Convert results on a device to numbers, which waits for the device."""
+        self.resolve()
+        for values in (self.losses, self.output_gradient_norms):
+            values.extend([float(values.popleft()) for _ in range(len(values))])
+        loss, norm = self.reported_loss, self.norm_before_clip
+        self.reported_loss = None if loss is None else float(loss)
+        self.norm_before_clip = None if norm is None else float(norm)
+
+    def needs_wait(self) -> bool:
+        """Whether `read` would wait for a device."""
+        values = [self.reported_loss, self.norm_before_clip, *self.losses]
+        values += [*self.output_gradient_norms, *(one.values for one in self.extremes)]
+        return self.pending is not None or any(
+            isinstance(value, Tensor) and is_remote(value) for value in values
+        )
+
+    def record(self) -> training_step.TrainingStepRecord:
+        """The record of the step from everything that is known."""
+        self.is_updated = True  # results not read yet are read after the optimizer's step
+        self.read()
+        loss, source = self._loss()
+        spent = self.forward_s + self.backward_s + self.optimizer_s
+        spent += (self.data_s or 0.0) + self.own_s + self.waited_s
+        return replace(
+            self.measured or training_step.TrainingStepRecord(loss, source, ()),
+            loss=loss,
+            loss_source=source,
+            learning_rates=self.rates,
+            norm_before_clip=cast(float | None, self.norm_before_clip),
+            max_norm=self.max_norm,
+            group_ratios=self.ratios,
+            anomaly_origin=self._producer(loss, source),
+            n_backward=self.n_backward,
+            forward_ms=self.forward_s * 1e3,
+            backward_ms=self.backward_s * 1e3,
+            optimizer_ms=self.optimizer_s * 1e3,
+            data_ms=None if self.data_s is None else self.data_s * 1e3,
+            other_ms=max(self.wall_s - spent, 0.0) * 1e3,
+            scale=self.scale,
+            is_skipped=self.is_skipped,
+            device=self.device,
+            autocast=self.autocast,
+            detail=self.detail,
+        )
+
+    def _loss(self) -> tuple[float, str]:
+        if self.reported_loss is not None:
+            return float(self.reported_loss), training_step.LOSS_REPORTED
+        if self.losses:
+            losses = [*map(float, self.losses)]
+            loss = math.fsum(losses) if self.are_shares else fmean(losses)
+            return loss, training_step.LOSS_FROM_OUTPUT
+        return math.nan, ""
+
+    def _producer(self, loss: float, source: str) -> training_step.AnomalyOrigin | None:
+        """Where the anomaly began: in the forward pass, else in the loss, else in the backward."""
+        origin = None if self.measured is None else self.measured.anomaly_origin
+        if self.producer is not None:
+            return self.producer
+        if source and not math.isfinite(loss):
+            return training_step.AnomalyOrigin(
+                "loss", "", 0 if origin is None else origin.n_affected + 1
+            )
+        if origin is None or origin.kind != "backward":
+            return origin
+        output_norms = [float(norm) for norm in self.output_gradient_norms]
+        if all(map(math.isfinite, output_norms)):
+            return origin
+        detail = f"{origin.detail}; it arrives at the model's output, so the loss makes it"
+        return training_step.AnomalyOrigin(origin.kind, origin.name, origin.n_affected, detail)
+
+
+class TrainingRecords(Hook):
+    """The hook that adds a finished step to the draft of the writer thread."""
+
+    name = "training"
+
+    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
+        """Add the step's record, its memory and the statistics of its outputs."""
+        draft.training, finished = kept
+        draft.memory = finished.memory
+        draft.layer_stats += finished.stats
 
 
 class TrainingSession:
@@ -58,12 +192,11 @@ class TrainingSession:
         self, model: nn.Module, optimizer: Optimizer | None, sink: TraceWriter, governor: Governor
     ) -> None:
         self.recorder = Recorder(sink, linger_s=LINGER_S)
-        self.summary = TrainingSummaryCounter()
+        self.summary = training_step.TrainingSummaryCounter()
         self.own_s = self.total_s = 0.0
         self._model, self._optimizer = model, optimizer
         self._governor = governor
         self._meter = GradientMeter(model)
-        self._parameter_ids = self._find_parameter_ids()
         self._current = TrainingStepDraft()
         self._forwards = ForwardWatch(
             model, passes=self._current, on_begin=self._on_forward_begin, guarded=self._guarded
@@ -72,18 +205,16 @@ class TrainingSession:
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._memory = StepMemory(model, self._device)
-        self._hooks, self._order_hooks = ExitStack(), ExitStack()
+        self._hooks = ExitStack()
         self._awaiting_loss: TrainingStepDraft | None = None
         self._unwritten: deque[TrainingStepDraft] = deque()
         self._reported_loss: Loss | None = None
-        self._clipped: ClippedGradients | None = None
+        self._clipped: torch_calls.ClippingNorms | None = None
         self._rates_before: tuple[float, ...] = ()
         self._step_started: float | None = None
         self._step_own_s = self._writer_s = self._passes_before_s = 0.0
         self._scaler_step: int | None = None
-        self._is_off = self._is_order_known = False
-
-    # -- begin and end ---------------------------------------------------------------------------
+        self._is_off = False
 
     def begin(self) -> None:
         """Install all hooks and begin the generation that represents the run."""
@@ -97,7 +228,7 @@ class TrainingSession:
         )
         self._forwards.install()
         self._apply_detail()
-        self._meter.learn_order(self._order_hooks)
+        self._meter.learn_order()
         if self._optimizer is not None:
             before, after = map(self._guarded, (self._before_optimizer, self._after_optimizer))
             self._hooks.enter_context(self._optimizer.register_step_pre_hook(before))
@@ -105,8 +236,9 @@ class TrainingSession:
         observer = torch_calls.TrainingObserver(
             self._on_clipped, self._before_scaler_step, self._after_scaler_step
         )
-        for remove in (torch_calls.observe_training(observer), hide_hooks(), self._memory.close):
-            self._hooks.callback(remove)
+        self._hooks.enter_context(torch_calls.observe_training(observer))
+        self._hooks.callback(hide_hooks())
+        self._hooks.callback(self._memory.close)
 
     def end(self, state: str, reason: str = "") -> None:
         """Write the remaining steps, end the generation, and remove all hooks, also on errors."""
@@ -124,12 +256,16 @@ class TrainingSession:
 
     def _uninstall(self) -> None:
         self._forwards.remove()
-        self._meter.updates.release()
-        self._order_hooks.close()
+        self._meter.release()
         self._hooks.close()
 
-    def set_level(self, level: str) -> None:
-        """Measure as much as `level` says, from the next step on."""
+    @property
+    def level(self) -> str:
+        """How much is measured, from the next step on, unless the cost is above the band."""
+        return self._governor.level
+
+    @level.setter
+    def level(self, level: str) -> None:
         self._governor.set_level(level)
         self._apply_detail()
 
@@ -150,14 +286,8 @@ class TrainingSession:
     def _cores_are_taken(self) -> bool:
         return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()
 
-    # -- calls of the program --------------------------------------------------------------------
-
     def set_loss(self, loss: Loss | None) -> None:
-        """Set the loss of the step that just ended, or else of the current one.
-
-        Without an optimizer this ends the step. Raises `UsageError` for a loss that is not a
-        single number.
-        """
+        """Set the loss of the step that just ended, or else of the current one."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().clone()  # the program may change it later
         elif loss is not None:
@@ -187,43 +317,43 @@ class TrainingSession:
             yield batch
 
     def _end_manual_step(self) -> None:
-        if not self._forwards.has_forward:
-            return
-        started = time.perf_counter()
-        self._flush()
-        self._current.is_updated = True  # the program may have updated the weights itself
-        self._measure()
-        self._end_step(started)
-
-    # -- events of the optimizer and of the loss scaler ------------------------------------------
+        if self._forwards.has_forward:
+            started = time.perf_counter()
+            self._flush()
+            self._current.is_updated = True  # the program may have updated the weights itself
+            self._measure()
+            self._end_step(started)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
+        now = self._current
         self._flush()
-        self._current.rates = learning_rates(optimizer)
-        if not has_closure(args, kwargs):
+        now.rates = learning_rates(optimizer)
+        if not _has_closure(args, kwargs):
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None:
                 self._synchronize()
-            self._current.is_skipped = found_inf is not None and bool(found_inf)
-            self._measure(remaining_scale(optimizer))
-        if self._governor.detail.compares_weights(self._current.number):
-            self._meter.updates.copy_weights()
+            now.is_skipped = found_inf is not None and bool(found_inf)
+            scale = getattr(optimizer, "grad_scale", None)
+            # A fused optimizer divides by the loss scale itself.
+            self._measure(1.0 if scale is None else float(scale))
+        if self._governor.detail.compares_weights(now.number):
+            self._meter.copy_weights()
         self._passes_before_s = self._passes_s()
-        self._current.optimizer_started = time.perf_counter()
-        self._step_own_s += self._current.optimizer_started - started
+        now.optimizer_started = time.perf_counter()
+        self._step_own_s += now.optimizer_started - started
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
         if self._current.optimizer_started is not None:
             inside = self._passes_s() - self._passes_before_s  # a closure runs forward and backward
             self._current.optimizer_s = max(started - self._current.optimizer_started - inside, 0.0)
-        if has_closure(args, kwargs):
+        if _has_closure(args, kwargs):
             self._current.is_updated = True
             self._measure()
-        if self._meter.updates.has_copies:
+        if self._meter.has_copies:
             self._synchronize()
-        self._current.ratios = self._meter.updates.measure_change()
+        self._current.ratios = self._meter.measure_change()
         self._end_step(started)
 
     def _passes_s(self) -> float:
@@ -234,10 +364,10 @@ class TrainingSession:
         parameters: Sequence[Tensor],
         before: Tensor,
         max_norm: float,
-        clipped: ClippedGradients | None,
+        clipped: torch_calls.ClippingNorms | None,
     ) -> None:
         """Gradients were clipped; those of other models are ignored."""
-        if any(id(one) in self._parameter_ids for one in parameters):
+        if not self._meter.parameter_ids.isdisjoint(map(id, parameters)):
             self._current.norm_before_clip, self._current.max_norm = before.detach(), max_norm
             self._clipped = clipped
 
@@ -250,10 +380,8 @@ class TrainingSession:
 
     def _after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """It has called the optimizer, or skipped the step: then no step began since."""
-        if optimizer is not self._optimizer or self._scaler_step != self._current.number:
-            return
-        self._scaler_step = None
-        if not self._is_off:
+        if optimizer is self._optimizer and self._scaler_step == self._current.number:
+            self._scaler_step = None
             self._guarded(self._on_skipped_step)(optimizer)
 
     def _on_skipped_step(self, optimizer: Optimizer) -> None:
@@ -264,8 +392,6 @@ class TrainingSession:
         self._measure()
         self._end_step(started)
 
-    # -- a step ----------------------------------------------------------------------------------
-
     def _on_forward_begin(self) -> None:
         if self._step_started is None:
             self._step_started = time.perf_counter()
@@ -275,11 +401,16 @@ class TrainingSession:
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._current, self._governor.detail
         self._forwards.count_pending()
-        self._refresh()
+        if (change := self._meter.refresh()) is not None:
+            groups = {"groups": [*self._meter.groups]}
+            now.notes.append(("parameters-changed", change, groups))
         if detail.measures(now.number):
             self._synchronize()
-            self._read_device()
-        is_rising = is_warming_up(self._rates_before, now.rates)
+            # Read the results of the device, before the optimizer gives it more work.
+            now.reported_loss, self._reported_loss = self._reported_loss, None
+            now.read()
+            self._write()
+        is_rising = training_step.is_warming_up(self._rates_before, now.rates)
         if not now.is_skipped:
             self._rates_before = now.rates
         clipped, self._clipped = self._clipped, None
@@ -287,43 +418,30 @@ class TrainingSession:
             now.number, detail, scale=scale, is_warming=is_rising, clipped=clipped
         )
 
-    def _refresh(self) -> None:
-        """Update the parameters if others are trained now."""
-        if (change := self._meter.refresh()) is not None:
-            self._parameter_ids = self._find_parameter_ids()
-            self._current.notes.append(
-                ("parameters-changed", change, {"groups": [*self._meter.groups]})
-            )
-
-    def _find_parameter_ids(self) -> set[int]:
-        return {id(one.parameter) for one in self._meter.named}
-
-    def _read_device(self) -> None:
-        """Read the results of the device, before the optimizer gives it more work."""
-        self._current.reported_loss, self._reported_loss = self._reported_loss, None
-        self._current.read()
-        self._write()
-
     def _synchronize(self) -> None:
         """Wait for the device; its work belongs to the program and is not a cost of capture."""
-        self._current.waited_s += (waited := timed_synchronize(self._device))
-        self._step_own_s -= waited
+        if self._device.type == "cuda":
+            started = time.perf_counter()
+            torch.cuda.synchronize(self._device)
+            self._current.waited_s += (waited := time.perf_counter() - started)
+            self._step_own_s -= waited
 
     def _end_step(self, started: float) -> None:
         """End the current step; `started` is when capture began to work on its end."""
         now = self._current
         now.detail, now.device = self._governor.detail.name, now.device or str(self._device)
         now.memory = self._memory.read()
-        if not self._is_order_known and self._meter.knows_order:
-            self._report_unreached()
+        if names := self._meter.take_unreached():
+            text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
+            facts = {"names": names[:100], "n": len(names)}
+            now.notes.append(("parameters-without-gradient", text, facts))
         ended = time.perf_counter()
         since = ended if self._step_started is None else self._step_started
         now.started, now.started_at = since, time.time() - (ended - since)
         now.own_s = self._step_own_s + (ended - started) + self._forwards.own_s
         now.wall_s = ended - since
-        now.reported_loss = (
-            now.reported_loss if self._reported_loss is None else self._reported_loss
-        )
+        if self._reported_loss is not None:
+            now.reported_loss = self._reported_loss
         self.own_s += now.own_s
         self.total_s += now.wall_s
         self._check_overhead(now)
@@ -340,34 +458,21 @@ class TrainingSession:
         written = 0.0 if self.recorder.has_core else self._writer_s - writer_s
         change = self._governor.on_step(now.own_s + written, now.wall_s)
         if change is not None:
-            now.notes.append((change.kind, change.text, {"detail": self._governor.detail.name}))
+            now.notes.append((*change, {"detail": self._governor.detail.name}))
             self._apply_detail()
 
     def _apply_detail(self) -> None:
         detail = self._governor.detail
-        self._forwards.watches_leaves, self._forwards.keeps_stats = (
-            detail.watches_leaves,
-            detail.keeps_stats,
-        )
-
-    def _report_unreached(self) -> None:
-        self._is_order_known = True
-        self._order_hooks.close()
-        names = self._meter.unreached()
-        if names:
-            text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
-            self._current.notes.append(
-                ("parameters-without-gradient", text, {"names": names[:100], "n": len(names)})
-            )
+        self._forwards.watches_leaves = detail.watches_leaves
+        self._forwards.keeps_stats = detail.keeps_stats
 
     def _flush(self) -> None:
         """Stop waiting for the newest step's loss; write the steps that need not wait for a GPU."""
         waiting, self._awaiting_loss = self._awaiting_loss, None
         if waiting is not None:
             self._unwritten.append(waiting)
-        if len(self._unwritten) > MAX_UNWRITTEN_STEPS or not any(
-            one.needs_wait() for one in self._unwritten
-        ):
+        is_full = len(self._unwritten) > MAX_UNWRITTEN_STEPS
+        if is_full or not any(one.needs_wait() for one in self._unwritten):
             self._write()
 
     def _write(self) -> None:
@@ -376,10 +481,8 @@ class TrainingSession:
             step = self._unwritten.popleft()
             training = step.record()
             self.summary.add(training)
-            buffer, hook = StepBuffer(torch.device("cpu")), cast(Hook, self._records)
-            self.recorder.put(FinishedStep(step.context(), buffer, ((hook, (training, step)),)))
-
-    # -- errors ----------------------------------------------------------------------------------
+            kept = ((self._records, (training, step)),)
+            self.recorder.put(FinishedStep(step.context(), StepBuffer(torch.device("cpu")), kept))
 
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         """Wrap a call so that it never raises into the program: on errors, capture ends."""
@@ -397,14 +500,19 @@ class TrainingSession:
 
     def _switch_off(self, error: Exception) -> None:
         self._is_off = True
-        message = f"{type(error).__name__}: {error}"
-        self._event("hook-disabled", f"Capture of the training run failed and is off: {message}")
+        text = f"Capture of the training run failed and is off: {type(error).__name__}: {error}"
+        self._event("hook-disabled", text)
         self._uninstall()
 
     def _event(self, kind: str, text: str) -> None:
-        event = EventRecord(kind, text, time.time(), 0, self._current.number)
-        self.recorder.put(event)
+        self.recorder.put(EventRecord(kind, text, time.time(), 0, self._current.number))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:
         """Copies of the model or the optimizer copy their hooks, but must not copy the session."""
         return self
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether an optimizer's step received a closure, from the arguments of its hooks."""
+    # The optimizer itself comes first among the arguments.
+    return any(map(callable, args[1:])) or callable(kwargs.get("closure"))

@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flexinspect.core.errors import TraceWriteError, UsageError
+from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.capture.new_trace import new_writer
-from flexinspect_hooks.capture.recorder import Recorder, recording_error
-from flexinspect_hooks.control.control_protocols import (
-    AnomalyCounts,
-    register_counter,
-    unregister_counter,
-)
+from flexinspect_hooks.control import control_protocols
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.training_session import TrainingSession
-from flexinspect_hooks.user_code.program import end_state
-from flexinspect_hooks.user_code.watch_trace import (
-    WatchedTrace,
-    build_manifest,
-    free_path,
-    numbered_path,
-    run_all_safely,
-)
+from flexinspect_hooks.user_code import watch_trace
 
 _active_callbacks: dict[int, TrainerCallback] = {}
 """The callbacks whose training is running, by the id of its model."""
@@ -58,8 +43,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         Governor(check_level(level), band)  # to refuse wrong values here already
         self.watch: TrainingWatch | None = None
         self._out, self._level, self._band = out, level, band
-        self._is_open = False
-        self._model_id = 0
+        self._model_id: int | None = None
+        """`id` of the model that is being trained."""
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **rest: Any
@@ -68,14 +53,13 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if not getattr(state, "is_world_process_zero", True):
             return
         out = self._out
-        if self._is_open:
+        if self._model_id is not None:
             self._abandon()
-            out = None if self._out is None else numbered_path(Path(self._out))
+            out = None if self._out is None else watch_trace.numbered_path(Path(self._out))
         if id(model) in _active_callbacks:
             _active_callbacks[id(model)]._abandon()
         self.watch = watch_training(model, optimizer, out=out, level=self._level, band=self._band)
         self.watch.__enter__()
-        self._is_open = True
         self._model_id = id(model)  # the watch holds the model: no other gets its id meanwhile
         _active_callbacks[self._model_id] = self
         # A trainer does not report an exception to callbacks: then the trace ends at exit.
@@ -89,18 +73,14 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._end(RuntimeError("the training did not finish"))
 
     def _end(self, error: BaseException | None) -> None:
-        if self.watch is None or not self._is_open:
-            return
-        self._is_open = False
-        _active_callbacks.pop(self._model_id, None)
-        atexit.unregister(self._abandon)
-        self.watch.__exit__(type(error) if error else None, error, None)
+        if self.watch is not None and self._model_id is not None:
+            _active_callbacks.pop(self._model_id, None)
+            self._model_id = None
+            atexit.unregister(self._abandon)
+            self.watch.__exit__(None, error, None)
 
 
 T = TypeVar("T")
-
-_watched_models: set[int] = set()
-"""Ids of the models whose training is being watched."""
 
 
 def watch_training(
@@ -132,75 +112,45 @@ def watch_training(
     argument_checks.check_module(model, "watch_training")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("The model has no parameter that requires gradients.")
-    path = free_path(out, "training")
+    path = watch_trace.free_path(out, "training")
     governor = Governor(check_level(level), band)
-    return TrainingWatch(
-        model, _unwrap_optimizer(optimizer), path, governor, level=level, quiet=quiet
-    )
+    return TrainingWatch(model, optimizer, path, governor, quiet=quiet)
 
 
-class TrainingWatch(WatchedTrace):
+class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
     """The handle of a watched training run: a context manager, with cost and summary so far."""
 
+    _watched: ClassVar[set[int]] = set()
+    _function = "watch_training"
+    _messages = ("This watch has ended.", "The training of this model is being watched already.")
+    _facts: ClassVar[Mapping[str, Any]] = {"watch_training": True}
+
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        path: Path,
-        governor: Governor,
-        *,
-        level: str,
-        quiet: bool,
+        self, model: nn.Module, optimizer: Any, path: Path, governor: Governor, *, quiet: bool
     ) -> None:
-        super().__init__(path)
-        self._model, self._optimizer = model, optimizer
-        self._governor, self._level, self._quiet = governor, level, quiet
-        self._session: TrainingSession | None = None
+        super().__init__(model, path, governor.level)
+        self._optimizer = _unwrap_optimizer(optimizer)
+        self._governor, self._quiet = governor, quiet
         self._last_cost: dict[str, float | int] = {}
         self._last_summary = TrainingSummary()
 
-    # -- while training --------------------------------------------------------------------------
-
-    def __enter__(self) -> TrainingWatch:
-        if self._writer is not None:
-            raise UsageError("This watch has ended.", hint="Call flexinspect.watch_training again.")
-        if id(self._model) in _watched_models:
-            raise UsageError("The training of this model is being watched already.")
-        writer = new_writer(
-            self.path, build_manifest(self._model, self._level, watch_training=True)
-        )
+    def _begin(self, writer: TraceWriter) -> TrainingSession:
         session = TrainingSession(self._model, self._optimizer, writer, self._governor)
         try:
             session.begin()
         except BaseException:
             session.end("failed")
-            writer.close("failed")
-            writer.discard()
             raise
-        self._writer, self._session = writer, session
-        _provide_counts(session.summary, self)
-        _watched_models.add(id(self._model))
-        if writer.note:
-            print_message(writer.note)
-        return self
+        # The control server reports the counts of this run, not those of an earlier one.
+        _newest_counts[:] = [TrainingCounts(session.summary, self)]
+        control_protocols.register_counter("training", _newest_counts[0])
+        return session
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        session, writer = self._session, self._writer
-        assert session is not None
-        assert writer is not None
-        _watched_models.discard(id(self._model))
-        self._session, state = None, end_state(error)
+    def _end_calls(
+        self, session: TrainingSession, state: str, error: BaseException | None
+    ) -> list[Callable[[], object]]:
         reason = "" if error is None else f"{type(error).__name__}: {error}"
-        run_all_safely(
-            lambda: session.end(state, reason),
-            lambda: self._conclude(session, writer),
-            lambda: writer.close(state),
-        )
+        return [lambda: session.end(state, reason)]
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """Set the loss of a step, once for each step of the optimizer, before or after it.
@@ -220,19 +170,6 @@ class TrainingWatch(WatchedTrace):
         return iter(loader) if self._session is None else self._session.batches(loader)
 
     @property
-    def level(self) -> str:
-        """How much is recorded; a new value applies from the next step on."""
-        return self._level
-
-    @level.setter
-    def level(self, level: str) -> None:
-        self._level = check_level(level)
-        if self._session is not None:
-            self._session.set_level(level)
-
-    # -- results ---------------------------------------------------------------------------------
-
-    @property
     def cost(self) -> dict[str, float | int]:
         """The cost of capture so far: seconds, and their `ratio` to the time without capture."""
         return self._last_cost if self._session is None else self._session.cost()
@@ -242,43 +179,28 @@ class TrainingWatch(WatchedTrace):
         """How many steps had anomalies so far; the newest step is not counted yet."""
         return self._last_summary if self._session is None else self._session.summary.summary
 
-    @property
-    def _recorder(self) -> Recorder | None:
-        return None if self._session is None else self._session.recorder
-
     def __str__(self) -> str:
         summary, cost = self.summary, self.cost
+        path = escape_unprintable(str(self.path))
         if not summary.total_steps:
-            return (
-                f"No step is recorded yet; the trace will be {escape_unprintable(str(self.path))}."
-            )
+            return f"No step is recorded yet; the trace will be {path}."
         ratio, each = float(cost["ratio"]), float(cost["capture_s"]) / summary.total_steps * 1e3
         dropped = f"{text} " if (text := self._governor.summary()) else ""
         share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
         return (
             f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
-            f"capture took {share} ({each:.2f} ms a step). {dropped}"
-            f"Trace: {escape_unprintable(str(self.path))}"
+            f"capture took {share} ({each:.2f} ms a step). {dropped}Trace: {path}"
         )
 
-    # -- the end ---------------------------------------------------------------------------------
-
-    def _conclude(self, session: TrainingSession, writer: TraceWriter) -> None:
+    def _conclude(self, session: TrainingSession, writer: TraceWriter, **facts: Any) -> None:
         self._last_cost, self._last_summary = session.cost(), session.summary.summary
-        failure = recording_error(session.recorder, writer)
-        if failure is not None:
-            print_message(failure.sentence())
-        with suppress(TraceWriteError):
-            writer.update_run(cost=self._last_cost, training=self._last_summary.as_dict())
+        super()._conclude(session, writer, training=self._last_summary.as_dict(), **facts)
         if not self._quiet:
             print_message(str(self))
 
 
 def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
-    """The optimizer that does the steps: the one inside a wrapper such as accelerate's.
-
-    Raises `UsageError` if it is not an optimizer.
-    """
+    """The optimizer that does the steps, which may be inside a wrapper such as accelerate's."""
     if optimizer is None:
         return None
     inner = getattr(optimizer, "optimizer", None)
@@ -293,43 +215,29 @@ def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
     return optimizer
 
 
-class TrainingCounts:
-    """Counts the steps of a training run from its start, or from the last `clear`, on.
-
-    It outlives the run, of which it keeps only the count.
-    """
+class TrainingCounts(control_protocols.BaselineCounter):
+    """Counts the steps of a run from its start or the last `clear` on, also after its end."""
 
     def __init__(self, count: TrainingSummaryCounter, run: TrainingWatch) -> None:
-        self._count, self._baseline = count, TrainingSummary()
-        self._run = weakref.ref(run)
+        super().__init__()
+        self._count, self._run = count, weakref.ref(run)
 
-    def counts(self) -> AnomalyCounts:
-        """The counts; a step with an anomaly counts once, and the history has every step."""
-        now, before = self._count.summary, self._baseline
-        since = {name: count - getattr(before, name) for name, count in asdict(now).items()}
-        return AnomalyCounts(
-            total_anomalies=since["anomaly_steps"],
-            debug_history_length=since["total_steps"],
-            **since,
-        )
+    def _read(self) -> control_protocols.AnomalyCounts:
+        now = self._count.summary  # a step with an anomaly counts once; the history has every step
+        history = {"total_anomalies": now.anomaly_steps, "debug_history_length": now.total_steps}
+        return control_protocols.AnomalyCounts(**asdict(now), **history)
 
-    def clear(self) -> None:
-        """Count from here on; the trace is not changed."""
-        self._baseline = self._count.summary
-
-    def set_level(self, level: str) -> None:
-        """Record at another level from the next step on."""
+    @property
+    def level(self) -> str:
+        """How much is recorded from the next step on; "" after the run is deleted."""
         run = self._run()
-        if run is not None:
+        return "" if run is None else run.level
+
+    @level.setter
+    def level(self, level: str) -> None:
+        if (run := self._run()) is not None:
             run.level = level
 
 
-_provided: list[TrainingCounts] = []
-
-
-def _provide_counts(count: TrainingSummaryCounter, run: TrainingWatch) -> None:
-    """Make the control server report the counts of this run instead of an earlier one."""
-    while _provided:
-        unregister_counter("training", _provided.pop())
-    _provided.append(TrainingCounts(count, run))
-    register_counter("training", _provided[0])
+_newest_counts: list[TrainingCounts] = []
+"""The counts of the newest run, which the control server reports also after its end."""

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexinspect_hooks.training_debuggers.async_logger import AsyncTrainingLogger
-    from flexinspect_hooks.training_debuggers.debugger_base import debug_logging
     from flexinspect_hooks.training_debuggers.diffusion import DiffusionModelDebugger
     from flexinspect_hooks.training_debuggers.profiling import profile_model_performance
-    from flexinspect_hooks.training_debuggers.pytorch_debugger import PyTorchDebugger, debug_context
+    from flexinspect_hooks.training_debuggers.pytorch_debugger import (
+        PyTorchDebugger,
+        debug_context,
+        debug_logging,
+    )
     from flexinspect_hooks.training_debuggers.switch_board import (
         SwitchBoard,
         board_of_settings,
@@ -42,28 +45,20 @@ __all__ = [
     "profile_model_performance",
 ]
 
-_HOMES = {
-    "AsyncTrainingLogger": "async_logger",
-    "DiffusionModelDebugger": "diffusion",
-    "EarlyStopping": "training_loop",
-    "PyTorchDebugger": "pytorch_debugger",
-    "SwitchBoard": "switch_board",
-    "TrainingDebugger": "training_debugger",
-    "TrainingLoop": "training_loop",
-    "board_of_settings": "switch_board",
-    "debug_context": "pytorch_debugger",
-    "debug_logging": "debugger_base",
-    "disable_debugging": "switch_board",
-    "enable_debugging": "switch_board",
-    "get_debugging_status": "switch_board",
-    "profile_model_performance": "profiling",
+_NAMES_BY_MODULE = {
+    "async_logger": ["AsyncTrainingLogger"],
+    "diffusion": ["DiffusionModelDebugger"],
+    "profiling": ["profile_model_performance"],
+    "pytorch_debugger": ["PyTorchDebugger", "debug_context", "debug_logging"],
+    "training_debugger": ["TrainingDebugger"],
+    "training_loop": ["EarlyStopping", "TrainingLoop"],
 }
+"""The names that are not of the module `switch_board`."""
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(
-            f"module 'flexinspect_hooks.training_debuggers' has no attribute {name!r}"
-        )
-    return getattr(import_module(f"flexinspect_hooks.training_debuggers.{_HOMES[name]}"), name)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    homes = (module for module, names in _NAMES_BY_MODULE.items() if name in names)
+    return getattr(import_module(f"{__name__}.{next(homes, 'switch_board')}"), name)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass, TrainingPhase
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.training_debuggers.debugger_base import DEFAULT_HISTORY, log
-from flexinspect_hooks.training_debuggers.pytorch_debugger import PyTorchDebugger
+from flexinspect_hooks.training_debuggers import pytorch_debugger
 from flexinspect_hooks.training_debuggers.result_types import LogEntry
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
+Phase = TrainingPhase | str | None
+Facts = Mapping[str, Any] | None
 
-@dataclass(frozen=True, eq=False)
+
 class TensorAnomalies(DictDataclass):
     """Whether a tensor has NaN or Inf."""
 
@@ -36,7 +35,6 @@ class TensorAnomalies(DictDataclass):
         return self.has_nan or self.has_inf
 
 
-@dataclass(frozen=True, eq=False)
 class GradientAnomalies(DictDataclass):
     """The anomalies in the gradients of a model; the lists have names of parameters."""
 
@@ -53,7 +51,6 @@ class GradientAnomalies(DictDataclass):
         return any((*lists, self.exploding, self.vanishing))
 
 
-@dataclass(frozen=True, eq=False)
 class TrainingProgress(DictDataclass):
     """The progress of a training; `share` and `remaining_s` are None without `total_steps`."""
 
@@ -81,10 +78,10 @@ class AsyncTrainingLogger:
         model_name: str,
         enable_autograd_debug: bool = False,
         level: DebugLevel | str = DebugLevel.BASIC,
-        history: int = DEFAULT_HISTORY,
+        history: int = pytorch_debugger.DEFAULT_HISTORY,
     ) -> None:
         self.user_id, self.model_name = user_id, model_name
-        self.debugger = PyTorchDebugger(level, history=history)
+        self.debugger = pytorch_debugger.PyTorchDebugger(level, history=history)
         self.phase = TrainingPhase.SETUP
         self._enable_autograd_debug = enable_autograd_debug
         self._board = SwitchBoard()
@@ -93,8 +90,6 @@ class AsyncTrainingLogger:
         self._started_at = time.monotonic()
         self._total_epochs: int | None = None
         self._total_steps: int | None = None
-
-    # -- start and end ---------------------------------------------------------------------------
 
     def start_training(
         self, total_epochs: int | None = None, total_steps: int | None = None
@@ -120,13 +115,11 @@ class AsyncTrainingLogger:
         n_anomalies = self.debugger.get_debug_summary().total_anomalies
         self._log(logging.INFO, f"Training is over: {n_anomalies} anomalies")
 
-    async def __aenter__(self) -> AsyncTrainingLogger:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self.finish_training()
-
-    # -- checks ----------------------------------------------------------------------------------
 
     async def check_tensor_anomalies_async(
         self, tensor: Tensor, name: str = "tensor"
@@ -146,8 +139,6 @@ class AsyncTrainingLogger:
             vanishing=[name for name, info in analysis.items() if info.vanishes],
         )
 
-    # -- the log ---------------------------------------------------------------------------------
-
     async def update_progress_async(
         self, *, epoch: int, step: int, loss: Tensor | float, learning_rate: float | None = None
     ) -> TrainingProgress:
@@ -156,36 +147,25 @@ class AsyncTrainingLogger:
         Raises `UsageError` for a loss that is not a single number.
         """
         elapsed = time.monotonic() - self._started_at
-        progress = await asyncio.to_thread(
-            self._log_progress, epoch, step, loss, learning_rate, elapsed
-        )
-        self._progress.append(progress)
-        return progress
-
-    def _log_progress(
-        self,
-        epoch: int,
-        step: int,
-        loss: Tensor | float,
-        learning_rate: float | None,
-        elapsed: float,
-    ) -> TrainingProgress:
-        value = argument_checks.check_number(loss, "The loss")
+        value = await asyncio.to_thread(argument_checks.check_number, loss, "The loss")
         share = min((step + 1) / self._total_steps, 1.0) if self._total_steps else None
         left = elapsed * (1 - share) / share if share else None
         progress = TrainingProgress(epoch, step, value, learning_rate, elapsed, share, left)
-        self._log(logging.DEBUG, self._format_progress(progress), facts=progress)
+        of = f" of {self._total_steps}" if self._total_steps else ""
+        epochs = f" of {self._total_epochs}" if self._total_epochs else ""
+        rate = "" if learning_rate is None else f", rate {learning_rate:.4g}"
+        remaining = "" if left is None else f", {left:.0f} s left"
+        text = f"Epoch {epoch}{epochs}, step {step}{of}: loss {value:.6g}{rate}{remaining}"
+        await asyncio.to_thread(self._log, logging.DEBUG, text, facts=progress)
+        self._progress.append(progress)
         return progress
 
-    def log_warning(self, text: str, phase: TrainingPhase | str | None = None) -> LogEntry:
+    def log_warning(self, text: str, phase: Phase = None) -> LogEntry:
         """Log a warning; `phase` defaults to the current one."""
         return self._log(logging.WARNING, text, phase)
 
     def log_error(
-        self,
-        error: BaseException,
-        phase: TrainingPhase | str | None = None,
-        context: Mapping[str, Any] | None = None,
+        self, error: BaseException, phase: Phase = None, context: Facts = None
     ) -> LogEntry:
         """Log an exception with its full stack and the facts in `context`.
 
@@ -197,10 +177,9 @@ class AsyncTrainingLogger:
             raise UsageError(
                 f"context must be a dict, not {argument_checks.describe_type(context)}."
             )
-        stack = "".join(traceback.format_exception(error))
-        self.debugger.report_error(error)
-        facts = {**(context or {}), "stack": stack}
-        return self._log(logging.ERROR, f"{type(error).__name__}: {error}", phase, facts)
+        anomaly = self.debugger.report_error(error)
+        facts = {**(context or {}), "stack": anomaly.stack}
+        return self._log(logging.ERROR, anomaly.sentence, phase, facts)
 
     @property
     def entries(self) -> tuple[LogEntry, ...]:
@@ -212,33 +191,15 @@ class AsyncTrainingLogger:
         """The progress at each update in the history, the oldest first."""
         return tuple(self._progress)
 
-    def _format_progress(self, progress: TrainingProgress) -> str:
-        of = f" of {self._total_steps}" if self._total_steps else ""
-        epochs = f" of {self._total_epochs}" if self._total_epochs else ""
-        rate = "" if progress.learning_rate is None else f", rate {progress.learning_rate:.4g}"
-        left = "" if progress.remaining_s is None else f", {progress.remaining_s:.0f} s left"
-        where = f"Epoch {progress.epoch}{epochs}, step {progress.step}{of}"
-        return f"{where}: loss {progress.loss:.6g}{rate}{left}"
-
-    def _log(
-        self,
-        level: int,
-        text: str,
-        phase: TrainingPhase | str | None = None,
-        facts: Mapping[str, Any] | None = None,
-    ) -> LogEntry:
-        current = self.phase if phase is None else _parse_phase(phase)
+    def _log(self, level: int, text: str, phase: Phase = None, facts: Facts = None) -> LogEntry:
+        try:
+            current = TrainingPhase(self.phase if phase is None else phase)
+        except ValueError:
+            known = ", ".join(TrainingPhase)
+            raise UsageError(f"The phase {phase!r} is unknown; the phases are {known}.") from None
         name = logging.getLevelName(level)
         entry = LogEntry(time.time(), name, text, current.value, dict(facts or {}))
         self._entries.append(entry)
         prefix = f"[{self.user_id} · {self.model_name} · {current.value}]"
-        log.log(level, "%s %s", prefix, text, extra={"facts": entry})
+        pytorch_debugger.log.log(level, "%s %s", prefix, text, extra={"facts": entry})
         return entry
-
-
-def _parse_phase(phase: TrainingPhase | str) -> TrainingPhase:
-    try:
-        return TrainingPhase(phase)
-    except ValueError:
-        known = ", ".join(TrainingPhase)
-        raise UsageError(f"The phase {phase!r} is unknown; the phases are {known}.") from None

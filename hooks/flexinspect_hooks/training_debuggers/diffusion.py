@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,25 +14,9 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import tensor_norms
-from flexinspect_hooks.training_debuggers.components import (
-    component_info,
-    has_nonfinite,
-    memory_of,
-    tensors_in,
-    weight_problems,
-)
-from flexinspect_hooks.training_debuggers.debugger_base import (
-    DEFAULT_HISTORY,
-    BaseDebugger,
-    OnAnomaly,
-    log,
-)
-from flexinspect_hooks.training_debuggers.result_types import (
-    Anomaly,
-    DiffusionStepInfo,
-    PipelineAnalysis,
-)
-from flexinspect_hooks.training_debuggers.tensor_checks import tensor_info
+from flexinspect_hooks.training_debuggers import measurements
+from flexinspect_hooks.training_debuggers.pytorch_debugger import BaseDebugger, DebuggerOptions, log
+from flexinspect_hooks.training_debuggers.result_types import DiffusionStepInfo, PipelineAnalysis
 
 MAX_SPREAD_GROWTH = 5.0
 """From ADVANCED on: a spread of the latents this many times the one before is an anomaly."""
@@ -58,13 +42,11 @@ class DiffusionModelDebugger(BaseDebugger):
         self,
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
-        history: int = DEFAULT_HISTORY,
         jump: float = MAX_SPREAD_GROWTH,
-        alert_above: float = 0.1,
-        on_anomaly: OnAnomaly | None = None,
+        **options: Unpack[DebuggerOptions],
     ) -> None:
         self._max_growth = argument_checks.check_limit(jump, "jump")
-        super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
+        super().__init__(level, **options)
 
     def _reset(self) -> None:
         self._previous_latents: Tensor | None = None
@@ -78,15 +60,18 @@ class DiffusionModelDebugger(BaseDebugger):
         Raises `UsageError` for an object without any module.
         """
         modules = components_of(pipeline)
-        infos = {name: component_info(module, name) for name, module in modules.items()}
-        problems = tuple(weight_problems(infos.values()))
+        infos = {n: measurements.component_info(module, n) for n, module in modules.items()}
+        problems = tuple(measurements.weight_problems(infos.values()))
         self._record_problems("pipeline", problems)
         return PipelineAnalysis(
             total_parameters=sum(info.parameters for info in infos.values()),
             trainable_parameters=sum(info.trainable for info in infos.values()),
             memory=sum(info.memory for info in infos.values()),
             components=infos,
-            roles=roles_of(modules),
+            roles={
+                role: tuple(name for name in modules if name.startswith(prefixes))
+                for role, prefixes in COMPONENT_PREFIXES.items()
+            },
             problems=problems,
         )
 
@@ -103,20 +88,25 @@ class DiffusionModelDebugger(BaseDebugger):
         before, spread = self._previous_step or (-1, None)
         if step <= before or step == 0:
             self._previous_latents = spread = None
-        info = tensor_info(latents, f"latents of step {step}", self.level)
+        name = f"latents of step {step}"
+        info = measurements.tensor_infos({name: latents}, self.level)[name]
         is_advanced = self.level.includes(DebugLevel.ADVANCED)
         made_by, self._nonfinite_source = self._nonfinite_source, None
         cause = f" First made by {made_by}." if made_by else ""
-        anomalies = [
-            *self._nonfinite_anomalies(info, "latents", cause, step=step),
-            *self._check_spread(step, spread, info.std),
-        ]
+        anomalies = self._nonfinite_anomalies(info, "latents", cause, step=step)
+        if info.std is not None and spread and info.std > self._max_growth * spread:
+            sentence = (
+                f"The latents of step {step} spread {info.std / spread:.1f} times as far as those "
+                f"of the step before ({spread:.4g}, now {info.std:.4g})."
+            )
+            anomalies.append(self._make_anomaly("jump", "latents", sentence, step=step))
+        modules = components_of(pipeline).values() if is_advanced else ()
         step_info = DiffusionStepInfo(
             step=step,
             latents=info,
             change=self._relative_change(latents) if is_advanced else None,
             anomalies=tuple(anomalies),
-            memory=_pipeline_memory(pipeline) if is_advanced else None,
+            memory=measurements.memory_of(*modules) if is_advanced else None,
             made_by=made_by,
         )
         self._previous_step = (step, info.std)
@@ -141,19 +131,9 @@ class DiffusionModelDebugger(BaseDebugger):
     def _on_component_output(
         self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._nonfinite_source is not None or not has_nonfinite(tensors_in(output)):
-            return
-        is_from_inputs = has_nonfinite(tensors_in([args, kwargs]))
-        self._nonfinite_source = f"{name} (from non-finite inputs)" if is_from_inputs else name
-
-    def _check_spread(self, step: int, before: float | None, spread: float | None) -> list[Anomaly]:
-        if spread is None or not before or not spread > self._max_growth * before:
-            return []
-        sentence = (
-            f"The latents of step {step} spread {spread / before:.1f} times as far as those "
-            f"of the step before ({before:.4g}, now {spread:.4g})."
-        )
-        return [self._make_anomaly("jump", "latents", sentence, step=step)]
+        if self._nonfinite_source is None and measurements.has_nonfinite(output):
+            is_from_inputs = measurements.has_nonfinite([args, kwargs])
+            self._nonfinite_source = f"{name} (from non-finite inputs)" if is_from_inputs else name
 
     @torch.no_grad()
     def _relative_change(self, latents: Tensor) -> float | None:
@@ -165,12 +145,9 @@ class DiffusionModelDebugger(BaseDebugger):
 
 
 def components_of(pipeline: Any) -> dict[str, nn.Module]:
-    """The modules of a pipeline by name: from its `components`, else from its attributes.
-
-    Raises `UsageError` for an object without any module.
-    """
+    """The modules of a pipeline by name, from its `components` or else from its attributes."""
     if isinstance(pipeline, nn.Module):
-        return dict(pipeline.named_children()) or {"(model)": pipeline}
+        return measurements.parts_of(pipeline)
     parts = getattr(pipeline, "components", None)
     named = parts if isinstance(parts, Mapping) else getattr(pipeline, "__dict__", {})
     modules = {str(name): part for name, part in named.items() if isinstance(part, nn.Module)}
@@ -181,19 +158,3 @@ def components_of(pipeline: Any) -> dict[str, nn.Module]:
             "transformer, a text encoder or a VAE is needed."
         )
     return modules
-
-
-def roles_of(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
-    """The names of the denoiser, text encoder and VAE, by the prefixes that pipelines use."""
-    return {
-        role: tuple(name for name in modules if name.startswith(starts))
-        for role, starts in COMPONENT_PREFIXES.items()
-    }
-
-
-def _pipeline_memory(pipeline: Any) -> dict[str, int]:
-    sizes = [memory_of(module) for module in components_of(pipeline).values()]
-    around = ("process", "system_used", "cuda_allocated", "cuda_reserved")
-    return {
-        name: sizes[0][name] if name in around else sum(s[name] for s in sizes) for name in sizes[0]
-    }

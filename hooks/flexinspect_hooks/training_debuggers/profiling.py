@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.records.debug_switches import DictDataclass
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.training_debuggers.debugger_base import log
+from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 WAIT_BATCHES, WARMUP_BATCHES = 1, 1
@@ -25,7 +25,6 @@ N_OPERATORS = 15
 """Operators in a summary, those with the most self time first."""
 
 
-@dataclass(frozen=True, eq=False)
 class OperatorCost(DictDataclass):
     """The cost of one operator over the profiled batches; times in ms, memory in bytes.
 
@@ -44,7 +43,6 @@ class OperatorCost(DictDataclass):
     share: float
 
 
-@dataclass(frozen=True, eq=False)
 class ProfileSummary(DictDataclass):
     """The results of `profile_model_performance`.
 
@@ -94,12 +92,18 @@ def profile_model_performance(
     argument_checks.check_count(num_batches, "num_batches")
     argument_checks.check_function(step, "step", "a batch")
     argument_checks.check_batches(dataloader, "profile_model_performance")
-    before = _trace_files(folder)
-    batches = _require_batches(dataloader, WAIT_BATCHES + WARMUP_BATCHES + 1)
-    timed: list[float] = []
+    n_before = WAIT_BATCHES + WARMUP_BATCHES
+    batches = iter(dataloader)
+    first = list(islice(batches, n_before + 1))
+    if len(first) <= n_before:
+        raise UsageError(
+            f"The loader has {len(first)} batches, but profiling needs at least {n_before + 1}: "
+            "one to wait, one to warm up, one to profile."
+        )
+    known = _trace_files(folder)
+    batch_ms: list[float] = []
     memory: list[int] = []
     with profile(
-        activities=activities(),
         schedule=schedule(wait=WAIT_BATCHES, warmup=WARMUP_BATCHES, active=num_batches, repeat=1),
         on_trace_ready=trace_exporter(folder),
         record_shapes=record_shapes,
@@ -108,23 +112,38 @@ def profile_model_performance(
         with_flops=with_flops,
         acc_events=True,
     ) as profiler:
-        for number, batch in enumerate(
-            islice(batches, WAIT_BATCHES + WARMUP_BATCHES + num_batches)
-        ):
-            started, allocated = time.perf_counter(), _allocated_bytes()
+        for batch in islice(chain(first, batches), n_before + num_batches):
+            started, allocated = time.perf_counter(), torch.cuda.memory_allocated()
             step(batch)
-            _synchronize()
-            if number >= WAIT_BATCHES + WARMUP_BATCHES:
-                timed.append((time.perf_counter() - started) * 1e3)
-                memory += [_allocated_bytes() - allocated] if torch.cuda.is_available() else []
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            batch_ms.append((time.perf_counter() - started) * 1e3)
+            memory.append(torch.cuda.memory_allocated() - allocated)
             profiler.step()
-    return _profile_summary(profiler, timed, memory, _trace_files(folder) - before, tuple(scopes))
+    files = sorted(_trace_files(folder) - known)
+    return _profile_summary(profiler, batch_ms[n_before:], memory[n_before:], files, {*scopes})
 
 
-def activities() -> list[ProfilerActivity]:
-    """The activities that can be profiled here: the CPU, and CUDA if available."""
-    with_cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *with_cuda]
+def _profile_summary(
+    profiler: Any, batch_ms: list[float], memory: list[int], files: list[str], scopes: set[str]
+) -> ProfileSummary:
+    costs = operator_costs(profiler)
+    if not costs:
+        raise FlexInspectError(
+            "torch.profiler saw no operator.", hint="Does another profiler run in this process?"
+        )
+    scoped = [cost for cost in costs[N_OPERATORS:] if cost.name in scopes]
+    return ProfileSummary(
+        batches=len(batch_ms),
+        batch_ms=tuple(batch_ms),
+        batch_memory=tuple(memory) if torch.cuda.is_available() else (),
+        cpu_ms=sum(cost.self_cpu_ms for cost in costs),
+        cuda_ms=sum(cost.self_cuda_ms for cost in costs),
+        flops=sum(cost.flops for cost in costs),
+        operators=(*costs[:N_OPERATORS], *scoped),
+        files=tuple(files),
+        advice=tuple(_profile_advice(costs, sum(batch_ms))),
+    )
 
 
 def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
@@ -148,80 +167,32 @@ def _trace_files(folder: str | Path | None) -> set[str]:
     return set() if folder is None else {str(path) for path in Path(folder).glob("*.pt.trace.json")}
 
 
-def _require_batches(batches: Iterable[Any], needed: int) -> Iterable[Any]:
-    iterator = iter(batches)
-    first = list(islice(iterator, needed))
-    if len(first) < needed:
-        raise UsageError(
-            f"The loader has {len(first)} batches, but profiling needs at least {needed}: one to "
-            "wait, one to warm up, one to profile."
-        )
-    return chain(first, iterator)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _allocated_bytes() -> int:
-    return int(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0
-
-
-def _profile_summary(
-    profiler: Any, timed: list[float], memory: list[int], files: set[str], scopes: tuple[str, ...]
-) -> ProfileSummary:
-    costs = operator_costs(profiler)
-    if not costs:
-        raise FlexInspectError(
-            "torch.profiler saw no operator.", hint="Does another profiler run in this process?"
-        )
-    cpu, cuda = sum(c.self_cpu_ms for c in costs), sum(c.self_cuda_ms for c in costs)
-    named = [cost for cost in costs[N_OPERATORS:] if cost.name in scopes]
-    return ProfileSummary(
-        batches=len(timed),
-        batch_ms=tuple(timed),
-        batch_memory=tuple(memory),
-        cpu_ms=cpu,
-        cuda_ms=cuda,
-        flops=sum(cost.flops for cost in costs),
-        operators=(*costs[:N_OPERATORS], *named),
-        files=tuple(sorted(files)),
-        advice=tuple(_profile_advice(costs, sum(timed), cpu, cuda)),
-    )
-
-
 def operator_costs(profiler: Any) -> list[OperatorCost]:
     """The cost of each operator from a finished profiler, the most expensive first."""
-    events = [event for event in profiler.key_averages() if not _is_profiler_event(event.key)]
-    cpu = sum(event.self_cpu_time_total for event in events) / 1e3
-    cuda = sum(event.self_device_time_total for event in events) / 1e3
-    return sorted(
-        (_operator_cost(event, cpu, cuda) for event in events), key=lambda cost: -cost.share
-    )
+    events = [event for event in profiler.key_averages() if not _NO_OPERATOR.search(event.key)]
+    cpu = sum(event.self_cpu_time_total for event in events)
+    cuda = sum(event.self_device_time_total for event in events)
+    costs = []
+    for event in events:
+        own, own_cuda = event.self_cpu_time_total, event.self_device_time_total
+        part, whole = (own_cuda, cuda) if cuda else (own, cpu)
+        cost = OperatorCost(
+            name=event.key,
+            calls=event.count,
+            cpu_ms=event.cpu_time_total / 1e3,
+            self_cpu_ms=own / 1e3,
+            cuda_ms=event.device_time_total / 1e3,
+            self_cuda_ms=own_cuda / 1e3,
+            memory=event.self_cpu_memory_usage + event.self_device_memory_usage,
+            flops=int(event.flops or 0),
+            share=part / whole if whole else 0.0,
+        )
+        costs.append(cost)
+    return sorted(costs, key=lambda cost: -cost.share)
 
 
-def _is_profiler_event(name: str) -> bool:
-    """Whether an event is the profiler's own, or a Python frame that `with_stack` records."""
-    return "ProfilerStep" in name or name.startswith("<") or ".py(" in name
-
-
-def _operator_cost(event: Any, cpu: float, cuda: float) -> OperatorCost:
-    own, own_cuda = event.self_cpu_time_total / 1e3, event.self_device_time_total / 1e3
-    whole, part = (cuda, own_cuda) if cuda else (cpu, own)
-    return OperatorCost(
-        name=event.key,
-        calls=event.count,
-        cpu_ms=event.cpu_time_total / 1e3,
-        self_cpu_ms=own,
-        cuda_ms=event.device_time_total / 1e3,
-        self_cuda_ms=own_cuda,
-        memory=event.self_cpu_memory_usage + event.self_device_memory_usage,
-        flops=int(event.flops or 0),
-        share=part / whole if whole else 0.0,
-    )
-
-
+_NO_OPERATOR = re.compile(r"ProfilerStep|^<|\.py\(")
+"""The profiler's own events, and the Python frames that `with_stack` records."""
 _COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
 _SYNC_OPERATORS = (
     "aten::item",
@@ -231,11 +202,9 @@ _SYNC_OPERATORS = (
 )
 
 
-def _profile_advice(
-    costs: list[OperatorCost], wall: float, cpu: float, cuda: float
-) -> Iterable[str]:
-    """Sentences on what stands out in a profile."""
-    top = costs[0]
+def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
+    """Sentences on what stands out in a profile of `wall` ms."""
+    top, cuda = costs[0], sum(cost.self_cuda_ms for cost in costs)
     if top.share >= 0.5:
         yield f"{top.name} takes {top.share:.0%} of the time: a change elsewhere gains little."
     copies = sum(cost.share for cost in costs if cost.name in _COPY_OPERATORS)
@@ -246,15 +215,15 @@ def _profile_advice(
         yield f"The host waited for the device {waits} times: look for .item() in the loop."
     if cuda and cuda < 0.5 * wall:
         yield f"The device worked {cuda / wall:.0%} of the time: larger batches, or faster loading."
-    small = sum(
-        cost.calls for cost in costs if cost.calls and cost.self_cpu_ms / cost.calls < 0.005
-    )
-    if not cuda and small > 0.8 * sum(cost.calls for cost in costs) and cpu > 0:
+    small = sum(cost.calls for cost in costs if cost.self_cpu_ms < 0.005 * cost.calls)
+    if not cuda and small > 0.8 * sum(cost.calls for cost in costs):
         yield "Most operators take under 5 µs: calling them is the cost; larger batches help."
 
 
 PROFILER_SWITCH = "enable_autograd_profiler"
 TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
+PROFILED_STEPS = 10
+"""Steps in one window."""
 N_LOGGED_OPERATORS = 5
 PAUSE_FACTOR = 5
 """A window is followed by a pause of this many times the time it took to end and read it."""
@@ -264,54 +233,47 @@ class ProfilerWindows:
     """Profiles windows of steps for the profiler switches; each ends in a log line or an export.
 
     torch takes long to read a recording (0.1 ms for each operator call), so a pause of
-    `PAUSE_FACTOR` times that follows each window; the first begins at once. `clock` returns
-    seconds. `on_step` is called once per step, in the thread that trains.
+    `PAUSE_FACTOR` times that follows each window; the first begins at once. `on_step` is called
+    once per step, in the thread that trains.
     """
 
     def __init__(
-        self,
-        board: SwitchBoard,
-        *,
-        steps: int,
-        folder: str | Path = PROFILE_FOLDER,
-        clock: Callable[[], float] = time.perf_counter,
+        self, board: SwitchBoard, *, steps: int = PROFILED_STEPS, folder: str | Path
     ) -> None:
         self._board, self._window_steps, self._folder = board, steps, folder
         self._profiler: Any = None
-        self._clock, self._paused_until = clock, 0.0
+        self._paused_until = 0.0
         self._n_profiled = 0
         self._exports = False
 
     def on_step(self, step: int) -> None:
         """End a window that is full or switched off; begin one if a switch is on."""
-        wanted = [
-            switch
-            for switch in (PROFILER_SWITCH, TENSORBOARD_SWITCH)
-            if self._board.is_active(switch, step)
-        ]
+        switches = (PROFILER_SWITCH, TENSORBOARD_SWITCH)
+        wanted = [switch for switch in switches if self._board.is_active(switch, step)]
         if self._profiler is not None:
             self._n_profiled += 1
             if self._n_profiled >= self._window_steps or not wanted:
                 self.close()
         if not wanted:
             self._paused_until = 0.0
-        elif self._profiler is None and self._clock() >= self._paused_until:
+        elif self._profiler is None and time.perf_counter() >= self._paused_until:
             self._board.run_guarded(wanted[0], lambda: self._begin(TENSORBOARD_SWITCH in wanted))
 
     def close(self) -> None:
         """End the open window, and log its result."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            switch, began = TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH, self._clock()
+            switch, began = (
+                TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH,
+                time.perf_counter(),
+            )
             self._board.run_guarded(switch, lambda: self._end(profiler))
-            ended = self._clock()
+            ended = time.perf_counter()
             self._paused_until = ended + PAUSE_FACTOR * (ended - began)
 
     def _begin(self, exports: bool) -> None:
-        ready = trace_exporter(self._folder) if exports else None
         profiler = profile(
-            activities=activities(),
-            on_trace_ready=ready,
+            on_trace_ready=trace_exporter(self._folder) if exports else None,
             record_shapes=exports,
             profile_memory=exports,
         )
@@ -323,8 +285,5 @@ class ProfilerWindows:
         costs = operator_costs(profiler)
         top = ", ".join(f"{cost.name} {cost.share:.0%}" for cost in costs[:N_LOGGED_OPERATORS])
         where = f", exported to {self._folder}" if self._exports else ""
-        log.debug(
-            "%s",
-            f"Profiler - {self._n_profiled} steps: {top}{where}",
-            extra={"facts": {"steps": self._n_profiled, "operators": costs}},
-        )
+        facts = {"steps": self._n_profiled, "operators": costs}
+        log.debug("Profiler - %d steps: %s%s", self._n_profiled, top, where, extra={"facts": facts})

@@ -6,13 +6,12 @@ Sizes are in bytes. A value that a level does not measure is None.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from flexinspect.records.debug_switches import DictDataclass
 
 
-@dataclass(frozen=True, eq=False)
 class TensorInfo(DictDataclass):
     """One tensor. `std`, `min` and `max` are measured from ADVANCED on, over finite values.
 
@@ -37,7 +36,6 @@ class TensorInfo(DictDataclass):
     first_bad: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, eq=False)
 class GradientInfo(DictDataclass):
     """The gradient of one parameter; `largest` (absolute) from ADVANCED on, `tensor` at EXTREME."""
 
@@ -70,7 +68,6 @@ class GradientAnalysis(dict[str, GradientInfo]):
         return [name for name, info in self.items() if info.has_inf]
 
 
-@dataclass(frozen=True, eq=False)
 class Anomaly(DictDataclass):
     """One anomaly: what, where, and what usually helps.
 
@@ -87,7 +84,6 @@ class Anomaly(DictDataclass):
     stack: str = ""
 
 
-@dataclass(frozen=True, eq=False)
 class DebugSummary(DictDataclass):
     """The counts of a debugger since it was created or cleared.
 
@@ -105,7 +101,6 @@ class DebugSummary(DictDataclass):
     alerts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
 class ComponentInfo(DictDataclass):
     """One part of a model or of a pipeline."""
 
@@ -120,7 +115,6 @@ class ComponentInfo(DictDataclass):
     has_inf: bool
 
 
-@dataclass(frozen=True, eq=False)
 class ModelReport(DictDataclass):
     """Whether a model has problems: see `PyTorchDebugger.validate_model`."""
 
@@ -131,7 +125,6 @@ class ModelReport(DictDataclass):
     output: tuple[TensorInfo, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
 class StepInfo(DictDataclass):
     """One training step. `memory` is measured from ADVANCED on.
 
@@ -161,7 +154,6 @@ class StepInfo(DictDataclass):
         return bool(self.anomalies)
 
 
-@dataclass(frozen=True, eq=False)
 class TrainingFigures(DictDataclass):
     """How many monitored steps had which anomalies; all rates are relative to `total_steps`."""
 
@@ -176,7 +168,6 @@ class TrainingFigures(DictDataclass):
     gradient_vanishing_rate: float
 
 
-@dataclass(frozen=True, eq=False)
 class PipelineAnalysis(DictDataclass):
     """The components of a diffusion pipeline; `roles` has names of denoiser, text encoder, VAE."""
 
@@ -188,7 +179,6 @@ class PipelineAnalysis(DictDataclass):
     problems: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
 class DiffusionStepInfo(DictDataclass):
     """One denoising step. `change` is the norm of the change relative to the latents before.
 
@@ -204,7 +194,6 @@ class DiffusionStepInfo(DictDataclass):
     made_by: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
 class LogEntry(DictDataclass):
     """One line of a training's log; `at` in seconds since the epoch."""
 

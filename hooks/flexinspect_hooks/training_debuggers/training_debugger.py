@@ -6,10 +6,10 @@ import json
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,48 +17,22 @@ from torch import Tensor, nn
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel
 from flexinspect.records.training_step import (
-    EXPLODING_NORM,
     LOSS_REPORTED,
-    VANISHING_NORM,
-    ParameterGradient,
     TrainingSummaryCounter,
     is_warming_up,
 )
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
-from flexinspect_hooks.training.gradient_statistics import Gradients, step_record
-from flexinspect_hooks.training.parameters import ParameterList, learning_rates
-from flexinspect_hooks.training_debuggers.components import memory_of
-from flexinspect_hooks.training_debuggers.debugger_base import (
-    DEFAULT_HISTORY,
+from flexinspect_hooks.training import gradient_statistics
+from flexinspect_hooks.training_debuggers import measurements, result_types, switch_board
+from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
+from flexinspect_hooks.training_debuggers.pytorch_debugger import (
     BaseDebugger,
-    OnAnomaly,
+    DebuggerOptions,
+    GradientLimits,
     log,
 )
-from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
-from flexinspect_hooks.training_debuggers.pytorch_debugger import gradient_problems
-from flexinspect_hooks.training_debuggers.result_types import (
-    Anomaly,
-    DebugSummary,
-    StepInfo,
-    TensorInfo,
-    TrainingFigures,
-)
-from flexinspect_hooks.training_debuggers.switch_board import (
-    HasSwitches,
-    SwitchBoard,
-    check_board,
-    common_board,
-)
-from flexinspect_hooks.training_debuggers.switch_log import GradientLimits, SwitchLog
-from flexinspect_hooks.training_debuggers.tensor_checks import (
-    gradient_infos,
-    gradients_of,
-    tensor_infos,
-)
 
-PROFILED_STEPS = 10
-"""Steps in one window of the profiler switches."""
 ROTATION_STEPS = 16
 """At EXTREME every weight is checked once in this many steps, or more often if there are few."""
 MIN_WEIGHTS_PER_STEP = 4
@@ -67,7 +41,7 @@ MIN_WEIGHTS_PER_STEP = 4
 Metric = Callable[[nn.Module, float, int], float]
 
 
-class TrainingDebugger(HasSwitches, BaseDebugger):
+class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
     """Checks each training step after its backward pass, before the optimizer uses the gradients.
 
     `switches` is its own board, by default the common one. A step is an anomaly if the norm of one
@@ -83,35 +57,26 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
         self,
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
-        history: int = DEFAULT_HISTORY,
-        explosion: float = EXPLODING_NORM,
-        vanishing: float = VANISHING_NORM,
-        alert_above: float = 0.1,
-        on_anomaly: OnAnomaly | None = None,
-        switches: SwitchBoard | None = None,
+        switches: switch_board.SwitchBoard | None = None,
         profile_folder: str | Path = PROFILE_FOLDER,
+        **options: Unpack[DebuggerOptions],
     ) -> None:
-        self.switches = check_board(switches) or common_board()
-        self.switch_log = SwitchLog(self.switches)
-        self._windows = ProfilerWindows(self.switches, steps=PROFILED_STEPS, folder=profile_folder)
-        self._explosion = argument_checks.check_limit(explosion, "explosion")
-        self._vanishing = argument_checks.check_limit(vanishing, "vanishing")
+        if switches is not None and not isinstance(switches, switch_board.SwitchBoard):
+            raise UsageError(f"switches must be a SwitchBoard, not a {type(switches).__name__}.")
+        self.switches = switches or switch_board.common_board()
+        self.switch_log = switch_board.SwitchLog(self.switches)
+        self._windows = ProfilerWindows(self.switches, folder=profile_folder)
         self._metrics: dict[str, Metric] = {}
-        self._norm_history: deque[tuple[int, tuple[str, ...], array[float]]] = deque(
-            maxlen=argument_checks.check_count(history, "history")
-        )
-        self._parameter_names: tuple[str, ...] = ()
-        self._parameters = ParameterList()
+        self._parameters = gradient_statistics.ParameterList()
         self._last_rates: tuple[float, ...] = ()
         self._next_weight = 0
-        super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
+        super().__init__(level, **options)
 
     def _reset(self) -> None:
-        self._summary_count = TrainingSummaryCounter()
-        self._norm_history.clear()
         super()._reset()
-
-    # -- a step ----------------------------------------------------------------------------------
+        self._summary_count = TrainingSummaryCounter()
+        self._norm_history: deque[tuple[int, tuple[str, ...], array[float]]]
+        self._norm_history = deque(maxlen=self._history.maxlen)
 
     def monitor_training_step(
         self,
@@ -122,7 +87,7 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
         optimizer: Any = None,
         scaler: Any = None,
         autocast: torch.dtype | None = None,
-    ) -> StepInfo:
+    ) -> result_types.StepInfo:
         """Check a step: call it after `backward()` and before `optimizer.step()`.
 
         The step is counted in `get_training_summary`; its anomalies are logged and kept. An error
@@ -143,39 +108,45 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
         if optimizer is not None:
             argument_checks.check_optimizer(optimizer, "monitor_training_step")
         try:
-            limits = self._explosion, self._current_vanishing_limit(optimizer)
+            vanishing = self._vanishing
+            if optimizer is not None:
+                before, self._last_rates = (
+                    self._last_rates,
+                    gradient_statistics.learning_rates(optimizer),
+                )
+                vanishing = 0.0 if is_warming_up(before, self._last_rates) else vanishing
+            limits = self._explosion, vanishing
             has_scaler = scaler is not None and bool(scaler.is_enabled())
             info = self._monitor(model, value, step, limits, has_scaler=has_scaler)
-            self.switch_log.log_environment(step, model, scaler, autocast)
+            self.switch_log.log_memory(step, f"Memory usage - Batch {step}", model)
+            self.switch_log.log_precision(step, model, scaler, autocast)
+            self.switch_log.log_placement(step, model)
         except Exception as error:
             kind = type(error).__name__
             log.warning("Step %d could not be checked: %s: %s", step, kind, error)
-            return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
+            return result_types.StepInfo(step, value, math.isnan(value), math.isinf(value), None)
         return info
-
-    def _current_vanishing_limit(self, optimizer: Any) -> float:
-        """The norm below which a gradient vanishes in this step: 0 while a learning rate rises."""
-        if optimizer is None:
-            return self._vanishing
-        before, self._last_rates = self._last_rates, learning_rates(optimizer)
-        return 0.0 if is_warming_up(before, self._last_rates) else self._vanishing
 
     def _monitor(
         self, model: nn.Module, value: float, step: int, limits: GradientLimits, *, has_scaler: bool
-    ) -> StepInfo:
+    ) -> result_types.StepInfo:
         self._windows.on_step(step)
-        gradients = gradients_of(self._parameters.trainable_of(model), self.level)
+        gradients = measurements.gradients_of(self._parameters.trainable_of(model), self.level)
         outliers = gradients.outliers(*limits)
         # The scaler skips such a step; that is how it finds its scale.
-        is_skipped = has_scaler and gradients.has_nonfinite
-        record = step_record(gradients, outliers, *limits)
+        is_skipped = has_scaler and bool(gradients.counts)
+        record = gradient_statistics.step_record(gradients, outliers, limits)
         with self._lock:
             self._summary_count.add(
                 replace(record, loss=value, loss_source=LOSS_REPORTED, is_skipped=is_skipped)
             )
-        anomalies = self._find_anomalies(value, step, () if is_skipped else outliers, limits)
+        anomalies = self._gradient_anomalies(() if is_skipped else outliers, limits, step=step)
+        if not math.isfinite(value):
+            sentence = f"The loss is {value} at step {step}."
+            anomalies.insert(0, self._make_anomaly("loss", "loss", sentence, step=step))
+        is_advanced = self.level.includes(DebugLevel.ADVANCED)
         weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
-        info = StepInfo(
+        info = result_types.StepInfo(
             step=step,
             loss=value,
             has_nan=math.isnan(value),
@@ -186,50 +157,41 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
             exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
             vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
             anomalies=tuple(anomalies),
-            memory=memory_of(model) if self.level.includes(DebugLevel.ADVANCED) else None,
+            memory=measurements.memory_of(model) if is_advanced else None,
             parameters=weights,
             gradients=grads,
             metrics=self._run_metrics(model, value, step),
         )
         self._store_norms(step, gradients)
-        self._record_analysis(
-            [info, *(weights or {}).values(), *(grads or {}).values()], info.anomalies
-        )
-        self.switch_log.log_gradients(step, model, gradients, limits)
+        tensors = [*(weights or {}).values(), *(grads or {}).values()]
+        self._record_analysis([info, *tensors], info.anomalies)
+        self.switch_log.log_norms(step, gradients, limits)
+        self.switch_log.log_backward(step, model, gradients)
         if self.level is DebugLevel.EXTREME:
             log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
         return info
 
     def add_metric(self, name: str, measure: Metric) -> None:
         """Measure your own value at each step: `measure(model, loss, step)` returns a number."""
-        self._metrics[name] = argument_checks.check_function(
-            measure, f"The metric {name}", "(model, loss, step)"
-        )
+        argument_checks.check_function(measure, f"The metric {name}", "(model, loss, step)")
+        self._metrics[name] = measure
 
     def close(self) -> None:
         """End the open window of the profiler switches."""
         self._windows.close()
 
-    # -- counts and history ----------------------------------------------------------------------
-
-    def get_training_summary(self) -> TrainingFigures:
+    def get_training_summary(self) -> result_types.TrainingFigures:
         """How many steps had which anomalies since the debugger was created or cleared."""
-        return TrainingFigures(**self._summary_count.summary.as_dict())  # type: ignore[arg-type]
+        figures: Any = self._summary_count.summary.as_dict()
+        return result_types.TrainingFigures(**figures)
 
     def counts(self) -> AnomalyCounts:
         """The counts for the control server; may be called from any thread."""
         with self._lock:
-            summary = self._summary_count.summary
-            return replace(
-                super().counts(), total_anomalies=self._total_anomalies(), **asdict(summary)
-            )
-
-    def get_debug_summary(self) -> DebugSummary:
-        """The counts; `total_anomalies` counts steps with an anomaly, and reported errors."""
-        with self._lock:
-            return replace(super().get_debug_summary(), total_anomalies=self._total_anomalies())
+            return replace(super().counts(), **asdict(self._summary_count.summary))
 
     def _total_anomalies(self) -> int:
+        """The number of steps with an anomaly, and of reported errors."""
         return self._summary_count.summary.anomaly_steps + self._kinds["error"]
 
     def gradient_history(self, name: str | None = None) -> list[tuple[int, float]]:
@@ -260,55 +222,35 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
 
         Raises `UsageError` for a file that `save_baseline` did not write.
         """
+        now = self.get_training_summary()
+        rates = [name for name in now if name.endswith("_rate")]
         try:
-            before = json.loads(Path(path).read_text("utf-8"))
-            rates = {
-                each.name: float(before[each.name])
-                for each in fields(TrainingFigures)
-                if each.name.endswith("_rate")
-            }
+            file = json.loads(Path(path).read_text("utf-8"))
+            before = {name: float(file[name]) for name in rates}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not a baseline: save_baseline writes one.") from error
-        now = self.get_training_summary()
         return [
-            f"The {name.replace('_', ' ')} is {now[name]:.4g}, but was {rate:.4g}."
-            for name, rate in rates.items()
-            if now[name] > rate + tolerance
+            f"The {name.replace('_', ' ')} is {now[name]:.4g}, but was {before[name]:.4g}."
+            for name in rates
+            if now[name] > before[name] + tolerance
         ]
-
-    # -- parts -----------------------------------------------------------------------------------
-
-    def _find_anomalies(
-        self,
-        loss: float,
-        step: int,
-        gradients: Sequence[ParameterGradient],
-        limits: GradientLimits,
-    ) -> list[Anomaly]:
-        anomalies = [
-            self._make_anomaly(kind, one.name, sentence, step=step)
-            for one in gradients
-            for kind, sentence in gradient_problems(one, *limits)
-        ]
-        if math.isfinite(loss):
-            return anomalies
-        sentence = f"The loss is {loss} at step {step}."
-        return [self._make_anomaly("loss", "loss", sentence, step=step), *anomalies]
 
     def _inspect_tensors(
         self, model: nn.Module, *, is_full: bool
-    ) -> tuple[dict[str, TensorInfo] | None, dict[str, TensorInfo] | None]:
+    ) -> tuple[
+        dict[str, result_types.TensorInfo] | None, dict[str, result_types.TensorInfo] | None
+    ]:
         """At EXTREME, measure weights and gradients: some of them in turn, or all of them."""
         if self.level is not DebugLevel.EXTREME:
             return None, None
         named = dict(model.named_parameters())
         if not is_full:
             count = max(MIN_WEIGHTS_PER_STEP, math.ceil(len(named) / ROTATION_STEPS))
-            names = list(named)[self._next_weight : self._next_weight + count]
-            end = self._next_weight + count
+            start, end = self._next_weight, self._next_weight + count
             self._next_weight = end if end < len(named) else 0
-            named = {name: named[name] for name in names}
-        return tensor_infos(named, self.level), gradient_infos(named, self.level)
+            named = dict([*named.items()][start:end])
+        infos = measurements.tensor_infos(named, self.level)
+        return infos, measurements.gradient_infos(named, self.level)
 
     def _run_metrics(self, model: nn.Module, loss: float, step: int) -> dict[str, float]:
         values = {}
@@ -321,14 +263,12 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
                 log.warning("The metric %s failed and is off: %s: %s", name, kind, error)
         return values
 
-    def _store_norms(self, step: int, gradients: Gradients) -> None:
+    def _store_norms(self, step: int, gradients: gradient_statistics.Gradients) -> None:
         norms = array("d", [gradients.total])
         names: tuple[str, ...] = ()
         if self.level.includes(DebugLevel.ADVANCED):
             norms.extend(gradients.norms)
             names = tuple(one.name for one in gradients.parameters)
-            # One tuple for all steps that have the same parameters.
-            self._parameter_names = names = (
-                self._parameter_names if names == self._parameter_names else names
-            )
+            if self._norm_history and names == self._norm_history[-1][1]:
+                names = self._norm_history[-1][1]  # one tuple for all steps with these parameters
         self._norm_history.append((step, names, norms))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,12 @@ from torch.utils.data import StackDataset, Subset
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, DictDataclass
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.training.parameters import learning_rates
-from flexinspect_hooks.training_debuggers.profiling import (
-    PROFILE_FOLDER,
-    ProfileSummary,
-    profile_model_performance,
-)
-from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard
-from flexinspect_hooks.training_debuggers.switch_log import batch_size
+from flexinspect_hooks.training.gradient_statistics import learning_rates
+from flexinspect_hooks.training_debuggers import profiling
+from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard, batch_size
 from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
 
 
-@dataclass(frozen=True, eq=False)
 class EvaluationInfo(DictDataclass):
     """A validation; `accuracy` is None if the outputs are not classes."""
 
@@ -38,12 +33,8 @@ class EvaluationInfo(DictDataclass):
     accuracy: float | None
 
 
-@dataclass(frozen=True, eq=False)
 class EpochInfo(DictDataclass):
-    """An epoch: its mean loss over samples, the steps with an anomaly, and the validation.
-
-    `stops` is whether early stopping ended the training.
-    """
+    """An epoch; `loss` is the mean over samples, `stops` whether early stopping ended it all."""
 
     batches: int
     samples: int
@@ -96,7 +87,7 @@ class TrainingLoop(HasSwitches):
         tokenizer: Callable[..., Mapping[str, Any]] | None = None,
         level: DebugLevel | str = DebugLevel.BASIC,
         switches: SwitchBoard | DebugSwitches | None = None,
-        profile_folder: str | Path = PROFILE_FOLDER,
+        profile_folder: str | Path = profiling.PROFILE_FOLDER,
     ) -> None:
         if scheduler_each not in ("epoch", "batch"):
             raise UsageError(f'scheduler_each is "epoch" or "batch", not {scheduler_each!r}.')
@@ -108,13 +99,14 @@ class TrainingLoop(HasSwitches):
         self._scheduler, self._scheduler_each = scheduler, scheduler_each
         self._scaler, self._autocast = scaler, autocast
         first = next(model.parameters(), None)
-        self._device = _parse_device(device or (first.device if first is not None else "cpu"))
+        try:
+            self._device = torch.device(device or (first.device if first is not None else "cpu"))
+        except RuntimeError:
+            raise UsageError(f"torch knows no device {device!r}.") from None
         self._tokenizer = tokenizer
         self.switches, self._switch_log = self.debugger.switches, self.debugger.switch_log
         self._step = 0
         self._switch_log.log_setup(model)
-
-    # -- training --------------------------------------------------------------------------------
 
     def train_epoch(
         self,
@@ -132,46 +124,43 @@ class TrainingLoop(HasSwitches):
             argument_checks.check_function(step, "early_stopping.step", "the newest loss")
         self.model.train()
         before = self.debugger.get_training_summary().anomaly_steps
-        batches = samples = 0
-        loss = 0.0
+        losses: list[tuple[float, int]] = []
         try:
             for batch, waited_ms in _timed_batches(train_loader):
                 self._switch_log.log_data_loading(self._step, batch, waited_ms)
-                n_samples = batch_size(batch)
-                loss += self._train_batch(batch) * n_samples
-                batches, samples = batches + 1, samples + n_samples
+                losses.append((self._train_batch(batch), batch_size(batch)))
         finally:
             self.debugger.close()
         self._scheduler_step("epoch", max(self._step - 1, 0))
         validation = None if val_loader is None else self.evaluate_model(val_loader)
-        mean = loss / samples if samples else float("nan")
-        stops = self._check_early_stopping(
-            early_stopping, mean if validation is None else validation.loss
-        )
+        batches, samples, loss = _summarize(losses)
+        stops = False
+        if early_stopping is not None:
+            newest = loss if validation is None else validation.loss
+            stops = bool(early_stopping.step(newest))
+            self._switch_log.log_early_stopping(0, newest, stops, early_stopping)
         bad = self.debugger.get_training_summary().anomaly_steps - before
-        return EpochInfo(batches, samples, mean, bad, validation, stops)
+        return EpochInfo(batches, samples, loss, bad, validation, stops)
 
     @torch.no_grad()
     def evaluate_model(self, dataloader: Iterable[Any]) -> EvaluationInfo:
         """The loss and accuracy over a loader; the mode of each module is restored."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        batches = samples = right = judged = 0
-        loss = 0.0
+        losses: list[tuple[float, int]] = []
+        right = judged = 0
         try:
             for batch in argument_checks.check_batches(dataloader, "evaluate_model"):
                 moved = self._to_device(batch)
                 value, output = self._forward(moved)
-                n_samples = batch_size(moved)
-                loss += float(value) * n_samples
-                batches, samples = batches + 1, samples + n_samples
-                n_right, n_judged = _count_correct(output, labels_in(moved))
+                losses.append((float(value), batch_size(moved)))
+                n_right, n_judged = _count_correct(output, moved)
                 right, judged = right + n_right, judged + n_judged
         finally:
             for module, was_training in modes:
                 module.training = was_training
-        mean = loss / samples if samples else float("nan")
-        info = EvaluationInfo(batches, samples, mean, right / judged if judged else None)
+        accuracy = right / judged if judged else None
+        info = EvaluationInfo(*_summarize(losses), accuracy)
         self._switch_log.log_validation(0, info, self.model)
         return info
 
@@ -186,12 +175,22 @@ class TrainingLoop(HasSwitches):
     ) -> DatasetSplits:
         """Tokenise texts and split them at random into training, validation and test.
 
-        Raises `UsageError` without a tokenizer, if the numbers of texts and labels differ, and if
-        the ratios do not add up to 1.
+        The order is drawn from `seed`. Raises `UsageError` without a tokenizer or texts, if the
+        numbers of texts and labels differ, and if the ratios do not add up to 1.
         """
         if self._tokenizer is None:
             raise UsageError("create_training_dataset needs TrainingLoop(..., tokenizer=...).")
-        splits = make_splits(self._tokenizer, texts, labels, name, ratios=ratios, seed=seed)
+        if not texts or len(texts) != len(labels):
+            raise UsageError(
+                f"The dataset {name} has {len(texts)} texts and {len(labels)} labels; it needs the "
+                "same number of each, and at least one."
+            )
+        if min(ratios) < 0 or abs(sum(ratios) - 1) > 1e-6:
+            raise UsageError(f"The split ratios of {name} must add up to 1, but are {ratios}.")
+        coded = self._tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
+        columns = {key: value for key, value in coded.items() if isinstance(value, Tensor)}
+        columns["labels"] = torch.as_tensor(list(labels))
+        splits = _split(name, columns, ratios, seed)
         facts = {"classes": len(set(labels)), "tokens": splits.length}
         self._switch_log.log_dataset(0, name, splits.sizes(), facts)
         return splits
@@ -201,9 +200,9 @@ class TrainingLoop(HasSwitches):
         dataloader: Iterable[Any],
         num_batches: int = 10,
         *,
-        folder: str | Path | None = PROFILE_FOLDER,
+        folder: str | Path | None = profiling.PROFILE_FOLDER,
         **options: Any,
-    ) -> ProfileSummary:
+    ) -> profiling.ProfileSummary:
         """Profile forward and backward over some batches; the weights are not changed.
 
         See `flexinspect.profile_model_performance`.
@@ -214,11 +213,9 @@ class TrainingLoop(HasSwitches):
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.zero_grad()
 
-        return profile_model_performance(
+        return profiling.profile_model_performance(
             dataloader, num_batches, step=step, folder=folder, **options
         )
-
-    # -- a batch ---------------------------------------------------------------------------------
 
     def _train_batch(self, batch: Any) -> float:
         moved = self._to_device(batch)
@@ -229,37 +226,26 @@ class TrainingLoop(HasSwitches):
         scaled.backward()
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        self.debugger.monitor_training_step(
-            self.model,
-            loss,
-            self._step,
-            optimizer=self.optimizer,
-            scaler=self._scaler,
-            autocast=self._autocast,
-        )
-        self._optimizer_step()
-        self._scheduler_step("batch", self._step)
-        self._step += 1
-        return float(loss.detach())
-
-    def _optimizer_step(self) -> None:
+        options = {"optimizer": self.optimizer, "scaler": self._scaler, "autocast": self._autocast}
+        self.debugger.monitor_training_step(self.model, loss, self._step, **options)
         if self._scaler is None:
             self.optimizer.step()
         else:
             self._scaler.step(self.optimizer)
             self._scaler.update()
+        self._scheduler_step("batch", self._step)
+        self._step += 1
+        return float(loss.detach())
 
     def _scheduler_step(self, each: str, step: int) -> None:
         if self._scheduler is None or self._scheduler_each != each:
             return
-        before: list[float] = []
-        board = self.switches
-        if board.now.debug_lr_scheduling:
-            board.run_guarded(
-                "debug_lr_scheduling", lambda: before.extend(learning_rates(self.optimizer))
-            )
+        before: tuple[float, ...] | None = ()
+        if self.switches.now.debug_lr_scheduling:
+            rates = partial(learning_rates, self.optimizer)
+            before = self.switches.run_guarded("debug_lr_scheduling", rates)
         self._scheduler.step()
-        self._switch_log.log_learning_rate(step, self._scheduler, each, tuple(before))
+        self._switch_log.log_learning_rate(step, self._scheduler, each, before or ())
 
     def _forward(self, batch: Any) -> tuple[Tensor, Any]:
         dtype = self._autocast
@@ -284,26 +270,6 @@ class TrainingLoop(HasSwitches):
             return tuple(self._to_device(one) for one in batch)
         return batch
 
-    def _check_early_stopping(self, early_stopping: Any, value: float) -> bool:
-        if early_stopping is None:
-            return False
-        stops = bool(early_stopping.step(value))
-        self._switch_log.log_early_stopping(0, value, stops, early_stopping)
-        return stops
-
-
-def _parse_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"torch knows no device {device!r}.") from None
-
-
-def labels_in(batch: Any) -> Tensor | None:
-    """The labels of a batch, None if it has none."""
-    labels = _split_batch(batch)[1] if isinstance(batch, (Mapping, tuple, list)) else None
-    return labels if isinstance(labels, Tensor) else None
-
 
 def _split_batch(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
@@ -313,14 +279,22 @@ def _split_batch(batch: Any) -> tuple[Any, Any]:
     raise UsageError('A batch must be a dict with "labels" or a pair (inputs, labels).')
 
 
-def _count_correct(output: Any, labels: Tensor | None) -> tuple[int, int]:
+def _count_correct(output: Any, batch: Any) -> tuple[int, int]:
     """The numbers of correct and of all predictions; (0, 0) if the outputs are not classes."""
     scores = getattr(output, "logits", output)
-    if labels is None or labels.is_floating_point() or not isinstance(scores, Tensor):
+    labels = _split_batch(batch)[1] if isinstance(batch, (Mapping, tuple)) else None
+    if not isinstance(labels, Tensor) or not isinstance(scores, Tensor):
         return 0, 0
-    if scores.dim() != 2 or labels.dim() != 1:
+    if labels.is_floating_point() or scores.dim() != 2 or labels.dim() != 1:
         return 0, 0
     return int((scores.argmax(-1) == labels).sum()), int(labels.numel())
+
+
+def _summarize(losses: Sequence[tuple[float, int]]) -> tuple[int, int, float]:
+    """The numbers of batches and samples, and the mean loss over samples."""
+    samples = sum(size for _, size in losses)
+    total = sum(loss * size for loss, size in losses)
+    return len(losses), samples, total / samples if samples else float("nan")
 
 
 def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
@@ -333,10 +307,7 @@ def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSplits:
-    """The three parts of a dataset; `length` is the number of tokens of each padded sample.
-
-    A sample is a dict of the tokenizer's tensors and "labels".
-    """
+    """The parts of a dataset of dicts; `length` is the number of tokens of each padded sample."""
 
     name: str
     train: Subset[dict[str, Tensor]]
@@ -350,38 +321,16 @@ class DatasetSplits:
         return {name: len(part) for name, part in parts.items()}
 
 
-def make_splits(
-    tokenizer: Callable[..., Mapping[str, Any]],
-    texts: Sequence[str],
-    labels: Sequence[int],
-    name: str,
-    *,
-    ratios: tuple[float, float, float],
-    seed: int,
+def _split(
+    name: str, columns: Mapping[str, Any], ratios: Sequence[float], seed: int
 ) -> DatasetSplits:
-    """Tokenise and split; the order is drawn from `seed`.
-
-    Raises `UsageError` without texts, if the numbers of texts and labels differ, and if the ratios
-    do not add up to 1.
-    """
-    if not texts or len(texts) != len(labels):
-        raise UsageError(
-            f"The dataset {name} has {len(texts)} texts and {len(labels)} labels; it needs the "
-            "same number of each, and at least one."
-        )
-    if min(ratios) < 0 or abs(sum(ratios) - 1) > 1e-6:
-        raise UsageError(f"The split ratios of {name} must add up to 1, but are {ratios}.")
-    coded = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
-    columns = {key: value for key, value in coded.items() if isinstance(value, Tensor)}
-    parts: dict[str, Any] = {**columns, "labels": torch.as_tensor(list(labels))}
-    whole: Any = StackDataset(**parts)  # torch annotates tensors as no datasets
-    order = random.Random(seed).sample(range(len(texts)), len(texts))
-    train, validation = (round(ratio * len(order)) for ratio in ratios[:2])
-    length = max((column.shape[-1] for column in columns.values() if column.dim() == 2), default=0)
+    whole: Any = StackDataset(**columns)  # torch annotates tensors as no datasets
+    order = random.Random(seed).sample(range(len(whole)), len(whole))
+    n_train, n_validation = (round(ratio * len(order)) for ratio in ratios[:2])
     return DatasetSplits(
         name,
-        Subset(whole, order[:train]),
-        Subset(whole, order[train : train + validation]),
-        Subset(whole, order[train + validation :]),
-        length,
+        Subset(whole, order[:n_train]),
+        Subset(whole, order[n_train : n_train + n_validation]),
+        Subset(whole, order[n_train + n_validation :]),
+        max((one.shape[-1] for one in columns.values() if one.dim() == 2), default=0),
     )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from flexinspect.analysis.summary import TraceSummary, summarize_trace
 from flexinspect.breakpoints.store import BreakpointStore
-from flexinspect.core.errors import TraceWriteError, UsageError
+from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.masks.algebra import MaskSpec
 from flexinspect.trace.file.writer import TraceWriter
@@ -26,8 +24,6 @@ from flexinspect_hooks.breakpoints.actions import (
 )
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, StopAction
 from flexinspect_hooks.capture.model_layers import attention_layers
-from flexinspect_hooks.capture.new_trace import new_writer
-from flexinspect_hooks.capture.recorder import Recorder, recording_error
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.loading.tokenizers import IdAdapter, TokenizerAdapter, Vocabulary
@@ -35,17 +31,8 @@ from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.sessions.session_levels import SessionLevels
 from flexinspect_hooks.user_code.declared_segments import SegmentArgument, parse_segments
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, check_declared_mask
-from flexinspect_hooks.user_code.program import end_state
 from flexinspect_hooks.user_code.watch_session import WatchSession
-from flexinspect_hooks.user_code.watch_trace import (
-    WatchedTrace,
-    build_manifest,
-    free_path,
-    run_all_safely,
-)
-
-_watched: set[int] = set()
-"""`id` of each model that is being watched."""
+from flexinspect_hooks.user_code.watch_trace import WatchedTrace, free_path
 
 
 def watch(
@@ -98,8 +85,13 @@ def watch(
     return watched
 
 
-class Watch(WatchedTrace):
+class Watch(WatchedTrace[WatchSession]):
     """The handle of a watched model: a context manager, and a summary of its trace."""
+
+    _watched: ClassVar[set[int]] = set()
+    _function = "watch"
+    _messages = ("This watch is over.", "This model is being watched already: one watch at a time.")
+    _facts: ClassVar[Mapping[str, Any]] = {"watch": True, "graphs_counted": True}
 
     def __init__(
         self,
@@ -112,67 +104,38 @@ class Watch(WatchedTrace):
         control: bool,
         on_hit: HitCallback | None,
     ) -> None:
-        super().__init__(path)
+        super().__init__(model, path, level)
         self._is_controlled = control
         self._running: CaptureControl | None = None
         self.breakpoints = BreakpointStore()
         """The breakpoints that are set; more may be added at any time."""
-        self._on_hit = on_hit
-        self._model, self._declared_prompt = model, declared_prompt
-        self._level, self._layers = level, layers
-        self._session: WatchSession | None = None
+        self._on_hit, self._declared_prompt, self._layers = on_hit, declared_prompt, layers
 
     # -- while watching --------------------------------------------------------------------------
 
-    def __enter__(self) -> Watch:
-        if self._writer is not None:
-            raise UsageError("This watch is over.", hint="Call flexinspect.watch again.")
-        if id(self._model) in _watched:
-            raise UsageError("This model is being watched already: one watch at a time.")
-        import transformers  # noqa: F401 (its version is in the manifest)
+    def _begin(self, writer: TraceWriter) -> WatchSession:
+        session = WatchSession(
+            self._model, writer, self._declared_prompt, level=self._level, layers=self._layers
+        )
+        session.__enter__()
+        session.watch_generate()
+        if self._is_controlled:
+            self._running = _start_control(session, writer)
+        self._set_breakpoints(session)
+        return session
 
-        manifest = build_manifest(self._model, self._level, watch=True, graphs_counted=True)
-        writer = new_writer(self.path, manifest)
-        try:
-            session = WatchSession(
-                self._model, writer, self._declared_prompt, level=self._level, layers=self._layers
-            )
-            session.__enter__()
-            session.watch_generate()
-            if self._is_controlled:
-                self._running = _start_control(session, writer)
-            self._set_breakpoints(session)
-        except BaseException:
-            writer.close("failed")
-            writer.discard()
-            raise
-        self._writer, self._session = writer, session
-        _watched.add(id(self._model))
-        if writer.note:
-            print_message(writer.note)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        session, writer = self._session, self._writer
-        assert session is not None
-        assert writer is not None
-        _watched.discard(id(self._model))
-        self._session, state = None, end_state(error)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        session = self._session
         if self._running is not None:
             self._running.close()
-        run_all_safely(
-            lambda: session.close(state, error),
-            lambda: session.__exit__(kind, error, trace),
-            lambda: self._record_cost(session, writer),
-            lambda: writer.close(state),
-        )
-        if error is None:
+        super().__exit__(kind, error, trace)
+        if error is None and session is not None:
             session.pass_breakpoints()
+
+    def _end_calls(
+        self, session: WatchSession, state: str, error: BaseException | None
+    ) -> list[Callable[[], object]]:
+        return [lambda: session.close(state, error), session.__exit__]
 
     def _set_breakpoints(self, session: WatchSession) -> None:
         """Evaluate breakpoints; at a hit call `on_hit`, or pause if there is none."""
@@ -186,29 +149,7 @@ class Watch(WatchedTrace):
         if self._running is not None:
             self._running.targets.breakpoints = self.breakpoints
 
-    def _record_cost(self, session: WatchSession, writer: TraceWriter) -> None:
-        failure = recording_error(session.recorder, writer)
-        if failure is not None:
-            print_message(failure.sentence())
-        with suppress(TraceWriteError):
-            writer.update_run(cost=session.cost())
-
-    @property
-    def level(self) -> str:
-        """The level of recording, from the next forward on."""
-        return self._level
-
-    @level.setter
-    def level(self, level: str) -> None:
-        self._level = check_level(level)
-        if self._session is not None:
-            self._session.level = level
-
     # -- summary ---------------------------------------------------------------------------------
-
-    @property
-    def _recorder(self) -> Recorder | None:
-        return None if self._session is None else self._session.recorder
 
     def __str__(self) -> str:
         summary = self._summary()

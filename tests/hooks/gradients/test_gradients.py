@@ -17,8 +17,8 @@ from flexinspect.panels.gradients_panel import gradient_norms
 from flexinspect.rules.training.token_gradient_rule import GradientsRule
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.generation.mask_source import UserMaskSource
-from flexinspect_hooks.gradients import backward as patching
-from flexinspect_hooks.gradients.backward import (
+from flexinspect_hooks.gradients import after_generation as patching
+from flexinspect_hooks.gradients.after_generation import (
     GradientPatch,
     GradientSpec,
     dense_attention,
@@ -209,7 +209,7 @@ def test_no_parameters_gradient_stays_in_memory(run: Run) -> None:
             input_ids=torch.tensor([before.ids]), position_ids=torch.tensor([before.positions])
         )
         grads = torch.autograd.grad(out.logits[0, -1].sum(), observer.parameters)
-        seen = observer.reduced
+        seen = observer
     assert len(seen.stats) == len(grads)
     assert {gradient.untyped_storage().nbytes() for gradient in grads} == {8}
     assert all(stat.norm > 0 for stat in seen.stats.values())

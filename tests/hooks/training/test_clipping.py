@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from flexinspect.records.training_step import TrainingStepRecord
-from flexinspect_hooks.training import torch_calls
+from flexinspect_hooks.training import gradient_statistics, torch_calls
 from flexinspect_hooks.training.torch_calls import CHECK_INTERVAL
 from flexinspect_hooks.training.watch_training import watch_training
 
@@ -107,13 +108,13 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found = list[int]()
 
     def count(name: str) -> None:
-        read: Callable[[Any], list[float]] = getattr(torch_calls, name)
+        read: Callable[[Any], list[float]] = getattr(gradient_statistics, name)
 
         def counted(tensors: Any) -> list[float]:
             found.append(len(tensors))
             return read(tensors)
 
-        monkeypatch.setattr(torch_calls, name, counted)
+        monkeypatch.setattr(gradient_statistics, name, counted)
 
     count("tensor_norms")
     count("foreach_norms")
@@ -186,7 +187,7 @@ def test_norms_from_clipping_a_large_gradient_are_used() -> None:
     grad = torch.randn(30_000_000) * 1e-3  # where torch's norms in float32 are off by 0.2 %
     before = torch_calls.measure_clipping([grad], 2.0, None)
     assert before is not None
-    clipped = torch_calls.ClippedGradients(before, 1e9, [grad._version])
+    clipped = replace(before, max_norm=1e9, versions=[grad._version])
     source = torch_calls.NormSource()
     (checked,) = source.norms(0, clipped, [grad])
     grad.data.zero_()  # what torch does not count: the next step does not look

@@ -19,10 +19,10 @@ from flexinspect.panels.training_panel import TrainingData, step_facts
 from flexinspect.records.step import StepRecord
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
 from flexinspect.rules.training.training_steps import TrainingRule
-from flexinspect_hooks.training import cost_governor, forward_passes, step_assembly
-from flexinspect_hooks.training.parameters import learning_rates
+from flexinspect_hooks.training import cost_governor, forward_passes, training_session
+from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.watch_training import TrainingWatch, watch_training
-from flexinspect_hooks.training_debuggers import switch_log
+from flexinspect_hooks.training_debuggers import switch_board
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
@@ -74,7 +74,7 @@ def test_a_learning_rate_that_is_not_a_number_is_unknown(path: Path) -> None:
     data = TrainingData(step, {}, step_window(2, 0, 2, 3), points)
     assert ("learning rate", "unknown") in step_facts(data)
     assert learning_rates(SimpleNamespace(param_groups=[{}, {"lr": 2}]))[1] == 2.0
-    assert switch_log._format_rates((math.nan, 0.1)) == "unknown, 0.1"
+    assert switch_board._format_rates((math.nan, 0.1)) == "unknown, 0.1"
 
 
 def test_parameters_that_are_unfrozen_or_replaced_later_are_measured(path: Path) -> None:
@@ -231,21 +231,21 @@ def test_a_step_waits_for_a_gpu_only_if_gradients_are_measured(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_waits, read = 0, list[tuple[int, int]]()
-    original = step_assembly.TrainingStepDraft.read
+    original = training_session.TrainingStepDraft.read
 
     def waits(device: torch.device) -> None:
         nonlocal n_waits
         n_waits += 1
 
-    def noted(self: step_assembly.TrainingStepDraft) -> None:
+    def noted(self: training_session.TrainingStepDraft) -> None:
         if any(isinstance(one, Tensor) for one in self.losses):
             read.append((self.number, n_waits))
         original(self)
 
     monkeypatch.setattr(torch.cuda, "synchronize", waits)
-    for module in (forward_passes, step_assembly):
+    for module in (forward_passes, training_session):
         monkeypatch.setattr(module, "is_remote", lambda tensor: True)
-    monkeypatch.setattr(step_assembly.TrainingStepDraft, "read", noted)
+    monkeypatch.setattr(training_session.TrainingStepDraft, "read", noted)
     monkeypatch.setitem(
         cost_governor._LEVEL_INDEX, "basic", cost_governor.DETAIL_LEVELS.index(cost_governor.SPARSE)
     )
@@ -261,13 +261,13 @@ def test_a_step_waits_for_a_gpu_only_if_gradients_are_measured(
 
 
 def test_what_is_written_counts_once_as_cost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = step_assembly.TrainingStepDraft.record
+    record = training_session.TrainingStepDraft.record
 
-    def slow(self: step_assembly.TrainingStepDraft) -> TrainingStepRecord:
+    def slow(self: training_session.TrainingStepDraft) -> TrainingStepRecord:
         time.sleep(0.05)
         return record(self)
 
-    monkeypatch.setattr(step_assembly.TrainingStepDraft, "record", slow)
+    monkeypatch.setattr(training_session.TrainingStepDraft, "record", slow)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch_training(model, optimizer, out=path, quiet=True) as trace:

@@ -173,7 +173,7 @@ def test_statistics_that_wait_for_a_device_are_those_read_at_once() -> None:
     kept = [(str(number), nn.Identity(), (out,)) for number, out in enumerate(outs)]
     pending = forward_passes.pending_stats(kept, torch.device("cpu"))
     assert pending is not None
-    there, here = pending.records(), forward_passes.output_stats(kept)
+    there, here = pending(), forward_passes.output_stats(kept)
     assert [(one.layer, one.module, one.n_nan, one.n_inf) for one in there] == [
         *((0, "0", 0, 0), (1, "1", 1, 2), (2, "2", 0, 0), (3, "3", 0, 0))
     ]

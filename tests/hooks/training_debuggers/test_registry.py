@@ -12,14 +12,12 @@ from torch import nn
 
 from flexinspect import DebugLevel, DiffusionModelDebugger, PyTorchDebugger, TrainingDebugger
 from flexinspect.core.errors import UsageError
-from flexinspect_hooks.control.control_protocols import AnomalyCounts, DebuggerKind, active_counter
-from flexinspect_hooks.training_debuggers import debugger_base
+from flexinspect_hooks.control import control_protocols
+from flexinspect_hooks.control.control_protocols import AnomalyCounts, DebuggerKind, live_counters
 
 
 def counts(kind: DebuggerKind) -> AnomalyCounts:
-    found = active_counter(kind)
-    assert found is not None
-    return found.counts()
+    return live_counters(kind)[-1].counts()
 
 
 def test_the_training_figures_are_those_of_the_newest_debugger() -> None:
@@ -50,7 +48,7 @@ def test_an_older_debugger_is_used_again_after_the_newer_is_deleted() -> None:
     assert counts("training").total_steps == 1
     del older
     gc.collect()
-    assert active_counter("training") is None
+    assert live_counters("training") == []
 
 
 def test_the_other_two_kinds_have_their_own_counts() -> None:
@@ -67,11 +65,9 @@ def test_clearing_and_levels_apply_to_all_live_debuggers() -> None:
     both = (PyTorchDebugger(), PyTorchDebugger())
     for debugger in both:
         debugger.analyze_tensor(torch.tensor([math.nan]), "x")
-    found = active_counter("general")
-    assert isinstance(found, debugger_base.NewestDebugger)
-    found.clear()
+    control_protocols.clear()
     assert [debugger.get_debug_summary().total_anomalies for debugger in both] == [0, 0]
-    found.set_level("extreme")
+    control_protocols.set_level("extreme")
     assert [debugger.level for debugger in both] == [DebugLevel.EXTREME] * 2
     with pytest.raises(UsageError, match="the levels are basic, advanced, extreme"):
-        found.set_level("loud")
+        control_protocols.set_level("loud")

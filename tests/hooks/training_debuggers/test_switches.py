@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,12 +235,12 @@ def test_a_condition_selects_the_steps_in_which_a_switch_acts(
 def test_a_switch_that_fails_is_turned_off_and_the_training_goes_on(
     lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexinspect_hooks.training_debuggers import switch_log
+    from flexinspect_hooks.training_debuggers import switch_board
 
     def broken(model: nn.Module) -> None:
         raise OSError("no counters here")
 
-    monkeypatch.setattr(switch_log, "memory_of", broken)
+    monkeypatch.setattr(switch_board, "memory_of", broken)
     loop = made(DebugSwitches(debug_memory_usage=True, debug_gradient_norms=True))
     epochs = train(loop)
     assert [epoch.batches for epoch in epochs] == [2, 2]
@@ -389,14 +390,16 @@ def test_the_profiler_switch_names_operators_and_the_other_exports(
 
 
 def test_profiling_pauses_for_five_times_the_time_to_read_a_window(
-    lines: pytest.LogCaptureFixture,
+    lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexinspect_hooks.training_debuggers.profiling import ProfilerWindows
+    from flexinspect_hooks.training_debuggers import profiling
 
     seconds = iter(range(1000))  # each look at the clock is a second later
+    clock = SimpleNamespace(perf_counter=lambda: next(seconds))
+    monkeypatch.setattr(profiling, "time", clock)
     board = SwitchBoard()
     board.enable_debugging(["autograd_profiler"])
-    windows = ProfilerWindows(board, steps=3, clock=lambda: next(seconds))
+    windows = profiling.ProfilerWindows(board, steps=3, folder="")
     counts = []
     for step in range(12):
         windows.on_step(step)

@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from flexinspect_hooks.training_debuggers.components import component_info, tensors_in
+from flexinspect_hooks.training_debuggers.measurements import component_info, tensors_in
 
 
 class Mode(Enum):

@@ -1,0 +1,201 @@
+"""Measurements of tensors, gradients and models, as the debuggers' result types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from itertools import chain
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from flexinspect.records.debug_switches import DebugLevel
+from flexinspect_hooks.training.gradient_statistics import (
+    Gradients,
+    NamedParameters,
+    gradient_facts,
+    gradient_of,
+    real_values,
+    reduce_batched,
+    tensor_facts,
+    tensor_norms,
+)
+from flexinspect_hooks.training_debuggers.result_types import ComponentInfo, TensorInfo
+
+
+def tensor_infos(tensors: Mapping[str, Tensor], level: DebugLevel) -> dict[str, TensorInfo]:
+    """Measure tensors at a level.
+
+    All of them are reduced before the first wait; at BASIC a finite norm rules out NaN and Inf.
+    """
+    has_spread, is_extreme = level.includes(DebugLevel.ADVANCED), level is DebugLevel.EXTREME
+    infos = {} if has_spread else _finite_infos(tensors)
+    others = {name: tensor for name, tensor in tensors.items() if name not in infos}
+    for (name, tensor), facts in zip(others.items(), tensor_facts(others.values()), strict=True):
+        is_bad = facts.n_nan + facts.n_inf > 0
+        infos[name] = _tensor_info(
+            name,
+            tensor,
+            has_nan=facts.n_nan > 0,
+            has_inf=facts.n_inf > 0,
+            mean_value=facts.mean,
+            std=facts.std if has_spread else None,
+            min=facts.min if has_spread else None,
+            max=facts.max if has_spread else None,
+            n_nan=facts.n_nan,
+            n_inf=facts.n_inf,
+            first_bad=_first_bad(tensor) if is_bad and is_extreme else None,
+        )
+    return {name: infos[name] for name in tensors}
+
+
+@torch.no_grad()
+def _finite_infos(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+    """Norm and mean of the dense floating tensors whose norm is finite."""
+    dense = {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not tensor.is_sparse and tensor.numel()
+    }
+    values = [*dense.values()]
+    measured = zip(
+        dense.items(), tensor_norms(values), reduce_batched(values, _stack_means), strict=True
+    )
+    return {
+        name: _tensor_info(name, tensor, has_nan=False, has_inf=False, mean_value=mean, norm=norm)
+        for (name, tensor), norm, mean in measured
+        if math.isfinite(norm)
+    }
+
+
+def _stack_means(tensors: list[Tensor]) -> Tensor:
+    wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    return torch.stack([one.mean(dtype=wide) for one in tensors])
+
+
+def _tensor_info(name: str, tensor: Tensor, **measured: Any) -> TensorInfo:
+    dtype, n_bytes = str(tensor.dtype).removeprefix("torch."), real_values(tensor).nbytes
+    return TensorInfo(name, tuple(tensor.shape), dtype, str(tensor.device), n_bytes, **measured)
+
+
+@torch.no_grad()
+def _first_bad(tensor: Tensor) -> tuple[int, ...] | None:
+    return None if tensor.is_sparse else tuple((~tensor.isfinite()).nonzero()[0].tolist())
+
+
+def gradients_of(named: NamedParameters, level: DebugLevel) -> Gradients:
+    """The statistics of every gradient; with the largest values from ADVANCED on."""
+    return gradient_facts(named, with_max=level.includes(DebugLevel.ADVANCED))
+
+
+def gradient_infos(named: Mapping[str, nn.Parameter], level: DebugLevel) -> dict[str, TensorInfo]:
+    """Measure the gradients of parameters at a level."""
+    grads = {name: gradient_of(one) for name, one in named.items()}
+    return tensor_infos({name: grad for name, grad in grads.items() if grad is not None}, level)
+
+
+def component_info(module: nn.Module, name: str) -> ComponentInfo:
+    """The sizes, dtypes and devices of a module; its weights are checked for NaN and Inf."""
+    parameters = [*module.parameters()]
+    values = [one for one in (*parameters, *module.buffers()) if one.is_floating_point()]
+    values = [one.detach() for one in values if one.numel()]
+    has_nan, has_inf = _nan_and_inf(values)
+    return ComponentInfo(
+        name=name,
+        kind=type(module).__name__,
+        parameters=sum(one.numel() for one in parameters),
+        trainable=sum(one.numel() for one in parameters if one.requires_grad),
+        memory=sum(_sizes(module).values()),
+        dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in values})),
+        devices=tuple(sorted({str(one.device) for one in values})),
+        has_nan=has_nan,
+        has_inf=has_inf,
+    )
+
+
+def parts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a model by name: its children, or itself if it has none."""
+    return dict(model.named_children()) or {"(model)": model}
+
+
+def weight_problems(infos: Iterable[ComponentInfo]) -> Iterator[str]:
+    """Sentences on non-finite weights, and on dtypes and devices that differ between parts."""
+    components = list(infos)
+    yield from nonfinite_problems(components, "weights of ")
+    for what in ("dtypes", "devices"):
+        values = sorted({*chain.from_iterable(getattr(info, what) for info in components)})
+        if len(values) > 1:
+            yield f"The weights are of several {what}: {', '.join(values)}."
+
+
+def nonfinite_problems(infos: Iterable[ComponentInfo | TensorInfo], of: str) -> Iterator[str]:
+    """Sentences on NaN and Inf in parts of a model, or in its outputs."""
+    for info in infos:
+        for is_bad, what in ((info.has_nan, "NaN"), (info.has_inf, "Inf")):
+            if is_bad:
+                yield f"{what} in the {of}{info.name}."
+
+
+def memory_of(*models: nn.Module) -> dict[str, int]:
+    """Bytes of the models' `parameters`, `gradients`, `buffers`, their `total`, and of the rest.
+
+    `process` is the resident memory of the process, `system_used` of all processes; `cuda_*` are
+    the allocator's figures, 0 without CUDA.
+    """
+    parts = [_sizes(model) for model in models]
+    sizes = {name: sum(part[name] for part in parts) for name in parts[0]}
+    return {
+        **sizes,
+        "total": sum(sizes.values()),
+        "process": int(psutil.Process().memory_info().rss),
+        "system_used": int(psutil.virtual_memory().used),
+        "cuda_allocated": torch.cuda.memory_allocated(),
+        "cuda_reserved": torch.cuda.memory_reserved(),
+    }
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    parameters = [*model.parameters()]
+    return {
+        "parameters": sum(one.nbytes for one in parameters),
+        "gradients": sum(one.grad.nbytes for one in parameters if one.grad is not None),
+        "buffers": sum(one.nbytes for one in model.buffers()),
+    }
+
+
+def tensors_in(output: object, above: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Yield the tensors in a model's output: tuples, lists, dicts, model outputs.
+
+    `above` are the ids of the objects that contain it.
+    """
+    parts: Iterable[object] = ()
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        parts = output.values()
+    elif isinstance(output, (tuple, list)):
+        parts = output
+    elif hasattr(output, "__dict__") and not isinstance(output, (nn.Module, Enum, type)):
+        parts = vars(output).values()
+    if id(output) not in above:
+        for part in parts:
+            yield from tensors_in(part, above | {id(output)})
+
+
+def has_nonfinite(output: object) -> bool:
+    """Whether any of the tensors in an output has NaN or Inf."""
+    return any(_nan_and_inf([one.detach() for one in tensors_in(output)]))
+
+
+def _nan_and_inf(values: list[Tensor]) -> tuple[bool, bool]:
+    values = [
+        one.float() if one.dtype.itemsize == 1 else one  # float8 has no norm of its own
+        for one in values
+        if one.is_floating_point() and one.numel() and not one.is_meta
+    ]
+    norms = zip(values, tensor_norms(values), strict=True)
+    bad = [one for one, norm in norms if not math.isfinite(norm)]
+    return any(bool(one.isnan().any()) for one in bad), any(bool(one.isinf().any()) for one in bad)
