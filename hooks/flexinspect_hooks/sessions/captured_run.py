@@ -1,0 +1,92 @@
+"""A run that `flexinspect run` started: its trace, its control and its breakpoints.
+
+This module is imported before the program of the user, so it does not import torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from flexinspect.core.errors import FlexInspectError, TraceWriteError
+from flexinspect.records import protocol
+from flexinspect.records.job import Job, ScriptJob
+from flexinspect.records.step import EventRecord
+from flexinspect_hooks.breakpoints.actions import RunBreakpoints
+from flexinspect_hooks.capture import last_kernel_call
+from flexinspect_hooks.capture.new_trace import new_writer, run_manifest
+from flexinspect_hooks.control.handlers import CaptureInfo
+from flexinspect_hooks.control.server import job_control
+from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMessage
+from flexinspect_hooks.sessions.session_levels import SessionLevels
+
+if TYPE_CHECKING:
+    from flexinspect.control.messages import Kind
+    from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
+    from flexinspect_hooks.capture.recorder import Recorder
+
+
+class CapturedRun:
+    """Opens the trace of a job, and reports it with `send` to the process that started this one.
+
+    `git` and `facts` go into the manifest. Raises `FlexInspectError`, and leaves no trace, if the
+    address of the control server or a breakpoint is invalid.
+    """
+
+    def __init__(
+        self,
+        job: Job | ScriptJob,
+        kind: Kind,
+        title: str,
+        debugging: DebuggerSession,
+        send: SendMessage,
+        git: Any,
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._debugging, self._send = debugging, send
+        manifest = run_manifest(job.argv, job.level, git, **facts, graphs_counted=True)
+        self.writer = new_writer(job.out, manifest, overwrite=job.overwrite)
+        path, recording = str(self.writer.path), str(self.writer.recording_path)
+        self._levels = SessionLevels(job.level, job.layers)
+        report = partial(self.record_event, "control-server")
+        try:
+            info = CaptureInfo(kind, title, recording)
+            self._control = job_control(job, info, self._levels, report)
+            self._breaks = RunBreakpoints(
+                job, self._control, lambda text: send(protocol.STOPPED, text=text)
+            )
+        except FlexInspectError:
+            self.writer.close("failed")
+            self.writer.discard()
+            raise
+        last_kernel_call.start_recording_calls(self.writer.recording_path)
+        send(protocol.TRACE, path=path, recording=recording, note=self.writer.note)
+
+    def attach_recorder(self, recorder: Recorder) -> BreakpointEvaluator:
+        """Connect the recorder with control and debugger; return the evaluator of breakpoints."""
+        self._control.barrier.stop_debugger = self._debugging.stop_between_steps
+        self._control.attach_recorder(recorder)
+        return self._breaks.begin(recorder)
+
+    def record_event(self, kind: str, text: str, /, **data: Any) -> None:
+        """Record an event outside of a step."""
+        event = EventRecord(kind, text, time.time(), data=data)
+        self._write_safely(lambda: self.writer.write_event(event))
+
+    def update_manifest(self, **facts: Any) -> None:
+        """Set facts of the manifest."""
+        self._write_safely(lambda: self.writer.update_run(**facts))
+
+    def _write_safely(self, write: Callable[[], object]) -> None:
+        """Write to the trace; a full disk does not end the run."""
+        with suppress(TraceWriteError):
+            write()
+
+
+def send_error(send: SendMessage, error: FlexInspectError) -> int:
+    """Send an error to the process that started this one, and return its exit code."""
+    send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
+    return error.exit_code
