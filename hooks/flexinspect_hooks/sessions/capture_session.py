@@ -332,10 +332,7 @@ class CaptureSession:
         self.context.is_open = False
         if self._step is not None:
             self.waited_s += off_cpu_s() - self._step.off_cpu_before
-            logits = getattr(output, "logits", None)
-            if isinstance(logits, Tensor) and logits.dim() == 3:
-                row = logits[0, -1].detach()
-                self._step.logits = row.clone() if self._copy_logits else row
+            self._step.logits = newest_logits_row(output, module, copy=self._copy_logits)
 
     def on_token_chosen(
         self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None
@@ -488,6 +485,20 @@ def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict
         "ratio": round((capture_s + written_s) / without_s, 5) if without_s else 0.0,
         "steps": recorder.n_steps,
     }
+
+
+def newest_logits_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
+    """Return the newest row of logits (V,) of batch 0, None if the output has none."""
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        size = getattr(getattr(model, "config", None), "vocab_size", None)
+        parts = output if isinstance(output, tuple) else (output,)
+        tensors = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
+        logits = next((tensor for tensor in tensors if tensor.shape[2] == size), None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.shape[1]:
+        return None
+    row = logits[0, -1].detach()
+    return row.clone() if copy else row
 
 
 LEVEL_EVENT = "level"

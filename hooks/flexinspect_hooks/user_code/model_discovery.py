@@ -33,20 +33,14 @@ from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.loading.model_facts import model_facts
-from flexinspect_hooks.loading.tokenizers import (
-    IdAdapter,
-    SafeAdapter,
-    TokenizerAdapter,
-    Vocabulary,
-)
+from flexinspect_hooks.loading.tokenizers import IdAdapter, SafeAdapter
 from flexinspect_hooks.observers.input_rows import InputRows
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.pickling import hide_hooks
 from flexinspect_hooks.python_internals.torch_private import frame_compiler_setter, skip_frame
 from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.sessions.session_levels import SessionLevels, chosen_layers
-from flexinspect_hooks.user_code.declared_segments import parse_segments
-from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
+from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
@@ -78,12 +72,11 @@ class ModelFinder:
         self,
         job: ScriptJob,
         writer: TraceWriter,
-        made: TokenizerTracker,
+        tokenizers: TokenizerTracker,
         barrier: StepBarrier,
         levels: SessionLevels,
     ) -> None:
-        self.job, self.writer = job, writer
-        self.tokenizers = TokenizerMatcher(made)
+        self.job, self.writer, self.tokenizers = job, writer, tokenizers
         self.segments = parse_segments(job.declaration.segments)
         self.recorder = Recorder(writer)
         self.numbers = count()
@@ -91,8 +84,10 @@ class ModelFinder:
         self._collected: deque[int] = deque()
         self._sessions: list[FoundSession] = []
         self._facts: list[dict[str, Any]] = []
-        self._step_starts: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEP_STARTS)
-        self._local = threading.local()
+        self.step_starts: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEP_STARTS)
+        """When the last steps began, with their generations and numbers."""
+        self.local = threading.local()
+        """The `id` of the outermost model that a thread calls, in `root`; 0 for none."""
         self._lock = threading.RLock()
         self._removes: list[Callable[[], None]] = []
         self._is_over = False
@@ -111,15 +106,15 @@ class ModelFinder:
         """Wrap the call of every `PreTrainedModel`; transformers.modeling_utils must be loaded."""
         from transformers.modeling_utils import PreTrainedModel
 
-        local, find, set_compiler = self._local, self._find, frame_compiler_setter()
+        local, find, set_compiler = self.local, self._find, frame_compiler_setter()
 
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
             # Inside another model's forward the model is a part of that one, and a compiled graph
             # must not contain this wrapper.
-            if torch.compiler.is_compiling() or getattr(local, "is_open", False):
+            if torch.compiler.is_compiling() or getattr(local, "root", 0):
                 return nn.Module.__call__(model, *args, **kwargs)
-            local.is_open, local.root = True, id(model)
+            local.root = id(model)
             try:
                 compiler = set_compiler(None)  # dynamo must not compile `_find`
                 try:
@@ -130,11 +125,12 @@ class ModelFinder:
                     return nn.Module.__call__(model, *args, **kwargs)
                 except BaseException as error:
                     if session is not None:
-                        session.on_forward_failed(error)
+                        # Only its id: the exception would keep the objects of its frames alive.
+                        session.exit_exception_id = id(error)
                     strip_own_frames(error)
                     raise
             finally:
-                local.is_open, local.root = False, 0
+                local.root = 0
 
         skip_frame(call)
         self._removes += [patch(PreTrainedModel, "__call__", call), hide_hooks()]
@@ -143,11 +139,11 @@ class ModelFinder:
         """Wrap `GenerationMixin.generate`; transformers.generation.utils must be loaded."""
         from transformers.generation.utils import GenerationMixin
 
-        original, local = GenerationMixin.generate, self._local
+        original, local = GenerationMixin.generate, self.local
 
         @functools.wraps(original)
         def generate(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-            is_inner = torch.compiler.is_compiling() or getattr(local, "is_open", False)
+            is_inner = torch.compiler.is_compiling() or getattr(local, "root", 0)
             session = None if is_inner else self._find(model)
             if session is None:
                 return original(model, *args, **kwargs)
@@ -251,19 +247,11 @@ class ModelFinder:
                 "not-recorded", f"A model's recording could not be ended properly: {failure!r}"
             )
 
-    def is_root(self, model: nn.Module) -> bool:
-        """Whether this model is the outermost one that the current thread calls."""
-        return getattr(self._local, "root", 0) == id(model)
-
     # -- steps and events ------------------------------------------------------------------------
-
-    def on_step_begin(self, step: StepContext) -> None:
-        """Keep the start time of a step."""
-        self._step_starts.append((step.started_at, step.generation, step.step))
 
     def step_at(self, at: float) -> tuple[int | None, int | None]:
         """Return (generation, step) of the last step that began before a time, else Nones."""
-        starts = list(self._step_starts)
+        starts = list(self.step_starts)
         index = bisect_right(starts, at, key=lambda start: start[0])
         return starts[index - 1][1:] if index else (None, None)
 
@@ -276,7 +264,7 @@ class ModelFinder:
     def on_program_failed(self, error: BaseException) -> None:
         """Record the exception that ends the program, at the step that it interrupted."""
         strip_own_frames(error)
-        if any(session.has_recorded(error) for session in self._sessions):
+        if any(session.recorded_error is error for session in self._sessions):
             return
         with self._lock:
             state = end_state(error)
@@ -326,11 +314,18 @@ class ModelFinder:
 
 
 class FoundSession(WatchSession):
-    """The session of a model that was found. It prints nothing on the program's stderr."""
+    """The session of a model that was found. It prints nothing on the program's stderr.
+
+    It does not report removed hooks at its end either: they are checked before each forward.
+    """
+
+    prints = False
 
     def __init__(self, model: nn.Module, finder: ModelFinder, name: str) -> None:
         self._finder, declared = finder, finder.job.declaration
-        self._thread = self._exit_exception_id = 0
+        self._thread = 0
+        self.exit_exception_id = 0
+        """The `id` of the exception that the last forward raised; the program may catch it."""
         super().__init__(
             model,
             finder.writer,
@@ -345,7 +340,8 @@ class FoundSession(WatchSession):
     def _on_forward_start(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._finder.is_root(module):  # else the model is a part of another model
+        # Otherwise the model is a part of another model.
+        if getattr(self._finder.local, "root", 0) == id(module):
             super()._on_forward_start(module, args, kwargs)
 
     def _start_generation(self, place: StepPlace, rows: InputRows) -> None:
@@ -363,23 +359,8 @@ class FoundSession(WatchSession):
 
     def _begin_step(self, step: StepContext) -> None:
         super()._begin_step(step)
-        self._thread, self._exit_exception_id = threading.get_ident(), 0
-        self._finder.on_step_begin(step)
-
-    def _print_once(self, sentence: str) -> None:
-        """Print nothing: the trace has the sentence, and stderr belongs to the program."""
-
-    def _report_hooks_removed(self) -> None:
-        """Report nothing at the end, because the hooks are checked before each forward."""
-
-    def has_recorded(self, error: BaseException) -> bool:
-        """Whether this exception is in the trace already."""
-        return error is self._recorded_error
-
-    def on_forward_failed(self, error: BaseException) -> None:
-        """Keep the id of an exception that a forward raised; the program may still catch it."""
-        # Only its id: the exception would keep the objects of its frames alive.
-        self._exit_exception_id = id(error)
+        self._thread, self.exit_exception_id = threading.get_ident(), 0
+        self._finder.step_starts.append((step.started_at, step.generation, step.step))
 
     def failed_step(self, errors: set[int]) -> tuple[bool, float]:
         """Return whether one of these exceptions, by id, left an open step, and its start time.
@@ -390,51 +371,7 @@ class FoundSession(WatchSession):
         if self._thread != threading.get_ident():
             return False, 0.0
         if self._step is not None:
-            was_left = self._exit_exception_id in errors
+            was_left = self.exit_exception_id in errors
             return was_left, self._step.started if was_left else 0.0
         pending = self._pending
         return False, 0.0 if pending is None else pending.finished.context.started
-
-
-class TokenizerMatcher:
-    """Chooses the tokenizer of a model; each tokenizer's vocabulary is read once."""
-
-    def __init__(self, tracker: TokenizerTracker) -> None:
-        self._tracker = tracker
-        self._adapters: dict[int, tuple[weakref.ref[Any], TokenizerAdapter]] = {}
-
-    def match(self, model: Any) -> TokenizerAdapter:
-        """Return an adapter of the tokenizer that was loaded from the same place as the model.
-
-        Else of the newest tokenizer whose vocabulary is not larger than the model's; else an
-        adapter that shows ids.
-        """
-        name = getattr(model, "name_or_path", "")
-        config = getattr(model, "config", None)
-        size = getattr(getattr(config, "text_config", None) or config, "vocab_size", None)
-        alive = self._tracker.live_tokenizers()
-        same_place = [t for t in alive if name and getattr(t, "name_or_path", "") == name]
-        fitting = [t for t in alive if not isinstance(size, int) or _vocabulary_size(t) <= size]
-        for tokenizer in (*same_place, *fitting):
-            adapter = self._adapter_of(tokenizer)
-            if adapter is not None:
-                return adapter
-        return IdAdapter()
-
-    def _adapter_of(self, tokenizer: Any) -> TokenizerAdapter | None:
-        known = self._adapters.get(id(tokenizer))
-        if known is not None and known[0]() is tokenizer:
-            return known[1]
-        try:
-            adapter = Vocabulary(tokenizer)
-        except Exception:  # not initialised yet, or without the methods that are needed
-            return None
-        self._adapters[id(tokenizer)] = (weakref.ref(tokenizer), adapter)
-        return adapter
-
-
-def _vocabulary_size(tokenizer: Any) -> int:
-    try:
-        return len(tokenizer)
-    except Exception:  # not initialised yet
-        return 1 << 62
