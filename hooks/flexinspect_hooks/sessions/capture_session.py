@@ -118,6 +118,11 @@ class CaptureSession:
         self.capture_s = self.total_s = self.waited_s = 0.0
 
     @property
+    def is_model_deleted(self) -> bool:
+        """Whether the model was garbage-collected."""
+        return self._model_ref() is None
+
+    @property
     def _model(self) -> nn.Module:
         model = self._model_ref()
         assert model is not None, "the model was deleted"

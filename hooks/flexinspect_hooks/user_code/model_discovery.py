@@ -11,14 +11,13 @@ import functools
 import threading
 import time
 import traceback
-import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -56,15 +55,6 @@ MAX_HOOK_RESTORES = 16
 """How often hooks that the program removed from a model are installed again."""
 
 
-@dataclass(slots=True)
-class _FoundModel:
-    model: weakref.ref[nn.Module]
-    session: FoundSession | None
-    """None for a model that could not be watched."""
-    n_restores: int = 0
-    """How often its hooks were installed again."""
-
-
 class ModelFinder:
     """Records every transformers model that the program runs into one trace."""
 
@@ -80,16 +70,18 @@ class ModelFinder:
         self.segments = parse_segments(job.declaration.segments)
         self.recorder = Recorder(writer)
         self.numbers = count()
-        self._found: dict[int, _FoundModel] = {}
-        self._collected: deque[int] = deque()
+        self._found: WeakKeyDictionary[nn.Module, FoundSession | None] = WeakKeyDictionary()
+        """Each model's session, None for one that cannot be watched."""
         self._sessions: list[FoundSession] = []
+        self._open: list[FoundSession] = []
+        """Those of the sessions that have not ended."""
         self._facts: list[dict[str, Any]] = []
         self.step_starts: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEP_STARTS)
         """When the last steps began, with their generations and numbers."""
         self.local = threading.local()
-        """The `id` of the outermost model that a thread calls, in `root`; 0 for none."""
+        """`root` is the `id` of the outermost model that the thread calls, None for none."""
         self._lock = threading.RLock()
-        self._removes: list[Callable[[], None]] = []
+        self._wrappers = ExitStack()
         self._is_over = False
         self._standalone: StandaloneCalls | None = None
         self._barrier, self._levels = barrier, levels
@@ -112,7 +104,7 @@ class ModelFinder:
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
             # Inside another model's forward the model is a part of that one, and a compiled graph
             # must not contain this wrapper.
-            if torch.compiler.is_compiling() or getattr(local, "root", 0):
+            if torch.compiler.is_compiling() or getattr(local, "root", None):
                 return nn.Module.__call__(model, *args, **kwargs)
             local.root = id(model)
             try:
@@ -130,10 +122,11 @@ class ModelFinder:
                     strip_own_frames(error)
                     raise
             finally:
-                local.root = 0
+                local.root = None
 
         skip_frame(call)
-        self._removes += [patch(PreTrainedModel, "__call__", call), hide_hooks()]
+        self._wrappers.callback(patch(PreTrainedModel, "__call__", call))
+        self._wrappers.callback(hide_hooks())
 
     def watch_generate(self) -> None:
         """Wrap `GenerationMixin.generate`; transformers.generation.utils must be loaded."""
@@ -143,7 +136,7 @@ class ModelFinder:
 
         @functools.wraps(original)
         def generate(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-            is_inner = torch.compiler.is_compiling() or getattr(local, "root", 0)
+            is_inner = torch.compiler.is_compiling() or getattr(local, "root", None)
             session = None if is_inner else self._find(model)
             if session is None:
                 return original(model, *args, **kwargs)
@@ -153,7 +146,7 @@ class ModelFinder:
                 strip_own_frames(error)
                 raise
 
-        self._removes.append(patch(GenerationMixin, "generate", generate))
+        self._wrappers.callback(patch(GenerationMixin, "generate", generate))
 
     def watch_standalone_calls(self) -> None:
         """Record standalone calls of FlexAttention; its module must be loaded."""
@@ -168,50 +161,45 @@ class ModelFinder:
 
     def _find(self, model: nn.Module) -> FoundSession | None:
         """Return the session of a model, created at its first call; None if it has none."""
-        known = self._found.get(id(model))
-        if known is not None and known.model() is model:
-            return self._session_with_hooks(model, known)
+        if model in self._found:
+            return self._session_with_hooks(model, self._found[model])
         if self._is_over:
             return None
         with self._lock:
-            self._end_collected_sessions()
-            session = self._begin_session(model, self._unique_name(model))
-            self._found[id(model)] = _FoundModel(weakref.ref(model), session)
+            for collected in [one for one in self._open if one.is_model_deleted]:
+                self._end_session(collected)
+            session = self._found[model] = self._begin_session(model, self._unique_name(model))
             if session is not None:
                 self._facts.append({**model_facts(model), "name": session.model_name})
                 with suppress(TraceWriteError):
                     self.writer.update_run(model=self._facts[0], models=self._facts)
-            # A finalizer may run at any point of the program, so it only appends the id.
-            weakref.finalize(model, self._collected.append, id(model)).atexit = False
         return session
 
-    def _session_with_hooks(self, model: nn.Module, known: _FoundModel) -> FoundSession | None:
+    def _session_with_hooks(
+        self, model: nn.Module, session: FoundSession | None
+    ) -> FoundSession | None:
         """Return a known model's session, or a new one if the program removed its hooks."""
-        session = known.session
-        if (
-            session is None
-            or self._is_over
-            or session.has_hooks_installed
-            or session.is_in_generate
-        ):
+        if session is None or self._is_over or session.is_in_generate:
             return session
-        known.n_restores = n = known.n_restores + 1
+        if session.has_hooks_installed or session.n_restores > MAX_HOOK_RESTORES:
+            return session
+        session.n_restores = n = session.n_restores + 1
         if n > MAX_HOOK_RESTORES:
-            if n == MAX_HOOK_RESTORES + 1:
-                self.event(
-                    "not-recorded", f"{HOOKS_REMOVED} {n} times: later forwards are not recorded."
-                )
+            text = f"{HOOKS_REMOVED} {n} times: later forwards are not recorded."
+            self.event("not-recorded", text)
             return session
         with self._lock:
             text = f"{HOOKS_REMOVED}; they were installed again before a forward."
             self.event("hooks-reinstalled", text)
             self._end_session(session)
-            known.session = self._begin_session(model, session.model_name)
-        return known.session
+            again = self._found[model] = self._begin_session(model, session.model_name, n)
+        return again
 
-    def _begin_session(self, model: nn.Module, name: str) -> FoundSession | None:
+    def _begin_session(
+        self, model: nn.Module, name: str, n_restores: int = 0
+    ) -> FoundSession | None:
         try:
-            session = FoundSession(model, self, name)
+            session = FoundSession(model, self, name, n_restores)
             session.__enter__()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
@@ -222,6 +210,7 @@ class ModelFinder:
         if self._breakpoints is not None:
             session.break_on(self._breakpoints)
         self._sessions.append(session)
+        self._open.append(session)
         return session
 
     def _unique_name(self, model: nn.Module) -> str:
@@ -231,21 +220,14 @@ class ModelFinder:
         candidates = (f"{name} ({n})" if n > 1 else name for n in count(1))
         return next(candidate for candidate in candidates if candidate not in taken)
 
-    def _end_collected_sessions(self) -> None:
-        """End the sessions of models that were garbage-collected."""
-        while self._collected:
-            found = self._found.pop(self._collected.popleft(), None)
-            if found is not None and found.session is not None:
-                self._end_session(found.session)
-
     def _end_session(self, session: FoundSession) -> None:
+        self._open.remove(session)
         try:
             session.close("finished", None)
             session.__exit__()
         except Exception as failure:
-            self.event(
-                "not-recorded", f"A model's recording could not be ended properly: {failure!r}"
-            )
+            text = f"A model's recording could not be ended properly: {failure!r}"
+            self.event("not-recorded", text)
 
     # -- steps and events ------------------------------------------------------------------------
 
@@ -282,13 +264,11 @@ class ModelFinder:
         """End every session, remove all wrappers and hooks, write queued steps; return the cost."""
         self._is_over = True
         with self._lock:
-            self._end_collected_sessions()
-            for found in reversed(list(self._found.values())):
-                if found.session is not None:
-                    self._end_session(found.session)
+            for session in reversed(list(self._open)):
+                self._end_session(session)
             if self._standalone is not None:
                 self._standalone.__exit__()
-            self._remove_wrappers()
+            self._wrappers.close()
             sessions = [session for session in (*self._sessions, self._standalone) if session]
             cost = capture_cost(sessions, self.recorder) if sessions else None
             self.recorder.stop()
@@ -301,11 +281,7 @@ class ModelFinder:
             session.remove_hooks()
         if self._standalone is not None:
             self._standalone.remove_hooks()
-        self._remove_wrappers()
-
-    def _remove_wrappers(self) -> None:
-        while self._removes:
-            self._removes.pop()()
+        self._wrappers.close()
 
     @property
     def has_found_anything(self) -> bool:
@@ -321,9 +297,9 @@ class FoundSession(WatchSession):
 
     prints = False
 
-    def __init__(self, model: nn.Module, finder: ModelFinder, name: str) -> None:
+    def __init__(self, model: nn.Module, finder: ModelFinder, name: str, n_restores: int) -> None:
         self._finder, declared = finder, finder.job.declaration
-        self._thread = 0
+        self._thread, self.n_restores = 0, n_restores
         self.exit_exception_id = 0
         """The `id` of the exception that the last forward raised; the program may catch it."""
         super().__init__(
@@ -341,7 +317,7 @@ class FoundSession(WatchSession):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         # Otherwise the model is a part of another model.
-        if getattr(self._finder.local, "root", 0) == id(module):
+        if getattr(self._finder.local, "root", None) == id(module):
             super()._on_forward_start(module, args, kwargs)
 
     def _start_generation(self, place: StepPlace, rows: InputRows) -> None:

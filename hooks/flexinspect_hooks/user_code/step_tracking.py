@@ -7,13 +7,13 @@ so far continues the generation, unless that cache is known to belong to another
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from flexinspect_hooks.capture.step_clock import StepContext, StepEvent
 from flexinspect_hooks.observers.input_rows import InputRows
@@ -145,30 +145,23 @@ class StepTracker:
         return step(pos=cached, n_new=n_rows, note=SEVERAL_ROWS)
 
 
-MAX_CACHES = 256
-"""The number of caches that are remembered; the least recently used one is dropped first."""
-
-
 class CacheOwners:
     """Remembers, by identity, the last generation that used each cache. Keeps no cache alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def owner_of(self, cache: Any) -> int | None:
         """Return the generation that used this cache last, None for an unknown cache."""
-        entry = self._known.get(id(cache))
-        return entry[1] if entry is not None and entry[0]() is cache else None
+        with suppress(TypeError):  # as below
+            return self._known.get(cache)
+        return None
 
     def set_owner(self, cache: Any, generation: int) -> None:
-        """Set the generation that used a cache last. Tuples have no identity and are ignored."""
-        if cache is None or isinstance(cache, tuple):
-            return
-        self._known.pop(id(cache), None)
-        with suppress(TypeError):  # a class with slots may not support weak references
-            self._known[id(cache)] = (weakref.ref(cache), generation)
-        if len(self._known) > MAX_CACHES:
-            del self._known[next(iter(self._known))]
+        """Set the generation that used a cache last."""
+        # Tuples, None, and a class with slots do not support weak references, and are ignored.
+        with suppress(TypeError):
+            self._known[cache] = generation
 
 
 _EVENT_TEXTS = {
