@@ -146,7 +146,7 @@ class CaptureRun(CapturedRun):
         """Run the job and return the exit code; leaves a valid trace or none, also after errors."""
         state = "failed"
         try:
-            with closing(self._control):
+            with closing(self.control):
                 self._debugging.begin(self.writer.recording_path, self.record_event)
                 self._run_job()
             state = "finished"
@@ -174,9 +174,17 @@ class CaptureRun(CapturedRun):
         return otherwise if error is None else send_error(_send, error)
 
     def _run_job(self) -> None:
-        self._control.start()  # before torch, so that the run can be found and paused early
+        self.control.start()  # before torch, so that the run can be found and paused early
         with defer_interrupts(may_cut=False):
-            threads = self._import_torch()
+            self._record_progress("importing torch", {})
+            import torch
+
+            threads = self.job.threads or default_threads()
+            torch.set_num_threads(threads)
+            self._record_progress("importing transformers", {})
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+            self.writer.update_run(versions=package_versions())
         from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
         from flexinspect_hooks.loading.model_facts import loaded_facts
 
@@ -188,22 +196,10 @@ class CaptureRun(CapturedRun):
             with session:
                 self._debugging.on_flex_attention(self.record_event, compiled=compiled)
                 ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
-                self._control.targets.rewind_target = ensemble.rewind_handler
+                self.control.targets.rewind_target = ensemble.rewind_handler
                 self._generations(ensemble, session)
         finally:
             self._record_outcome(session)
-
-    def _import_torch(self) -> int:
-        self._record_progress("importing torch", {})
-        import torch
-
-        threads = self.job.threads or default_threads()
-        torch.set_num_threads(threads)
-        self._record_progress("importing transformers", {})
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-        self.writer.update_run(versions=package_versions())
-        return threads
 
     def _make_session(self, loaded: LoadedModel) -> CaptureSession:
         from flexinspect_hooks.loading.tokenizers import Vocabulary
@@ -217,8 +213,8 @@ class CaptureRun(CapturedRun):
             text_of=Vocabulary(loaded.tokenizer_or_ids()).text_of,
             copy_logits=False,
         )
-        session.barrier = self._control.barrier
-        self._levels.attach(session)
+        session.barrier = self.control.barrier
+        self.levels.attach(session)
         session.break_on(self.attach_recorder(session.recorder))
         return session
 

@@ -87,8 +87,8 @@ class CaptureSession:
         self._rules, self._rule_runner = rules, RuleRunner()
         self.recorder.hook_errors.append(self._hook_failed)
         self._model_ref = weakref.ref(model)
-        self._is_over = False
-        self._hooks: list[Hook] = list(hooks) if hooks is not None else []
+        self._is_over = self._is_paused = False
+        self._hooks: list[Hook] = list(hooks or ())
         self._use_built_in = hooks is None
         self._removes: list[tuple[Hook | None, Remove]] = []
         self._clock = StepClock()
@@ -113,7 +113,6 @@ class CaptureSession:
         """The last finished step."""
         self._requested: dict[str, Any] = {}
         """The level and the layers that were requested for the next step that opens."""
-        self._is_paused = False
         self._breaks: ModelBreakpoints | None = None
         self.capture_s = self.total_s = self.waited_s = 0.0
 
@@ -147,28 +146,20 @@ class CaptureSession:
             self._event("hook-disabled", f"{name}: {error}")
         for name, error in failed_rules.items():
             self._event("rule-disabled", f"{name}: {error}")
-        model = self._model
+        model, context = self._model, self.context
         _entered.append(self)
         for hook in list(self._hooks):
             self._guard(hook, self._install, hook)
-        self._removes += [
-            (
-                None,
-                model.register_forward_pre_hook(self._on_forward_start, with_kwargs=True).remove,
-            ),
-            (None, model.register_forward_hook(self._on_forward_end).remove),
-        ]
-        self._release_model()
-        return self
-
-    def _release_model(self) -> None:
-        """Reference the model weakly from now on, because the installed hooks may outlive it."""
-        context = self.context
-        context.model = cast(nn.Module, weakref.proxy(context.model))
+        start = model.register_forward_pre_hook(self._on_forward_start, with_kwargs=True)
+        end = model.register_forward_hook(self._on_forward_end)
+        self._removes += [(None, start.remove), (None, end.remove)]
+        # Weak references from now on, because the installed hooks may outlive the model.
+        context.model = cast(nn.Module, weakref.proxy(model))
         context.blocks = {
             layer: (name, cast(nn.Module, weakref.proxy(block)))
             for layer, (name, block) in context.blocks.items()
         }
+        return self
 
     def _install(self, hook: Hook) -> None:
         for remove in hook.install(self.context):
@@ -250,11 +241,10 @@ class CaptureSession:
     def move_step(self, branch: int) -> None:
         """Move the open step to another branch."""
         step = self._step
-        if step is None or step.branch == branch:
-            return
-        if self._breaks is not None:
-            self._breaks.evaluator.move_step(step, branch)
-        step.branch = branch
+        if step is not None and step.branch != branch:
+            if self._breaks is not None:
+                self._breaks.evaluator.move_step(step, branch)
+            step.branch = branch
 
     def drop_step(self, branch: int) -> None:
         """Drop the open step, because the trace holds it already, in `branch`.
@@ -385,9 +375,8 @@ class CaptureSession:
 
     def _step_unread(self, error: Exception) -> None:
         """Record that a step is not recorded; the user's forward continues."""
-        self._event(
-            "step-not-recorded", f"A step was not recorded: {type(error).__name__}: {error}"
-        )
+        text = f"A step was not recorded: {type(error).__name__}: {error}"
+        self._event("step-not-recorded", text)
         self._abandon()
 
     def _abandon(self) -> None:
@@ -396,9 +385,9 @@ class CaptureSession:
         step, self._step = self._step, None
         if step is not None:
             step.drop_references()
+            at, place = time.time(), (step.generation, step.step)
             for kind, text, *facts in step.events:
                 if kind == LEVEL_EVENT:  # it holds for later steps, too
-                    at, place = time.time(), (step.generation, step.step)
                     self.recorder.put(EventRecord(kind, text, at, *place, *facts))
 
     def cost(self) -> dict[str, float | int]:
@@ -430,9 +419,8 @@ class CaptureSession:
             return
         self._hooks.remove(hook)
         where = f"step {step.step}" if step is not None else "installation"
-        text = (
-            f"The hook '{hook.name}' failed at {where} and is off: {type(error).__name__}: {error}"
-        )
+        message = f"{type(error).__name__}: {error}"
+        text = f"The hook '{hook.name}' failed at {where} and is off: {message}"
         if step is not None:
             step.events.append(("hook-disabled", text))
         self._event("hook-disabled", text, step)
@@ -453,14 +441,8 @@ class CaptureSession:
         step: StepContext | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        event = EventRecord(
-            kind=kind,
-            text=text,
-            at=time.time(),
-            generation=step.generation if step is not None else None,
-            step=step.step if step is not None else None,
-            data=facts or {},
-        )
+        place = (None, None) if step is None else (step.generation, step.step)
+        event = EventRecord(kind, text, time.time(), *place, facts or {})
         self.recorder.put_event(event, self._rule_runner)
 
 

@@ -1,4 +1,4 @@
-"""A run that `flexinspect run` started: its trace, its control and its breakpoints.
+"""A run that `flexinspect run` started: its trace, control, breakpoints, and recording level.
 
 This module is imported before the program of the user, so it does not import torch.
 """
@@ -6,27 +6,83 @@ This module is imported before the program of the user, so it does not import to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.core.errors import FlexInspectError, TraceWriteError
+from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.records import protocol
-from flexinspect.records.job import Job, ScriptJob
-from flexinspect.records.step import EventRecord
+from flexinspect.records.job import Job, ScriptJob, parse_layers
+from flexinspect.records.step import LEVELS, EventRecord
 from flexinspect_hooks.breakpoints.actions import RunBreakpoints
 from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.new_trace import new_writer, run_manifest
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.server import job_control
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMessage
-from flexinspect_hooks.sessions.session_levels import SessionLevels
 
 if TYPE_CHECKING:
     from flexinspect.control.messages import Kind
     from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
     from flexinspect_hooks.capture.recorder import Recorder
+    from flexinspect_hooks.sessions.capture_session import CaptureSession
+
+
+_MAX_LAYERS = 1 << 20
+
+
+class SessionLevels:
+    """Level and stored layers of all attached sessions, including those attached later."""
+
+    def __init__(self, level: str, layers: str | None = None) -> None:
+        self.level, self.layers = level, layers or "all"
+        self._has_layer_choice = False
+        self._sessions: weakref.WeakSet[CaptureSession] = weakref.WeakSet()
+        # Sessions are attached in their models' threads; requests come in the server's thread.
+        self._lock = Lock()
+
+    def attach(self, session: CaptureSession) -> None:
+        """Attach a session, and apply earlier requests to it."""
+        with self._lock:
+            self._sessions.add(session)
+            session.switch(level=self.level)
+            if self._has_layer_choice:
+                self._apply_layers(session)
+
+    def set_level(self, level: str) -> None:
+        """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
+        if level not in LEVELS:
+            raise UsageError(f"There is no level {level}; there are {', '.join(LEVELS)}.")
+        with self._lock:
+            self.level = level
+            for session in self._sessions:
+                session.switch(level=level)
+
+    def set_layers(self, layers: str) -> None:
+        """Store other layers from the next step on.
+
+        Raises `UsageError` for an invalid list of layers, or layers that no attached model has.
+        """
+        with self._lock:
+            known = [
+                layer for session in self._sessions for layer in session.context.layer_of.values()
+            ]
+            parse_layers(layers, max(known, default=_MAX_LAYERS - 1) + 1)
+            self.layers, self._has_layer_choice = layers, True
+            for session in self._sessions:
+                self._apply_layers(session)
+
+    def _apply_layers(self, session: CaptureSession) -> None:
+        session.switch(layers=chosen_layers(self.layers, session.context.layer_of.values()))
+
+
+def chosen_layers(layers: str | None, known: Iterable[int]) -> tuple[int, ...]:
+    """Return those of a model's `known` layers that `layers` names, in the form of `--layers`."""
+    wanted = parse_layers(layers, _MAX_LAYERS)
+    return tuple(layer for layer in sorted(set(known)) if wanted is None or layer in wanted)
 
 
 class CapturedRun:
@@ -50,13 +106,13 @@ class CapturedRun:
         manifest = run_manifest(job.argv, job.level, git, **facts, graphs_counted=True)
         self.writer = new_writer(job.out, manifest, overwrite=job.overwrite)
         path, recording = str(self.writer.path), str(self.writer.recording_path)
-        self._levels = SessionLevels(job.level, job.layers)
+        self.levels = SessionLevels(job.level, job.layers)
         report = partial(self.record_event, "control-server")
         try:
             info = CaptureInfo(kind, title, recording)
-            self._control = job_control(job, info, self._levels, report)
+            self.control = job_control(job, info, self.levels, report)
             self._breaks = RunBreakpoints(
-                job, self._control, lambda text: send(protocol.STOPPED, text=text)
+                job, self.control, lambda text: send(protocol.STOPPED, text=text)
             )
         except FlexInspectError:
             self.writer.close("failed")
@@ -67,8 +123,8 @@ class CapturedRun:
 
     def attach_recorder(self, recorder: Recorder) -> BreakpointEvaluator:
         """Connect the recorder with control and debugger; return the evaluator of breakpoints."""
-        self._control.barrier.stop_debugger = self._debugging.stop_between_steps
-        self._control.attach_recorder(recorder)
+        self.control.barrier.stop_debugger = self._debugging.stop_between_steps
+        self.control.attach_recorder(recorder)
         return self._breaks.begin(recorder)
 
     def record_event(self, kind: str, text: str, /, **data: Any) -> None:

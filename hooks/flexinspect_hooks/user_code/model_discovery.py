@@ -25,12 +25,9 @@ from torch import nn
 from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.job import ScriptJob
 from flexinspect.records.step import EventRecord
-from flexinspect.trace.file.writer import TraceWriter
-from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.loading.model_facts import model_facts
 from flexinspect_hooks.loading.tokenizers import IdAdapter, SafeAdapter
 from flexinspect_hooks.observers.input_rows import InputRows
@@ -38,7 +35,7 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.pickling import hide_hooks
 from flexinspect_hooks.python_internals.torch_private import frame_compiler_setter, skip_frame
 from flexinspect_hooks.sessions.capture_session import capture_cost
-from flexinspect_hooks.sessions.session_levels import SessionLevels, chosen_layers
+from flexinspect_hooks.sessions.captured_run import CapturedRun, chosen_layers
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
@@ -58,17 +55,10 @@ MAX_HOOK_RESTORES = 16
 class ModelFinder:
     """Records every transformers model that the program runs into one trace."""
 
-    def __init__(
-        self,
-        job: ScriptJob,
-        writer: TraceWriter,
-        tokenizers: TokenizerTracker,
-        barrier: StepBarrier,
-        levels: SessionLevels,
-    ) -> None:
-        self.job, self.writer, self.tokenizers = job, writer, tokenizers
+    def __init__(self, job: ScriptJob, run: CapturedRun, tokenizers: TokenizerTracker) -> None:
+        self.job, self.writer, self.tokenizers = job, run.writer, tokenizers
         self.segments = parse_segments(job.declaration.segments)
-        self.recorder = Recorder(writer)
+        self.recorder = Recorder(run.writer)
         self.numbers = count()
         self._found: WeakKeyDictionary[nn.Module, FoundSession | None] = WeakKeyDictionary()
         """Each model's session, None for one that cannot be watched."""
@@ -84,13 +74,9 @@ class ModelFinder:
         self._wrappers = ExitStack()
         self._is_over = False
         self._standalone: StandaloneCalls | None = None
-        self._barrier, self._levels = barrier, levels
-        self._breakpoints: BreakpointEvaluator | None = None
+        self._barrier, self._levels = run.control.barrier, run.levels
+        self._breakpoints = self.recorder.judge = run.attach_recorder(self.recorder)
         self.recorder.start()
-
-    def break_on(self, breaking: BreakpointEvaluator) -> None:
-        """Let every new session evaluate these breakpoints."""
-        self._breakpoints, self.recorder.judge = breaking, breaking
 
     # -- wrappers that find models ---------------------------------------------------------------
 
@@ -179,7 +165,7 @@ class ModelFinder:
         self, model: nn.Module, session: FoundSession | None
     ) -> FoundSession | None:
         """Return a known model's session, or a new one if the program removed its hooks."""
-        if session is None or self._is_over or session.is_in_generate:
+        if session is None or self._is_over or session.generate_depth:
             return session
         if session.has_hooks_installed or session.n_restores > MAX_HOOK_RESTORES:
             return session
@@ -207,8 +193,7 @@ class ModelFinder:
             return None
         session.barrier = self._barrier
         self._levels.attach(session)
-        if self._breakpoints is not None:
-            session.break_on(self._breakpoints)
+        session.break_on(self._breakpoints)
         self._sessions.append(session)
         self._open.append(session)
         return session

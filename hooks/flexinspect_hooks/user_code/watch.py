@@ -32,7 +32,7 @@ from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.loading.tokenizers import IdAdapter, TokenizerAdapter, Vocabulary
 from flexinspect_hooks.sessions.capture_session import check_level
-from flexinspect_hooks.sessions.session_levels import SessionLevels
+from flexinspect_hooks.sessions.captured_run import SessionLevels
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     SegmentArgument,
@@ -143,7 +143,9 @@ class Watch(WatchedTrace):
             )
             session.__enter__()
             session.watch_generate()
-            self._begin_control(session, writer)
+            if self._is_controlled:
+                self._running = _start_control(session, writer)
+            self._set_breakpoints(session)
         except BaseException:
             writer.close("failed")
             writer.discard()
@@ -176,28 +178,17 @@ class Watch(WatchedTrace):
         if error is None:
             session.pass_breakpoints()
 
-    def _begin_control(self, session: WatchSession, writer: TraceWriter) -> None:
-        """Accept control commands if requested; at a breakpoint call `on_hit`, or else pause."""
-        context, recorder = session.context, session.recorder
-        if self._is_controlled:
-            levels = SessionLevels(session.level, ",".join(map(str, context.layers)))
-            title, recording = type(context.model).__name__, str(writer.recording_path)
-            info = CaptureInfo("watch", title, recording)
-            self._running = running = CaptureControl(
-                info, levels, is_served=True, serving=None, report=print_message
-            )
-            levels.attach(session)
-            session.barrier = running.barrier
-            running.attach_recorder(recorder)
-            running.targets.breakpoints = self.breakpoints
-            running.start()
+    def _set_breakpoints(self, session: WatchSession) -> None:
+        """Evaluate breakpoints; at a hit call `on_hit`, or pause if there is none."""
         action: StopAction
         if self._on_hit is not None:
             action = CallbackAction(self._on_hit)
         else:
             assert self._running is not None
-            action = PauseAction(self._running.barrier, print_message, recorder.put)
-        session.break_on(BreakpointEvaluator(self.breakpoints, action, recorder.put))
+            action = PauseAction(self._running.barrier, print_message, session.recorder.put)
+        session.break_on(BreakpointEvaluator(self.breakpoints, action, session.recorder.put))
+        if self._running is not None:
+            self._running.targets.breakpoints = self.breakpoints
 
     def _record_cost(self, session: WatchSession, writer: TraceWriter) -> None:
         failure = recording_error(session.recorder, writer)
@@ -243,6 +234,20 @@ class Watch(WatchedTrace):
 
     def _empty_text(self) -> str:
         return f"Nothing is recorded yet; the trace will be {escape_unprintable(str(self.path))}."
+
+
+def _start_control(session: WatchSession, writer: TraceWriter) -> CaptureControl:
+    """Accept control commands for a session from now on."""
+    stored_layers = ",".join(map(str, session.context.layers))
+    levels = SessionLevels(session.level, stored_layers)
+    title = type(session.context.model).__name__
+    info = CaptureInfo("watch", title, str(writer.recording_path))
+    running = CaptureControl(info, levels, is_served=True, serving=None, report=print_message)
+    levels.attach(session)
+    session.barrier = running.barrier
+    running.attach_recorder(session.recorder)
+    running.start()
+    return running
 
 
 def _tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:

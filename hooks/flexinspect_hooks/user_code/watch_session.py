@@ -105,7 +105,7 @@ class WatchSession(CaptureSession):
         self.recorded_error: BaseException | None = None
         """The last exception that is in the trace."""
         self._is_broken = self._is_followed = False
-        self._generate_depth = self._n_forwards = 0
+        self.generate_depth = self._n_forwards = 0
         self._paused_s = 0.0
         self._prompt: Tensor | None = None
 
@@ -182,11 +182,15 @@ class WatchSession(CaptureSession):
         self._owners.set_owner(cache, place.generation)
         if place.begins_generation:
             self._finish_generation()
-            self._wait_at_barrier()
-            self._start_generation(place, rows)
         else:
             self._finish_step(rows if place.is_chosen else None, place.pos, started)
-            self._wait_at_barrier()
+        try:
+            self._paused_s = pass_barrier(self.barrier, self.place)
+        except KeyboardInterrupt:  # the forward does not run
+            self._tracker.undo()
+            raise
+        if place.begins_generation:
+            self._start_generation(place, rows)
         builder = self._builder
         assert builder is not None
         self._clock.set_next_step(place.generation, place.step)
@@ -200,14 +204,6 @@ class WatchSession(CaptureSession):
         self._input_tokens = partial(builder.input_tokens, rows, place) if is_input else tuple
         return step
 
-    def _wait_at_barrier(self) -> None:
-        """Wait at the step barrier; a forward that is stopped there did not run."""
-        try:
-            self._paused_s = pass_barrier(self.barrier, self.place)
-        except KeyboardInterrupt:
-            self._tracker.undo()
-            raise
-
     def _add_begin_events(
         self, step: StepContext, place: StepPlace, problems: Sequence[str]
     ) -> None:
@@ -216,7 +212,7 @@ class WatchSession(CaptureSession):
             cached = self._prompt[0, : place.pos].tolist()
             text = f"By its length the cache holds the first {place.pos} tokens of the prompt."
             self._event(CACHED_PROMPT_EVENT, text, step, {"prompt": cached})
-        if self._generate_depth and not self._is_followed:
+        if self.generate_depth and not self._is_followed:
             text = (
                 "Beam search and assisted generation are not followed: their steps are recorded "
                 "without the tokens that they chose."
@@ -236,7 +232,7 @@ class WatchSession(CaptureSession):
         self.waited_s += off_cpu_s() - step.off_cpu_before
         try:
             # `generate` copies the row before it modifies it; another loop may not.
-            copy = not self._generate_depth
+            copy = not self.generate_depth
             row = step.logits = newest_logits_row(output, self._model, copy=copy)
             step.output = output
             self._owners.set_owner(getattr(output, "past_key_values", None), step.generation)
@@ -337,11 +333,6 @@ class WatchSession(CaptureSession):
         self._print_once(text)
 
     @property
-    def is_in_generate(self) -> bool:
-        """Whether a call of `generate` is running."""
-        return self._generate_depth > 0
-
-    @property
     def has_hooks_installed(self) -> bool:
         """Whether all hooks of the session are still installed in the model's modules."""
         owners = (getattr(remove, "__self__", None) for _, remove in self._removes)
@@ -407,12 +398,12 @@ class WatchSession(CaptureSession):
         return result
 
     def _begin_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._generate_depth += 1
-        if self._generate_depth > 1:
+        self.generate_depth += 1
+        if self.generate_depth > 1:
             return
         self._finish_generation()
         self._is_followed = _follows_row_0(self._model, kwargs)
-        candidates = (*args[:1], *map(kwargs.get, _PROMPT_ARGUMENTS))
+        candidates = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
         prompt = next((value for value in candidates if value is not None), None)
         n_prompt = 0
         # With an encoder, the prompt goes there, and the decoder begins with a token of its own.
@@ -424,8 +415,8 @@ class WatchSession(CaptureSession):
         self._tracker.begin_generate(n_prompt, followed=self._is_followed)
 
     def _end_generate(self, result: Any, error: BaseException | None) -> None:
-        self._generate_depth -= 1
-        if self._generate_depth:
+        self.generate_depth -= 1
+        if self.generate_depth:
             return
         self._generate_thread, self._prompt = 0, None
         if error is not None:
@@ -456,9 +447,6 @@ class WatchSession(CaptureSession):
             last = {"input_ids": sequences[:1, pos:]}
             buffer = StepBuffer(self._device, self._stream)
             self._finish_step(InputRows(last, 1, with_mask=False, buffer=buffer), pos)
-
-
-_PROMPT_ARGUMENTS = ("inputs", "input_ids")
 
 
 class PendingStep(NamedTuple):

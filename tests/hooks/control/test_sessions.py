@@ -21,7 +21,7 @@ from flexinspect.control.discovery import find_capture, running
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError, UsageError
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.sessions.session_levels import SessionLevels
+from flexinspect_hooks.sessions.captured_run import SessionLevels
 
 NEW = 8
 PAUSE_S = 1.0

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 DRAIN_S = 5.0
 """How long the end waits for the last printed output, in seconds."""
 
-_WATCH_STANDALONE, _MODELS, _GENERATE = "watch_standalone_calls", "watch_models", "watch_generate"
 _RUNNING = "running the program"
 _PHASES = {"torch": "importing torch", "transformers.modeling_utils": "importing transformers"}
 
@@ -82,7 +81,7 @@ class ProgramCapture(CapturedRun):
                 "torch": self._on_torch,
                 "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
-                "transformers.generation.utils": lambda: self._call_finder(_GENERATE),
+                "transformers.generation.utils": lambda: self._call_finder("watch_generate"),
                 "transformers.tokenization_utils_base": self._tokenizers.watch,
                 "multiprocessing.process": self._children.watch_multiprocessing,
             },
@@ -136,28 +135,25 @@ class ProgramCapture(CapturedRun):
         if self._finder is None:
             from flexinspect_hooks.user_code.model_discovery import ModelFinder
 
-            barrier = self._control.barrier
-            finder = ModelFinder(self.job, self.writer, self._tokenizers, barrier, self._levels)
-            finder.break_on(self.attach_recorder(finder.recorder))
-            self._finder = finder
+            self._finder = ModelFinder(self.job, self, self._tokenizers)
         return self._finder
 
     def _on_torch(self) -> None:
         import torch
 
         # Not with the first model, because a training may have none that is found.
-        self._control.start()
+        self.control.start()
         if self.job.threads is not None:
             torch.set_num_threads(self.job.threads)
         self.update_manifest(versions=package_versions(), threads=torch.get_num_threads())
 
     def _on_flex(self) -> None:
-        self._call_finder(_WATCH_STANDALONE)
+        self._call_finder("watch_standalone_calls")
         self._debugging.on_flex_attention(self.record_event)
 
     def _on_transformers(self) -> None:
         self.update_manifest(versions=package_versions())
-        self._call_finder(_MODELS)
+        self._call_finder("watch_models")
         self.record_event("phase", _RUNNING)
 
     def _on_import_begin(self, name: str) -> None:
@@ -210,7 +206,7 @@ class ProgramCapture(CapturedRun):
         if os.getpid() != self._pid:
             return
         self._is_closing = True
-        self._control.close()
+        self.control.close()
         last_kernel_call.stop_recording_calls()
         self._debugging.end()
         cost = self._finder.close() if self._finder is not None else None
@@ -263,7 +259,7 @@ class ProgramCapture(CapturedRun):
 
     def _on_fork(self) -> None:
         """Remove all hooks in a forked child, because the trace belongs to its parent."""
-        self._control.close_in_child()
+        self.control.close_in_child()
         self._import_hooks.remove()
         self._tokenizers.end()
         self._children.end()
