@@ -18,18 +18,13 @@ from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.core import signals
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import (
     DatasetError,
     FlexInspectError,
     TraceWriteError,
     summarize_error,
-)
-from flexinspect.core.signals import (
-    defer_interrupts,
-    exit_code_of,
-    ignore_end_signals,
-    raise_on_signals,
 )
 from flexinspect.core.text import print_message
 from flexinspect.inputs import datasets, model_names
@@ -61,9 +56,9 @@ _NOT_IN_MANIFEST = ("argv", "out", "serving")
 def main() -> int:
     """Run the job on standard input; returns the exit code."""
     # A process started in the background inherits an ignored SIGINT; here it must end the run.
-    raise_on_signals("SIGINT")
+    signals.raise_on_signals("SIGINT")
     # Once: a signal to the whole process group reaches us and our parent, which forwards it.
-    raise_on_signals("SIGTERM", "SIGHUP", once=True)
+    signals.raise_on_signals("SIGTERM", "SIGHUP", once=True)
     try:
         job = Job.from_json(sys.stdin.readline())
         debugging = DebuggerSession(job.debugger, _send)
@@ -78,7 +73,7 @@ def main() -> int:
     except FlexInspectError as error:
         return send_error(_send, error)
     except KeyboardInterrupt as error:
-        return exit_code_of(error)
+        return signals.exit_code_of(error)
     except Exception as error:
         return send_error(_send, _describe_failure(error))
 
@@ -153,7 +148,7 @@ class CaptureRun(CapturedRun):
             return self._exit_code(0)
         except KeyboardInterrupt as error:
             state = "interrupted"
-            return self._exit_code(exit_code_of(error))
+            return self._exit_code(signals.exit_code_of(error))
         except Exception as error:
             if self._n_generations:
                 self._debugging.post_mortem(error)
@@ -175,7 +170,7 @@ class CaptureRun(CapturedRun):
 
     def _run_job(self) -> None:
         self.control.start()  # before torch, so that the run can be found and paused early
-        with defer_interrupts(may_cut=False):
+        with signals.defer_interrupts(may_cut=False):
             self._record_progress("importing torch", {})
             import torch
 
@@ -221,7 +216,7 @@ class CaptureRun(CapturedRun):
     def _generations(self, ensemble: EnsembleRunner, session: CaptureSession) -> None:
         self._record_progress("generating", {"samples": len(self._samples)})
         for number, sample in enumerate(self._samples):
-            with defer_interrupts():
+            with signals.defer_interrupts():
                 plan = ensemble.plan(sample)
             self._n_generations += 1
             is_held = self.job.hold and number == len(self._samples) - 1
@@ -241,7 +236,7 @@ class CaptureRun(CapturedRun):
         self.update_manifest(cost=session.cost())
 
     def _close(self, state: str) -> None:
-        ignore_end_signals()
+        signals.ignore_end_signals()
         last_kernel_call.stop_recording_calls()
         self._debugging.end()
         self.update_manifest(ended_at=time.time())

@@ -115,13 +115,12 @@ class EnsembleRunner:
 
     def run(
         self, number: int, plan: GenerationPlan, session: CaptureSession, *, holds: bool = False
-    ) -> str:
-        """Run one generation and record it; returns the answer of its first branch.
+    ) -> None:
+        """Run one generation and record it.
 
-        Between two steps the session's step barrier, if there is one, may pause the generation or
-        return a rewind command. With `holds` the generation is kept alive at its end until the
-        barrier releases it. An exception or an interrupt ends the generation in the trace and is
-        raised again.
+        Between two steps the session's step barrier may pause the generation or return a rewind
+        command. With `holds` the generation is kept alive at its end until the barrier releases it.
+        An exception or an interrupt ends the generation in the trace and is raised again.
         """
         record = self.record_of(number, plan)
         session.begin_generation(record)
@@ -143,8 +142,6 @@ class EnsembleRunner:
             with defer_interrupts():
                 self.rewind_handler.decoder = None
                 decoder.close(state, reason)
-        base = decoder.branches[0]
-        return self._answer_text(base.token_ids(base.n_steps))
 
     def _decode_loop(
         self, decoder: BranchingDecoder, session: CaptureSession, number: int, *, holds: bool
@@ -153,16 +150,15 @@ class EnsembleRunner:
         barrier = session.barrier
         while True:
             step_ref = StepRef(number, decoder.current_branch.number, decoder.step)
-            rewind = barrier.between_steps(step_ref) if barrier is not None else None
+            rewind = barrier.between_steps(step_ref)
             if rewind is None and decoder.is_over:
                 rewind = _hold_at_end(session, step_ref) if holds else None
                 if rewind is None:
                     return
-            if rewind is None:
-                with defer_interrupts():
+            with defer_interrupts():
+                if rewind is None:
                     decoder.advance()
-            elif barrier is not None:
-                with defer_interrupts():
+                else:
                     self._execute(rewind, barrier)
 
     def _execute(self, rewind: QueuedRewind, barrier: StepBarrier) -> None:
@@ -179,7 +175,8 @@ class EnsembleRunner:
     def _make_decoder(
         self, plan: GenerationPlan, session: CaptureSession, generation: GenerationRecord
     ) -> BranchingDecoder:
-        job, prompt, text = self._job, plan.prompt, GeneratedText(self.vocabulary)
+        job, prompt = self._job, plan.prompt
+        text = GeneratedText(self.vocabulary, one_line=job.stop == "newline")
         decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
 
         def report_compilation(kind: str) -> None:
@@ -190,15 +187,10 @@ class EnsembleRunner:
         patch = FlexPatch(
             self._model, plan.source, compiled=self._compiled, on_compile=report_compilation
         )
-        recorder = TraceBranchRecorder(
-            session, prompt, generation, text, self._answer_text, gradients=self._gradients
-        )
-        should_stop = text.has_line_break if job.stop == "newline" else None
+        recorder = TraceBranchRecorder(session, prompt, generation, text, self._gradients)
+        should_stop = text.has_line_break if text.one_line else None
         criteria = StopCriteria(job.max_new_tokens, self._eos, should_stop)
         return BranchingDecoder(self._model, decoder, patch, recorder, criteria)
-
-    def _answer_text(self, token_ids: Sequence[int]) -> str:
-        return self.vocabulary.decode_generated(token_ids, one_line=self._job.stop == "newline")
 
     def record_of(self, number: int, plan: GenerationPlan) -> GenerationRecord:
         """The record of a generation that is about to begin."""
@@ -227,8 +219,6 @@ class EnsembleRunner:
 
 def _hold_at_end(session: CaptureSession, step_ref: StepRef) -> QueuedRewind | None:
     """Keep the model alive until a rewind command arrives, or the barrier or Ctrl-C ends it."""
-    if session.barrier is None:
-        return None
     text = "holding the model (flexinspect ctl continue ends the run)"
     session.recorder.put(EventRecord("phase", text, time.time()))
     try:

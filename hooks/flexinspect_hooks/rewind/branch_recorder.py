@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,13 @@ from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 
 class GeneratedText:
-    """The text of the generated tokens, token by token, for any branch."""
+    """The text of the generated tokens, token by token, for any branch.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
+    With `one_line` the answer is its first line.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, one_line: bool) -> None:
+        self.vocabulary, self.one_line = vocabulary, one_line
         self._ids: list[int] = []
         self._texts: list[str] = []
         self._stream = TextStream(vocabulary)
@@ -45,12 +48,16 @@ class GeneratedText:
         """Whether the text has a line break after its first word."""
         return "\n" in "".join(self.texts(token_ids)).lstrip()
 
+    def answer(self, token_ids: Sequence[int]) -> str:
+        """The answer, without special tokens."""
+        return self.vocabulary.decode_generated(token_ids, one_line=self.one_line)
+
 
 class TraceBranchRecorder:
     """Records the branches of one generation through a capture session.
 
-    `generation` is the record of the generation. `answer_of` is the answer text of token ids.
-    With `gradients`, the gradients of each branch are computed when it has finished.
+    `generation` is the record of the generation. With `gradients`, the gradients of each branch are
+    computed when it has finished.
     """
 
     def __init__(
@@ -59,15 +66,12 @@ class TraceBranchRecorder:
         prompt: Prompt,
         generation: GenerationRecord,
         text: GeneratedText,
-        answer_of: Callable[[Sequence[int]], str],
-        *,
-        gradients: TokenGradients | None = None,
+        gradients: TokenGradients | None,
     ) -> None:
-        self._gradients = gradients
         if gradients is not None:
             gradients.begin_generation(session.recorder)
         self._session, self._prompt, self._generation = session, prompt, generation
-        self._text, self._answer_of = text, answer_of
+        self._text, self._gradients = text, gradients
         self.set_next_step, self.drop_step = session.set_next_step, session.drop_step
         self.no_capture = session.no_capture
 
@@ -108,7 +112,7 @@ class TraceBranchRecorder:
         end = GenerationEnd(
             generation=generation,
             state=state,
-            answer=self._answer_of(token_ids),
+            answer=self._text.answer(token_ids),
             segments=close_generated_segment(prompt.segments, len(prompt.ids) + len(token_ids)),
             stop_reason=reason,
             ended_at=time.time(),
@@ -118,9 +122,8 @@ class TraceBranchRecorder:
             if self._gradients is not None and state == "finished":
                 place = (branch.number, branch.fork_step)
                 finished = FinishedBranch(generation, prompt, token_ids, branch.source, *place)
-                barrier = self._session.barrier
                 # Of all commands, only a stop is handled meanwhile.
-                check_stop = barrier.raise_if_stopping if barrier is not None else lambda: None
+                check_stop = self._session.barrier.raise_if_stopping
                 self._gradients.compute(finished, self._session.recorder, check_stop)
         finally:
             self._session.end_generation(end)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from flexinspect.control.messages import (
-    Cost,
-    EditMask,
-    Fork,
-    MaskEdit,
-    QueuedRewind,
-    Restore,
-    StepRef,
-)
+from flexinspect.control import messages
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.core.text import plural
 from flexinspect.inputs.model_sizes import human_bytes
@@ -35,7 +27,7 @@ class RewindHandler:
         self.generation = 0
         self.decoder: BranchingDecoder | None = None
 
-    def estimate_cost(self, order: QueuedRewind) -> Cost:
+    def estimate_cost(self, order: messages.QueuedRewind) -> messages.Cost:
         """Estimate the cost of a command. Raises `FlexInspectError` if it cannot be executed.
 
         It changes nothing, so any thread may call it while the model runs; the figures may then be
@@ -46,9 +38,9 @@ class RewindHandler:
             self._decoder_for(command.place),
             (command.place.branch, command.place.step),
         )
-        if isinstance(command, Restore):
+        if isinstance(command, messages.Restore):
             cost = decoder.restore_cost(*place)
-        elif isinstance(command, Fork):
+        elif isinstance(command, messages.Fork):
             cost = decoder.fork_cost(*place, self._fork_tokens(command))
         else:
             cost, n_changed = decoder.edit_cost(*place, _mask_edits(command))
@@ -60,9 +52,9 @@ class RewindHandler:
             rows, forwards = plural(cost.n_rows, "row"), plural(cost.n_forwards, "forward")
             how = f"{rows} in {forwards}, about {seconds:.2f} s as measured"
         sentence = f"{prefix}{how}; the caches will hold {size}."
-        return Cost(sentence, round(seconds, 4), cost.n_bytes, seconds > CONFIRM_ABOVE_S)
+        return messages.Cost(sentence, round(seconds, 4), cost.n_bytes, seconds > CONFIRM_ABOVE_S)
 
-    def execute(self, order: QueuedRewind) -> tuple[StepRef, str]:
+    def execute(self, order: messages.QueuedRewind) -> tuple[messages.StepRef, str]:
         """Execute a command; returns the step the model is at, and a sentence about the result.
 
         Raises `FlexInspectError` if it cannot be executed; the model then stays where it was.
@@ -72,16 +64,17 @@ class RewindHandler:
             self._decoder_for(command.place),
             (command.place.branch, command.place.step),
         )
-        if isinstance(command, Restore):
+        if isinstance(command, messages.Restore):
             message = decoder.restore(*place).message
-        elif isinstance(command, Fork):
+        elif isinstance(command, messages.Fork):
             token_ids = self._fork_tokens(command)
             message = decoder.fork(*place, token_ids, self._vocabulary.text_of).describe()
         else:
             message = decoder.edit_mask(*place, _mask_edits(command)).describe()
-        return StepRef(self.generation, decoder.current_branch.number, decoder.step), message
+        current = decoder.current_branch.number
+        return messages.StepRef(self.generation, current, decoder.step), message
 
-    def _fork_tokens(self, command: Fork) -> list[int]:
+    def _fork_tokens(self, command: messages.Fork) -> list[int]:
         if command.token_id is not None:
             return [command.token_id]
         token_ids = list(self._vocabulary.encode(command.text or ""))
@@ -89,7 +82,7 @@ class RewindHandler:
             raise UsageError("A fork needs a token or a text of at least one token.")
         return token_ids
 
-    def _decoder_for(self, place: StepRef) -> BranchingDecoder:
+    def _decoder_for(self, place: messages.StepRef) -> BranchingDecoder:
         if self.decoder is None:
             raise UsageError("No generation is running, so there is nothing to rewind.")
         if place.generation != self.generation:
@@ -101,13 +94,13 @@ class RewindHandler:
         return self.decoder
 
 
-def _mask_edits(request: EditMask) -> list[Edit]:
+def _mask_edits(request: messages.EditMask) -> list[Edit]:
     if not request.edits:
         raise MaskError("Editing the mask needs at least one edit.")
     return [edit for message in request.edits for edit in parse_mask_edit(message)]
 
 
-def parse_mask_edit(message: MaskEdit) -> list[Edit]:
+def parse_mask_edit(message: messages.MaskEdit) -> list[Edit]:
     """The edits that a message describes. Raises `MaskError` if it lacks segments, row or key."""
     op = message.op
     names = tuple(map(str, message.segments))

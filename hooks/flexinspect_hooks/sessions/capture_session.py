@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError, UsageError
-from flexinspect.records.prompt import Segment
 from flexinspect.records.step import (
     LEVELS,
     BranchRecord,
@@ -107,8 +106,8 @@ class CaptureSession:
             text_of=text_of,
             record_event=lambda kind, text, facts: self._event(kind, text, self._step, facts),
         )
-        self._segments: tuple[Segment, ...] = ()
-        self.barrier: StepBarrier | None = None
+        self.barrier = StepBarrier()
+        """Where forwards wait; by default no command ever reaches it."""
         self.place = StepRef()
         """The last finished step."""
         self._requested: dict[str, Any] = {}
@@ -213,7 +212,7 @@ class CaptureSession:
         """
         self._clock.begin(record.generation)
         self.place = StepRef(record.generation)
-        self.context.segments = self._segments = record.segments
+        self.context.segments = record.segments
         self.recorder.begin_generation(record, self._rule_runner)
         for hook in list(self._hooks):
             self._guard(hook, hook.begin, self.context)
@@ -441,8 +440,8 @@ class CaptureSession:
         step: StepContext | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        place = (None, None) if step is None else (step.generation, step.step)
-        event = EventRecord(kind, text, time.time(), *place, facts or {})
+        generation, number = (step.generation, step.step) if step is not None else (None, None)
+        event = EventRecord(kind, text, time.time(), generation, number, facts or {})
         self.recorder.put_event(event, self._rule_runner)
 
 
@@ -492,13 +491,11 @@ LEVEL_EVENT = "level"
 """The kind of the event of a changed level or changed layers."""
 
 
-def pass_barrier(barrier: StepBarrier | None, place: StepRef) -> float:
+def pass_barrier(barrier: StepBarrier, place: StepRef) -> float:
     """Wait until the next forward may start; returns the seconds waited.
 
     Raises `KeyboardInterrupt` if the run is to stop.
     """
-    if barrier is None:
-        return 0.0
     started = time.perf_counter()
     while (command := barrier.between_steps(place)) is not None:
         barrier.report_result(command, ControlError("This loop cannot be rewound to another step."))

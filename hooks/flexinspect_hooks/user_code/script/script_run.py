@@ -29,14 +29,7 @@ from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
 from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
 from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
-from flexinspect_hooks.user_code.program import (
-    ChildProcessCounter,
-    end_state,
-    hide_own_frames_at_exit,
-    program_exit_code,
-    run_program,
-    strip_own_frames,
-)
+from flexinspect_hooks.user_code import program
 from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
 
 if TYPE_CHECKING:
@@ -75,7 +68,7 @@ class ProgramCapture(CapturedRun):
 
         Not earlier, because threads and exit functions of the program may still use models.
         """
-        self._children = ChildProcessCounter(self._on_fork)
+        self._children = program.ChildProcessCounter(self._on_fork)
         self._import_hooks = PostImportHooks(
             {
                 "torch": self._on_torch,
@@ -99,12 +92,12 @@ class ProgramCapture(CapturedRun):
             # At each line end, as on a terminal, so that the order of lines is kept.
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         try:
-            run_program(self.job.program, self.job.args, is_module=self.job.is_module)
+            program.run_program(self.job.program, self.job.args, is_module=self.job.is_module)
         except BaseException as error:
             self._on_program_error(error)
             if isinstance(error, KeyboardInterrupt):
                 self._exit_if_stopped()
-            hide_own_frames_at_exit(error)
+            program.hide_own_frames_at_exit(error)
             raise
         self._exit_if_stopped()
 
@@ -190,7 +183,7 @@ class ProgramCapture(CapturedRun):
 
     def _on_program_error(self, error: BaseException) -> None:
         self._error = error
-        strip_own_frames(error)
+        program.strip_own_frames(error)
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._debugging.post_mortem(error)
         if self._finder is not None:
@@ -217,9 +210,9 @@ class ProgramCapture(CapturedRun):
         self._report_unrecorded()
         if cost is not None:
             self.update_manifest(cost=cost)
-        code = self._stopped.exit_code if self._stopped else program_exit_code(self._error)
+        code = self._stopped.exit_code if self._stopped else program.program_exit_code(self._error)
         self.update_manifest(exit_code=code)
-        self._write_safely(lambda: self.writer.close(end_state(self._error)))
+        self._write_safely(lambda: self.writer.close(program.end_state(self._error)))
         self._send(protocol.FINISHED, path=str(self.writer.path), note=self._note())
 
     def _drain_output(self) -> None:
