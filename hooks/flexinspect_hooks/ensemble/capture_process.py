@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect.core import signals
 from flexinspect.core.environment import git_state
-from flexinspect.core.errors import (
-    DatasetError,
-    FlexInspectError,
-    TraceWriteError,
-    summarize_error,
-)
+from flexinspect.core.errors import DatasetError, FlexInspectError, TraceWriteError, summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.inputs import datasets, model_names
 from flexinspect.inputs.config import load_config

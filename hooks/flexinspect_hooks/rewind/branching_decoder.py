@@ -442,7 +442,9 @@ def make_mask_source(
         identity = f"{base.name}{mask_mod_identity(base_mask_mod)}"
     mask_mod = _patched_mask_mod(base_mask_mod, edited.patches)
     set_identity(mask_mod, f"{identity}{edited.patches}")
-    return EditedMask(edited, mask_mod, name=name, device=device)
+    result = EditedMask(mask_mod, name=name, device=device)
+    result.edited = edited
+    return result
 
 
 def declared_mask(source: MaskSource) -> dict[str, Any]:
@@ -455,11 +457,7 @@ def declared_mask(source: MaskSource) -> dict[str, Any]:
 class EditedMask(UserMaskSource):
     """Runs a mask_mod with patches on top, in the same way as the user's own mask_mod."""
 
-    def __init__(
-        self, edited: PatchedMask, mask_mod: MaskMod, *, name: str, device: torch.device
-    ) -> None:
-        super().__init__(mask_mod, name=name, device=device)
-        self.edited = edited
+    edited: PatchedMask
 
 
 def _patched_mask_mod(base: MaskMod, patches: Sequence[MaskPatch]) -> MaskMod:

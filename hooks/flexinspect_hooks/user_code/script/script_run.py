@@ -119,17 +119,14 @@ class ProgramCapture(CapturedRun):
         # The thread that holds the lock makes the calls, and checks again after releasing it.
         while self._pending_calls and self._finder_lock.acquire(blocking=False):
             try:
+                if self._finder is None:
+                    from flexinspect_hooks.user_code.model_discovery import ModelFinder
+
+                    self._finder = ModelFinder(self.job, self, self._tokenizers)
                 if self._pending_calls:
-                    getattr(self._get_finder(), self._pending_calls.popleft())()
+                    getattr(self._finder, self._pending_calls.popleft())()
             finally:
                 self._finder_lock.release()
-
-    def _get_finder(self) -> ModelFinder:
-        if self._finder is None:
-            from flexinspect_hooks.user_code.model_discovery import ModelFinder
-
-            self._finder = ModelFinder(self.job, self, self._tokenizers)
-        return self._finder
 
     def _on_torch(self) -> None:
         import torch
@@ -206,7 +203,11 @@ class ProgramCapture(CapturedRun):
         self._import_hooks.remove()
         self._tokenizers.end()
         self._children.end()
-        self._drain_output()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):
+                stream.flush()
+        self._send(protocol.DRAIN)
+        self._drained.wait(DRAIN_S)  # until all printed output is in the trace
         self._report_unrecorded()
         if cost is not None:
             self.update_manifest(cost=cost)
@@ -215,20 +216,11 @@ class ProgramCapture(CapturedRun):
         self._write_safely(lambda: self.writer.close(program.end_state(self._error)))
         self._send(protocol.FINISHED, path=str(self.writer.path), note=self._note())
 
-    def _drain_output(self) -> None:
-        """Wait until all printed output is in the trace."""
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, OSError, ValueError):
-                stream.flush()
-        self._send(protocol.DRAIN)
-        self._drained.wait(DRAIN_S)
-
     def _report_unrecorded(self) -> None:
         if n := self._children.n:
             were = "child process was" if n == 1 else "child processes were"
-            self.record_event(
-                "not-recorded", f"{n} {were} started; what runs there is not recorded.", n=n
-            )
+            text = f"{n} {were} started; what runs there is not recorded."
+            self.record_event("not-recorded", text, n=n)
         if self._finder is None or not self._finder.has_found_anything:
             reason = "the program did not use transformers' models"
             if "transformers.modeling_utils" in sys.modules:
