@@ -45,6 +45,7 @@ from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import available_cores
+from flexinspect_hooks.sessions.captured_run import SessionLevels, chosen_layers
 
 _entered: list[CaptureSession] = []
 """Sessions that have hooks installed, in the order in which they were entered."""
@@ -110,8 +111,9 @@ class CaptureSession:
         """Where forwards wait; by default no command ever reaches it."""
         self.place = StepRef()
         """The last finished step."""
-        self._requested: dict[str, Any] = {}
-        """The level and the layers that were requested for the next step that opens."""
+        self.levels: SessionLevels | None = None
+        """The level and layers that commands set, for each step that opens."""
+        self._applied: tuple[str, str | None] | None = None
         self._breaks: ModelBreakpoints | None = None
         self.capture_s = self.total_s = self.waited_s = 0.0
 
@@ -285,33 +287,27 @@ class CaptureSession:
         self._begin_step(step)
         step.capture_s += time.perf_counter() - started
 
-    def switch(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
-        """Record at another level, or store other layers, from the next step on. From any thread.
-
-        Raises `UsageError` for an unknown level.
-        """
-        # A new dict each time, because the model's thread may take the old one meanwhile.
-        if level:
-            self._requested = {**self._requested, "level": check_level(level)}
-        if layers is not None:
-            self._requested = {**self._requested, "layers": tuple(layers)}
-
-    def _apply_requested(self, step: StepContext) -> None:
-        """Apply requests to a step that opens, and add events of changes."""
-        requested, self._requested = self._requested, {}
-        self.level, layers = requested.get("level", step.level), requested.get("layers")
-        if self.level != step.level:
-            facts = {"level": self.level, "before": step.level}
-            text = f"level {self.level} from step {step.step} on, {step.level} before"
+    def _apply_levels(self, step: StepContext) -> None:
+        """Apply a level or layers that changed to a step that opens, and add events of changes."""
+        levels = self.levels
+        if levels is None or self._applied == (levels.level, levels.requested_layers):
+            return
+        self._applied = level, requested = levels.level, levels.requested_layers
+        if level != step.level:
+            facts = {"level": level, "before": step.level}
+            text = f"level {level} from step {step.step} on, {step.level} before"
             step.events.append((LEVEL_EVENT, text, facts))
-            step.level = self.level
-        if layers is not None and layers != self.context.layers:
+        self.level = step.level = level
+        if requested is None:
+            return
+        layers = chosen_layers(requested, self.context.layer_of.values())
+        if layers != self.context.layers:
             self.context.layers = layers
             text = f"activations of {len(layers)} layers are stored from step {step.step} on"
             step.events.append((LEVEL_EVENT, text, {"layers": list(layers)}))
 
     def _begin_step(self, step: StepContext) -> None:
-        self._apply_requested(step)
+        self._apply_levels(step)
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
         if self._breaks is not None:

@@ -33,7 +33,7 @@ from flexinspect_hooks.observers.attention.kernel_calls import (
 )
 from flexinspect_hooks.observers.attention.kernel_interception import BUILD, FLEX
 from flexinspect_hooks.observers.memory_hook import MemoryHook
-from flexinspect_hooks.sessions.capture_session import CaptureSession, check_level
+from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 MAX_STANDALONE_CALLS = 500
 """The number of calls that are recorded; a program with more calls is not a small experiment."""
@@ -96,10 +96,6 @@ class StandaloneCalls(CaptureSession):
         if builds := self._attention.calls.unassigned_builds():
             self._record_safely(self._record_builds, builds)
         super().__exit__()
-
-    def switch(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
-        """Record at another level from the next call on; `layers` is ignored."""
-        self.level = check_level(level) if level else self.level
 
     def _on_call(self, call: KernelReturn) -> None:
         """Record one call at once, or an event if that fails."""
@@ -181,14 +177,14 @@ class StandaloneCalls(CaptureSession):
         self.recorder.put(end)
 
     def _make_step(self, q_len: int, kv_len: int, started: float, wall_ms: float) -> StepContext:
-        before = max(kv_len - q_len, 0)
+        before, level = max(kv_len - q_len, 0), self.levels.level if self.levels else self.level
         return StepContext(
             generation=next(self._numbers),
             step=0,
             phase="decode" if before else "prefill",
             q_len=q_len,
             kv_before=before,
-            level=self.level,
+            level=level,
             started_at=time.time(),
             started=started,
             wall_ms=wall_ms,
