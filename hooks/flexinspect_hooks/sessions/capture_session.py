@@ -113,7 +113,7 @@ class CaptureSession:
         """The last finished step."""
         self.levels: SessionLevels | None = None
         """The level and layers that commands set, for each step that opens."""
-        self._applied: tuple[str, str | None] | None = None
+        self._applied: tuple[str, str | None] | None = None  # of `SessionLevels.request`
         self._breaks: ModelBreakpoints | None = None
         self.capture_s = self.total_s = self.waited_s = 0.0
 
@@ -203,7 +203,18 @@ class CaptureSession:
         """Stop at breakpoints that the last step hit. Raises `KeyboardInterrupt` to end the run."""
         if self._breaks is not None and self._breaks.is_active:
             self._breaks.deliver_hits()
-            pass_barrier(self.barrier, self.place)
+            self._pass_barrier()
+
+    def _pass_barrier(self) -> float:
+        """Wait until the next forward may start; returns the seconds waited.
+
+        Raises `KeyboardInterrupt` if the run is to stop.
+        """
+        started, barrier = time.perf_counter(), self.barrier
+        while (command := barrier.between_steps(self.place)) is not None:
+            error = ControlError("This loop cannot be rewound to another step.")
+            barrier.report_result(command, error)
+        return time.perf_counter() - started
 
     # -- a generation ----------------------------------------------------------------------------
 
@@ -273,7 +284,7 @@ class CaptureSession:
     ) -> None:
         if self._is_paused or torch.compiler.is_compiling():  # a compiled model is not recorded
             return
-        pass_barrier(self.barrier, self.place)
+        self._pass_barrier()
         started = time.perf_counter()
         self._abandon()
         self._remove_switched_off()
@@ -289,10 +300,10 @@ class CaptureSession:
 
     def _apply_levels(self, step: StepContext) -> None:
         """Apply a level or layers that changed to a step that opens, and add events of changes."""
-        levels = self.levels
-        if levels is None or self._applied == (levels.level, levels.requested_layers):
+        request = self.levels.request if self.levels is not None else None
+        if request is None or request is self._applied:
             return
-        self._applied = level, requested = levels.level, levels.requested_layers
+        self._applied = level, requested = request
         if level != step.level:
             facts = {"level": level, "before": step.level}
             text = f"level {level} from step {step.step} on, {step.level} before"
@@ -485,14 +496,3 @@ def newest_logits_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | 
 
 LEVEL_EVENT = "level"
 """The kind of the event of a changed level or changed layers."""
-
-
-def pass_barrier(barrier: StepBarrier, place: StepRef) -> float:
-    """Wait until the next forward may start; returns the seconds waited.
-
-    Raises `KeyboardInterrupt` if the run is to stop.
-    """
-    started = time.perf_counter()
-    while (command := barrier.between_steps(place)) is not None:
-        barrier.report_result(command, ControlError("This loop cannot be rewound to another step."))
-    return time.perf_counter() - started

@@ -37,8 +37,8 @@ class SessionLevels:
 
     def __init__(self, level: str, layers: str | None = None) -> None:
         self.level, self.layers = level, layers or "all"
-        self.requested_layers: str | None = None
-        """The layers that a command requested, in the form of `--layers`."""
+        self.request: tuple[str, str | None] = (level, None)
+        """The level, and the layers that a command requested; a new tuple for each command."""
         self._known_layers: frozenset[int] = frozenset()
 
     def attach(self, session: CaptureSession) -> None:
@@ -50,7 +50,7 @@ class SessionLevels:
         """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
         if level not in LEVELS:
             raise UsageError(f"There is no level {level}; there are {', '.join(LEVELS)}.")
-        self.level = level
+        self.level, self.request = level, (level, self.request[1])
 
     def set_layers(self, layers: str) -> None:
         """Store other layers from the next step on.
@@ -58,7 +58,7 @@ class SessionLevels:
         Raises `UsageError` for an invalid list of layers, or layers that no attached model has.
         """
         parse_layers(layers, max(self._known_layers, default=_MAX_LAYERS - 1) + 1)
-        self.layers = self.requested_layers = layers
+        self.layers, self.request = layers, (self.level, layers)
 
 
 def chosen_layers(layers: str | None, known: Iterable[int]) -> tuple[int, ...]:

@@ -298,12 +298,13 @@ class GenerationBuilder:
         self._next_position = positions[-1] + 1 if positions else place.pos
         self._n_tokens = prompt.stop
         special = keep_written_special(facts, ids, texts)
+        is_contiguous = all(b - a == 1 for a, b in pairwise(positions[n_pads:]))
         tokens = enumerate(zip(ids, texts, positions, strict=False), place.pos)
         self.record = GenerationRecord(
             generation=place.generation,
             sample_id=f"forward {place.generation}",
             mask="not declared" if mask is None else getattr(mask, "name", str(mask)),
-            positions="contiguous" if _is_contiguous(positions[n_pads:]) else "as fed",
+            positions="contiguous" if is_contiguous else "as fed",
             segments=segments,
             tokens=tuple(
                 token_record(tokenizer, pos, *token, segment_index(segments, pos))
@@ -346,7 +347,3 @@ class GenerationBuilder:
         segments = close_generated_segment(self.record.segments, self._n_tokens)
         answer = self._tokenizer.decode_generated(self._generated)
         return GenerationEnd(self.record.generation, state, answer, segments, reason, ended_at)
-
-
-def _is_contiguous(positions: Sequence[int]) -> bool:
-    return all(b - a == 1 for a, b in pairwise(positions))

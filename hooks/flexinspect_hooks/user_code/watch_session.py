@@ -40,11 +40,7 @@ from flexinspect_hooks.observers.input_rows import ArgumentNames, InputRows
 from flexinspect_hooks.observers.logits_hook import reduce_chosen
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import is_hook_installed
-from flexinspect_hooks.sessions.capture_session import (
-    CaptureSession,
-    newest_logits_row,
-    pass_barrier,
-)
+from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_logits_row
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     GenerationBuilder,
@@ -185,7 +181,7 @@ class WatchSession(CaptureSession):
         else:
             self._finish_step(rows if place.is_chosen else None, place.pos, started)
         try:
-            self._paused_s = pass_barrier(self.barrier, self.place)
+            self._paused_s = self._pass_barrier()
         except KeyboardInterrupt:  # the forward does not run
             self._tracker.undo()
             raise
