@@ -318,29 +318,25 @@ class GenerationBuilder:
             model=model,
         )
 
-    def input_tokens(self, rows: InputRows, place: StepPlace) -> tuple[TokenRecord, ...]:
-        """Return the input tokens of a later forward that no step chose."""
-        ids, positions = rows.token_ids(), rows.position_ids()
-        return tuple(
-            self._append_token(id_, positions[n] if positions else None, place.pos + n, None)
-            for n, id_ in enumerate(ids or ())
-        )
+    def append_tokens(
+        self, rows: InputRows, pos: int, step: int | None = None
+    ) -> tuple[TokenRecord, ...]:
+        """Return the input tokens of a later forward, which no step chose, from `pos` on.
 
-    def chosen_tokens(self, rows: InputRows, pos: int, step: int) -> tuple[TokenRecord, ...]:
-        """Return the token that `step` chose: the last one of `rows`, at `pos`."""
-        ids, positions = rows.token_ids(), rows.position_ids()
-        if not ids:
-            return ()
-        self._generated.append(ids[-1])
-        return (self._append_token(ids[-1], positions[-1] if positions else None, pos, step),)
-
-    def _append_token(
-        self, id_: int, position: int | None, pos: int, step: int | None
-    ) -> TokenRecord:
-        position = self._next_position if position is None else position
-        self._next_position, self._n_tokens = position + 1, pos + 1
-        text, segment = self._added_text(id_), segment_index(self.record.segments, pos)
-        return token_record(self._tokenizer, pos, id_, text, position, segment, step)
+        With `step`, only the last one, which that step chose.
+        """
+        ids, positions = rows.token_ids() or [], rows.position_ids() or []
+        if step is not None:
+            ids, positions = ids[-1:], positions[-1:]
+            self._generated += ids
+        records = []
+        for n, id_ in enumerate(ids):
+            position = positions[n] if positions else self._next_position
+            self._next_position, self._n_tokens = position + 1, pos + n + 1
+            text, segment = self._added_text(id_), segment_index(self.record.segments, pos + n)
+            place = (position, segment, step)
+            records.append(token_record(self._tokenizer, pos + n, id_, text, *place))
+        return tuple(records)
 
     def end(self, state: str, reason: str, ended_at: float) -> GenerationEnd:
         """Return the end of the generation, with the final segments."""

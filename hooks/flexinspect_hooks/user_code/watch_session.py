@@ -197,7 +197,7 @@ class WatchSession(CaptureSession):
         if place.begins_generation:
             self._add_begin_events(step, place, builder.problems)
         is_input = not (place.begins_generation or place.is_chosen) and place.n_new > 0
-        self._input_tokens = partial(builder.input_tokens, rows, place) if is_input else tuple
+        self._input_tokens = partial(builder.append_tokens, rows, place.pos) if is_input else tuple
         return step
 
     def _add_begin_events(
@@ -259,7 +259,7 @@ class WatchSession(CaptureSession):
         self._start_copy(finished)
 
         def tokens() -> tuple[TokenRecord, ...]:
-            chosen = builder.chosen_tokens(rows, pos, step.step) if rows is not None else ()
+            chosen = builder.append_tokens(rows, pos, step.step) if rows is not None else ()
             return (*input_tokens(), *chosen)
 
         finished.tokens = tokens
