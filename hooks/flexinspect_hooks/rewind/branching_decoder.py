@@ -66,7 +66,10 @@ class RestoreResult(NamedTuple):
 
 
 class NearestCache(NamedTuple):
-    """A cache cropped to the rows of the steps up to `step`, or None if there is none."""
+    """A cache cropped to the rows of the steps up to `step`, None if none can be used.
+
+    The next step is the first forward pass to repeat, without a cache over the whole sequence.
+    """
 
     cache: Any
     step: int
@@ -196,12 +199,10 @@ class BranchingDecoder:
         """The cost of `restore` for a step. Raises `UsageError` for an unknown step."""
         state = self._find_branch(branch, step)
         nearest = self._nearest_cache(state, step)
-        has_cache = nearest.cache is not None
-        first = nearest.step + 1 if has_cache else state.cache_origin(step).fork_step
-        n_forwards = step + 1 - first
-        n_rows = step - nearest.step if has_cache else self._n_prompt + step
-        ms = sum(state.checkpoint(number).wall_ms for number in range(first, step + 1))
-        return RestoreCost(n_rows if n_forwards else 0, n_forwards, self._bytes_with(step), ms)
+        n_forwards = step - nearest.step
+        n_rows = n_forwards if nearest.cache is not None else self._n_prompt + step
+        ms = sum(state.checkpoint(number).wall_ms for number in range(nearest.step + 1, step + 1))
+        return RestoreCost(n_rows, n_forwards, self._bytes_with(step), ms)
 
     def _bytes_with(self, step: int) -> int:
         """Bytes of all caches with one more that holds the rows up to a step."""
@@ -211,15 +212,15 @@ class BranchingDecoder:
     def _nearest_cache(self, branch: BranchState, step: int) -> NearestCache:
         """The live cache that holds most of the rows of a step."""
         caches = [(self.current_branch.number, self._decoder.cache), *self._cache_store.items()]
-        best, origin = NearestCache(None, -1), branch.cache_origin(step)
+        origin = branch.cache_origin(step)
+        best = NearestCache(None, origin.fork_step - 1)
         for number, cache in caches:
             other, last = self.branches[number], n_rows_of(cache) - self._n_prompt
             if last < 0 or other.cache_origin(last) is not origin:
                 continue
             shared = branch.last_shared_step(other, min(step, last))
             n_rows = self._n_prompt + shared
-            is_better = shared > best.step and shared >= origin.fork_step
-            if is_better and cache_store.can_crop(cache, n_rows):
+            if shared > best.step and cache_store.can_crop(cache, n_rows):
                 best = NearestCache(cache_store.crop_cache(cache, n_rows), shared, number)
         return best
 
@@ -244,7 +245,7 @@ class BranchingDecoder:
         self._store_cache()
         reasons: tuple[str, ...] = ()
         try:
-            if nearest.cache is not None and nearest.step == step:
+            if nearest.step == step:
                 decoder.set_state(branch.token_ids(step + 1), nearest.cache)
             else:
                 with self._recorder.no_capture():
@@ -267,9 +268,7 @@ class BranchingDecoder:
 
     def _replay(self, branch: BranchState, step: int, nearest: NearestCache) -> tuple[str, ...]:
         """Repeat the forward passes that lead from a cache to a step."""
-        decoder, first = self._decoder, branch.cache_origin(step).fork_step
-        if nearest.cache is not None:
-            first = nearest.step + 1
+        decoder, first = self._decoder, nearest.step + 1
         decoder.set_state(branch.token_ids(first), nearest.cache or new_cache(self._model))
         differing: list[int] = []
         for number in range(first, step + 1):
