@@ -202,14 +202,14 @@ def test_a_declared_preset_that_ran_makes_no_finding(
 def preset_rule(name: str) -> Any:
     """Return the spec that capture builds from a preset for these segments."""
     from flexinspect.masks.algebra import preset
-    from flexinspect_hooks.user_code.declared_segments import (
+    from flexinspect_hooks.user_code.generation_builder import (
         PromptInput,
         build_segments,
         parse_segments,
     )
 
     prompt = PromptInput([0] * PROMPT, ())
-    found, troubles = build_segments(parse_segments(LAST), prompt, lambda text: [])
+    found, troubles = build_segments(parse_segments(LAST), prompt)
     assert troubles == []
     return preset(name, found)
 

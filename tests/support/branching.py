@@ -40,7 +40,7 @@ class RecordedCalls:
     def no_capture(self) -> Any:
         return nullcontext()
 
-    def drop_step(self, branch: BranchState) -> None:
+    def drop_step(self, branch: int) -> None:
         self.n_dropped += 1
 
     def on_token_chosen(self, branch: BranchState, choice: Choice) -> None:

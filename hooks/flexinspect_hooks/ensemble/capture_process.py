@@ -11,40 +11,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.core import signals
 from flexinspect.core.environment import git_state
-from flexinspect.core.errors import (
-    DatasetError,
-    FlexInspectError,
-    TraceWriteError,
-    summarize_error,
-)
-from flexinspect.core.signals import (
-    defer_interrupts,
-    exit_code_of,
-    ignore_end_signals,
-    raise_on_signals,
-)
+from flexinspect.core.errors import DatasetError, FlexInspectError, TraceWriteError, summarize_error
+from flexinspect.core.text import print_message
 from flexinspect.inputs import datasets, model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.datasets import Sample
 from flexinspect.inputs.model_names import ModelSource
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, parse_layers
-from flexinspect.records.step import EventRecord
-from flexinspect_hooks.breakpoints.actions import RunBreakpoints
 from flexinspect_hooks.capture import last_kernel_call
-from flexinspect_hooks.capture.new_trace import new_writer, package_versions, run_manifest
-from flexinspect_hooks.control.handlers import CaptureInfo
+from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.python_internals.threads import available_cores, keep_running_when_stopped
+from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 
 if TYPE_CHECKING:
     from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
@@ -63,9 +51,9 @@ _NOT_IN_MANIFEST = ("argv", "out", "serving")
 def main() -> int:
     """Run the job on standard input; returns the exit code."""
     # A process started in the background inherits an ignored SIGINT; here it must end the run.
-    raise_on_signals("SIGINT")
+    signals.raise_on_signals("SIGINT")
     # Once: a signal to the whole process group reaches us and our parent, which forwards it.
-    raise_on_signals("SIGTERM", "SIGHUP", once=True)
+    signals.raise_on_signals("SIGTERM", "SIGHUP", once=True)
     try:
         job = Job.from_json(sys.stdin.readline())
         debugging = DebuggerSession(job.debugger, _send)
@@ -78,11 +66,11 @@ def main() -> int:
         keep_running_when_stopped(watcher).start()
         return CaptureRun(job, debugging).run()
     except FlexInspectError as error:
-        return _send_error(error)
+        return send_error(_send, error)
     except KeyboardInterrupt as error:
-        return exit_code_of(error)
+        return signals.exit_code_of(error)
     except Exception as error:
-        return _send_error(_describe_failure(error))
+        return send_error(_send, _describe_failure(error))
 
 
 def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
@@ -123,153 +111,110 @@ def _send(kind: str, **facts: Any) -> None:
         print(protocol.format_message(kind, **facts), flush=True)
 
 
-def _send_error(error: FlexInspectError) -> int:
-    """Send an error, and return its exit code."""
-    _send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
-    return error.exit_code
-
-
-class CaptureRun:
+class CaptureRun(CapturedRun):
     """One job from its first check to its closed trace."""
 
     def __init__(self, job: Job, debugging: DebuggerSession | None = None) -> None:
         self.job = job
-        self._debugging = debugging or DebuggerSession(job.debugger, _send)
+        self._source = model_names.resolve(job.model, load_config())
+        self._samples = load_samples(job)
+        facts = {
+            "job": {k: v for k, v in asdict(job).items() if k not in _NOT_IN_MANIFEST},
+            "model": {"name": self._source.name, "place": self._source.place},
+            "seed": job.seed,
+        }
+        debugging = debugging or DebuggerSession(job.debugger, _send)
+        name, git = self._source.name, git_state(Path.cwd())
+        super().__init__(job, "generation", name, debugging, _send, git, facts)
         self._last_report = (0.0, "")
         self._n_generations = 0
         self._unexpected = False
-        self._breaks: RunBreakpoints | None = None
         self._lost_records: TraceWriteError | None = None
         self._write_error: TraceWriteError | None = None  # the disk failed; the model went on
 
     def run(self) -> int:
         """Run the job and return the exit code; leaves a valid trace or none, also after errors."""
-        source = model_names.resolve(self.job.model, load_config())
-        samples = load_samples(self.job)
-        facts = {
-            "job": {k: v for k, v in asdict(self.job).items() if k not in _NOT_IN_MANIFEST},
-            "model": {"name": source.name, "place": source.place},
-            "graphs_counted": True,
-            "seed": self.job.seed,
-        }
-        manifest = run_manifest(self.job.argv, self.job.level, git_state(Path.cwd()), **facts)
-        self.writer = new_writer(self.job.out, manifest, overwrite=self.job.overwrite)
-        last_kernel_call.start_recording_calls(self.writer.recording_path)
-        _send(
-            protocol.TRACE,
-            path=str(self.writer.path),
-            recording=str(self.writer.recording_path),
-            note=self.writer.note,
-        )
         state = "failed"
         try:
-            self._debugging.begin(self.writer.recording_path, self._record_event)
-            self._run_job(source, samples)
+            with closing(self.control):
+                self._debugging.begin(self.writer.recording_path, self.record_event)
+                self._run_job()
             state = "finished"
             return self._exit_code(0)
         except KeyboardInterrupt as error:
             state = "interrupted"
-            return self._exit_code(exit_code_of(error))
-        except FlexInspectError as error:
-            self._post_mortem(error)
-            self._record_event("error", error.message, hint=error.hint, exit_code=error.exit_code)
-            raise
+            return self._exit_code(signals.exit_code_of(error))
         except Exception as error:
-            self._post_mortem(error)
-            self._unexpected = True
-            self._record_event(
-                "error",
-                f"{type(error).__name__}: {error}",
-                traceback="".join(format_exception(error)),
-            )
+            if self._n_generations:
+                self._debugging.post_mortem(error)
+            if isinstance(error, FlexInspectError):
+                facts = {"hint": error.hint, "exit_code": error.exit_code}
+                self.record_event("error", error.message, **facts)
+            else:
+                self._unexpected = True
+                text = "".join(format_exception(error))
+                self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
             raise
         finally:
             self._close(state)
 
-    def _post_mortem(self, error: Exception) -> None:
-        """Start the post-mortem debugger if the error comes from a generation."""
-        if self._n_generations:
-            self._debugging.post_mortem(error)
-
     def _exit_code(self, otherwise: int) -> int:
         """The exit code; reports an error if a breakpoint ended the run or records are missing."""
-        stopped = self._breaks.stop_error() if self._breaks is not None else None
-        error = stopped or self._lost_records or self._write_error
-        return otherwise if error is None else _send_error(error)
+        error = self._breaks.stop_error() or self._lost_records or self._write_error
+        return otherwise if error is None else send_error(_send, error)
 
-    def _run_job(self, source: ModelSource, samples: Sequence[Sample]) -> None:
-        from flexinspect_hooks.control.server import job_control
-        from flexinspect_hooks.sessions.session_levels import SessionLevels
+    def _run_job(self) -> None:
+        self.control.start()  # before torch, so that the run can be found and paused early
+        with signals.defer_interrupts(may_cut=False):
+            self._record_progress("importing torch", {})
+            import torch
 
-        levels = SessionLevels(self.job.level, self.job.layers)
-        info = CaptureInfo("generation", source.name, str(self.writer.recording_path))
-        report = partial(self._record_event, "control-server")
-        control = job_control(self.job, info, levels, report)
-        self._breaks = RunBreakpoints(
-            self.job, control, lambda text: _send(protocol.STOPPED, text=text)
-        )
+            threads = self.job.threads or default_threads()
+            torch.set_num_threads(threads)
+            self._record_progress("importing transformers", {})
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+            self.writer.update_run(versions=package_versions())
+        from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
+        from flexinspect_hooks.loading.model_facts import loaded_facts
+
+        loaded = load_model(self.job, self._source, self._record_progress)
+        compiled = is_compiled(self.job, loaded.device)
+        self.writer.update_run(model=loaded_facts(loaded), compiled=compiled, threads=threads)
+        session = self._make_session(loaded)
         try:
-            control.start()  # before torch, so that the run can be found and paused from the start
-            with defer_interrupts(may_cut=False):
-                threads = self._import_torch()
-            from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
-            from flexinspect_hooks.loading.model_facts import loaded_facts
-
-            loaded = load_model(self.job, source, self._record_progress)
-            compiled = is_compiled(self.job, loaded.device)
-            self.writer.update_run(model=loaded_facts(loaded), compiled=compiled, threads=threads)
-            session = self._make_session(loaded)
-            session.barrier = control.barrier
-            control.barrier.stop_debugger = self._debugging.stop_between_steps
-            levels.attach(session)
-            control.attach_recorder(session.recorder)
-            session.break_on(self._breaks.begin(session.recorder))
-            try:
-                with session:
-                    self._debugging.on_flex_attention(self._record_event, compiled=compiled)
-                    ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
-                    control.targets.rewind_target = ensemble.rewind_handler
-                    self._generations(ensemble, samples, session)
-            finally:
-                self._record_outcome(session)
+            with session:
+                self._debugging.on_flex_attention(self.record_event, compiled=compiled)
+                ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
+                self.control.targets.rewind_target = ensemble.rewind_handler
+                self._generations(ensemble, session)
         finally:
-            control.close()
-
-    def _import_torch(self) -> int:
-        self._record_progress("importing torch", {})
-        import torch
-
-        threads = self.job.threads or default_threads()
-        torch.set_num_threads(threads)
-        self._record_progress("importing transformers", {})
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-        self.writer.update_run(versions=package_versions())
-        return threads
+            self._record_outcome(session)
 
     def _make_session(self, loaded: LoadedModel) -> CaptureSession:
         from flexinspect_hooks.loading.tokenizers import Vocabulary
         from flexinspect_hooks.sessions.capture_session import CaptureSession
 
-        n_layers = int(loaded.model.config.num_hidden_layers)
-        return CaptureSession(
+        session = CaptureSession(
             loaded.model,
             self.writer,
             level=self.job.level,
-            layers=parse_layers(self.job.layers, n_layers),
+            layers=parse_layers(self.job.layers, int(loaded.model.config.num_hidden_layers)),
             text_of=Vocabulary(loaded.tokenizer_or_ids()).text_of,
             copy_logits=False,
         )
+        session.barrier = self.control.barrier
+        self.levels.attach(session)
+        session.break_on(self.attach_recorder(session.recorder))
+        return session
 
-    def _generations(
-        self, ensemble: EnsembleRunner, samples: Sequence[Sample], session: CaptureSession
-    ) -> None:
-        self._record_progress("generating", {"samples": len(samples)})
-        for number, sample in enumerate(samples):
-            with defer_interrupts():
+    def _generations(self, ensemble: EnsembleRunner, session: CaptureSession) -> None:
+        self._record_progress("generating", {"samples": len(self._samples)})
+        for number, sample in enumerate(self._samples):
+            with signals.defer_interrupts():
                 plan = ensemble.plan(sample)
             self._n_generations += 1
-            is_held = self.job.hold and number == len(samples) - 1
+            is_held = self.job.hold and number == len(self._samples) - 1
             ensemble.run(number, plan, session, holds=is_held)
             session.pass_breakpoints()
 
@@ -279,17 +224,17 @@ class CaptureRun:
 
         lost = self._lost_records = lost_records(session.recorder, self.writer)
         if lost is not None:
-            self._record_event("error", lost.message, hint=lost.hint)
-            self._write_safely(lambda: self.writer.update_run(reason=lost.message))
+            self.record_event("error", lost.message, hint=lost.hint)
+            self.update_manifest(reason=lost.message)
         else:
             self._write_error = session.recorder.failure
-        self._write_safely(lambda: self.writer.update_run(cost=session.cost()))
+        self.update_manifest(cost=session.cost())
 
     def _close(self, state: str) -> None:
-        ignore_end_signals()
+        signals.ignore_end_signals()
         last_kernel_call.stop_recording_calls()
         self._debugging.end()
-        self._write_safely(lambda: self.writer.update_run(ended_at=time.time()))
+        self.update_manifest(ended_at=time.time())
         self._write_safely(
             lambda: self.writer.close("failed" if self._lost_records is not None else state)
         )
@@ -304,20 +249,14 @@ class CaptureRun:
         try:
             write()
         except TraceWriteError as error:  # raised once; later writes do nothing
-            print(f"flexinspect: {error.sentence()}", file=sys.stderr)
+            print_message(error.sentence())
 
     def _record_progress(self, phase: str, data: Mapping[str, Any]) -> None:
-        now = time.time()
-        fraction = data.get("fraction")
-        last, last_phase = self._last_report
-        if phase == last_phase and fraction != 1.0 and now - last < REPORT_EVERY_S:
-            return
-        self._last_report = (now, phase)
-        self._record_event("phase", phase, **data)
-
-    def _record_event(self, kind: str, text: str, /, **data: Any) -> None:
-        record = EventRecord(kind, text, time.time(), data=data)
-        self._write_safely(lambda: self.writer.write_event(record))
+        now, (last, last_phase) = time.time(), self._last_report
+        is_new = phase != last_phase or data.get("fraction") == 1.0
+        if is_new or now - last >= REPORT_EVERY_S:
+            self._last_report = (now, phase)
+            self.record_event("phase", phase, **data)
 
 
 def load_model(
@@ -350,14 +289,16 @@ def load_samples(job: Job) -> list[Sample]:
         samples = datasets.load(job.dataset, max_samples=job.max_samples)
     if not samples:
         raise DatasetError(f"The dataset {job.dataset} has no samples.")
-    return [datasets.choose_paraphrases(s, _n_paraphrases(job, s), job.indices) for s in samples]
-
-
-def _n_paraphrases(job: Job, sample: Sample) -> int | None:
-    """How many paraphrases to use: by default 5 of a dataset's sample, all of the user's prompt."""
-    if job.num_paraphrases or job.indices or job.prompts:
-        return job.num_paraphrases
-    return min(DEFAULT_PARAPHRASES, len(sample.paraphrases))
+    # By default 5 of a dataset's sample, and all of the user's prompt.
+    is_chosen = bool(job.num_paraphrases or job.indices or job.prompts)
+    return [
+        datasets.choose_paraphrases(
+            sample,
+            job.num_paraphrases if is_chosen else min(DEFAULT_PARAPHRASES, len(sample.paraphrases)),
+            job.indices,
+        )
+        for sample in samples
+    ]
 
 
 def default_threads() -> int:

@@ -49,7 +49,7 @@ from flexinspect_hooks.user_code.generation_builder import keep_written_special
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """One sample, ready to run."""
+    """One sample, ready to run. `declared` are entries of `GenerationRecord.declared`."""
 
     sample: Sample
     prompt: Prompt
@@ -67,10 +67,10 @@ class EnsembleRunner:
         self._compiled = compiled
         self._device = torch.device(loaded.device)
         self._eos = _eos_ids(loaded, self.vocabulary)
-        self._gradients = (
-            TokenGradients(loaded.model, job, compiled=compiled) if job.grads else None
-        )
-        self.rewind_handler = RewindHandler(self.vocabulary.encode, self.vocabulary.text_of)
+        self._gradients: TokenGradients | None = None
+        if job.grads:
+            self._gradients = TokenGradients(loaded.model, job, compiled=compiled)
+        self.rewind_handler = RewindHandler(self.vocabulary)
 
     def plan(self, sample: Sample) -> GenerationPlan:
         """Compose the prompt and build the mask of a sample.
@@ -78,12 +78,16 @@ class EnsembleRunner:
         Raises `DatasetError` if a paraphrase has no tokens or the prompt is too long for the
         model, `MaskError` if the mask cannot be loaded or used.
         """
-        pieces = self._pieces(sample)
-        job = self._job
-        prompt = compose_prompt(pieces, max_new_tokens=job.max_new_tokens, positions=job.positions)
-        self._check_length(prompt)
-        source, declared = self._mask(prompt.segments)
-        return GenerationPlan(sample, prompt, declared, source)
+        pieces, n_new = self._pieces(sample), self._job.max_new_tokens
+        prompt = compose_prompt(pieces, max_new_tokens=n_new, positions=self._job.positions)
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        needed = prompt.next_position(n_new - 1) + 1
+        if limit and needed > limit:
+            raise DatasetError(
+                f"The prompt needs positions up to {needed}, and the model has {limit}.",
+                hint="Use fewer or shorter paraphrases, or a smaller --max-new-tokens.",
+            )
+        return GenerationPlan(sample, prompt, *self._mask(prompt.segments))
 
     def _pieces(self, sample: Sample) -> PromptTokenIds:
         encode, texts = self.vocabulary.encode, self._job.texts
@@ -99,36 +103,24 @@ class EnsembleRunner:
             cue=encode(texts.cue),
         )
 
-    def _check_length(self, prompt: Prompt) -> None:
-        limit = getattr(self._model.config, "max_position_embeddings", None)
-        needed = prompt.next_position(self._job.max_new_tokens - 1) + 1
-        if limit and needed > limit:
-            raise DatasetError(
-                f"The prompt needs positions up to {needed}, and the model has {limit}.",
-                hint="Use fewer or shorter paraphrases, or a smaller --max-new-tokens.",
-            )
-
-    def _mask(self, segments: Sequence[Segment]) -> tuple[MaskSource, dict[str, Any]]:
-        job = self._job
+    def _mask(self, segments: Sequence[Segment]) -> tuple[dict[str, Any], MaskSource]:
+        """The mask's entries of `GenerationRecord.declared`, and what runs it."""
+        job, device, length = self._job, self._device, segments[-1].stop
         if ":" in job.mask:
             mask_mod = load_mask_mod(job.mask, segments)
-            source = UserMaskSource(mask_mod, name=job.mask, device=self._device)
-            return source, {"mask_mod": job.mask}
+            return {"mask_mod": job.mask}, UserMaskSource(mask_mod, name=job.mask, device=device)
         spec = algebra.preset(job.mask, segments, separators=job.separators)
-        declared = {**algebra.spec_entries(spec), "separators": job.separators}
-        length = segments[-1].stop
-        compiled = self._compiled
-        return SpecMaskSource(spec, length=length, device=self._device, compiled=compiled), declared
+        source = SpecMaskSource(spec, length=length, device=device, compiled=self._compiled)
+        return {**algebra.spec_entries(spec), "separators": job.separators}, source
 
     def run(
         self, number: int, plan: GenerationPlan, session: CaptureSession, *, holds: bool = False
-    ) -> str:
-        """Run one generation and record it; returns the answer of its first branch.
+    ) -> None:
+        """Run one generation and record it.
 
-        Between two steps the session's step barrier, if there is one, may pause the generation or
-        return a rewind command. With `holds` the generation is kept alive at its end until the
-        barrier releases it. An exception or an interrupt ends the generation in the trace and is
-        raised again.
+        Between two steps the session's step barrier may pause the generation or return a rewind
+        command. With `holds` the generation is kept alive at its end until the barrier releases it.
+        An exception or an interrupt ends the generation in the trace and is raised again.
         """
         record = self.record_of(number, plan)
         session.begin_generation(record)
@@ -136,7 +128,7 @@ class EnsembleRunner:
         state, reason = "failed", ""
         try:
             with decoder.patch:
-                self.rewind_handler.begin_generation(number, decoder)
+                self.rewind_handler.generation, self.rewind_handler.decoder = number, decoder
                 self._decode_loop(decoder, session, number, holds=holds)
             state = "finished"
         except KeyboardInterrupt:
@@ -148,10 +140,8 @@ class EnsembleRunner:
             raise
         finally:
             with defer_interrupts():
-                self.rewind_handler.begin_generation(number, None)
+                self.rewind_handler.decoder = None
                 decoder.close(state, reason)
-        base = decoder.branches[0]
-        return self._answer_text(base.token_ids(base.n_steps))
 
     def _decode_loop(
         self, decoder: BranchingDecoder, session: CaptureSession, number: int, *, holds: bool
@@ -160,16 +150,15 @@ class EnsembleRunner:
         barrier = session.barrier
         while True:
             step_ref = StepRef(number, decoder.current_branch.number, decoder.step)
-            rewind = barrier.between_steps(step_ref) if barrier is not None else None
+            rewind = barrier.between_steps(step_ref)
             if rewind is None and decoder.is_over:
                 rewind = _hold_at_end(session, step_ref) if holds else None
                 if rewind is None:
                     return
-            if rewind is None:
-                with defer_interrupts():
+            with defer_interrupts():
+                if rewind is None:
                     decoder.advance()
-            elif barrier is not None:
-                with defer_interrupts():
+                else:
                     self._execute(rewind, barrier)
 
     def _execute(self, rewind: QueuedRewind, barrier: StepBarrier) -> None:
@@ -186,7 +175,8 @@ class EnsembleRunner:
     def _make_decoder(
         self, plan: GenerationPlan, session: CaptureSession, generation: GenerationRecord
     ) -> BranchingDecoder:
-        job, prompt, text = self._job, plan.prompt, GeneratedText(self.vocabulary)
+        job, prompt = self._job, plan.prompt
+        text = GeneratedText(self.vocabulary, one_line=job.stop == "newline")
         decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
 
         def report_compilation(kind: str) -> None:
@@ -197,20 +187,10 @@ class EnsembleRunner:
         patch = FlexPatch(
             self._model, plan.source, compiled=self._compiled, on_compile=report_compilation
         )
-        recorder = TraceBranchRecorder(
-            session,
-            prompt,
-            generation,
-            text,
-            self._answer_text,
-            gradients=self._gradients,
-        )
-        should_stop = text.has_line_break if job.stop == "newline" else None
+        recorder = TraceBranchRecorder(session, prompt, generation, text, self._gradients)
+        should_stop = text.has_line_break if text.one_line else None
         criteria = StopCriteria(job.max_new_tokens, self._eos, should_stop)
         return BranchingDecoder(self._model, decoder, patch, recorder, criteria)
-
-    def _answer_text(self, token_ids: Sequence[int]) -> str:
-        return self.vocabulary.decode_generated(token_ids, one_line=self._job.stop == "newline")
 
     def record_of(self, number: int, plan: GenerationPlan) -> GenerationRecord:
         """The record of a generation that is about to begin."""
@@ -219,19 +199,11 @@ class EnsembleRunner:
         for index, segment in enumerate(prompt.segments[:-1]):
             stream = TextStream(self.vocabulary)  # each piece was encoded by itself
             for pos in range(segment.start, segment.stop):
-                token_id = prompt.ids[pos]
-                text, position = stream.add(token_id), prompt.position_ids[pos]
-                tokens.append(
-                    token_record(
-                        self.vocabulary,
-                        pos=pos,
-                        token_id=token_id,
-                        text=text,
-                        position_id=position,
-                        segment=index,
-                        step=None,
-                    )
-                )
+                id_, position = prompt.ids[pos], prompt.position_ids[pos]
+                text = stream.add(id_)
+                tokens.append(token_record(self.vocabulary, pos, id_, text, position, index))
+        texts = [token.text for token in tokens]
+        special = keep_written_special(self.vocabulary.facts, prompt.ids, texts)
         return GenerationRecord(
             generation=number,
             sample_id=plan.sample.id,
@@ -240,20 +212,13 @@ class EnsembleRunner:
             segments=prompt.segments,
             tokens=tuple(tokens),
             expected=plan.sample.answers,
-            declared={**plan.declared, **self._special_token_facts(tokens)},
+            declared={**plan.declared, **declaration_entries((), special)},
             started_at=time.time(),
         )
-
-    def _special_token_facts(self, tokens: Sequence[TokenRecord]) -> dict[str, Any]:
-        """The special tokens that this prompt uses, for `GenerationRecord.declared`."""
-        ids, texts = [token.token_id for token in tokens], [token.text for token in tokens]
-        return declaration_entries((), keep_written_special(self.vocabulary.facts, ids, texts))
 
 
 def _hold_at_end(session: CaptureSession, step_ref: StepRef) -> QueuedRewind | None:
     """Keep the model alive until a rewind command arrives, or the barrier or Ctrl-C ends it."""
-    if session.barrier is None:
-        return None
     text = "holding the model (flexinspect ctl continue ends the run)"
     session.recorder.put(EventRecord("phase", text, time.time()))
     try:
@@ -269,10 +234,8 @@ def _eos_ids(loaded: LoadedModel, vocabulary: Vocabulary) -> tuple[int, ...]:
     eos = getattr(config, "eos_token_id", None)
     if eos is None:
         eos = vocabulary.tokenizer.eos_token_id
-    if eos is None:
-        return ()
-    ids: Iterable[int] = eos if isinstance(eos, Iterable) else (eos,)
-    return tuple(int(i) for i in ids)
+    ids = eos if isinstance(eos, Iterable) else (eos,)
+    return tuple(int(id_) for id_ in ids if id_ is not None)
 
 
 def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch.Tensor]:

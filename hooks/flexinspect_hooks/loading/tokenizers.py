@@ -246,13 +246,12 @@ TokenizerAdapter = Vocabulary | IdAdapter
 
 def token_record(
     tokenizer: TokenizerAdapter,
-    *,
     pos: int,
     token_id: int,
     text: str,
     position_id: int,
     segment: int,
-    step: int | None,
+    step: int | None = None,
 ) -> TokenRecord:
     """Return the record of a token; `text` is what it adds to the text before it."""
     return TokenRecord(

@@ -15,11 +15,12 @@ from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.rules.context import RuleContext
 from flexinspect_hooks.loading.tokenizers import IdAdapter, Vocabulary
 from flexinspect_hooks.observers.input_rows import InputRows
-from flexinspect_hooks.user_code.declared_segments import SegmentArgument, parse_segments
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     GenerationBuilder,
+    SegmentArgument,
     check_declared_mask,
+    parse_segments,
 )
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 
@@ -101,7 +102,7 @@ def subject_of(
     arguments = _model_arguments(input_ids, attention_mask, position_ids)
     if run is not None:
         check_padding(arguments, input_ids)
-    builder = GenerationBuilder.begin(
+    builder = GenerationBuilder(
         DeclaredPrompt(adapter, parse_segments(segments), mask),
         StepPlace(0, 0, True, 0, input_ids.shape[1]),
         InputRows({"input_ids": input_ids, **arguments}, input_ids.shape[1], with_mask=True),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,35 +24,40 @@ from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 
 class GeneratedText:
-    """The text of the generated tokens, token by token, for any branch."""
+    """The text of the generated tokens, token by token, for any branch.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
+    With `one_line` the answer is its first line.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, one_line: bool) -> None:
+        self.vocabulary, self.one_line = vocabulary, one_line
         self._ids: list[int] = []
         self._texts: list[str] = []
         self._stream = TextStream(vocabulary)
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each of these tokens adds."""
-        known = len(self._ids)
-        if self._ids != list(token_ids[:known]):
-            self._ids, self._texts = [], []
-            self._stream, known = TextStream(self.vocabulary), 0
-        for token_id in token_ids[known:]:
-            self._ids.append(token_id)
-            self._texts.append(self._stream.add(token_id))
+        if self._ids != list(token_ids[: len(self._ids)]):
+            self._ids, self._texts, self._stream = [], [], TextStream(self.vocabulary)
+        new = token_ids[len(self._ids) :]
+        self._ids += new
+        self._texts += map(self._stream.add, new)
         return self._texts[: len(token_ids)]
 
     def has_line_break(self, token_ids: Sequence[int]) -> bool:
         """Whether the text has a line break after its first word."""
         return "\n" in "".join(self.texts(token_ids)).lstrip()
 
+    def answer(self, token_ids: Sequence[int]) -> str:
+        """The answer, without special tokens."""
+        return self.vocabulary.decode_generated(token_ids, one_line=self.one_line)
+
 
 class TraceBranchRecorder:
     """Records the branches of one generation through a capture session.
 
-    `generation` is the record of the generation. `answer_of` is the answer text of token ids.
-    With `gradients`, the gradients of each branch are computed when it has finished.
+    `generation` is the record of the generation. With `gradients`, the gradients of each branch are
+    computed when it has finished.
     """
 
     def __init__(
@@ -62,94 +66,67 @@ class TraceBranchRecorder:
         prompt: Prompt,
         generation: GenerationRecord,
         text: GeneratedText,
-        answer_of: Callable[[Sequence[int]], str],
-        *,
-        gradients: TokenGradients | None = None,
+        gradients: TokenGradients | None,
     ) -> None:
-        self._gradients = gradients
         if gradients is not None:
             gradients.begin_generation(session.recorder)
         self._session, self._prompt, self._generation = session, prompt, generation
-        self._text, self._answer_of = text, answer_of
-
-    def set_next_step(self, branch: int, step: int) -> None:
-        """The next forward pass is this step."""
-        self._session.set_next_step(branch, step)
-
-    def no_capture(self) -> AbstractContextManager[None]:
-        """Forward passes inside the context are not recorded."""
-        return self._session.no_capture()
-
-    def drop_step(self, branch: BranchState) -> None:
-        """Drop the open step: the trace has it already, as a step of `branch`."""
-        self._session.drop_step(branch.number)
+        self._text, self._gradients = text, gradients
+        self.set_next_step, self.drop_step = session.set_next_step, session.drop_step
+        self.no_capture = session.no_capture
 
     def on_token_chosen(self, branch: BranchState, choice: Choice) -> None:
         """End the open step, which belongs to `branch`."""
-        token_ids = branch.token_ids(choice.step + 1)
-        token = self._token_record(choice.step, choice.token_id, self._text.texts(token_ids)[-1])
+        text = self._text.texts(branch.token_ids(choice.step + 1))[-1]
+        token = self._token_record(choice.step, choice.token_id, text)
         self._session.move_step(branch.number)
         self._session.on_token_chosen(token, choice.chosen, choice.scores)
         if self._gradients is not None:
-            self._gradients.on_token_chosen(
-                branch.number, choice.step, choice.token_id, choice.logits
-            )
+            step, token_id, logits = choice.step, choice.token_id, choice.logits
+            self._gradients.on_token_chosen(branch.number, step, token_id, logits)
 
     def begin_branch(self, branch: BranchState) -> None:
         """Record that a branch begins, before its first step is written."""
         assert branch.parent is not None
-        change = branch.change
+        change, parent = branch.change, branch.parent.number
         record = BranchRecord(
             generation=self._generation.generation,
             branch=branch.number,
-            parent=branch.parent.number,
+            parent=parent,
             fork_step=branch.fork_step,
             change=change,
             segments=self._prompt.segments,
             recomputed=branch.recomputed,
         )
         self._session.begin_branch(record, self._branch_generation(branch))
-        facts = {name: value for name, value in change.items() if name != "declared"}
-        facts = {"parent": branch.parent.number, "branch": branch.number, **facts}
         kind = {"token": "forked", "mask": "mask-edited"}.get(str(change.get("kind")))
         if kind is not None:
+            facts = {name: value for name, value in change.items() if name != "declared"}
+            facts = {"parent": parent, "branch": branch.number, **facts}
             self.record_event(kind, branch.describe(), branch, branch.fork_step, facts)
 
     def end_branch(self, branch: BranchState, state: str, reason: str) -> None:
         """Record that a branch (0 is the base) ended, after computing its gradients."""
+        generation, prompt = self._generation.generation, self._prompt
         token_ids = branch.token_ids(branch.n_steps)
         end = GenerationEnd(
-            generation=self._generation.generation,
+            generation=generation,
             state=state,
-            answer=self._answer_of(token_ids),
-            segments=close_generated_segment(
-                self._prompt.segments, len(self._prompt.ids) + len(token_ids)
-            ),
+            answer=self._text.answer(token_ids),
+            segments=close_generated_segment(prompt.segments, len(prompt.ids) + len(token_ids)),
             stop_reason=reason,
             ended_at=time.time(),
             branch=branch.number,
         )
         try:
             if self._gradients is not None and state == "finished":
-                self._compute_gradients(self._gradients, branch, token_ids)
+                place = (branch.number, branch.fork_step)
+                finished = FinishedBranch(generation, prompt, token_ids, branch.source, *place)
+                # Of all commands, only a stop is handled meanwhile.
+                check_stop = self._session.barrier.raise_if_stopping
+                self._gradients.compute(finished, self._session.recorder, check_stop)
         finally:
             self._session.end_generation(end)
-
-    def _compute_gradients(
-        self, gradients: TokenGradients, branch: BranchState, token_ids: Sequence[int]
-    ) -> None:
-        """Compute the gradients of a branch; of all commands, only a stop is handled meanwhile."""
-        barrier = self._session.barrier
-        finished = FinishedBranch(
-            self._generation.generation,
-            self._prompt,
-            token_ids,
-            branch.source,
-            branch.number,
-            branch.fork_step,
-        )
-        check_stop = barrier.raise_if_stopping if barrier is not None else lambda: None
-        gradients.compute(finished, self._session.recorder, check_stop)
 
     def record_event(
         self, kind: str, text: str, branch: BranchState, step: int, facts: Mapping[str, Any]
@@ -162,31 +139,25 @@ class TraceBranchRecorder:
     def _token_record(
         self, step: int, token_id: int, text: str, *, is_prompt: bool = False
     ) -> TokenRecord:
-        prompt = self._prompt
-        return token_record(
-            self._text.vocabulary,
-            pos=len(prompt.ids) + step,
-            token_id=token_id,
-            text=text,
-            position_id=prompt.next_position(step),
-            segment=len(prompt.segments) - 1,
-            step=None if is_prompt else step,
-        )
+        vocabulary, prompt = self._text.vocabulary, self._prompt
+        pos, position = len(prompt.ids) + step, prompt.next_position(step)
+        segment, chosen_at = len(prompt.segments) - 1, None if is_prompt else step
+        return token_record(vocabulary, pos, token_id, text, position, segment, chosen_at)
 
     def _branch_generation(self, branch: BranchState) -> GenerationRecord:
         """The record of the generation with the mask and the prompt of the branch.
 
         Where the whole sequence is recomputed, the tokens before the fork are part of the prompt.
         """
-        before_fork: tuple[TokenRecord, ...] = ()
+        tokens = self._generation.tokens
         if branch.recomputed:
             token_ids = branch.token_ids(branch.fork_step)
-            texts = self._text.texts(token_ids)
-            before_fork = tuple(
+            tokens += tuple(
                 self._token_record(step, token_id, text, is_prompt=True)
-                for step, (token_id, text) in enumerate(zip(token_ids, texts, strict=True))
+                for step, (token_id, text) in enumerate(
+                    zip(token_ids, self._text.texts(token_ids), strict=True)
+                )
             )
-        tokens = (*self._generation.tokens, *before_fork)
         changes = (ancestor.change for ancestor in branch.ancestry())
         mask = next((change["declared"] for change in changes if "declared" in change), None)
         if mask is None:

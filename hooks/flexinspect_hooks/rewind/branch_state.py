@@ -1,7 +1,7 @@
 """The tree of branches: the tokens that each chose, and what is needed to compute them again.
 
 A `BranchState` holds its own steps only, from its `fork_step` on; earlier steps are its parent's,
-as in the trace. `RunConditions` are what a bit-equal repetition depends on beside the input.
+as in the trace.
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ class BranchState:
     def forced_at(self, step: int) -> int | None:
         """The token that a step has to take, None if it may choose."""
         owner = self.owner(step)
-        number = step - owner.fork_step
-        return owner.forced[number] if number < len(owner.forced) else None
+        return next(iter(owner.forced[step - owner.fork_step :]), None)
 
     def last_shared_step(self, other: BranchState, up_to: int) -> int:
         """The last step up to `up_to` that both branches share, -1 if they share none.
@@ -151,38 +150,28 @@ _SAMPLES = 1024
 """Values read from each weight tensor, evenly spaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunConditions:
+def run_conditions(model: nn.Module) -> dict[str, Any]:
     """What bit-equal results depend on beside the input: weights, threads, modes, precision."""
+    return {
+        "weights": weights_fingerprint(model),
+        "threads": torch.get_num_threads(),
+        "training": model.training,
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
 
-    weights: str
-    threads: int
-    training: bool
-    precision: str
-    deterministic: bool
 
-    @classmethod
-    def current(cls, model: nn.Module) -> RunConditions:
-        """The conditions under which `model` would run now."""
-        return cls(
-            weights=weights_fingerprint(model),
-            threads=torch.get_num_threads(),
-            training=model.training,
-            precision=torch.get_float32_matmul_precision(),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-
-    def changes(self, now: RunConditions) -> list[str]:
-        """A sentence for each condition that differs from `now`."""
-        mode = "training" if now.training else "evaluation"
-        texts = {
-            "weights": "The weights of the model have changed.",
-            "threads": f"torch ran on {self.threads} threads and now runs on {now.threads}.",
-            "training": f"The model is now in {mode} mode.",
-            "precision": f"The precision of matrix products is now {now.precision}.",
-            "deterministic": "torch.use_deterministic_algorithms was switched.",
-        }
-        return [text for name, text in texts.items() if getattr(self, name) != getattr(now, name)]
+def changed_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A sentence for each of the `run_conditions` that differs."""
+    mode = "training" if now["training"] else "evaluation"
+    texts = {
+        "weights": "The weights of the model have changed.",
+        "threads": f"torch ran on {before['threads']} threads and now runs on {now['threads']}.",
+        "training": f"The model is now in {mode} mode.",
+        "precision": f"The precision of matrix products is now {now['precision']}.",
+        "deterministic": "torch.use_deterministic_algorithms was switched.",
+    }
+    return [text for name, text in texts.items() if before[name] != now[name]]
 
 
 def weights_fingerprint(model: nn.Module) -> str:
@@ -196,15 +185,11 @@ def weights_fingerprint(model: nn.Module) -> str:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         version = 0 if tensor.is_inference() else tensor_version(tensor)
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{version}".encode())
-        sums.append(checksum(_sample_values(tensor.detach())))
+        values = tensor.detach().reshape(-1)
+        sums.append(checksum(values[:: max(values.numel() // _SAMPLES, 1)]))
     if sums:
         digest.update(torch.stack([one.cpu() for one in sums]).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _sample_values(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1)
-    return flat[:: max(flat.numel() // _SAMPLES, 1)]
 
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,39 +12,68 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import plural
 from flexinspect.masks import edits as maskedits
-from flexinspect.masks.edits import Edit, PatchedMask
-from flexinspect_hooks.generation.decoding import (
-    Decoder,
-    StopCriteria,
-    check_tokens,
-    new_cache,
-)
+from flexinspect.masks.algebra import MaskSpec, spec_entries
+from flexinspect.masks.edits import Edit, MaskPatch, PatchedMask
+from flexinspect_hooks.generation.decoding import Decoder, StopCriteria, check_tokens, new_cache
 from flexinspect_hooks.generation.flex_patch import FlexPatch
-from flexinspect_hooks.generation.mask_source import MaskSource
+from flexinspect_hooks.generation.mask_source import (
+    ForwardWindow,
+    MaskMod,
+    MaskSource,
+    SpecMaskSource,
+    UserMaskSource,
+    set_identity,
+)
+from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
+from flexinspect_hooks.rewind import cache_store
 from flexinspect_hooks.rewind.branch_recorder import TraceBranchRecorder
 from flexinspect_hooks.rewind.branch_state import (
     BranchState,
-    RunConditions,
     StepCheckpoint,
+    changed_conditions,
     checksum,
+    run_conditions,
 )
-from flexinspect_hooks.rewind.cache_store import (
-    CacheStore,
-    cache_bytes,
-    can_crop,
-    crop_cache,
-    n_rows_of,
-    row_bytes,
-)
-from flexinspect_hooks.rewind.edited_mask import declared_mask, editable_mask, make_mask_source
+from flexinspect_hooks.rewind.cache_store import CacheStore, n_rows_of
+
+
+class RestoreCost(NamedTuple):
+    """The cost of restoring a step: rows to compute again, in how many forward passes.
+
+    `n_bytes` is the size of all caches afterwards; `ms` is estimated from the recorded steps.
+    """
+
+    n_rows: int
+    n_forwards: int
+    n_bytes: int
+    ms: float
+
+
+class RestoreResult(NamedTuple):
+    """How a step was restored. `reasons` say why rows differ from the recording; () if exact."""
+
+    cost: RestoreCost
+    message: str
+    reasons: tuple[str, ...]
+
+
+class NearestCache(NamedTuple):
+    """A cache cropped to the rows of the steps up to `step`, None if none can be used.
+
+    The next step is the first forward pass to repeat, without a cache over the whole sequence.
+    """
+
+    cache: Any
+    step: int
+    branch: int = 0
 
 
 class BranchingDecoder:
@@ -60,9 +89,9 @@ class BranchingDecoder:
     ) -> None:
         self._model, self._decoder, self.patch = model, decoder, patch
         self._recorder, self._criteria = recorder, criteria
-        self._segments = decoder.prompt.segments
+        self._segments, self._n_prompt = decoder.prompt.segments, len(decoder.prompt.ids)
         self._cache_store = CacheStore()
-        self._conditions = RunConditions.current(model)
+        self._conditions = run_conditions(model)
         self._device = next(model.parameters()).device
         self.current_branch = BranchState(0, patch.source)
         self.branches = [self.current_branch]
@@ -80,8 +109,7 @@ class BranchingDecoder:
 
     def cache_bytes(self) -> int:
         """The bytes of all live caches."""
-        stored = (cache for _, cache in self._cache_store.items())
-        return cache_bytes([self._decoder.cache, *stored])
+        return cache_store.cache_bytes([self._decoder.cache, *self._cache_store.values()])
 
     # -- decoding --------------------------------------------------------------------------------
 
@@ -90,61 +118,53 @@ class BranchingDecoder:
         branch, step = self.current_branch, self._decoder.step
         self._recorder.set_next_step(branch.number, step)
         started = time.perf_counter()
-        self._prepare_step(branch, step)
+        owner = branch.owner(step)
+        self.patch.source = owner.source
+        if owner.recomputed_at(step):
+            self._decoder.set_state(self._decoder.token_ids, new_cache(self._model))
         logits = self._decoder.next_logits()
         rng_state = self._decoder.sampler.state()
         choice = self._decoder.choose(logits, branch.forced_at(step))
         wall_ms = (time.perf_counter() - started) * 1e3
         checkpoint = StepCheckpoint(choice.token_id, rng_state, checksum(logits), wall_ms)
         if step < branch.n_steps:
-            branch = self._check_replayed(branch, step, checkpoint)
-            if branch is self.current_branch:
-                self._recorder.drop_step(branch.owner(step))
+            if self._is_as_recorded(branch, step, checkpoint):
+                self._recorder.drop_step(owner.number)
                 return
-            self.current_branch = branch
+            branch = self.current_branch
         branch.checkpoints.append(checkpoint)
         self._recorder.on_token_chosen(branch, choice)
-        self._end_if_over(branch)
+        branch.end_reason = self._criteria.reason(self._decoder.token_ids)
+        if branch.end_reason:
+            self._close_branch(branch, "finished", branch.end_reason)
 
-    def _prepare_step(self, branch: BranchState, step: int) -> None:
-        """Set the mask of a step, and an empty cache if the step recomputes the sequence."""
-        owner = branch.owner(step)
-        self.patch.source = owner.source
-        if owner.recomputed_at(step):
-            self._decoder.set_state(self._decoder.token_ids, new_cache(self._model))
-
-    def _check_replayed(
-        self, branch: BranchState, step: int, checkpoint: StepCheckpoint
-    ) -> BranchState:
-        """The branch itself if a step equals its recording, else a new branch from this step on."""
+    def _is_as_recorded(self, branch: BranchState, step: int, checkpoint: StepCheckpoint) -> bool:
+        """Whether a repeated step equals its recording; otherwise begin a branch with it."""
         known = branch.checkpoint(step)
         is_same = int(known.logits_checksum) == int(checkpoint.logits_checksum)
         if is_same and known.token_id == checkpoint.token_id:
-            return branch
+            return True
         why = self._difference_reasons()
         text = f"Step {step} differs from its recording. {' '.join(why)}"
         self._recorder.record_event("replay-differs", text, branch, step, {"why": why})
         parent = branch.owner(step)
-        new = self._new_branch(parent, step, parent.source)
-        new.recomputed = parent.recomputed_at(step)
-        new.change = {"kind": "replay", "why": why, **_recomputed_fact(new.recomputed)}
-        new.forced = parent.forced[step - parent.fork_step :]
-        self._recorder.begin_branch(new)
         # The live cache now belongs to the new branch: its newest row is not the recorded one.
-        return new
+        self._begin_branch(
+            parent,
+            step,
+            {"kind": "replay", "why": why},
+            recomputed=parent.recomputed_at(step),
+            forced=parent.forced[step - parent.fork_step :],
+        )
+        return False
 
     def _difference_reasons(self) -> list[str]:
-        changes = self._conditions.changes(RunConditions.current(self._model))
         nondeterministic = (
             "Weights, threads and modes are the same: an operation of the model is not "
             f"deterministic on {self._device.type}."
         )
+        changes = changed_conditions(self._conditions, run_conditions(self._model))
         return changes or [nondeterministic]
-
-    def _end_if_over(self, branch: BranchState) -> None:
-        branch.end_reason = self._criteria.reason(self._decoder.token_ids)
-        if branch.end_reason:
-            self._close_branch(branch, "finished", branch.end_reason)
 
     def close(self, state: str, reason: str) -> None:
         """End the current branch in `state` unless it has ended, and the others as interrupted."""
@@ -168,46 +188,40 @@ class BranchingDecoder:
         state, started = self._find_branch(branch, step), time.perf_counter()
         cost = self.restore_cost(branch, step)
         reasons = self._restore_step(state, step)
-        wall_ms = (time.perf_counter() - started) * 1e3
+        ms = round((time.perf_counter() - started) * 1e3, 3)
         how = f"{plural(cost.n_rows, 'row')} computed again" if cost.n_rows else "its cache cropped"
         message = " ".join([f"Step {step} of branch {branch} was restored, {how}.", *reasons])
-        facts = {
-            "rows": cost.n_rows,
-            "forwards": cost.n_forwards,
-            "ms": round(wall_ms, 3),
-            "why": list(reasons),
-        }
+        facts = {"rows": cost.n_rows, "forwards": cost.n_forwards, "ms": ms, "why": list(reasons)}
         self._recorder.record_event("restored", message, state, step, facts)
         return RestoreResult(cost, message, reasons)
 
     def restore_cost(self, branch: int, step: int) -> RestoreCost:
         """The cost of `restore` for a step. Raises `UsageError` for an unknown step."""
-        state, n_prompt = self._find_branch(branch, step), len(self._decoder.prompt.ids)
+        state = self._find_branch(branch, step)
         nearest = self._nearest_cache(state, step)
-        has_cache = nearest.cache is not None
-        first = nearest.step + 1 if has_cache else state.cache_origin(step).fork_step
-        n_forwards = step + 1 - first
-        n_rows = step - nearest.step if has_cache else n_prompt + step
-        ms = sum(state.checkpoint(number).wall_ms for number in range(first, step + 1))
-        return RestoreCost(n_rows if n_forwards else 0, n_forwards, self._bytes_with(step), ms)
+        n_forwards = step - nearest.step
+        n_rows = n_forwards if nearest.cache is not None else self._n_prompt + step
+        ms = sum(state.checkpoint(number).wall_ms for number in range(nearest.step + 1, step + 1))
+        return RestoreCost(n_rows, n_forwards, self._bytes_with(step), ms)
 
     def _bytes_with(self, step: int) -> int:
         """Bytes of all caches with one more that holds the rows up to a step."""
-        n_rows = len(self._decoder.prompt.ids) + step
-        return self.cache_bytes() + row_bytes(self._decoder.cache) * n_rows
+        row_bytes = cache_store.row_bytes(self._decoder.cache)
+        return self.cache_bytes() + row_bytes * (self._n_prompt + step)
 
     def _nearest_cache(self, branch: BranchState, step: int) -> NearestCache:
         """The live cache that holds most of the rows of a step."""
         caches = [(self.current_branch.number, self._decoder.cache), *self._cache_store.items()]
-        best, n_prompt = NearestCache(None, -1), len(self._decoder.prompt.ids)
+        origin = branch.cache_origin(step)
+        best = NearestCache(None, origin.fork_step - 1)
         for number, cache in caches:
-            other, last = self.branches[number], n_rows_of(cache) - n_prompt
-            if last < 0 or other.cache_origin(last) is not branch.cache_origin(step):
+            other, last = self.branches[number], n_rows_of(cache) - self._n_prompt
+            if last < 0 or other.cache_origin(last) is not origin:
                 continue
             shared = branch.last_shared_step(other, min(step, last))
-            is_better = shared > best.step and shared >= branch.cache_origin(step).fork_step
-            if is_better and can_crop(cache, n_prompt + shared):
-                best = NearestCache(crop_cache(cache, n_prompt + shared), shared, number)
+            n_rows = self._n_prompt + shared
+            if shared > best.step and cache_store.can_crop(cache, n_rows):
+                best = NearestCache(cache_store.crop_cache(cache, n_rows), shared, number)
         return best
 
     def _find_branch(self, branch: int, step: int) -> BranchState:
@@ -226,11 +240,12 @@ class BranchingDecoder:
         """Return to the state after a step; returns why rows differ, empty if none does."""
         nearest, decoder = self._nearest_cache(branch, step), self._decoder
         token_ids, cache, rng_state = decoder.token_ids, decoder.cache, decoder.sampler.state()
-        self._cache_store.mark_used(nearest.branch)
-        self._store_cache(self.current_branch)
+        if nearest.branch in self._cache_store:
+            self._cache_store.move_to_end(nearest.branch)
+        self._store_cache()
         reasons: tuple[str, ...] = ()
         try:
-            if nearest.cache is not None and nearest.step == step:
+            if nearest.step == step:
                 decoder.set_state(branch.token_ids(step + 1), nearest.cache)
             else:
                 with self._recorder.no_capture():
@@ -243,9 +258,9 @@ class BranchingDecoder:
         self.current_branch = branch
         return reasons
 
-    def _store_cache(self, branch: BranchState) -> None:
-        """Store the cache of a branch before leaving it, and its random state if at its end."""
-        decoder = self._decoder
+    def _store_cache(self) -> None:
+        """Store the cache of the branch that is left, and its random state if at its end."""
+        decoder, branch = self._decoder, self.current_branch
         if decoder.step == branch.n_steps and branch.checkpoints:
             branch.rng_state = decoder.sampler.state()
         if n_rows_of(decoder.cache):
@@ -253,9 +268,7 @@ class BranchingDecoder:
 
     def _replay(self, branch: BranchState, step: int, nearest: NearestCache) -> tuple[str, ...]:
         """Repeat the forward passes that lead from a cache to a step."""
-        decoder, first = self._decoder, branch.cache_origin(step).fork_step
-        if nearest.cache is not None:
-            first = nearest.step + 1
+        decoder, first = self._decoder, nearest.step + 1
         decoder.set_state(branch.token_ids(first), nearest.cache or new_cache(self._model))
         differing: list[int] = []
         for number in range(first, step + 1):
@@ -283,8 +296,8 @@ class BranchingDecoder:
         an unknown step, for the token that the step chose already, and for a token that the model
         does not have.
         """
-        state, parent = self._check_fork(branch, step, token_ids)
-        replaced = state.checkpoint(step).token_id
+        state = self._check_fork(branch, step, token_ids)
+        parent, replaced = state.owner(step), state.checkpoint(step).token_id
         change = {"kind": "token", "token_id": token_ids[0], "instead_id": replaced}
         if len(token_ids) > 1:
             change["token_ids"] = list(token_ids)
@@ -293,26 +306,22 @@ class BranchingDecoder:
             change["instead_text"] = text_of(replaced)
         recomputed = parent.recomputed_at(step)
         self._restore_before(parent, step, recomputed=recomputed)
-        new = self._new_branch(parent, step, parent.source)
-        new.forced, new.recomputed = tuple(token_ids), recomputed
-        return self._begin_branch(new, {**change, **_recomputed_fact(recomputed)})
+        forced = tuple(token_ids)
+        return self._begin_branch(parent, step, change, recomputed=recomputed, forced=forced)
 
     def fork_cost(self, branch: int, step: int, token_ids: Sequence[int]) -> RestoreCost:
         """The cost of a fork up to the end of its first own step. Raises as `fork` does."""
-        state, owner = self._check_fork(branch, step, token_ids)
-        return self._branch_cost(state, step, recomputed=owner.recomputed_at(step))
+        state = self._check_fork(branch, step, token_ids)
+        return self._branch_cost(state, step, recomputed=state.owner(step).recomputed_at(step))
 
-    def _check_fork(
-        self, branch: int, step: int, token_ids: Sequence[int]
-    ) -> tuple[BranchState, BranchState]:
-        """The state of a branch, and that of the branch which holds the step."""
+    def _check_fork(self, branch: int, step: int, token_ids: Sequence[int]) -> BranchState:
         state = self._find_branch(branch, step)
         if not token_ids:
             raise UsageError("A fork needs at least one token.")
         check_tokens(self._model, token_ids)
         if tuple(token_ids) == (state.checkpoint(step).token_id,):
             raise UsageError(f"Step {step} chose that token already; a fork needs another one.")
-        return state, state.owner(step)
+        return state
 
     def edit_mask(self, branch: int, step: int, edits: Sequence[Edit]) -> BranchState:
         """Begin a branch under an edited mask; its first own step is `step`.
@@ -320,28 +329,25 @@ class BranchingDecoder:
         Raises `UsageError` for an unknown step, `MaskError` for an edit that cannot be applied.
         """
         parent = self._find_branch(branch, step).owner(step)
-        labelled = self._with_labels(edits)
-        mask, n_changed = self._apply_edits(parent.source, labelled, step)
+        labels, mask, n_changed = self._apply_edits(parent.source, edits, step)
         source = make_mask_source(
             mask,
-            name=" + ".join([parent.source.name, *map(str, labelled)]),
+            name=" + ".join([parent.source.name, *labels]),
             length=self._segments[-1].stop,
             device=self._device,
             compiled=self.patch.compiled,
         )
         recomputed = n_changed > 0 or parent.recomputed_at(step)
         self._restore_before(parent, step, recomputed=recomputed)
-        new = self._new_branch(parent, step, source)
-        new.recomputed = recomputed
         change = {
             "kind": "mask",
-            "edits": [str(edit) for edit in labelled],
+            "edits": labels,
             "mask_mod": source.name,
             "recomputed": recomputed,
             "changed_rows": n_changed,
             "declared": declared_mask(source),
         }
-        return self._begin_branch(new, change)
+        return self._begin_branch(parent, step, change, recomputed=recomputed, source=source)
 
     def edit_cost(self, branch: int, step: int, edits: Sequence[Edit]) -> tuple[RestoreCost, int]:
         """The cost of an edit up to the end of its first own step, and how many rows it changes.
@@ -350,40 +356,33 @@ class BranchingDecoder:
         """
         state = self._find_branch(branch, step)
         owner = state.owner(step)
-        n_changed = self._apply_edits(owner.source, self._with_labels(edits), step)[1]
+        n_changed = self._apply_edits(owner.source, edits, step)[2]
         recomputed = n_changed > 0 or owner.recomputed_at(step)
         return self._branch_cost(state, step, recomputed=recomputed), n_changed
 
-    def _with_labels(self, edits: Sequence[Edit]) -> list[Edit]:
-        return [maskedits.with_segment_labels(edit, self._segments) for edit in edits]
-
     def _apply_edits(
         self, source: MaskSource, edits: Sequence[Edit], step: int
-    ) -> tuple[PatchedMask, int]:
-        """The edited mask, and how many of the computed rows it changes.
+    ) -> tuple[list[str], PatchedMask, int]:
+        """The edits by segment label, the edited mask, and how many computed rows it changes.
 
         Computed rows are those of earlier steps; of step 0, which processes the prompt, its own.
         """
+        labelled = [maskedits.with_segment_labels(edit, self._segments) for edit in edits]
         before = editable_mask(source)
-        after = maskedits.apply_edits(edits, before, self._segments)
-        n_prompt = len(self._decoder.prompt.ids)
-        n_before = n_prompt + step - 1 if step else n_prompt
-        return after, len(maskedits.changed_rows(before, after, n_before))
+        after = maskedits.apply_edits(labelled, before, self._segments)
+        n_computed = self._n_prompt + max(step - 1, 0)
+        n_changed = len(maskedits.changed_rows(before, after, n_computed))
+        return [str(edit) for edit in labelled], after, n_changed
 
     def _branch_cost(self, branch: BranchState, step: int, *, recomputed: bool) -> RestoreCost:
         """The cost of returning to the state before a step, and of the step itself."""
         if recomputed or not step:  # the whole sequence in one forward pass
-            first, n_prompt = branch.cache_origin(step).fork_step, len(self._decoder.prompt.ids)
-            ms = branch.checkpoint(first).wall_ms * (n_prompt + step) / (n_prompt + first)
-            return RestoreCost(n_prompt + step, 1, self._bytes_with(step), ms)
-        before, own = self.restore_cost(branch.number, step - 1), branch.checkpoint(step).wall_ms
-        n_rows, n_forwards = before.n_rows + 1, before.n_forwards + 1
-        return replace(before, n_rows=n_rows, n_forwards=n_forwards, ms=before.ms + own)
-
-    def _new_branch(self, parent: BranchState, step: int, source: MaskSource) -> BranchState:
-        new = BranchState(len(self.branches), source, parent, step)
-        self.branches.append(new)
-        return new
+            first, n_rows = branch.cache_origin(step).fork_step, self._n_prompt + step
+            ms = branch.checkpoint(first).wall_ms * n_rows / (self._n_prompt + first)
+            return RestoreCost(n_rows, 1, self._bytes_with(step), ms)
+        n_rows, n_forwards, n_bytes, ms = self.restore_cost(branch.number, step - 1)
+        own_ms = branch.checkpoint(step).wall_ms
+        return RestoreCost(n_rows + 1, n_forwards + 1, n_bytes, ms + own_ms)
 
     def _restore_before(self, parent: BranchState, step: int, *, recomputed: bool) -> None:
         """Return to the state before a step, which will be the first of a new branch."""
@@ -391,48 +390,84 @@ class BranchingDecoder:
         if step and not recomputed:
             self._restore_step(parent, step - 1)
         else:  # its first forward pass processes the whole sequence
-            self._store_cache(self.current_branch)
+            self._store_cache()
             self._decoder.set_state(parent.token_ids(step), new_cache(self._model))
         self._decoder.sampler.restore(rng_state)
 
-    def _begin_branch(self, new: BranchState, change: Mapping[str, Any]) -> BranchState:
-        """Record that a new branch begins, and make it the current one."""
-        self.current_branch, new.change = new, change
+    def _begin_branch(
+        self,
+        parent: BranchState,
+        step: int,
+        change: Mapping[str, Any],
+        *,
+        recomputed: bool,
+        forced: tuple[int, ...] = (),
+        source: MaskSource | None = None,
+    ) -> BranchState:
+        """Record that a new branch begins, by default under its parent's mask, and switch to it."""
+        change = {**change, "recomputed": True} if recomputed else change
+        source, number = source or parent.source, len(self.branches)
+        new = BranchState(number, source, parent, step, forced, recomputed, change)
+        self.branches.append(new)
+        self.current_branch = new
         self._recorder.begin_branch(new)
         return new
 
 
-def _recomputed_fact(recomputed: bool) -> dict[str, bool]:
-    """The entry of `BranchRecord.change` for a first step that recomputed the whole sequence."""
-    return {"recomputed": True} if recomputed else {}
+# -- edited masks ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreCost:
-    """The cost of restoring a step: rows to compute again, in how many forward passes.
-
-    `n_bytes` is the size of all caches afterwards; `ms` is estimated from the recorded steps.
-    """
-
-    n_rows: int
-    n_forwards: int
-    n_bytes: int
-    ms: float
+def editable_mask(source: MaskSource) -> PatchedMask:
+    """The mask of a source, in the form that edits apply to; head 0 represents all heads."""
+    if isinstance(source, EditedMask):
+        return source.edited
+    assert isinstance(source, SpecMaskSource | UserMaskSource)
+    return PatchedMask(source.spec if isinstance(source, SpecMaskSource) else source)
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreResult:
-    """How a step was restored. `reasons` say why rows differ from the recording; () if exact."""
+def make_mask_source(
+    edited: PatchedMask, *, name: str, length: int, device: torch.device, compiled: bool
+) -> MaskSource:
+    """The source that runs an edited mask over sequences of at most `length` tokens."""
+    base = edited.base
+    if isinstance(base, MaskSpec):
+        source = SpecMaskSource(base, length=length, device=device, compiled=compiled)
+        if not edited.patches:
+            return source
+        base_mask_mod, identity = source.mask_mod(ForwardWindow(length, length, 0)), str(base)
+    else:
+        assert isinstance(base, UserMaskSource)
+        base_mask_mod = base.mask_mod
+        identity = f"{base.name}{mask_mod_identity(base_mask_mod)}"
+    mask_mod = _patched_mask_mod(base_mask_mod, edited.patches)
+    set_identity(mask_mod, f"{identity}{edited.patches}")
+    result = EditedMask(mask_mod, name=name, device=device)
+    result.edited = edited
+    return result
 
-    cost: RestoreCost
-    message: str
-    reasons: tuple[str, ...] = ()
+
+def declared_mask(source: MaskSource) -> dict[str, Any]:
+    """The entries of `GenerationRecord.declared` for the mask of a source."""
+    if isinstance(source, SpecMaskSource):
+        return spec_entries(source.spec)
+    return {"mask_mod": source.name}
 
 
-@dataclass(frozen=True, slots=True)
-class NearestCache:
-    """A cache cropped to the rows of the steps up to `step`, or None if there is none."""
+class EditedMask(UserMaskSource):
+    """Runs a mask_mod with patches on top, in the same way as the user's own mask_mod."""
 
-    cache: Any
-    step: int
-    branch: int = 0
+    edited: PatchedMask
+
+
+def _patched_mask_mod(base: MaskMod, patches: Sequence[MaskPatch]) -> MaskMod:
+    """A mask_mod with patches on top, in positions: comparisons only, no look-ups."""
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        is_open = base(b, h, q_idx, kv_idx)
+        for patch in patches:
+            inside = (q_idx >= patch.row_start) & (q_idx < patch.row_stop)
+            inside = inside & (kv_idx >= patch.key_start) & (kv_idx < patch.key_stop)
+            is_open = is_open | (inside & (kv_idx <= q_idx)) if patch.is_open else is_open & ~inside
+        return is_open
+
+    return mask_mod

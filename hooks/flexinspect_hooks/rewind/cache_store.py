@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -65,7 +66,10 @@ def cache_bytes(caches: Iterable[Any]) -> int:
     sizes: dict[int, int] = {}
     for cache in caches:
         for layer in cache.layers:
-            for tensor in (*_keys_and_values(layer), *_recurrent_states(layer)):
+            # The size of a recurrent layer's states does not depend on the step.
+            named = (getattr(layer, name, {}) for name in ("conv_states", "recurrent_states"))
+            states = [state for states in named for state in states.values()]
+            for tensor in (*_keys_and_values(layer), *filter(torch.is_tensor, states)):
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
@@ -77,20 +81,11 @@ def _keys_and_values(layer: Any) -> list[Tensor]:
     return [tensor for tensor in values if isinstance(tensor, Tensor)]
 
 
-def _recurrent_states(layer: Any) -> list[Tensor]:
-    """The states of a recurrent layer, whose size does not depend on the step."""
-    named = (getattr(layer, name, {}) for name in ("conv_states", "recurrent_states"))
-    return [state for states in named for state in states.values() if isinstance(state, Tensor)]
-
-
 def row_bytes(cache: Any) -> int:
     """The bytes of one row of a cache over all layers, 0 for an empty cache."""
-    total = 0
-    for layer in cache.layers:
-        for tensor in _keys_and_values(layer):
-            if tensor.dim() > 1 and tensor.shape[-2]:
-                total += tensor.element_size() * tensor.numel() // tensor.shape[-2]
-    return total
+    tensors = [tensor for layer in cache.layers for tensor in _keys_and_values(layer)]
+    tables = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.shape[-2]]
+    return sum(table.element_size() * table.numel() // table.shape[-2] for table in tables)
 
 
 class CacheStore(OrderedDict[int, Any]):
@@ -107,8 +102,3 @@ class CacheStore(OrderedDict[int, Any]):
         self.move_to_end(branch)
         while len(self) > MAX_STORED_CACHES:
             self.pop(next(number for number in self if number != 0))
-
-    def mark_used(self, branch: int) -> None:
-        """Mark the cache of a branch as most recently used, if it is stored."""
-        if branch in self:
-            self.move_to_end(branch)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError, UsageError
-from flexinspect.records.prompt import Segment
 from flexinspect.records.step import (
     LEVELS,
     BranchRecord,
@@ -46,6 +45,7 @@ from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import available_cores
+from flexinspect_hooks.sessions.captured_run import SessionLevels, chosen_layers
 
 _entered: list[CaptureSession] = []
 """Sessions that have hooks installed, in the order in which they were entered."""
@@ -87,8 +87,8 @@ class CaptureSession:
         self._rules, self._rule_runner = rules, RuleRunner()
         self.recorder.hook_errors.append(self._hook_failed)
         self._model_ref = weakref.ref(model)
-        self._is_over = False
-        self._hooks: list[Hook] = list(hooks) if hooks is not None else []
+        self._is_over = self._is_paused = False
+        self._hooks: list[Hook] = list(hooks or ())
         self._use_built_in = hooks is None
         self._removes: list[tuple[Hook | None, Remove]] = []
         self._clock = StepClock()
@@ -107,15 +107,20 @@ class CaptureSession:
             text_of=text_of,
             record_event=lambda kind, text, facts: self._event(kind, text, self._step, facts),
         )
-        self._segments: tuple[Segment, ...] = ()
-        self.barrier: StepBarrier | None = None
+        self.barrier = StepBarrier()
+        """Where forwards wait; by default no command ever reaches it."""
         self.place = StepRef()
         """The last finished step."""
-        self._requested: dict[str, Any] = {}
-        """The level and the layers that were requested for the next step that opens."""
-        self._is_paused = False
+        self.levels: SessionLevels | None = None
+        """The level and layers that commands set, for each step that opens."""
+        self._applied: tuple[str, str | None] | None = None  # of `SessionLevels.request`
         self._breaks: ModelBreakpoints | None = None
         self.capture_s = self.total_s = self.waited_s = 0.0
+
+    @property
+    def is_model_deleted(self) -> bool:
+        """Whether the model was garbage-collected."""
+        return self._model_ref() is None
 
     @property
     def _model(self) -> nn.Module:
@@ -142,28 +147,20 @@ class CaptureSession:
             self._event("hook-disabled", f"{name}: {error}")
         for name, error in failed_rules.items():
             self._event("rule-disabled", f"{name}: {error}")
-        model = self._model
+        model, context = self._model, self.context
         _entered.append(self)
         for hook in list(self._hooks):
             self._guard(hook, self._install, hook)
-        self._removes += [
-            (
-                None,
-                model.register_forward_pre_hook(self._on_forward_start, with_kwargs=True).remove,
-            ),
-            (None, model.register_forward_hook(self._on_forward_end).remove),
-        ]
-        self._release_model()
-        return self
-
-    def _release_model(self) -> None:
-        """Reference the model weakly from now on, because the installed hooks may outlive it."""
-        context = self.context
-        context.model = cast(nn.Module, weakref.proxy(context.model))
+        start = model.register_forward_pre_hook(self._on_forward_start, with_kwargs=True)
+        end = model.register_forward_hook(self._on_forward_end)
+        self._removes += [(None, start.remove), (None, end.remove)]
+        # Weak references from now on, because the installed hooks may outlive the model.
+        context.model = cast(nn.Module, weakref.proxy(model))
         context.blocks = {
             layer: (name, cast(nn.Module, weakref.proxy(block)))
             for layer, (name, block) in context.blocks.items()
         }
+        return self
 
     def _install(self, hook: Hook) -> None:
         for remove in hook.install(self.context):
@@ -206,7 +203,18 @@ class CaptureSession:
         """Stop at breakpoints that the last step hit. Raises `KeyboardInterrupt` to end the run."""
         if self._breaks is not None and self._breaks.is_active:
             self._breaks.deliver_hits()
-            pass_barrier(self.barrier, self.place)
+            self._pass_barrier()
+
+    def _pass_barrier(self) -> float:
+        """Wait until the next forward may start; returns the seconds waited.
+
+        Raises `KeyboardInterrupt` if the run is to stop.
+        """
+        started, barrier = time.perf_counter(), self.barrier
+        while (command := barrier.between_steps(self.place)) is not None:
+            error = ControlError("This loop cannot be rewound to another step.")
+            barrier.report_result(command, error)
+        return time.perf_counter() - started
 
     # -- a generation ----------------------------------------------------------------------------
 
@@ -217,7 +225,7 @@ class CaptureSession:
         """
         self._clock.begin(record.generation)
         self.place = StepRef(record.generation)
-        self.context.segments = self._segments = record.segments
+        self.context.segments = record.segments
         self.recorder.begin_generation(record, self._rule_runner)
         for hook in list(self._hooks):
             self._guard(hook, hook.begin, self.context)
@@ -245,11 +253,10 @@ class CaptureSession:
     def move_step(self, branch: int) -> None:
         """Move the open step to another branch."""
         step = self._step
-        if step is None or step.branch == branch:
-            return
-        if self._breaks is not None:
-            self._breaks.evaluator.move_step(step, branch)
-        step.branch = branch
+        if step is not None and step.branch != branch:
+            if self._breaks is not None:
+                self._breaks.evaluator.move_step(step, branch)
+            step.branch = branch
 
     def drop_step(self, branch: int) -> None:
         """Drop the open step, because the trace holds it already, in `branch`.
@@ -277,7 +284,7 @@ class CaptureSession:
     ) -> None:
         if self._is_paused or torch.compiler.is_compiling():  # a compiled model is not recorded
             return
-        pass_barrier(self.barrier, self.place)
+        self._pass_barrier()
         started = time.perf_counter()
         self._abandon()
         self._remove_switched_off()
@@ -291,33 +298,27 @@ class CaptureSession:
         self._begin_step(step)
         step.capture_s += time.perf_counter() - started
 
-    def switch(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
-        """Record at another level, or store other layers, from the next step on. From any thread.
-
-        Raises `UsageError` for an unknown level.
-        """
-        # A new dict each time, because the model's thread may take the old one meanwhile.
-        if level:
-            self._requested = {**self._requested, "level": check_level(level)}
-        if layers is not None:
-            self._requested = {**self._requested, "layers": tuple(layers)}
-
-    def _apply_requested(self, step: StepContext) -> None:
-        """Apply requests to a step that opens, and add events of changes."""
-        requested, self._requested = self._requested, {}
-        self.level, layers = requested.get("level", step.level), requested.get("layers")
-        if self.level != step.level:
-            facts = {"level": self.level, "before": step.level}
-            text = f"level {self.level} from step {step.step} on, {step.level} before"
+    def _apply_levels(self, step: StepContext) -> None:
+        """Apply a level or layers that changed to a step that opens, and add events of changes."""
+        request = self.levels.request if self.levels is not None else None
+        if request is None or request is self._applied:
+            return
+        self._applied = level, requested = request
+        if level != step.level:
+            facts = {"level": level, "before": step.level}
+            text = f"level {level} from step {step.step} on, {step.level} before"
             step.events.append((LEVEL_EVENT, text, facts))
-            step.level = self.level
-        if layers is not None and layers != self.context.layers:
+        self.level = step.level = level
+        if requested is None:
+            return
+        layers = chosen_layers(requested, self.context.layer_of.values())
+        if layers != self.context.layers:
             self.context.layers = layers
             text = f"activations of {len(layers)} layers are stored from step {step.step} on"
             step.events.append((LEVEL_EVENT, text, {"layers": list(layers)}))
 
     def _begin_step(self, step: StepContext) -> None:
-        self._apply_requested(step)
+        self._apply_levels(step)
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
         if self._breaks is not None:
@@ -332,10 +333,7 @@ class CaptureSession:
         self.context.is_open = False
         if self._step is not None:
             self.waited_s += off_cpu_s() - self._step.off_cpu_before
-            logits = getattr(output, "logits", None)
-            if isinstance(logits, Tensor) and logits.dim() == 3:
-                row = logits[0, -1].detach()
-                self._step.logits = row.clone() if self._copy_logits else row
+            self._step.logits = newest_logits_row(output, module, copy=self._copy_logits)
 
     def on_token_chosen(
         self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None
@@ -383,9 +381,8 @@ class CaptureSession:
 
     def _step_unread(self, error: Exception) -> None:
         """Record that a step is not recorded; the user's forward continues."""
-        self._event(
-            "step-not-recorded", f"A step was not recorded: {type(error).__name__}: {error}"
-        )
+        text = f"A step was not recorded: {type(error).__name__}: {error}"
+        self._event("step-not-recorded", text)
         self._abandon()
 
     def _abandon(self) -> None:
@@ -394,9 +391,9 @@ class CaptureSession:
         step, self._step = self._step, None
         if step is not None:
             step.drop_references()
+            at, place = time.time(), (step.generation, step.step)
             for kind, text, *facts in step.events:
                 if kind == LEVEL_EVENT:  # it holds for later steps, too
-                    at, place = time.time(), (step.generation, step.step)
                     self.recorder.put(EventRecord(kind, text, at, *place, *facts))
 
     def cost(self) -> dict[str, float | int]:
@@ -428,9 +425,8 @@ class CaptureSession:
             return
         self._hooks.remove(hook)
         where = f"step {step.step}" if step is not None else "installation"
-        text = (
-            f"The hook '{hook.name}' failed at {where} and is off: {type(error).__name__}: {error}"
-        )
+        message = f"{type(error).__name__}: {error}"
+        text = f"The hook '{hook.name}' failed at {where} and is off: {message}"
         if step is not None:
             step.events.append(("hook-disabled", text))
         self._event("hook-disabled", text, step)
@@ -451,14 +447,8 @@ class CaptureSession:
         step: StepContext | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        event = EventRecord(
-            kind=kind,
-            text=text,
-            at=time.time(),
-            generation=step.generation if step is not None else None,
-            step=step.step if step is not None else None,
-            data=facts or {},
-        )
+        generation, number = (step.generation, step.step) if step is not None else (None, None)
+        event = EventRecord(kind, text, time.time(), generation, number, facts or {})
         self.recorder.put_event(event, self._rule_runner)
 
 
@@ -490,18 +480,19 @@ def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict
     }
 
 
+def newest_logits_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
+    """Return the newest row of logits (V,) of batch 0, None if the output has none."""
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        size = getattr(getattr(model, "config", None), "vocab_size", None)
+        parts = output if isinstance(output, tuple) else (output,)
+        tensors = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
+        logits = next((tensor for tensor in tensors if tensor.shape[2] == size), None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.shape[1]:
+        return None
+    row = logits[0, -1].detach()
+    return row.clone() if copy else row
+
+
 LEVEL_EVENT = "level"
 """The kind of the event of a changed level or changed layers."""
-
-
-def pass_barrier(barrier: StepBarrier | None, place: StepRef) -> float:
-    """Wait until the next forward may start; returns the seconds waited.
-
-    Raises `KeyboardInterrupt` if the run is to stop.
-    """
-    if barrier is None:
-        return 0.0
-    started = time.perf_counter()
-    while (command := barrier.between_steps(place)) is not None:
-        barrier.report_result(command, ControlError("This loop cannot be rewound to another step."))
-    return time.perf_counter() - started

@@ -34,7 +34,7 @@ from flexinspect_hooks.observers.attention.kernel_calls import (
     is_forward_running,
 )
 from flexinspect_hooks.observers.memory_hook import MemoryHook
-from flexinspect_hooks.sessions.capture_session import CaptureSession, check_level
+from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 MAX_STANDALONE_CALLS = 500
 """The number of calls that are recorded; a program with more calls is not a small experiment."""
@@ -95,12 +95,8 @@ class StandaloneCalls(CaptureSession):
 
     def __exit__(self, *_: object) -> None:
         if builds := self._attention.calls.unassigned_builds():
-            self._record_safely(lambda: self._record_builds(builds))
+            self._record_safely(self._record_builds, builds)
         super().__exit__()
-
-    def switch(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
-        """Record at another level from the next call on; `layers` is ignored."""
-        self.level = check_level(level) if level else self.level
 
     def _on_call(self, call: KernelCall) -> None:
         """Record one call at once, or an event if that fails."""
@@ -108,22 +104,19 @@ class StandaloneCalls(CaptureSession):
         self.n_calls += 1
         if self.n_calls > MAX_STANDALONE_CALLS:
             self._attention.calls.take_builds()
-            return
-        self._record_safely(lambda: self._record_call(call, time.perf_counter()))
+        else:
+            self._record_safely(self._record_call, call, time.perf_counter())
 
-    def _record_safely(self, record: Callable[[], None]) -> None:
+    def _record_safely(self, record: Callable[..., None], *args: Any) -> None:
         try:
-            record()
+            record(*args)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            self._event(
-                "step-not-recorded", f"A call outside of a model was not recorded: {message}"
-            )
+            text = f"A call outside of a model was not recorded: {type(error).__name__}: {error}"
+            self._event("step-not-recorded", text)
 
     def _record_call(self, call: KernelCall, returned: float) -> None:
         q_len, kv_len = (int(call.arguments[name].shape[-2]) for name in ("query", "key"))
-        step = self._make_step(q_len, kv_len, call.started)
-        step.wall_ms = (returned - call.started) * 1e3
+        step = self._make_step(q_len, kv_len, call.started, (returned - call.started) * 1e3)
         if self.n_calls == MAX_STANDALONE_CALLS:
             text = (
                 f"{MAX_STANDALONE_CALLS} calls outside of a model are recorded; later ones are not."
@@ -140,27 +133,38 @@ class StandaloneCalls(CaptureSession):
             self._event(kind, text, None, facts)
             return
         number, now = next(self._numbers), time.time()
-        segments = _key_segments(facts["kv_len"] or 0)
-        record = _generation_record(number, STANDALONE_RAISED, segments, now)
-        self.recorder.begin_generation(record, self._rule_runner)
+        segments = self._begin(number, STANDALONE_RAISED, facts["kv_len"] or 0)
         self.recorder.put(EventRecord(kind, text, now, number, None, facts))
         end = GenerationEnd(number, "failed", "", segments, facts["error"], ended_at=now)
         self.recorder.put(end)
 
+    def _begin(self, number: int, sample: str, n_keys: int) -> tuple[Segment, ...]:
+        """Begin a generation; returns its segments."""
+        segments = (Segment(0, n_keys, "keys", SegmentKind.SHARED, 0),)
+        record = GenerationRecord(
+            generation=number,
+            sample_id=sample,
+            mask="not declared",
+            positions="not known",
+            segments=segments,
+            tokens=(),
+            started_at=time.time(),
+        )
+        self.recorder.begin_generation(record, self._rule_runner)
+        return segments
+
     def _record_builds(self, builds: Sequence[BuildRecord]) -> None:
         now = time.perf_counter()
-        step = self._make_step(builds[-1].q_len, builds[-1].kv_len, now)
-        step.wall_ms = sum(build.wall_ms for build in builds)
+        wall_ms = sum(build.wall_ms for build in builds)
+        step = self._make_step(builds[-1].q_len, builds[-1].kv_len, now, wall_ms)
         self._record(step, STANDALONE_MASKS, [], now)
 
     def _record(
         self, step: StepContext, sample: str, calls: list[KernelCall], returned: float
     ) -> None:
         """Record a step as a generation of its own."""
-        segments = self.context.segments = _key_segments(step.kv_after)
+        segments = self.context.segments = self._begin(step.generation, sample, step.kv_after)
         self._attention.begin(self.context)
-        record = _generation_record(step.generation, sample, segments, time.time())
-        self.recorder.begin_generation(record, self._rule_runner)
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
         self._attention.calls.done += calls
@@ -173,33 +177,16 @@ class StandaloneCalls(CaptureSession):
         end = GenerationEnd(step.generation, "finished", "", segments, ended_at=time.time())
         self.recorder.put(end)
 
-    def _make_step(self, q_len: int, kv_len: int, started: float) -> StepContext:
-        before = max(kv_len - q_len, 0)
+    def _make_step(self, q_len: int, kv_len: int, started: float, wall_ms: float) -> StepContext:
+        before, level = max(kv_len - q_len, 0), self.levels.level if self.levels else self.level
         return StepContext(
             generation=next(self._numbers),
             step=0,
             phase="decode" if before else "prefill",
             q_len=q_len,
             kv_before=before,
-            level=self.level,
+            level=level,
             started_at=time.time(),
             started=started,
+            wall_ms=wall_ms,
         )
-
-
-def _key_segments(n_keys: int) -> tuple[Segment, ...]:
-    return (Segment(0, n_keys, "keys", SegmentKind.SHARED, 0),)
-
-
-def _generation_record(
-    number: int, sample: str, segments: tuple[Segment, ...], started_at: float
-) -> GenerationRecord:
-    return GenerationRecord(
-        generation=number,
-        sample_id=sample,
-        mask="not declared",
-        positions="not known",
-        segments=segments,
-        tokens=(),
-        started_at=started_at,
-    )

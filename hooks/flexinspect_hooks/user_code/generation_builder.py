@@ -1,15 +1,15 @@
-"""Builds the records of a watched generation: its prompt, its tokens, its end.
+"""Builds the records of a watched generation: its prompt, its segments, its tokens, its end.
 
-Also the declared prompt, and the facts about special tokens. Of many special tokens a trace keeps
-only those whose text occurs in the prompt.
+Declared segments are spans, or texts that are searched in the prompt. Of many special tokens a
+trace keeps only those whose text occurs in the prompt.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from flexinspect.core.errors import UsageError
@@ -18,21 +18,64 @@ from flexinspect.masks.algebra import MaskSpec
 from flexinspect.records.prompt import (
     DeclaredSegment,
     Segment,
+    SegmentKind,
     TokenizerFacts,
     close_generated_segment,
     declaration_entries,
+    find_id_spans,
+    find_text_spans,
     segment_index,
 )
 from flexinspect.records.step import GenerationEnd, GenerationRecord, TokenRecord
 from flexinspect_hooks.loading.tokenizers import TokenizerAdapter, special_ids, token_record
 from flexinspect_hooks.observers.input_rows import InputRows
-from flexinspect_hooks.user_code.declared_segments import (
-    PromptInput,
-    SegmentSpec,
-    build_segments,
-    encode_or_empty,
-)
 from flexinspect_hooks.user_code.step_tracking import StepPlace
+
+# -- what the user declared ------------------------------------------------------------------------
+
+SegmentArgument = tuple[int, int, str] | tuple[str, str] | str
+"""A span (start, stop, label), a (text, label), or a text that is its own label."""
+
+_MAX_LABEL = 24
+
+
+def parse_segments(segments: Iterable[SegmentArgument] | None) -> tuple[DeclaredSegment, ...]:
+    """Check declared segments. Raises `UsageError` for an invalid one and for overlapping spans."""
+    specs = tuple(_parse_segment(segment) for segment in segments or ())
+    spans = sorted((spec.start, spec.stop, spec.label) for spec in specs if spec.text is None)
+    for (_, stop, first), (start, _, second) in pairwise(spans):
+        if start < stop:
+            raise UsageError(f"The segments '{first}' and '{second}' overlap at position {start}.")
+    return specs
+
+
+def _parse_segment(segment: object) -> DeclaredSegment:
+    match segment:
+        case str(text) if text:
+            label = text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 1]}…"
+            return DeclaredSegment(label, text=text)
+        case (str(text), str(label)) if text:
+            return DeclaredSegment(label, text=text)
+        case (int(start), int(stop), str(label)) if 0 <= start < stop:
+            return DeclaredSegment(label, start, stop)
+    raise UsageError(
+        f"{segment!r} is not a segment.",
+        hint="A segment is (start, stop, label) with 0 <= start < stop, a text, or (text, label).",
+    )
+
+
+def encode_segments(
+    segments: Iterable[DeclaredSegment], encode: Callable[[str], Sequence[int]]
+) -> tuple[DeclaredSegment, ...]:
+    """Return the segments with the ids of their texts, none for one that cannot be encoded."""
+
+    def ids(text: str) -> tuple[int, ...]:
+        try:
+            return tuple(encode(text))
+        except UsageError:
+            return ()
+
+    return tuple(replace(one, ids=ids(one.text)) if one.text else one for one in segments)
 
 
 def check_declared_mask(mask: object) -> None:
@@ -50,32 +93,18 @@ class DeclaredPrompt:
     """What the user declared about a run: segments to find, and the mask."""
 
     tokenizer: TokenizerAdapter
-    segments: tuple[SegmentSpec, ...] = ()
+    segments: tuple[DeclaredSegment, ...] = ()
     mask: str | MaskSpec | None = None
     separators: str = "attached"
     config: TokenizerFacts = field(default_factory=TokenizerFacts)
     """Special tokens of the model's configuration, for a tokenizer adapter that has none."""
 
     @property
-    def mask_name(self) -> str:
-        """The declared mask's name for the generation's record."""
-        if self.mask is None:
-            return "not declared"
-        return self.mask if isinstance(self.mask, str) else self.mask.name
-
-    @property
     def facts(self) -> TokenizerFacts:
         """The known special tokens."""
         return self.tokenizer.facts if self.tokenizer.has_text else self.config
 
-    def declaration(self, ids: Sequence[int], texts: Sequence[str]) -> Mapping[str, Any]:
-        """Return the declared segments, and the special tokens that matter for this prompt."""
-        facts = keep_written_special(self.facts, ids, texts)
-        return declaration_entries(
-            to_declared_segments(self.segments, self.tokenizer.encode), facts
-        )
-
-    def declared_mask(self, segments: Sequence[Segment]) -> Mapping[str, Any]:
+    def mask_entries(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Return the declared mask for these segments, empty if none was declared."""
         if self.mask is None:
             return {}
@@ -85,137 +114,11 @@ class DeclaredPrompt:
         return {**algebra.spec_entries(spec), "separators": self.separators}
 
 
-@dataclass(slots=True)
-class GenerationBuilder:
-    """Builds a generation from its first forward on.
-
-    The prompt is built in the model's thread, everything after it in the writer thread, in order.
-    """
-
-    tokenizer: TokenizerAdapter
-    number: int
-    record: GenerationRecord
-    problems: list[str]
-    added_text: Callable[[int], str]
-    n_tokens: int
-    next_position: int
-    generated: list[int] = field(default_factory=list)
-
-    @classmethod
-    def begin(
-        cls, declared_prompt: DeclaredPrompt, place: StepPlace, rows: InputRows
-    ) -> GenerationBuilder:
-        """Begin with the input rows of the first forward."""
-        tokenizer, ids = declared_prompt.tokenizer, rows.token_ids()
-        add_text = tokenizer.make_text_stream()
-        known = ids if ids is not None else [-1] * place.n_new
-        texts = [add_text(id_) for id_ in ids] if ids is not None else [""] * place.n_new
-        n_pads = rows.n_pads()
-        first = known[n_pads] if n_pads < len(known) else None
-        prompt = PromptInput(
-            ids=known,
-            texts=texts if tokenizer.has_text else (),
-            start=place.pos,
-            n_pads=n_pads,
-            has_bos=first is not None and first == declared_prompt.facts.bos,
-        )
-        segments, problems = build_segments(declared_prompt.segments, prompt, tokenizer.encode)
-        positions = rows.position_ids() or list(range(place.pos, prompt.stop))
-        tokens = [
-            token_record(
-                tokenizer,
-                pos=place.pos + n,
-                token_id=id_,
-                text=texts[n],
-                position_id=positions[n],
-                segment=segment_index(segments, place.pos + n),
-                step=None,
-            )
-            for n, id_ in enumerate(ids or ())
-        ]
-        record = GenerationRecord(
-            generation=place.generation,
-            sample_id=f"forward {place.generation}",
-            mask=declared_prompt.mask_name,
-            positions="contiguous" if _is_contiguous(positions[n_pads:]) else "as fed",
-            segments=segments,
-            tokens=tuple(tokens),
-            declared={
-                **declared_prompt.declared_mask(segments),
-                **declared_prompt.declaration(ids or (), texts if ids is not None else ()),
-            },
-            started_at=time.time(),
-        )
-        return cls(
-            tokenizer=tokenizer,
-            number=place.generation,
-            record=record,
-            problems=problems,
-            added_text=add_text,
-            n_tokens=prompt.stop,
-            next_position=positions[-1] + 1 if positions else place.pos,
-        )
-
-    def input_tokens(self, rows: InputRows, place: StepPlace) -> tuple[TokenRecord, ...]:
-        """Return the input tokens of a later forward that no step chose."""
-        ids, positions = rows.token_ids(), rows.position_ids()
-        return tuple(
-            self._append_token(id_, positions[n] if positions else None, place.pos + n, None)
-            for n, id_ in enumerate(ids or ())
-        )
-
-    def chosen_tokens(self, rows: InputRows, pos: int, step: int) -> tuple[TokenRecord, ...]:
-        """Return the token that `step` chose: the last one of `rows`, at `pos`."""
-        ids, positions = rows.token_ids(), rows.position_ids()
-        if not ids:
-            return ()
-        self.generated.append(ids[-1])
-        return (self._append_token(ids[-1], positions[-1] if positions else None, pos, step),)
-
-    def _append_token(
-        self, id_: int, position: int | None, pos: int, step: int | None
-    ) -> TokenRecord:
-        position = self.next_position if position is None else position
-        self.next_position = position + 1
-        self.n_tokens = pos + 1
-        return token_record(
-            self.tokenizer,
-            pos=pos,
-            token_id=id_,
-            text=self.added_text(id_),
-            position_id=position,
-            segment=segment_index(self.record.segments, pos),
-            step=step,
-        )
-
-    def end(self, state: str, reason: str, ended_at: float) -> GenerationEnd:
-        """Return the end of the generation, with the final segments."""
-        segments = close_generated_segment(self.record.segments, self.n_tokens)
-        answer = self.tokenizer.decode_generated(self.generated)
-        return GenerationEnd(self.number, state, answer, segments, reason, ended_at)
-
-
-def _is_contiguous(positions: Sequence[int]) -> bool:
-    return all(b - a == 1 for a, b in pairwise(positions))
-
-
 def config_facts(model: Any) -> TokenizerFacts:
     """Return the special tokens of a model's configuration."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     return TokenizerFacts(*special_ids(config))
-
-
-def to_declared_segments(
-    specs: Iterable[SegmentSpec], encode: Callable[[str], Sequence[int]]
-) -> tuple[DeclaredSegment, ...]:
-    """Return declared segments as a trace stores them."""
-    return tuple(
-        DeclaredSegment(spec.label, spec.start, spec.stop)
-        if spec.text is None
-        else DeclaredSegment(spec.label, text=spec.text, ids=encode_or_empty(spec.text, encode))
-        for spec in specs
-    )
 
 
 def keep_written_special(
@@ -228,3 +131,215 @@ def keep_written_special(
     known = frozenset(facts.special.values())
     prompt = "".join(" " if i in known else text for i, text in zip(ids, texts, strict=True))
     return replace(facts, special={s: i for s, i in facts.special.items() if s and s in prompt})
+
+
+# -- the segments of a prompt ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """A prompt as a forward received it, from position `start` on: its ids, and their texts.
+
+    `texts` is empty if texts cannot be searched. The first `n_pads` ids are padding; with `has_bos`
+    a BOS follows them.
+    """
+
+    ids: Sequence[int]
+    texts: Sequence[str]
+    start: int = 0
+    n_pads: int = 0
+    has_bos: bool = False
+
+    @property
+    def stop(self) -> int:
+        """The position after the prompt."""
+        return self.start + len(self.ids)
+
+
+def build_segments(
+    specs: Sequence[DeclaredSegment], prompt: PromptInput
+) -> tuple[tuple[Segment, ...], list[str]]:
+    """Return segments without gaps over the prompt and generated tokens, and a list of problems.
+
+    A declared segment that is not found, or lies outside, is left out and reported. A label whose
+    first word names a kind (bos, shared, separator, cue) has that kind, any other is a paraphrase.
+    Undeclared positions are padding, BOS, "shared" before the first segment, "separator" between
+    two, "cue" after the last. Without declared segments the prompt is one segment.
+    """
+    problems: list[str] = []
+    spans = list(_find_spans(specs, prompt, problems))
+    begin = prompt.start + prompt.n_pads
+    # Each part begins where the one before it stops; empty ones are left out below.
+    parts = [
+        (prompt.start, "before watching", SegmentKind.SHARED),
+        (begin, "padding", SegmentKind.SHARED),
+    ]
+    if not spans:
+        parts.append((prompt.stop, "prompt", SegmentKind.SHARED))
+    else:
+        first, last = spans[0][0], spans[-1][1]
+        parts.append((begin + (prompt.has_bos and begin < first), "bos", SegmentKind.BOS))
+        parts.append((first, "shared", SegmentKind.SHARED))
+        for number, (start, stop, label) in enumerate(spans):
+            parts.append((start, f"separator {number}", SegmentKind.SEPARATOR))
+            parts.append((stop, label, _segment_kind(label)))
+        after_last = last + _separator_after(spans, prompt)
+        parts.append((after_last, f"separator {len(spans)}", SegmentKind.SEPARATOR))
+        parts.append((prompt.stop, "cue", SegmentKind.CUE))
+    parts.append((prompt.stop + 1, "generated", SegmentKind.GENERATED))
+    segments: list[Segment] = []
+    pos = 0
+    for stop, label, kind in parts:
+        if stop > pos:
+            is_attached = kind is SegmentKind.SEPARATOR and segments
+            owner = segments[-1].owner if is_attached else len(segments)
+            segments.append(Segment(pos, stop, label, kind, owner))
+            pos = stop
+    return tuple(segments), problems
+
+
+def _segment_kind(label: str) -> SegmentKind:
+    word = label.split()[0].lower() if label.split() else ""
+    named = {str(kind) for kind in SegmentKind} - {SegmentKind.GENERATED}
+    return SegmentKind(word) if word in named else SegmentKind.PARAPHRASE
+
+
+def _separator_after(spans: list[tuple[int, int, str]], prompt: PromptInput) -> int:
+    """Return the length of the separator after the last span, 0 without one.
+
+    It is the separator if the same tokens stand between all spans.
+    """
+    if _segment_kind(spans[-1][2]) is not SegmentKind.PARAPHRASE:
+        return 0
+    between = {
+        tuple(prompt.ids[before[1] - prompt.start : after[0] - prompt.start])
+        for before, after in pairwise(spans)
+    }
+    separator = between.pop() if len(between) == 1 else ()
+    rest = tuple(prompt.ids[spans[-1][1] - prompt.start :])
+    is_same = len(rest) > len(separator) and rest[: len(separator)] == separator
+    return len(separator) if is_same else 0
+
+
+def _find_spans(
+    specs: Sequence[DeclaredSegment], prompt: PromptInput, problems: list[str]
+) -> Iterator[tuple[int, int, str]]:
+    """Yield (start, stop, label) in order; each text is searched after the segment before it."""
+    spans: list[tuple[int, int, str]] = []
+    after = 0
+    for spec in specs:
+        if spec.text is None:
+            start, stop = spec.start, min(spec.stop, prompt.stop)
+            if spec.stop > prompt.stop:
+                problems.append(
+                    f"Segment '{spec.label}' was declared up to position {spec.stop}, but the "
+                    f"prompt ends at {prompt.stop}."
+                )
+        else:
+            start, stop = _find_text(spec, prompt, after)
+            if start == stop:
+                problems.append(f"The text of segment '{spec.label}' is not in the prompt.")
+        if prompt.start <= start < stop:
+            spans.append((start, stop, spec.label))
+            after = stop - prompt.start
+    pos = prompt.start
+    for start, stop, label in sorted(spans):
+        if start < pos:
+            problems.append(f"Segment '{label}' overlaps the one before it and is left out.")
+            continue
+        pos = stop
+        yield start, stop, label
+
+
+def _find_text(spec: DeclaredSegment, prompt: PromptInput, after: int) -> tuple[int, int]:
+    """Return the span (start, stop) of a text, found by its ids, else by texts; else (0, 0).
+
+    The ids of a text may differ in the prompt (a leading space, a merge with its neighbour), so the
+    second search takes every token that contains a part of the text.
+    """
+    for begin in dict.fromkeys((after, prompt.n_pads)):
+        by_ids = find_id_spans(spec.ids, prompt.ids, begin)
+        by_text = find_text_spans(spec.text or "", prompt.texts, begin)
+        for start, stop in chain(by_ids, by_text):
+            return prompt.start + start, prompt.start + stop
+    return 0, 0
+
+
+# -- the records of a generation -------------------------------------------------------------------
+
+
+class GenerationBuilder:
+    """Builds a generation from its first forward on, whose input rows are `rows`.
+
+    The prompt is built in the model's thread, everything after it in the writer thread, in order.
+    `record` is the generation's record, `problems` those of its declared segments.
+    """
+
+    def __init__(
+        self, declared_prompt: DeclaredPrompt, place: StepPlace, rows: InputRows, model: str = ""
+    ) -> None:
+        self._tokenizer = tokenizer = declared_prompt.tokenizer
+        self._added_text = tokenizer.make_text_stream()
+        self._generated: list[int] = []
+        facts, mask, n_pads = declared_prompt.facts, declared_prompt.mask, rows.n_pads()
+        token_ids = rows.token_ids()
+        ids: Sequence[int] = token_ids or ()
+        texts = [self._added_text(id_) for id_ in ids]
+        prompt = PromptInput(
+            ids=[-1] * place.n_new if token_ids is None else ids,
+            texts=texts if tokenizer.has_text else (),
+            start=place.pos,
+            n_pads=n_pads,
+            has_bos=facts.bos is not None and facts.bos in ids[n_pads : n_pads + 1],
+        )
+        specs = encode_segments(declared_prompt.segments, tokenizer.encode)
+        segments, self.problems = build_segments(specs, prompt)
+        positions = rows.position_ids() or list(range(place.pos, prompt.stop))
+        self._next_position = positions[-1] + 1 if positions else place.pos
+        self._n_tokens = prompt.stop
+        special = keep_written_special(facts, ids, texts)
+        is_contiguous = all(b - a == 1 for a, b in pairwise(positions[n_pads:]))
+        tokens = enumerate(zip(ids, texts, positions, strict=False), place.pos)
+        self.record = GenerationRecord(
+            generation=place.generation,
+            sample_id=f"forward {place.generation}",
+            mask="not declared" if mask is None else getattr(mask, "name", str(mask)),
+            positions="contiguous" if is_contiguous else "as fed",
+            segments=segments,
+            tokens=tuple(
+                token_record(tokenizer, pos, *token, segment_index(segments, pos))
+                for pos, token in tokens
+            ),
+            declared={
+                **declared_prompt.mask_entries(segments),
+                **declaration_entries(specs, special),
+            },
+            started_at=time.time(),
+            model=model,
+        )
+
+    def append_tokens(
+        self, rows: InputRows, pos: int, step: int | None = None
+    ) -> tuple[TokenRecord, ...]:
+        """Return the input tokens of a later forward, which no step chose, from `pos` on.
+
+        With `step`, only the last one, which that step chose.
+        """
+        ids, positions = rows.token_ids() or [], rows.position_ids() or []
+        if step is not None:
+            ids, positions = ids[-1:], positions[-1:]
+            self._generated += ids
+        records = []
+        for n, id_ in enumerate(ids):
+            position = positions[n] if positions else self._next_position
+            self._next_position, self._n_tokens = position + 1, pos + n + 1
+            text, segment = self._added_text(id_), segment_index(self.record.segments, pos + n)
+            place = (position, segment, step)
+            records.append(token_record(self._tokenizer, pos + n, id_, text, *place))
+        return tuple(records)
+
+    def end(self, state: str, reason: str, ended_at: float) -> GenerationEnd:
+        """Return the end of the generation, with the final segments."""
+        segments = close_generated_segment(self.record.segments, self._n_tokens)
+        answer = self._tokenizer.decode_generated(self._generated)
+        return GenerationEnd(self.record.generation, state, answer, segments, reason, ended_at)

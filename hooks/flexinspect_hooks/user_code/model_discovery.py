@@ -11,14 +11,13 @@ import functools
 import threading
 import time
 import traceback
-import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,19 +25,11 @@ from torch import nn
 from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.job import ScriptJob
 from flexinspect.records.step import EventRecord
-from flexinspect.trace.file.writer import TraceWriter
-from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.loading.model_facts import model_facts
-from flexinspect_hooks.loading.tokenizers import (
-    IdAdapter,
-    SafeAdapter,
-    TokenizerAdapter,
-    Vocabulary,
-)
+from flexinspect_hooks.loading.tokenizers import IdAdapter, SafeAdapter
 from flexinspect_hooks.observers.input_rows import InputRows
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import (
@@ -47,9 +38,8 @@ from flexinspect_hooks.python_internals.torch_private import (
     skip_frame,
 )
 from flexinspect_hooks.sessions.capture_session import capture_cost
-from flexinspect_hooks.sessions.session_levels import SessionLevels, chosen_layers
-from flexinspect_hooks.user_code.declared_segments import parse_segments
-from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
+from flexinspect_hooks.sessions.captured_run import CapturedRun, chosen_layers
+from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
@@ -65,48 +55,31 @@ MAX_HOOK_RESTORES = 16
 """How often hooks that the program removed from a model are installed again."""
 
 
-@dataclass(slots=True)
-class _FoundModel:
-    model: weakref.ref[nn.Module]
-    session: FoundSession | None
-    """None for a model that could not be watched."""
-    n_restores: int = 0
-    """How often its hooks were installed again."""
-
-
 class ModelFinder:
     """Records every transformers model that the program runs into one trace."""
 
-    def __init__(
-        self,
-        job: ScriptJob,
-        writer: TraceWriter,
-        made: TokenizerTracker,
-        barrier: StepBarrier,
-        levels: SessionLevels,
-    ) -> None:
-        self.job, self.writer = job, writer
-        self.tokenizers = TokenizerMatcher(made)
+    def __init__(self, job: ScriptJob, run: CapturedRun, tokenizers: TokenizerTracker) -> None:
+        self.job, self.writer, self.tokenizers = job, run.writer, tokenizers
         self.segments = parse_segments(job.declaration.segments)
-        self.recorder = Recorder(writer)
+        self.recorder = Recorder(run.writer)
         self.numbers = count()
-        self._found: dict[int, _FoundModel] = {}
-        self._collected: deque[int] = deque()
+        self._found: WeakKeyDictionary[nn.Module, FoundSession | None] = WeakKeyDictionary()
+        """Each model's session, None for one that cannot be watched."""
         self._sessions: list[FoundSession] = []
+        self._open: list[FoundSession] = []
+        """Those of the sessions that have not ended."""
         self._facts: list[dict[str, Any]] = []
-        self._step_starts: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEP_STARTS)
-        self._local = threading.local()
+        self.step_starts: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEP_STARTS)
+        """When the last steps began, with their generations and numbers."""
+        self.local = threading.local()
+        """`root` is the `id` of the outermost model that the thread calls, None for none."""
         self._lock = threading.RLock()
-        self._removes: list[Callable[[], None]] = []
+        self._wrappers = ExitStack()
         self._is_over = False
         self._standalone: StandaloneCalls | None = None
-        self._barrier, self._levels = barrier, levels
-        self._breakpoints: BreakpointEvaluator | None = None
+        self._barrier, self._levels = run.control.barrier, run.levels
+        self._breakpoints = self.recorder.judge = run.attach_recorder(self.recorder)
         self.recorder.start()
-
-    def break_on(self, breaking: BreakpointEvaluator) -> None:
-        """Let every new session evaluate these breakpoints."""
-        self._breakpoints, self.recorder.judge = breaking, breaking
 
     # -- wrappers that find models ---------------------------------------------------------------
 
@@ -114,15 +87,15 @@ class ModelFinder:
         """Wrap the call of every `PreTrainedModel`; transformers.modeling_utils must be loaded."""
         from transformers.modeling_utils import PreTrainedModel
 
-        local, find, set_compiler = self._local, self._find, frame_compiler_setter()
+        local, find, set_compiler = self.local, self._find, frame_compiler_setter()
 
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
             # Inside another model's forward the model is a part of that one, and a compiled graph
             # must not contain this wrapper.
-            if torch.compiler.is_compiling() or getattr(local, "is_open", False):
+            if torch.compiler.is_compiling() or getattr(local, "root", None):
                 return nn.Module.__call__(model, *args, **kwargs)
-            local.is_open, local.root = True, id(model)
+            local.root = id(model)
             try:
                 compiler = set_compiler(None)  # dynamo must not compile `_find`
                 try:
@@ -133,24 +106,26 @@ class ModelFinder:
                     return nn.Module.__call__(model, *args, **kwargs)
                 except BaseException as error:
                     if session is not None:
-                        session.on_forward_failed(error)
+                        # Only its id: the exception would keep the objects of its frames alive.
+                        session.exit_exception_id = id(error)
                     strip_own_frames(error)
                     raise
             finally:
-                local.is_open, local.root = False, 0
+                local.root = None
 
         skip_frame(call)
-        self._removes += [patch(PreTrainedModel, "__call__", call), hide_hooks()]
+        self._wrappers.callback(patch(PreTrainedModel, "__call__", call))
+        self._wrappers.callback(hide_hooks())
 
     def watch_generate(self) -> None:
         """Wrap `GenerationMixin.generate`; transformers.generation.utils must be loaded."""
         from transformers.generation.utils import GenerationMixin
 
-        original, local = GenerationMixin.generate, self._local
+        original, local = GenerationMixin.generate, self.local
 
         @functools.wraps(original)
         def generate(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-            is_inner = torch.compiler.is_compiling() or getattr(local, "is_open", False)
+            is_inner = torch.compiler.is_compiling() or getattr(local, "root", None)
             session = None if is_inner else self._find(model)
             if session is None:
                 return original(model, *args, **kwargs)
@@ -160,7 +135,7 @@ class ModelFinder:
                 strip_own_frames(error)
                 raise
 
-        self._removes.append(patch(GenerationMixin, "generate", generate))
+        self._wrappers.callback(patch(GenerationMixin, "generate", generate))
 
     def watch_standalone_calls(self) -> None:
         """Record standalone calls of FlexAttention; its module must be loaded."""
@@ -175,50 +150,45 @@ class ModelFinder:
 
     def _find(self, model: nn.Module) -> FoundSession | None:
         """Return the session of a model, created at its first call; None if it has none."""
-        known = self._found.get(id(model))
-        if known is not None and known.model() is model:
-            return self._session_with_hooks(model, known)
+        if model in self._found:
+            return self._session_with_hooks(model, self._found[model])
         if self._is_over:
             return None
         with self._lock:
-            self._end_collected_sessions()
-            session = self._begin_session(model, self._unique_name(model))
-            self._found[id(model)] = _FoundModel(weakref.ref(model), session)
+            for collected in [one for one in self._open if one.is_model_deleted]:
+                self._end_session(collected)
+            session = self._found[model] = self._begin_session(model, self._unique_name(model))
             if session is not None:
                 self._facts.append({**model_facts(model), "name": session.model_name})
                 with suppress(TraceWriteError):
                     self.writer.update_run(model=self._facts[0], models=self._facts)
-            # A finalizer may run at any point of the program, so it only appends the id.
-            weakref.finalize(model, self._collected.append, id(model)).atexit = False
         return session
 
-    def _session_with_hooks(self, model: nn.Module, known: _FoundModel) -> FoundSession | None:
+    def _session_with_hooks(
+        self, model: nn.Module, session: FoundSession | None
+    ) -> FoundSession | None:
         """Return a known model's session, or a new one if the program removed its hooks."""
-        session = known.session
-        if (
-            session is None
-            or self._is_over
-            or session.has_hooks_installed
-            or session.is_in_generate
-        ):
+        if session is None or self._is_over or session.generate_depth:
             return session
-        known.n_restores = n = known.n_restores + 1
+        if session.has_hooks_installed or session.n_restores > MAX_HOOK_RESTORES:
+            return session
+        session.n_restores = n = session.n_restores + 1
         if n > MAX_HOOK_RESTORES:
-            if n == MAX_HOOK_RESTORES + 1:
-                self.event(
-                    "not-recorded", f"{HOOKS_REMOVED} {n} times: later forwards are not recorded."
-                )
+            text = f"{HOOKS_REMOVED} {n} times: later forwards are not recorded."
+            self.event("not-recorded", text)
             return session
         with self._lock:
             text = f"{HOOKS_REMOVED}; they were installed again before a forward."
             self.event("hooks-reinstalled", text)
             self._end_session(session)
-            known.session = self._begin_session(model, session.model_name)
-        return known.session
+            again = self._found[model] = self._begin_session(model, session.model_name, n)
+        return again
 
-    def _begin_session(self, model: nn.Module, name: str) -> FoundSession | None:
+    def _begin_session(
+        self, model: nn.Module, name: str, n_restores: int = 0
+    ) -> FoundSession | None:
         try:
-            session = FoundSession(model, self, name)
+            session = FoundSession(model, self, name, n_restores)
             session.__enter__()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
@@ -226,9 +196,9 @@ class ModelFinder:
             return None
         session.barrier = self._barrier
         self._levels.attach(session)
-        if self._breakpoints is not None:
-            session.break_on(self._breakpoints)
+        session.break_on(self._breakpoints)
         self._sessions.append(session)
+        self._open.append(session)
         return session
 
     def _unique_name(self, model: nn.Module) -> str:
@@ -238,35 +208,20 @@ class ModelFinder:
         candidates = (f"{name} ({n})" if n > 1 else name for n in count(1))
         return next(candidate for candidate in candidates if candidate not in taken)
 
-    def _end_collected_sessions(self) -> None:
-        """End the sessions of models that were garbage-collected."""
-        while self._collected:
-            found = self._found.pop(self._collected.popleft(), None)
-            if found is not None and found.session is not None:
-                self._end_session(found.session)
-
     def _end_session(self, session: FoundSession) -> None:
+        self._open.remove(session)
         try:
             session.close("finished", None)
             session.__exit__()
         except Exception as failure:
-            self.event(
-                "not-recorded", f"A model's recording could not be ended properly: {failure!r}"
-            )
-
-    def is_root(self, model: nn.Module) -> bool:
-        """Whether this model is the outermost one that the current thread calls."""
-        return getattr(self._local, "root", 0) == id(model)
+            text = f"A model's recording could not be ended properly: {failure!r}"
+            self.event("not-recorded", text)
 
     # -- steps and events ------------------------------------------------------------------------
 
-    def on_step_begin(self, step: StepContext) -> None:
-        """Keep the start time of a step."""
-        self._step_starts.append((step.started_at, step.generation, step.step))
-
     def step_at(self, at: float) -> tuple[int | None, int | None]:
         """Return (generation, step) of the last step that began before a time, else Nones."""
-        starts = list(self._step_starts)
+        starts = list(self.step_starts)
         index = bisect_right(starts, at, key=lambda start: start[0])
         return starts[index - 1][1:] if index else (None, None)
 
@@ -279,7 +234,7 @@ class ModelFinder:
     def on_program_failed(self, error: BaseException) -> None:
         """Record the exception that ends the program, at the step that it interrupted."""
         strip_own_frames(error)
-        if any(session.has_recorded(error) for session in self._sessions):
+        if any(session.recorded_error is error for session in self._sessions):
             return
         with self._lock:
             state = end_state(error)
@@ -297,13 +252,11 @@ class ModelFinder:
         """End every session, remove all wrappers and hooks, write queued steps; return the cost."""
         self._is_over = True
         with self._lock:
-            self._end_collected_sessions()
-            for found in reversed(list(self._found.values())):
-                if found.session is not None:
-                    self._end_session(found.session)
+            for session in reversed(list(self._open)):
+                self._end_session(session)
             if self._standalone is not None:
                 self._standalone.__exit__()
-            self._remove_wrappers()
+            self._wrappers.close()
             sessions = [session for session in (*self._sessions, self._standalone) if session]
             cost = capture_cost(sessions, self.recorder) if sessions else None
             self.recorder.stop()
@@ -316,11 +269,7 @@ class ModelFinder:
             session.remove_hooks()
         if self._standalone is not None:
             self._standalone.remove_hooks()
-        self._remove_wrappers()
-
-    def _remove_wrappers(self) -> None:
-        while self._removes:
-            self._removes.pop()()
+        self._wrappers.close()
 
     @property
     def has_found_anything(self) -> bool:
@@ -329,11 +278,18 @@ class ModelFinder:
 
 
 class FoundSession(WatchSession):
-    """The session of a model that was found. It prints nothing on the program's stderr."""
+    """The session of a model that was found. It prints nothing on the program's stderr.
 
-    def __init__(self, model: nn.Module, finder: ModelFinder, name: str) -> None:
+    It does not report removed hooks at its end either: they are checked before each forward.
+    """
+
+    prints = False
+
+    def __init__(self, model: nn.Module, finder: ModelFinder, name: str, n_restores: int) -> None:
         self._finder, declared = finder, finder.job.declaration
-        self._thread = self._exit_exception_id = 0
+        self._thread, self.n_restores = 0, n_restores
+        self.exit_exception_id = 0
+        """The `id` of the exception that the last forward raised; the program may catch it."""
         super().__init__(
             model,
             finder.writer,
@@ -348,7 +304,8 @@ class FoundSession(WatchSession):
     def _on_forward_start(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._finder.is_root(module):  # else the model is a part of another model
+        # Otherwise the model is a part of another model.
+        if getattr(self._finder.local, "root", None) == id(module):
             super()._on_forward_start(module, args, kwargs)
 
     def _start_generation(self, place: StepPlace, rows: InputRows) -> None:
@@ -366,23 +323,8 @@ class FoundSession(WatchSession):
 
     def _begin_step(self, step: StepContext) -> None:
         super()._begin_step(step)
-        self._thread, self._exit_exception_id = threading.get_ident(), 0
-        self._finder.on_step_begin(step)
-
-    def _print_once(self, sentence: str) -> None:
-        """Print nothing: the trace has the sentence, and stderr belongs to the program."""
-
-    def _report_hooks_removed(self) -> None:
-        """Report nothing at the end, because the hooks are checked before each forward."""
-
-    def has_recorded(self, error: BaseException) -> bool:
-        """Whether this exception is in the trace already."""
-        return error is self._recorded_error
-
-    def on_forward_failed(self, error: BaseException) -> None:
-        """Keep the id of an exception that a forward raised; the program may still catch it."""
-        # Only its id: the exception would keep the objects of its frames alive.
-        self._exit_exception_id = id(error)
+        self._thread, self.exit_exception_id = threading.get_ident(), 0
+        self._finder.step_starts.append((step.started_at, step.generation, step.step))
 
     def failed_step(self, errors: set[int]) -> tuple[bool, float]:
         """Return whether one of these exceptions, by id, left an open step, and its start time.
@@ -393,51 +335,7 @@ class FoundSession(WatchSession):
         if self._thread != threading.get_ident():
             return False, 0.0
         if self._step is not None:
-            was_left = self._exit_exception_id in errors
+            was_left = self.exit_exception_id in errors
             return was_left, self._step.started if was_left else 0.0
         pending = self._pending
         return False, 0.0 if pending is None else pending.finished.context.started
-
-
-class TokenizerMatcher:
-    """Chooses the tokenizer of a model; each tokenizer's vocabulary is read once."""
-
-    def __init__(self, tracker: TokenizerTracker) -> None:
-        self._tracker = tracker
-        self._adapters: dict[int, tuple[weakref.ref[Any], TokenizerAdapter]] = {}
-
-    def match(self, model: Any) -> TokenizerAdapter:
-        """Return an adapter of the tokenizer that was loaded from the same place as the model.
-
-        Else of the newest tokenizer whose vocabulary is not larger than the model's; else an
-        adapter that shows ids.
-        """
-        name = getattr(model, "name_or_path", "")
-        config = getattr(model, "config", None)
-        size = getattr(getattr(config, "text_config", None) or config, "vocab_size", None)
-        alive = self._tracker.live_tokenizers()
-        same_place = [t for t in alive if name and getattr(t, "name_or_path", "") == name]
-        fitting = [t for t in alive if not isinstance(size, int) or _vocabulary_size(t) <= size]
-        for tokenizer in (*same_place, *fitting):
-            adapter = self._adapter_of(tokenizer)
-            if adapter is not None:
-                return adapter
-        return IdAdapter()
-
-    def _adapter_of(self, tokenizer: Any) -> TokenizerAdapter | None:
-        known = self._adapters.get(id(tokenizer))
-        if known is not None and known[0]() is tokenizer:
-            return known[1]
-        try:
-            adapter = Vocabulary(tokenizer)
-        except Exception:  # not initialised yet, or without the methods that are needed
-            return None
-        self._adapters[id(tokenizer)] = (weakref.ref(tokenizer), adapter)
-        return adapter
-
-
-def _vocabulary_size(tokenizer: Any) -> int:
-    try:
-        return len(tokenizer)
-    except Exception:  # not initialised yet
-        return 1 << 62

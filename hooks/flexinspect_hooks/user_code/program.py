@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -55,20 +56,14 @@ def _put_first(folder: str) -> None:
 def strip_own_frames(error: BaseException) -> None:
     """Remove flexinspect's frames from the tracebacks of an exception and its causes."""
     for link in exception_chain(error):
-        link.__traceback__ = _without_own_frames(link.__traceback__)
-
-
-def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    first = last = None
-    while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
-            if last is not None:
-                last.tb_next = trace
-            first, last = first or trace, trace
-        trace = trace.tb_next
-    if last is not None:
-        last.tb_next = None
-    return first
+        trace, kept = link.__traceback__, list[TracebackType]()
+        while trace is not None:
+            if not trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+                kept.append(trace)
+            trace = trace.tb_next
+        for one, following in zip_longest(kept, kept[1:]):
+            one.tb_next = following
+        link.__traceback__ = kept[0] if kept else None
 
 
 def hide_own_frames_at_exit(error: BaseException) -> None:

@@ -7,13 +7,13 @@ so far continues the generation, unless that cache is known to belong to another
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from flexinspect_hooks.capture.step_clock import StepContext, StepEvent
 from flexinspect_hooks.observers.input_rows import InputRows
@@ -21,21 +21,6 @@ from flexinspect_hooks.observers.input_rows import InputRows
 SEVERAL_ROWS = "chunked-input"
 UNKNOWN_CACHE = "unknown-cache"
 OTHER_CACHE = "cache-switched"
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardInput:
-    """The input of one forward: `n_rows` rows, after `cached` keys that are in the cache already.
-
-    `ids` returns the row's token ids, None for embeddings. It is called only for forwards on an
-    empty cache: for others it may have to wait for the device.
-    """
-
-    n_rows: int
-    cached: int
-    ids: Callable[[], Sequence[int] | None]
-    owner: int | None = None
-    """The generation that filled the cache, None if not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +57,6 @@ class _TrackerState:
     is_open: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _GenerateCall:
-    n_prompt: int
-    followed: bool
-
-
 class StepTracker:
     """Follows one model's forwards, in order.
 
@@ -87,7 +66,7 @@ class StepTracker:
     def __init__(self, generation_numbers: Iterator[int] | None = None) -> None:
         self._numbers = count() if generation_numbers is None else generation_numbers
         self._state = self._before = _TrackerState()
-        self._call: _GenerateCall | None = None
+        self._n_prompt, self._is_followed = 0, True  # of the open call of `generate`
 
     @property
     def length(self) -> int:
@@ -101,96 +80,88 @@ class StepTracker:
         `followed` (beams, assistants) its forwards are counted, and no token counts as chosen.
         """
         self.end()
-        self._call = _GenerateCall(n_prompt, followed)
+        self._n_prompt, self._is_followed = n_prompt, followed
 
     def end(self) -> None:
         """End the open generation: the next forward begins one."""
-        self._call = None
+        self._n_prompt, self._is_followed = 0, True
         self._state = self._before = replace(self._state, is_open=False)
 
     def undo(self) -> None:
         """Undo the last `locate`, because the forward did not return; it may be tried again."""
         self._state = self._before
 
-    def locate(self, forward: ForwardInput) -> StepPlace:
-        """Return the place of a forward; the next forward is placed after it."""
+    def locate(
+        self,
+        n_rows: int,
+        cached: int,
+        ids: Callable[[], Sequence[int] | None],
+        owner: int | None = None,
+    ) -> StepPlace:
+        """Return the place of a forward of `n_rows` rows; the next one is placed after it.
+
+        `cached` keys are in its cache already, which generation `owner` filled (None if not known).
+        `ids` returns the row's token ids, None for embeddings. It is called only for forwards on an
+        empty cache: for others it may have to wait for the device.
+        """
         state = self._state
-        ids = None if forward.cached else forward.ids()
-        whole = None if ids is None else tuple(ids)
-        place = self._next_step(forward, whole) if state.is_open else None
+        row = None if cached else ids()
+        whole = None if row is None else tuple(row)
+        is_other = owner is not None and owner != state.generation
+        place = self._next_step(n_rows, cached, whole, is_other) if state.is_open else None
         if place is None:
-            place = self._first_step(forward)
+            note = (OTHER_CACHE if is_other else UNKNOWN_CACHE) if cached else ""
+            owner = owner if note == OTHER_CACHE else None
+            number = next(self._numbers)
+            place = StepPlace(number, 0, True, cached, n_rows, note=note, owner=owner)
         is_whole = place.begins_generation or state.whole is not None
         self._before = state
         self._state = _TrackerState(
             generation=place.generation,
             step=place.step,
-            length=forward.cached + forward.n_rows,
+            length=cached + n_rows,
             whole=whole if is_whole else None,
             is_open=True,
         )
         return place
 
-    def _first_step(self, forward: ForwardInput) -> StepPlace:
-        owner = forward.owner if forward.cached and self._has_other_owner(forward) else None
-        note = "" if not forward.cached else UNKNOWN_CACHE if owner is None else OTHER_CACHE
-        return StepPlace(
-            generation=next(self._numbers),
-            step=0,
-            begins_generation=True,
-            pos=forward.cached,
-            n_new=forward.n_rows,
-            note=note,
-            owner=owner,
-        )
-
-    def _has_other_owner(self, forward: ForwardInput) -> bool:
-        """Whether the cache was filled by a generation other than the last one."""
-        return forward.owner is not None and forward.owner != self._state.generation
-
-    def _next_step(self, forward: ForwardInput, whole: tuple[int, ...] | None) -> StepPlace | None:
+    def _next_step(
+        self, n_rows: int, cached: int, whole: tuple[int, ...] | None, is_other: bool
+    ) -> StepPlace | None:
         """Return the place in the open generation, None for a forward that does not continue it."""
-        state, call = self._state, self._call
+        state = self._state
         step = partial(StepPlace, state.generation, state.step + 1, False)
-        if call is not None and not call.followed:
-            return step(pos=forward.cached + forward.n_rows, n_new=0)
-        if not forward.cached:
+        if not self._is_followed:
+            return step(pos=cached + n_rows, n_new=0)
+        if not cached:
             known = state.whole
             if whole is None or known is None or whole[:-1] != known:
                 return None
             return step(pos=len(known), n_new=1, is_chosen=True)
-        if forward.cached != state.length or self._has_other_owner(forward):
+        if cached != state.length or is_other:
             return None
-        is_prompt = call is not None and forward.cached < call.n_prompt
-        if forward.n_rows == 1 and not is_prompt:
-            return step(pos=forward.cached, n_new=1, is_chosen=True)
-        return step(pos=forward.cached, n_new=forward.n_rows, note=SEVERAL_ROWS)
-
-
-MAX_CACHES = 256
-"""The number of caches that are remembered; the least recently used one is dropped first."""
+        if n_rows == 1 and cached >= self._n_prompt:
+            return step(pos=cached, n_new=1, is_chosen=True)
+        return step(pos=cached, n_new=n_rows, note=SEVERAL_ROWS)
 
 
 class CacheOwners:
     """Remembers, by identity, the last generation that used each cache. Keeps no cache alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def owner_of(self, cache: Any) -> int | None:
         """Return the generation that used this cache last, None for an unknown cache."""
-        entry = self._known.get(id(cache))
-        return entry[1] if entry is not None and entry[0]() is cache else None
+        with suppress(TypeError):  # as below
+            return self._known.get(cache)
+        return None
 
     def set_owner(self, cache: Any, generation: int) -> None:
-        """Set the generation that used a cache last. Tuples have no identity and are ignored."""
-        if cache is None or isinstance(cache, tuple):
-            return
-        self._known.pop(id(cache), None)
-        with suppress(TypeError):  # a class with slots may not support weak references
-            self._known[id(cache)] = (weakref.ref(cache), generation)
-        if len(self._known) > MAX_CACHES:
-            del self._known[next(iter(self._known))]
+        """Set the generation that used a cache last."""
+        # Tuples, None, and a class with slots do not support weak references, and are ignored.
+        with suppress(TypeError):
+            self._known[cache] = generation
 
 
 _EVENT_TEXTS = {
@@ -208,10 +179,8 @@ def input_events(step: StepContext, place: StepPlace, rows: InputRows) -> list[S
     """Return the events about the place and the input of a forward."""
     events: list[StepEvent] = []
     if place.note:
-        text = _EVENT_TEXTS[place.note].format(
-            n=step.q_len, cached=step.kv_before, owner=place.owner
-        )
-        events.append((place.note, text))
+        facts = {"n": step.q_len, "cached": step.kv_before, "owner": place.owner}
+        events.append((place.note, _EVENT_TEXTS[place.note].format(**facts)))
     if not place.begins_generation:
         return events
     if rows.batch > 1:

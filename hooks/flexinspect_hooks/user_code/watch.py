@@ -28,9 +28,13 @@ from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.loading.tokenizers import IdAdapter, TokenizerAdapter, Vocabulary
 from flexinspect_hooks.sessions.capture_session import check_level
-from flexinspect_hooks.sessions.session_levels import SessionLevels
-from flexinspect_hooks.user_code.declared_segments import SegmentArgument, parse_segments
-from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, check_declared_mask
+from flexinspect_hooks.sessions.captured_run import SessionLevels
+from flexinspect_hooks.user_code.generation_builder import (
+    DeclaredPrompt,
+    SegmentArgument,
+    check_declared_mask,
+    parse_segments,
+)
 from flexinspect_hooks.user_code.watch_session import WatchSession
 from flexinspect_hooks.user_code.watch_trace import WatchedTrace, free_path
 

@@ -14,11 +14,12 @@ import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from threading import RLock, get_ident
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from flexinspect.records.step import EventRecord, TokenRecord
 from flexinspect.rules.cache.cache_contents import CACHED_PROMPT_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
-from flexinspect_hooks.capture.hook import Remove
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off_cpu_s, query_length
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS
@@ -40,7 +40,7 @@ from flexinspect_hooks.observers.input_rows import ArgumentNames, InputRows
 from flexinspect_hooks.observers.logits_hook import reduce_chosen
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import is_hook_installed
-from flexinspect_hooks.sessions.capture_session import CaptureSession, pass_barrier
+from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_logits_row
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     GenerationBuilder,
@@ -49,7 +49,6 @@ from flexinspect_hooks.user_code.generation_builder import (
 from flexinspect_hooks.user_code.program import strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import (
     CacheOwners,
-    ForwardInput,
     StepPlace,
     StepTracker,
     input_events,
@@ -67,6 +66,9 @@ class WatchSession(CaptureSession):
     Sessions of one trace share `recorder` and `generation_numbers`; `name` is that of this model.
     """
 
+    prints = True
+    """Whether messages are printed on stderr."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -79,13 +81,9 @@ class WatchSession(CaptureSession):
         generation_numbers: Iterator[int] | None = None,
         name: str = "",
     ) -> None:
+        text_of = declared_prompt.tokenizer.text_of
         super().__init__(
-            model,
-            sink,
-            level=level,
-            layers=layers,
-            text_of=declared_prompt.tokenizer.text_of,
-            recorder=recorder,
+            model, sink, level=level, layers=layers, text_of=text_of, recorder=recorder
         )
         self.context.sees_kernels = True
         self._declared_prompt = replace(declared_prompt, config=config_facts(model))
@@ -100,9 +98,10 @@ class WatchSession(CaptureSession):
         self._input_tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
         self._pending: PendingStep | None = None
         self._printed: set[str] = set()
-        self._recorded_error: BaseException | None = None
+        self.recorded_error: BaseException | None = None
+        """The last exception that is in the trace."""
         self._is_broken = self._is_followed = False
-        self._generate_depth = self._n_forwards = 0
+        self.generate_depth = self._n_forwards = 0
         self._paused_s = 0.0
         self._prompt: Tensor | None = None
 
@@ -135,7 +134,7 @@ class WatchSession(CaptureSession):
 
     def _report_overlap(self) -> None:
         """Record once per generation that forwards of another thread are not recorded."""
-        number = self._builder.number if self._builder is not None else -1
+        number = self._builder.record.generation if self._builder is not None else -1
         if number != self._last_overlap:
             self._last_overlap, step = number, self._step
             if step is not None:
@@ -175,50 +174,47 @@ class WatchSession(CaptureSession):
         cached, owner = cached_length(cache), self._owners.owner_of(cache)
         buffer = StepBuffer(self._device, self._stream)
         rows = InputRows(arguments, n_rows, with_mask=not cached, buffer=buffer)
-        place = self._tracker.locate(ForwardInput(n_rows, cached, rows.token_ids, owner))
+        place = self._tracker.locate(n_rows, cached, rows.token_ids, owner)
         self._owners.set_owner(cache, place.generation)
         if place.begins_generation:
             self._finish_generation()
-            self._wait_at_barrier()
-            self._start_generation(place, rows)
         else:
             self._finish_step(rows if place.is_chosen else None, place.pos, started)
-            self._wait_at_barrier()
+        try:
+            self._paused_s = self._pass_barrier()
+        except KeyboardInterrupt:  # the forward does not run
+            self._tracker.undo()
+            raise
+        if place.begins_generation:
+            self._start_generation(place, rows)
+        builder = self._builder
+        assert builder is not None
         self._clock.set_next_step(place.generation, place.step)
         step = self._clock.open(args, arguments, self.level)
         step.arguments = arguments
         step.is_scored = False  # how a loop processes the logits before it chooses is not known
-        self._add_step_events(step, place, rows)
+        step.events += input_events(step, place, rows)
+        if place.begins_generation:
+            self._add_begin_events(step, place, builder.problems)
         is_input = not (place.begins_generation or place.is_chosen) and place.n_new > 0
-        builder = self._builder
-        assert builder is not None
-        self._input_tokens = (lambda: builder.input_tokens(rows, place)) if is_input else tuple
+        self._input_tokens = partial(builder.append_tokens, rows, place.pos) if is_input else tuple
         return step
 
-    def _wait_at_barrier(self) -> None:
-        """Wait at the step barrier; a forward that is stopped there did not run."""
-        try:
-            self._paused_s = pass_barrier(self.barrier, self.place)
-        except KeyboardInterrupt:
-            self._tracker.undo()
-            raise
-
-    def _add_step_events(self, step: StepContext, place: StepPlace, rows: InputRows) -> None:
-        step.events += input_events(step, place, rows)
-        if not place.begins_generation:
-            return
+    def _add_begin_events(
+        self, step: StepContext, place: StepPlace, problems: Sequence[str]
+    ) -> None:
+        """Add the events of a generation that begins with this step."""
         if place.pos and self._prompt is not None and self._prompt.shape[1] >= place.pos:
             cached = self._prompt[0, : place.pos].tolist()
             text = f"By its length the cache holds the first {place.pos} tokens of the prompt."
             self._event(CACHED_PROMPT_EVENT, text, step, {"prompt": cached})
-        if self._generate_depth and not self._is_followed:
+        if self.generate_depth and not self._is_followed:
             text = (
                 "Beam search and assisted generation are not followed: their steps are recorded "
                 "without the tokens that they chose."
             )
             step.events.append(("generate-not-followed", text))
-        assert self._builder is not None
-        for problem in self._builder.problems:
+        for problem in problems:
             step.events.append(("segments-not-found", problem))
             self._print_once(problem)
 
@@ -232,9 +228,8 @@ class WatchSession(CaptureSession):
         self.waited_s += off_cpu_s() - step.off_cpu_before
         try:
             # `generate` copies the row before it modifies it; another loop may not.
-            row = step.logits = _newest_logits_row(
-                output, self._model, copy=not self._generate_depth
-            )
+            copy = not self.generate_depth
+            row = step.logits = newest_logits_row(output, self._model, copy=copy)
             step.output = output
             self._owners.set_owner(getattr(output, "past_key_values", None), step.generation)
             finished = self._reduce(step)
@@ -252,21 +247,19 @@ class WatchSession(CaptureSession):
 
         `rows` is None if the token is not known. `pos` is the token's position.
         """
-        pending, self._pending = self._pending, None
-        builder = self._builder
+        pending, self._pending, builder = self._pending, None, self._builder
         if pending is None or builder is None:
             return
         started = time.perf_counter()
-        finished, input_tokens = pending.finished, pending.input_tokens
-        step = finished.context
-        ended = pending.ended if now is None else now
+        finished, row, input_tokens, ended = pending
+        ended, step = ended if now is None else now, finished.context
         step.wall_ms = (ended - step.started) * 1e3
-        if rows is not None and rows.ids is not None and pending.row is not None:
-            reduce_chosen(pending.row, rows.ids[-1:], finished.buffer)
+        if rows is not None and rows.ids is not None and row is not None:
+            reduce_chosen(row, rows.ids[-1:], finished.buffer)
         self._start_copy(finished)
 
         def tokens() -> tuple[TokenRecord, ...]:
-            chosen = builder.chosen_tokens(rows, pos, step.step) if rows is not None else ()
+            chosen = builder.append_tokens(rows, pos, step.step) if rows is not None else ()
             return (*input_tokens(), *chosen)
 
         finished.tokens = tokens
@@ -279,9 +272,9 @@ class WatchSession(CaptureSession):
     # -- a generation ----------------------------------------------------------------------------
 
     def _start_generation(self, place: StepPlace, rows: InputRows) -> None:
-        builder = self._builder = GenerationBuilder.begin(self._declared_prompt, place, rows)
-        builder.record = replace(builder.record, model=self.model_name)
-        self.begin_generation(builder.record)
+        name = self.model_name
+        self._builder = GenerationBuilder(self._declared_prompt, place, rows, name)
+        self.begin_generation(self._builder.record)
 
     def _finish_generation(self, state: str = "finished", reason: str = "") -> None:
         """End the open generation; the token of its last step is not known."""
@@ -321,63 +314,63 @@ class WatchSession(CaptureSession):
     def close(self, state: str, error: BaseException | None) -> None:
         """Finish, and report if no forward was recorded, or if the program removed hooks."""
         self.finish(state, error)
-        if not self.has_hooks_installed:
-            self._report_hooks_removed()
+        if self.prints and not self.has_hooks_installed:
+            self._report_unseen(
+                f"{HOOKS_REMOVED}: later forwards were not recorded, or only in part."
+            )
         if not self._n_forwards:
-            text = (
+            self._report_unseen(
                 "No forward of this model was seen: it was not called, or only through a part of "
                 "it, or inside a compiled graph."
             )
-            self._event(UNSEEN_LAYERS, text)
-            self._print_once(text)
 
-    @property
-    def is_in_generate(self) -> bool:
-        """Whether a call of `generate` is running."""
-        return self._generate_depth > 0
+    def _report_unseen(self, text: str) -> None:
+        self._event(UNSEEN_LAYERS, text)
+        self._print_once(text)
 
     @property
     def has_hooks_installed(self) -> bool:
         """Whether all hooks of the session are still installed in the model's modules."""
-        return _are_installed(remove for _, remove in self._removes)
-
-    def _report_hooks_removed(self) -> None:
-        text = f"{HOOKS_REMOVED}: later forwards were not recorded, or only in part."
-        self._event(UNSEEN_LAYERS, text)
-        self._print_once(text)
+        owners = (getattr(remove, "__self__", None) for _, remove in self._removes)
+        return all(is_hook_installed(one) for one in owners if isinstance(one, RemovableHandle))
 
     def _record_error(self, error: BaseException) -> None:
-        if error is self._recorded_error:
+        if error is self.recorded_error:
             return
-        self._recorded_error, builder, pending = error, self._builder, self._pending
+        self.recorded_error, builder, pending = error, self._builder, self._pending
         strip_own_frames(error)
         last = self._step or (pending.finished.context if pending is not None else None)
-        event = EventRecord(
-            kind="error",
-            text=summarize_error(error),
-            at=time.time(),
-            generation=builder.number if builder is not None else None,
-            step=last.step if last is not None else None,
-            data={"traceback": "".join(traceback.format_exception(error))},
-        )
-        self.recorder.put(event)
+        generation = builder.record.generation if builder is not None else None
+        step = last.step if last is not None else None
+        data = {"traceback": "".join(traceback.format_exception(error))}
+        text, now = summarize_error(error), time.time()
+        self.recorder.put(EventRecord("error", text, now, generation, step, data))
 
     def _print_once(self, sentence: str) -> None:
-        """Print a sentence on stderr, once."""
-        if sentence not in self._printed:
+        if self.prints and sentence not in self._printed:
             self._printed.add(sentence)
             print_message(sentence)
 
     # -- a call of generate ----------------------------------------------------------------------
 
     def watch_generate(self) -> None:
-        """Wrap the model's `generate`, to know its prompt and its result.
+        """Wrap the model's `generate`, if any, to know its prompt and its result.
 
         The wrapper is removed with the hooks.
         """
-        remove = _wrap_generate(self._model, self.call_generate)
-        if remove is not None:
-            self._removes.append((None, remove))
+        model, call = self._model, self.call_generate
+        original = getattr(model, "generate", None)
+        if not callable(original):
+            return
+
+        @functools.wraps(getattr(original, "__func__", original))
+        def generate(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if this is not model:
+                return type(this).generate(this, *args, **kwargs)
+            return call(original, args, kwargs)
+
+        # A bound method, so that a copy of the model calls its own `generate`, not this model's.
+        self._removes.append((None, patch(model, "generate", MethodType(generate, model))))
 
     def call_generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -401,25 +394,27 @@ class WatchSession(CaptureSession):
         return result
 
     def _begin_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._generate_depth += 1
-        if self._generate_depth > 1:
+        self.generate_depth += 1
+        if self.generate_depth > 1:
             return
         self._finish_generation()
         self._is_followed = _follows_row_0(self._model, kwargs)
-        candidates = (*args[:1], *map(kwargs.get, _PROMPT_ARGUMENTS))
+        candidates = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
         prompt = next((value for value in candidates if value is not None), None)
         n_prompt = 0
-        if isinstance(prompt, Tensor) and prompt.dim() > 1 and not _has_encoder(self._model):
+        # With an encoder, the prompt goes there, and the decoder begins with a token of its own.
+        config = getattr(self._model, "config", None)
+        has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+        if isinstance(prompt, Tensor) and prompt.dim() > 1 and not has_encoder:
             n_prompt = int(prompt.shape[1])
         self._prompt = prompt if n_prompt else None
         self._tracker.begin_generate(n_prompt, followed=self._is_followed)
 
     def _end_generate(self, result: Any, error: BaseException | None) -> None:
-        self._generate_depth -= 1
-        if self._generate_depth:
+        self.generate_depth -= 1
+        if self.generate_depth:
             return
-        self._generate_thread = 0
-        self._prompt = None
+        self._generate_thread, self._prompt = 0, None
         if error is not None:
             is_stop = isinstance(error, KeyboardInterrupt)
             self.finish("interrupted" if is_stop else "failed", error)
@@ -450,11 +445,7 @@ class WatchSession(CaptureSession):
             self._finish_step(InputRows(last, 1, with_mask=False, buffer=buffer), pos)
 
 
-_PROMPT_ARGUMENTS = ("inputs", "input_ids")
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     """A step whose forward has returned and whose token is not known yet."""
 
     finished: FinishedStep
@@ -464,26 +455,6 @@ class PendingStep:
 
 
 # -- helpers for a model that code of the user runs ------------------------------------------------
-
-
-def _wrap_generate(model: nn.Module, call: Callable[..., Any]) -> Remove | None:
-    """Replace `model.generate` by a wrapper that calls `call(generate, args, kwargs)`.
-
-    `generate` is the model's own, bound. Returns a function that restores it, or None if the model
-    has no `generate`.
-    """
-    original = getattr(model, "generate", None)
-    if not callable(original):
-        return None
-
-    @functools.wraps(getattr(original, "__func__", original))
-    def generate(this: Any, *args: Any, **kwargs: Any) -> Any:
-        if this is not model:
-            return type(this).generate(this, *args, **kwargs)
-        return call(original, args, kwargs)
-
-    # A bound method, so that a copy of the model calls its own `generate` and not this model's.
-    return patch(model, "generate", MethodType(generate, model))
 
 
 _UNFOLLOWED_ARGUMENTS = ("assistant_model", "prompt_lookup_num_tokens", "penalty_alpha")
@@ -504,29 +475,4 @@ def _follows_row_0(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     return is_single and not any(option(name) for name in _UNFOLLOWED_ARGUMENTS)
 
 
-def _has_encoder(model: nn.Module) -> bool:
-    """Whether the prompt goes to an encoder, and the decoder begins with a token of its own."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
-def _newest_logits_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
-    """Return the newest row of logits (V,) of batch 0, None if the output has none."""
-    logits = getattr(output, "logits", None)
-    if logits is None:
-        size = getattr(getattr(model, "config", None), "vocab_size", None)
-        parts = output if isinstance(output, tuple) else (output,)
-        tensors = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
-        logits = next((tensor for tensor in tensors if tensor.shape[2] == size), None)
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.shape[1]:
-        return None
-    row = logits[0, -1].detach()
-    return row.clone() if copy else row
-
-
 HOOKS_REMOVED = "The program removed hooks of flexinspect from the model"
-
-
-def _are_installed(removes: Iterable[Any]) -> bool:
-    """Whether every module hook is still installed whose `RemovableHandle.remove` is given."""
-    owners = (getattr(remove, "__self__", None) for remove in removes)
-    return all(is_hook_installed(owner) for owner in owners if isinstance(owner, RemovableHandle))

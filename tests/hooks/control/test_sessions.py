@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -20,8 +19,11 @@ from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import find_capture, running
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError, UsageError
+from flexinspect.records.step import GenerationRecord
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.sessions.session_levels import SessionLevels
+from flexinspect_hooks.sessions.capture_session import CaptureSession
+from flexinspect_hooks.sessions.captured_run import SessionLevels
 
 NEW = 8
 PAUSE_S = 1.0
@@ -162,28 +164,24 @@ def test_a_level_set_before_any_session_is_checked_and_kept() -> None:
     assert levels.level == "extreme"
 
 
-def test_a_session_attached_during_a_level_change_gets_the_new_level() -> None:
-    class Session:
-        """A session of a model that is found in another thread."""
-
-        level = ""
-
-        def switch(self, *, level: str) -> None:
-            self.level = level
-
-    class SlowSet(WeakSet[Any]):
-        """A set in whose iteration another thread attaches a session."""
-
-        def __iter__(self) -> Iterator[Any]:
-            for session in super().__iter__():
-                attaching.start()
-                attaching.join(0.1)  # attached already, or blocked until the iteration ends
-                yield session
-
-    levels, first, late = SessionLevels("basic"), Session(), Session()
-    levels._sessions = SlowSet()
-    attaching = threading.Thread(target=lambda: levels.attach(late))  # type: ignore[arg-type]
-    levels.attach(first)  # type: ignore[arg-type]
+def test_a_session_attached_after_a_level_change_gets_the_new_level(tmp_path: Path) -> None:
+    levels, model = SessionLevels("basic"), make_model("llama")
     levels.set_level("extreme")
-    attaching.join()
-    assert (first.level, late.level) == ("extreme", "extreme")
+    levels.set_layers("1")
+    writer = TraceWriter.create(tmp_path / "late.flextrace", {})
+    with CaptureSession(model, writer, level="basic") as session:
+        levels.attach(session)
+        session.begin_generation(GenerationRecord(0, "late", "not declared", "contiguous", (), ()))
+        model(torch.tensor([ids(9, 3)]))
+        assert session._step is not None
+        assert (session.level, session._step.level, session.context.layers) == (
+            "extreme",
+            "extreme",
+            (1,),
+        )
+        texts = [text for _, text, *_ in session._step.events]
+        assert "level extreme from step 0 on, basic before" in texts
+        levels.set_level("advanced")
+        model(torch.tensor([ids(9, 3)]))
+        assert session._step.level == "advanced"
+    writer.close("finished")

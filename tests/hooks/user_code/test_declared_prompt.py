@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from flexinspect.core.errors import UsageError
-from flexinspect.records.prompt import Segment
-from flexinspect_hooks.user_code.declared_segments import (
+from flexinspect.records.prompt import DeclaredSegment, Segment
+from flexinspect_hooks.user_code.generation_builder import (
     PromptInput,
     SegmentArgument,
     build_segments,
+    encode_segments,
     parse_segments,
 )
 
@@ -28,10 +29,14 @@ def prompt(start: int = 0, n_pads: int = 0, has_bos: bool = True) -> PromptInput
     return PromptInput(ids, texts, start, n_pads, has_bos)
 
 
+def encoded(declared: Sequence[SegmentArgument] | None) -> tuple[DeclaredSegment, ...]:
+    return encode_segments(parse_segments(declared), encode)
+
+
 def laid(
     declared: Sequence[SegmentArgument] | None, prompt_input: PromptInput | None = None
 ) -> list[tuple[int, int, str]]:
-    segments, problems = build_segments(parse_segments(declared), prompt_input or prompt(), encode)
+    segments, problems = build_segments(encoded(declared), prompt_input or prompt())
     assert problems == []
     return spans(segments)
 
@@ -53,7 +58,7 @@ def test_padding_is_a_segment_of_its_own() -> None:
 
 
 def test_spans_are_kept_and_what_lies_between_is_named() -> None:
-    segments, _ = build_segments(parse_segments([(1, 4, "one"), (5, 7, "two")]), prompt(), encode)
+    segments, _ = build_segments(encoded([(1, 4, "one"), (5, 7, "two")]), prompt())
     assert spans(segments) == [
         (0, 1, "bos"),
         (1, 4, "one"),
@@ -84,20 +89,18 @@ def test_the_same_text_twice_is_found_twice() -> None:
 
 
 def test_a_label_may_name_its_kind() -> None:
-    segments, _ = build_segments(parse_segments([(0, 2, "shared"), (2, 3, "x")]), prompt(), encode)
+    segments, _ = build_segments(encoded([(0, 2, "shared"), (2, 3, "x")]), prompt())
     assert [str(one.kind) for one in segments[:2]] == ["shared", "paraphrase"]
 
 
 def test_a_text_that_is_not_found_is_reported_and_left_out() -> None:
-    segments, problems = build_segments(parse_segments(["nowhere", "By whom"]), prompt(), encode)
+    segments, problems = build_segments(encoded(["nowhere", "By whom"]), prompt())
     assert problems == ["The text of segment 'nowhere' is not in the prompt."]
     assert "nowhere" not in [one.label for one in segments]
 
 
 def test_a_span_past_the_end_is_cut_and_reported() -> None:
-    segments, problems = build_segments(
-        parse_segments([(8, 12, "late"), (20, 30, "never")]), prompt(), encode
-    )
+    segments, problems = build_segments(encoded([(8, 12, "late"), (20, 30, "never")]), prompt())
     assert (8, 10, "late") in spans(segments)
     assert len(problems) == 2
     assert "up to position 12" in problems[0]
@@ -105,7 +108,7 @@ def test_a_span_past_the_end_is_cut_and_reported() -> None:
 
 
 def test_a_text_inside_a_span_is_left_out_and_reported() -> None:
-    _, problems = build_segments(parse_segments([(1, 8, "all"), ("By", "part")]), prompt(), encode)
+    _, problems = build_segments(encoded([(1, 8, "all"), ("By", "part")]), prompt())
     assert problems == ["Segment 'part' overlaps the one before it and is left out."]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ from flexinspect_hooks.user_code.step_tracking import (
     SEVERAL_ROWS,
     UNKNOWN_CACHE,
     CacheOwners,
-    ForwardInput,
     StepPlace,
     StepTracker,
 )
+
+ForwardInput = tuple[int, int, Callable[[], Sequence[int] | None]]
 
 
 def never() -> Sequence[int]:
@@ -26,12 +27,12 @@ def forward_input(
     ids: Sequence[int] | None, cached: int = 0, n_rows: int | None = None
 ) -> ForwardInput:
     rows = n_rows if n_rows is not None else len(ids or ())
-    return ForwardInput(rows, cached, never if cached else lambda: ids)
+    return rows, cached, never if cached else lambda: ids
 
 
 def places(*forwards: ForwardInput) -> list[StepPlace]:
     following = StepTracker()
-    return [following.locate(one) for one in forwards]
+    return [following.locate(*one) for one in forwards]
 
 
 def where(found: Sequence[StepPlace]) -> list[tuple[int, int]]:
@@ -108,12 +109,12 @@ def test_a_cache_of_another_length_begins_a_generation_with_a_note() -> None:
 def test_two_caches_of_one_length_are_distinguished() -> None:
     """Two interleaved prompts of one length do not take tokens of each other."""
     following = StepTracker()
-    found = [following.locate(one) for one in (forward_input([5, 6]), forward_input([7, 8]))]
-    found.append(following.locate(ForwardInput(1, 2, never, owner=0)))
+    found = [following.locate(*one) for one in (forward_input([5, 6]), forward_input([7, 8]))]
+    found.append(following.locate(1, 2, never, owner=0))
     assert where(found) == [(0, 0), (1, 0), (2, 0)]
     assert (found[2].is_chosen, found[2].note, found[2].owner) == (False, OTHER_CACHE, 0)
-    assert following.locate(ForwardInput(1, 3, never, owner=2)).is_chosen
-    assert following.locate(ForwardInput(1, 4, never)).is_chosen, "a copy of the cache is as good"
+    assert following.locate(1, 3, never, owner=2).is_chosen
+    assert following.locate(1, 4, never).is_chosen, "a copy of the cache is as good"
 
 
 def test_a_cache_is_known_as_long_as_it_lives_and_keeps_nothing_alive() -> None:
@@ -144,11 +145,11 @@ def test_embeddings_have_no_ids_and_still_count() -> None:
 
 def test_a_call_of_generate_is_one_generation_even_after_a_sequence_it_extends() -> None:
     following = StepTracker()
-    first = following.locate(forward_input([5, 6]))
+    first = following.locate(*forward_input([5, 6]))
     following.begin_generate(3)
-    second = following.locate(forward_input([5, 6, 7]))
+    second = following.locate(*forward_input([5, 6, 7]))
     following.end()
-    third = following.locate(forward_input([5, 6, 7, 8]))
+    third = following.locate(*forward_input([5, 6, 7, 8]))
     assert where([first, second, third]) == [(0, 0), (1, 0), (2, 0)]
 
 
@@ -156,10 +157,10 @@ def test_a_prompt_in_chunks_of_generate_chooses_nothing_before_its_end() -> None
     following = StepTracker()
     following.begin_generate(5)
     found = [
-        following.locate(one)
+        following.locate(*one)
         for one in (forward_input([1, 2]), forward_input([3, 4], 2), forward_input([5], 4))
     ]
-    found.append(following.locate(forward_input([6], 5)))
+    found.append(following.locate(*forward_input([6], 5)))
     assert where(found) == [(0, step) for step in range(4)]
     assert [place.is_chosen for place in found] == [False, False, False, True]
     assert [place.note for place in found] == ["", SEVERAL_ROWS, SEVERAL_ROWS, ""]
@@ -169,7 +170,7 @@ def test_a_call_that_is_not_followed_has_steps_without_tokens() -> None:
     following = StepTracker()
     following.begin_generate(2, followed=False)
     found = [
-        following.locate(one)
+        following.locate(*one)
         for one in (forward_input([1, 2]), forward_input([3, 4], 2), forward_input([3], 1))
     ]
     assert where(found) == [(0, 0), (0, 1), (0, 2)]
@@ -178,19 +179,19 @@ def test_a_call_that_is_not_followed_has_steps_without_tokens() -> None:
 
 def test_a_forward_that_failed_may_be_tried_again() -> None:
     following = StepTracker()
-    following.locate(forward_input([1, 2]))
-    failed = following.locate(forward_input([3], 2))
+    following.locate(*forward_input([1, 2]))
+    failed = following.locate(*forward_input([3], 2))
     following.undo()
-    again = following.locate(forward_input([3], 2))
+    again = following.locate(*forward_input([3], 2))
     assert failed == again
     assert again.is_chosen
 
 
 def test_a_prompt_that_failed_keeps_its_number() -> None:
     following = StepTracker()
-    following.locate(forward_input([1, 2]))
+    following.locate(*forward_input([1, 2]))
     following.undo()
-    assert following.locate(forward_input([1, 2])).generation == 1
+    assert following.locate(*forward_input([1, 2])).generation == 1
 
 
 def test_no_forward_of_any_kind_is_lost_or_counted_twice() -> None:
@@ -202,5 +203,5 @@ def test_no_forward_of_any_kind_is_lost_or_counted_twice() -> None:
         forward_input([4], 3),
         forward_input([4], 4),
     ]
-    found = [following.locate(one) for one in forwards]
+    found = [following.locate(*one) for one in forwards]
     assert len(set(where(found))) == len(forwards)

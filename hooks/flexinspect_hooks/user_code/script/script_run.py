@@ -11,35 +11,25 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from dataclasses import asdict
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
+from flexinspect.core.errors import FlexInspectError
 from flexinspect.records import protocol
 from flexinspect.records.job import ScriptJob
-from flexinspect.records.step import EventRecord, OutputRecord
-from flexinspect_hooks.breakpoints.actions import RunBreakpoints, StoppedAtBreakpointError
+from flexinspect.records.step import OutputRecord
+from flexinspect_hooks.breakpoints.actions import StoppedAtBreakpointError
 from flexinspect_hooks.capture import last_kernel_call
-from flexinspect_hooks.capture.new_trace import new_writer, package_versions, run_manifest
-from flexinspect_hooks.control.handlers import CaptureInfo
-from flexinspect_hooks.control.server import CaptureControl, job_control
+from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
 from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
-from flexinspect_hooks.sessions.session_levels import SessionLevels
-from flexinspect_hooks.user_code.program import (
-    ChildProcessCounter,
-    end_state,
-    hide_own_frames_at_exit,
-    program_exit_code,
-    run_program,
-    strip_own_frames,
-)
+from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
+from flexinspect_hooks.user_code import program
 from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
 
 if TYPE_CHECKING:
@@ -48,33 +38,21 @@ if TYPE_CHECKING:
 DRAIN_S = 5.0
 """How long the end waits for the last printed output, in seconds."""
 
-_WATCH_STANDALONE, _MODELS, _GENERATE = "watch_standalone_calls", "watch_models", "watch_generate"
 _RUNNING = "running the program"
 _PHASES = {"torch": "importing torch", "transformers.modeling_utils": "importing transformers"}
 
 
-def on_torch(run: ProgramCapture) -> None:
-    """Apply settings of torch, once, right after the program has imported torch.
-
-    Everything that must be installed before the program calls torch belongs here. Exceptions are
-    recorded as events.
-    """
-    import torch
-
-    if run.job.threads is not None:
-        torch.set_num_threads(run.job.threads)
-    run.update_manifest(versions=package_versions(), threads=torch.get_num_threads())
-
-
-class ProgramCapture:
+class ProgramCapture(CapturedRun):
     """Captures one program from its first line to its closed trace."""
 
-    def __init__(
-        self, job: ScriptJob, control: LauncherConnection, debugging: DebuggerSession
-    ) -> None:
-        self._debugging = debugging
-        self.job = job
-        self._control = control
+    def __init__(self, job: ScriptJob, control: LauncherConnection) -> None:
+        self.job, self._connection = job, control
+        facts = {
+            "program": {"name": job.program, "is_module": job.is_module, "args": list(job.args)},
+            "declared": asdict(job.declaration),
+        }
+        debugging = DebuggerSession(job.debugger, control.send)
+        super().__init__(job, "program", job.program, debugging, control.send, job.git, facts)
         self._pid = os.getpid()
         self._error: BaseException | None = None
         self._stopped: StoppedAtBreakpointError | None = None
@@ -84,43 +62,19 @@ class ProgramCapture:
         self._finder_lock = threading.Lock()
         self._pending_calls: deque[str] = deque()
         self._tokenizers = TokenizerTracker()
-        self.writer = new_writer(job.out, _program_manifest(job), overwrite=job.overwrite)
-        self._levels, self._running = self._make_control()
-        self._breaks = RunBreakpoints(
-            job, self._running, lambda text: control.send(protocol.STOPPED, text=text)
-        )
-        last_kernel_call.start_recording_calls(self.writer.recording_path)
-        control.send(
-            protocol.TRACE,
-            path=str(self.writer.path),
-            recording=str(self.writer.recording_path),
-            note=self.writer.note,
-        )
-
-    def _make_control(self) -> tuple[SessionLevels, CaptureControl]:
-        """Create the control of this capture; if its address is invalid, discard the trace."""
-        info = CaptureInfo("program", self.job.program, str(self.writer.recording_path))
-        levels = SessionLevels(self.job.level, self.job.layers)
-        report = partial(self.record_event, "control-server")
-        try:
-            return levels, job_control(self.job, info, levels, report)
-        except UsageError:
-            self.writer.close("failed")
-            self.writer.discard()
-            raise
 
     def run(self) -> None:
         """Run the program; its exceptions propagate. The trace is closed at the interpreter's exit.
 
         Not earlier, because threads and exit functions of the program may still use models.
         """
-        self._children = ChildProcessCounter(self._on_fork)
+        self._children = program.ChildProcessCounter(self._on_fork)
         self._import_hooks = PostImportHooks(
             {
                 "torch": self._on_torch,
                 "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
-                "transformers.generation.utils": lambda: self._call_finder(_GENERATE),
+                "transformers.generation.utils": lambda: self._call_finder("watch_generate"),
                 "transformers.tokenization_utils_base": self._tokenizers.watch,
                 "multiprocessing.process": self._children.watch_multiprocessing,
             },
@@ -128,9 +82,8 @@ class ProgramCapture:
             on_error=self._on_import_error,
         )
         atexit.register(self._close)
-        listener = threading.Thread(
-            target=self._read_messages, name="flexinspect-control", daemon=True
-        )
+        name = "flexinspect-control"
+        listener = threading.Thread(target=self._read_messages, name=name, daemon=True)
         keep_running_when_stopped(listener).start()
         self._debugging.begin(self.writer.recording_path, self.record_event)
         self.record_event("phase", _RUNNING)
@@ -139,12 +92,12 @@ class ProgramCapture:
             # At each line end, as on a terminal, so that the order of lines is kept.
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         try:
-            run_program(self.job.program, self.job.args, is_module=self.job.is_module)
+            program.run_program(self.job.program, self.job.args, is_module=self.job.is_module)
         except BaseException as error:
             self._on_program_error(error)
             if isinstance(error, KeyboardInterrupt):
                 self._exit_if_stopped()
-            hide_own_frames_at_exit(error)
+            program.hide_own_frames_at_exit(error)
             raise
         self._exit_if_stopped()
 
@@ -154,9 +107,7 @@ class ProgramCapture:
             self._finder.recorder.drain()
         stopped = self._stopped = self._breaks.stop_error()
         if stopped is not None:
-            facts = {"message": stopped.message, "hint": stopped.hint}
-            self._control.send(protocol.ERROR, **facts, exit_code=stopped.exit_code)
-            raise SystemExit(stopped.exit_code) from None
+            raise SystemExit(send_error(self._send, stopped)) from None
 
     def _call_finder(self, method: str) -> None:
         """Call a method of the finder by name; torch must be loaded.
@@ -168,39 +119,31 @@ class ProgramCapture:
         # The thread that holds the lock makes the calls, and checks again after releasing it.
         while self._pending_calls and self._finder_lock.acquire(blocking=False):
             try:
+                if self._finder is None:
+                    from flexinspect_hooks.user_code.model_discovery import ModelFinder
+
+                    self._finder = ModelFinder(self.job, self, self._tokenizers)
                 if self._pending_calls:
-                    getattr(self._get_finder(), self._pending_calls.popleft())()
+                    getattr(self._finder, self._pending_calls.popleft())()
             finally:
                 self._finder_lock.release()
-
-    def _get_finder(self) -> ModelFinder:
-        if self._finder is None:
-            from flexinspect_hooks.user_code.model_discovery import ModelFinder
-
-            barrier = self._running.barrier
-            finder = ModelFinder(self.job, self.writer, self._tokenizers, barrier, self._levels)
-            barrier.stop_debugger = self._debugging.stop_between_steps
-            self._running.attach_recorder(finder.recorder)
-            finder.break_on(self._breaks.begin(finder.recorder))
-            self._finder = finder
-        return self._finder
 
     def _on_torch(self) -> None:
         import torch
 
         # Not with the first model, because a training may have none that is found.
-        self._running.start()
+        self.control.start()
         if self.job.threads is not None:
             torch.set_num_threads(self.job.threads)
         self.update_manifest(versions=package_versions(), threads=torch.get_num_threads())
 
     def _on_flex(self) -> None:
-        self._call_finder(_WATCH_STANDALONE)
+        self._call_finder("watch_standalone_calls")
         self._debugging.on_flex_attention(self.record_event)
 
     def _on_transformers(self) -> None:
         self.update_manifest(versions=package_versions())
-        self._call_finder(_MODELS)
+        self._call_finder("watch_models")
         self.record_event("phase", _RUNNING)
 
     def _on_import_begin(self, name: str) -> None:
@@ -211,21 +154,11 @@ class ProgramCapture:
         message = f"{type(error).__name__}: {error}"
         self.record_event("not-recorded", f"The program's use of {name} is not recorded: {message}")
 
-    # -- recording -------------------------------------------------------------------------------
-
-    def update_manifest(self, **facts: Any) -> None:
-        """Set facts of the manifest."""
-        with suppress(TraceWriteError):
-            self.writer.update_run(**facts)
-
-    def record_event(self, kind: str, text: str, /, **data: Any) -> None:
-        """Record an event outside of a step."""
-        with suppress(TraceWriteError):
-            self.writer.write_event(EventRecord(kind, text, time.time(), data=data))
+    # -- the launcher's messages -----------------------------------------------------------------
 
     def _read_messages(self) -> None:
         """Handle the launcher's messages; when the launcher is gone, end the program."""
-        for facts in self._control.messages():
+        for facts in self._connection.messages():
             if facts["kind"] == protocol.OUTPUT:
                 self._record_output(facts["items"])
             elif facts["kind"] == protocol.DRAINED:
@@ -239,19 +172,15 @@ class ProgramCapture:
         self._drained.set()
 
     def _record_output(self, items: list[tuple[float, str, str]]) -> None:
-        finder = self._finder
-        records = []
-        for at, stream, text in items:
-            generation, step = finder.step_at(at) if finder is not None else (None, None)
-            records.append(OutputRecord(stream, text, at, generation, step))
-        with suppress(TraceWriteError):
-            self.writer.write_output(records)
+        step_at = self._finder.step_at if self._finder is not None else lambda at: (None, None)
+        records = [OutputRecord(stream, text, at, *step_at(at)) for at, stream, text in items]
+        self._write_safely(lambda: self.writer.write_output(records))
 
     # -- the end ---------------------------------------------------------------------------------
 
     def _on_program_error(self, error: BaseException) -> None:
         self._error = error
-        strip_own_frames(error)
+        program.strip_own_frames(error)
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._debugging.post_mortem(error)
         if self._finder is not None:
@@ -267,39 +196,31 @@ class ProgramCapture:
         if os.getpid() != self._pid:
             return
         self._is_closing = True
-        self._running.close()
+        self.control.close()
         last_kernel_call.stop_recording_calls()
         self._debugging.end()
         cost = self._finder.close() if self._finder is not None else None
         self._import_hooks.remove()
         self._tokenizers.end()
         self._children.end()
-        self._drain_output()
-        self._report_unrecorded()
-        if cost is not None:
-            self.update_manifest(cost=cost)
-        stopped = self._stopped
-        self.update_manifest(
-            exit_code=stopped.exit_code if stopped else program_exit_code(self._error)
-        )
-        with suppress(TraceWriteError):
-            self.writer.close(end_state(self._error))
-        self._control.send(protocol.FINISHED, path=str(self.writer.path), note=self._note())
-
-    def _drain_output(self) -> None:
-        """Wait until all printed output is in the trace."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):
                 stream.flush()
-        self._control.send(protocol.DRAIN)
-        self._drained.wait(DRAIN_S)
+        self._send(protocol.DRAIN)
+        self._drained.wait(DRAIN_S)  # until all printed output is in the trace
+        self._report_unrecorded()
+        if cost is not None:
+            self.update_manifest(cost=cost)
+        code = self._stopped.exit_code if self._stopped else program.program_exit_code(self._error)
+        self.update_manifest(exit_code=code)
+        self._write_safely(lambda: self.writer.close(program.end_state(self._error)))
+        self._send(protocol.FINISHED, path=str(self.writer.path), note=self._note())
 
     def _report_unrecorded(self) -> None:
         if n := self._children.n:
             were = "child process was" if n == 1 else "child processes were"
-            self.record_event(
-                "not-recorded", f"{n} {were} started; what runs there is not recorded.", n=n
-            )
+            text = f"{n} {were} started; what runs there is not recorded."
+            self.record_event("not-recorded", text, n=n)
         if self._finder is None or not self._finder.has_found_anything:
             reason = "the program did not use transformers' models"
             if "transformers.modeling_utils" in sys.modules:
@@ -323,43 +244,12 @@ class ProgramCapture:
 
     def _on_fork(self) -> None:
         """Remove all hooks in a forked child, because the trace belongs to its parent."""
-        self._running.close_in_child()
+        self.control.close_in_child()
         self._import_hooks.remove()
         self._tokenizers.end()
         self._children.end()
         if self._finder is not None:
             self._finder.discard()
-
-
-def _no_model_text() -> str:
-    """Return why no model was found, and what to do."""
-    if "transformers.modeling_utils" not in sys.modules:
-        reason = "the program did not use transformers' models"
-    else:
-        reason = "none was called in this process, or only inside a graph that torch.compile made"
-    return (
-        f"No transformers model was found: {reason}. "
-        "flexinspect.watch(module) in the code records any torch module."
-    )
-
-
-def _program_manifest(job: ScriptJob) -> dict[str, Any]:
-    declaration = job.declaration
-    segments = [s if isinstance(s, str) else list(s) for s in declaration.segments]
-    declared = {
-        "segments": segments,
-        "mask": declaration.mask,
-        "separators": declaration.separators,
-    }
-    program = {"name": job.program, "is_module": job.is_module, "args": list(job.args)}
-    facts = {"program": program, "declared": declared, "graphs_counted": True}
-    return run_manifest(job.argv, job.level, job.git, **facts)
-
-
-def _flush_lines() -> None:
-    """Flush stdout at each line end, as on a terminal, so that the order of lines is kept."""
-    with suppress(AttributeError, ValueError, OSError):
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def main(number: int) -> int:
@@ -370,11 +260,9 @@ def main(number: int) -> int:
     control = LauncherConnection(number)
     try:
         job = ScriptJob.from_json(control.first_line())
-        run = ProgramCapture(job, control, DebuggerSession(job.debugger, control.send))
+        run = ProgramCapture(job, control)
     except FlexInspectError as error:
-        facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-        control.send(protocol.ERROR, **facts)
-        return error.exit_code
+        return send_error(control.send, error)
     run.run()
     return 0
 
@@ -401,14 +289,11 @@ class LauncherConnection:
 
     def _read(self) -> Iterator[bytes]:
         """Yield each line, read without a buffered file: a daemon thread must not hold its lock."""
-        parts: list[bytes] = []
+        rest = b""
         with suppress(OSError):
-            while piece := self._socket.recv(1 << 16):
-                *lines, piece = piece.split(b"\n")
-                for line in lines:
-                    yield b"".join([*parts, line])
-                    parts.clear()
-                parts.append(piece)
+            while piece := self._socket.recv(1 << 20):
+                *lines, rest = (rest + piece).split(b"\n")
+                yield from lines
 
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message; errors are ignored, because the launcher may be gone."""

@@ -1,0 +1,130 @@
+"""A run that `flexinspect run` started: its trace, control, breakpoints, and recording level.
+
+This module is imported before the program of the user, so it does not import torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
+from flexinspect.records import protocol
+from flexinspect.records.job import Job, ScriptJob, parse_layers
+from flexinspect.records.step import LEVELS, EventRecord
+from flexinspect_hooks.breakpoints.actions import RunBreakpoints
+from flexinspect_hooks.capture import last_kernel_call
+from flexinspect_hooks.capture.new_trace import new_writer, run_manifest
+from flexinspect_hooks.control.handlers import CaptureInfo
+from flexinspect_hooks.control.server import job_control
+from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMessage
+
+if TYPE_CHECKING:
+    from flexinspect.control.messages import Kind
+    from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
+    from flexinspect_hooks.capture.recorder import Recorder
+    from flexinspect_hooks.sessions.capture_session import CaptureSession
+
+
+_MAX_LAYERS = 1 << 20
+
+
+class SessionLevels:
+    """Level and stored layers of all attached sessions, which read them when a step opens."""
+
+    def __init__(self, level: str, layers: str | None = None) -> None:
+        self.level, self.layers = level, layers or "all"
+        self.request: tuple[str, str | None] = (level, None)
+        """The level, and the layers that a command requested; a new tuple for each command."""
+        self._known_layers: frozenset[int] = frozenset()
+
+    def attach(self, session: CaptureSession) -> None:
+        """Apply level and requested layers to a session, from its next step on."""
+        self._known_layers |= frozenset(session.context.layer_of.values())
+        session.levels = self
+
+    def set_level(self, level: str) -> None:
+        """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
+        if level not in LEVELS:
+            raise UsageError(f"There is no level {level}; there are {', '.join(LEVELS)}.")
+        self.level, self.request = level, (level, self.request[1])
+
+    def set_layers(self, layers: str) -> None:
+        """Store other layers from the next step on.
+
+        Raises `UsageError` for an invalid list of layers, or layers that no attached model has.
+        """
+        parse_layers(layers, max(self._known_layers, default=_MAX_LAYERS - 1) + 1)
+        self.layers, self.request = layers, (self.level, layers)
+
+
+def chosen_layers(layers: str | None, known: Iterable[int]) -> tuple[int, ...]:
+    """Return those of a model's `known` layers that `layers` names, in the form of `--layers`."""
+    wanted = parse_layers(layers, _MAX_LAYERS)
+    return tuple(layer for layer in sorted(set(known)) if wanted is None or layer in wanted)
+
+
+class CapturedRun:
+    """Opens the trace of a job, and reports it with `send` to the process that started this one.
+
+    `git` and `facts` go into the manifest. Raises `FlexInspectError`, and leaves no trace, if the
+    address of the control server or a breakpoint is invalid.
+    """
+
+    def __init__(
+        self,
+        job: Job | ScriptJob,
+        kind: Kind,
+        title: str,
+        debugging: DebuggerSession,
+        send: SendMessage,
+        git: Any,
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._debugging, self._send = debugging, send
+        manifest = run_manifest(job.argv, job.level, git, **facts, graphs_counted=True)
+        self.writer = new_writer(job.out, manifest, overwrite=job.overwrite)
+        path, recording = str(self.writer.path), str(self.writer.recording_path)
+        self.levels = SessionLevels(job.level, job.layers)
+        report = partial(self.record_event, "control-server")
+        try:
+            info = CaptureInfo(kind, title, recording)
+            self.control = job_control(job, info, self.levels, report)
+            self._breaks = RunBreakpoints(
+                job, self.control, lambda text: send(protocol.STOPPED, text=text)
+            )
+        except FlexInspectError:
+            self.writer.close("failed")
+            self.writer.discard()
+            raise
+        last_kernel_call.start_recording_calls(self.writer.recording_path)
+        send(protocol.TRACE, path=path, recording=recording, note=self.writer.note)
+
+    def attach_recorder(self, recorder: Recorder) -> BreakpointEvaluator:
+        """Connect the recorder with control and debugger; return the evaluator of breakpoints."""
+        self.control.barrier.stop_debugger = self._debugging.stop_between_steps
+        self.control.attach_recorder(recorder)
+        return self._breaks.begin(recorder)
+
+    def record_event(self, kind: str, text: str, /, **data: Any) -> None:
+        """Record an event outside of a step."""
+        event = EventRecord(kind, text, time.time(), data=data)
+        self._write_safely(lambda: self.writer.write_event(event))
+
+    def update_manifest(self, **facts: Any) -> None:
+        """Set facts of the manifest."""
+        self._write_safely(lambda: self.writer.update_run(**facts))
+
+    def _write_safely(self, write: Callable[[], object]) -> None:
+        """Write to the trace; a full disk does not end the run."""
+        with suppress(TraceWriteError):
+            write()
+
+
+def send_error(send: SendMessage, error: FlexInspectError) -> int:
+    """Send an error to the process that started this one, and return its exit code."""
+    send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
+    return error.exit_code
