@@ -7,12 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flexinspect.cli.flags import (
-    add_number_flags,
-    add_switches,
-    non_negative_int,
-    positive_int,
-)
+from flexinspect.cli.flags import add_number_flags, add_switches, non_negative_int, positive_int
 from flexinspect.cli.output import print_json, print_lines
 from flexinspect.control.client import ControlClient, wait_for_effect
 from flexinspect.control.discovery import capture_address

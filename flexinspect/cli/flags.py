@@ -105,11 +105,7 @@ def debugger_of(args: argparse.Namespace) -> DebuggerOptions:
 
     Raises `UsageError` for options that exclude each other or an address that is not allowed.
     """
-    from flexinspect.records.job import (
-        DebuggerOptions,
-        check_debugger,
-        controlling_terminal,
-    )
+    from flexinspect.records.job import DebuggerOptions, check_debugger, controlling_terminal
 
     host, port = args.debugpy or (DebuggerOptions().host, None)
     tty = controlling_terminal() if args.pdb else None

@@ -369,8 +369,7 @@ def check_trace(job: Job | ScriptJob) -> None:
         raise UsageError("--out is empty.", hint="Give a file name, or leave --out out.")
     if Path(job.out).exists() and not job.overwrite:
         raise UsageError(
-            f"The trace {job.out} exists already.",
-            hint="Choose another --out, or add --overwrite.",
+            f"The trace {job.out} exists already.", hint="Choose another --out, or add --overwrite."
         )
 
 

@@ -54,12 +54,7 @@ CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
         "request": "attach",
         "processId": "${command:pickProcess}",
     },
-    {
-        "name": "flexinspect: tests",
-        **_LAUNCH,
-        "module": "pytest",
-        "args": ["tests"],
-    },
+    {"name": "flexinspect: tests", **_LAUNCH, "module": "pytest", "args": ["tests"]},
 )
 """Configurations to launch a run, with its capture process under the debugger, and to attach."""
 

@@ -31,10 +31,7 @@ from flexinspect.control.messages import (
 )
 from flexinspect.core.errors import ControlError
 from flexinspect_hooks.control import control_protocols
-from flexinspect_hooks.control.control_protocols import (
-    ControlTargets,
-    RewindTarget,
-)
+from flexinspect_hooks.control.control_protocols import ControlTargets, RewindTarget
 
 if TYPE_CHECKING:
     from flexinspect.breakpoints.store import BreakpointStore
