@@ -153,8 +153,7 @@ def serve_options(args: argparse.Namespace) -> tuple[str, int, str] | None:
         raise UsageError("--serve and --no-control exclude each other.")
     from flexinspect.control.discovery import parse_serve_address
 
-    serving = parse_serve_address(args.serve, insecure=args.insecure_bind)
-    return serving.host, serving.port, serving.token
+    return parse_serve_address(args.serve, insecure=args.insecure_bind)
 
 
 def print_serve_address(serving: tuple[str, int, str] | None) -> None:

@@ -5,9 +5,10 @@ Also the registry of the debuggers whose anomaly counts the `/training-logs/debu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from flexinspect.control.messages import (
     AnomalySummary,
@@ -27,41 +28,17 @@ if TYPE_CHECKING:
 
 
 class Levels(Protocol):
-    """How much is recorded. A change applies from the next step on."""
+    """How much is recorded. A change applies from the next step on.
 
-    @property
-    def level(self) -> str:
-        """The level: basic, advanced or extreme."""
-        ...
-
-    @property
-    def layers(self) -> str:
-        """The layers whose activations level extreme stores, in the form of `--layers`."""
-        ...
-
-    def set_level(self, level: str) -> None:
-        """Set the level. Raises `UsageError` for an unknown one."""
-        ...
-
-    def set_layers(self, layers: str) -> None:
-        """Set the layers: "0,3,5-7" or "all". Raises `UsageError` for layers that do not exist."""
-        ...
-
-
-class RewindTarget(Protocol):
-    """The engine that carries out restore, fork and edit, as the server sees it.
-
-    The engine receives the command itself from `StepBarrier.between_steps` or `StepBarrier.hold`,
-    in the model's thread, and reports the result through `StepBarrier.report_result`.
+    `layers` are those whose activations level extreme stores, in the form of `--layers`. The
+    methods raise `UsageError` for an unknown level and for layers that do not exist.
     """
 
-    def estimate_cost(self, order: QueuedRewind) -> Cost:
-        """Return the cost of a command. Raises `FlexInspectError` if it is not possible.
+    level: str
+    layers: str
 
-        Called from the server's thread while the model may run, so it must not change anything. The
-        number of the command is 0 as long as it is not accepted.
-        """
-        ...
+    def set_level(self, level: str) -> None: ...
+    def set_layers(self, layers: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +53,13 @@ class AnomalyCounts(TrainingSummary):
 
 
 class AnomalyCounter(Protocol):
-    """A debugger that counts anomalies: training, diffusion, or the general one."""
+    """A debugger that counts anomalies; a control server may set its level if it has `set_level`.
 
-    def counts(self) -> AnomalyCounts:
-        """Return the counts. Called from the server's thread."""
-        ...
+    `counts` is called from the server's thread. `clear` clears the history and counts from 0.
+    """
 
-    def clear(self) -> None:
-        """Clear the history and count from 0."""
-        ...
-
-
-@runtime_checkable
-class SupportsLevel(Protocol):
-    """A debugger whose level the control server can set."""
-
-    def set_level(self, level: str) -> None:
-        """Use another level from the next step on."""
-        ...
+    def counts(self) -> AnomalyCounts: ...
+    def clear(self) -> None: ...
 
 
 DebuggerKind = Literal["training", "diffusion", "general"]
@@ -121,20 +87,34 @@ def active_counter(debugger: DebuggerKind) -> AnomalyCounter | None:
 
 @dataclass(slots=True)
 class ControlTargets:
-    """The parts of a process that commands act on; commands to a part that is None are refused."""
+    """The parts of a process that commands act on; commands to a part that is None are refused.
+
+    `estimate_cost` returns the cost of a restore, fork or edit, and raises `FlexInspectError` if it
+    is not possible. It is called from the server's thread while the model may run, so it must not
+    change anything. The number of the command is 0 as long as it is not accepted. Whoever sets it
+    carries out the commands that `StepBarrier.between_steps` and `StepBarrier.hold` return.
+    """
 
     barrier: StepBarrier
     levels: Levels
     breakpoints: BreakpointStore | None = None
-    rewind_target: RewindTarget | None = None
+    estimate_cost: Callable[[QueuedRewind], Cost] | None = None
 
 
 def debug_summary() -> DebugSummaryResponse:
     """Return the anomalies of all debuggers; zeros for a kind that is not registered."""
+    training, diffusion, general = map(_counts, get_args(DebuggerKind))
     return DebugSummaryResponse(
-        _training_anomalies(_counts("training")),
-        _anomalies(_counts("diffusion")),
-        _anomalies(_counts("general")),
+        TrainingAnomalySummary(
+            total_anomalies=training.total_anomalies,
+            debug_history_length=training.debug_history_length,
+            total_steps=training.total_steps,
+            # This rate counts anomalies; `training_summary` has one that counts steps.
+            anomaly_rate=training.total_anomalies / (training.total_steps or 1),
+            gradient_explosion_rate=training.as_dict()["gradient_explosion_rate"],
+        ),
+        AnomalySummary(diffusion.total_anomalies, diffusion.debug_history_length),
+        AnomalySummary(general.total_anomalies, general.debug_history_length),
     )
 
 
@@ -145,38 +125,19 @@ def training_summary() -> TrainingSummaryResponse:
 
 def clear() -> None:
     """Clear the history of every registered debugger."""
-    for debugger in get_args(DebuggerKind):
-        counter = active_counter(debugger)
-        if counter is not None:
-            counter.clear()
+    for counter in filter(None, map(active_counter, get_args(DebuggerKind))):
+        counter.clear()
 
 
 def set_level(level: str) -> None:
     """Set the level of every registered debugger that has one."""
-    for debugger in get_args(DebuggerKind):
-        counter: object = active_counter(debugger)
-        if isinstance(counter, SupportsLevel):
-            counter.set_level(level)
-
-
-def _training_anomalies(counts: AnomalyCounts) -> TrainingAnomalySummary:
-    """Return the short summary of training; its `anomaly_rate` counts anomalies, not steps."""
-    return TrainingAnomalySummary(
-        total_anomalies=counts.total_anomalies,
-        debug_history_length=counts.debug_history_length,
-        total_steps=counts.total_steps,
-        anomaly_rate=counts.total_anomalies / counts.total_steps if counts.total_steps else 0.0,
-        gradient_explosion_rate=counts.as_dict()["gradient_explosion_rate"],
-    )
+    for counter in map(active_counter, get_args(DebuggerKind)):
+        getattr(counter, "set_level", lambda _: None)(level)
 
 
 def _counts(debugger: DebuggerKind) -> AnomalyCounts:
     counter = active_counter(debugger)
     return counter.counts() if counter is not None else AnomalyCounts()
-
-
-def _anomalies(counts: AnomalyCounts) -> AnomalySummary:
-    return AnomalySummary(counts.total_anomalies, counts.debug_history_length)
 
 
 class FindingCounter:

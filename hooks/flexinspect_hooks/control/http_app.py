@@ -1,108 +1,34 @@
-"""The Starlette application of the control server, and the guards in front of it.
+"""The HTTP application of the control server, its guards, and uvicorn adapted to serve it.
 
-Every error response is an `ErrorResponse` in JSON.
+Every error response is an `ErrorResponse` in JSON. Uvicorn runs beside a model: no timer, no log
+lines, no idle connections. Only the server thread imports this module, so that uvicorn neither
+delays nor ends the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import inspect
+import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route as StarletteRoute
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flexinspect.control.messages import ErrorResponse, from_json, to_json
+from flexinspect.control.messages import ErrorResponse, from_json
 from flexinspect.core import __version__
 from flexinspect.core.addresses import is_loopback
 from flexinspect.core.errors import ControlError, FlexInspectError
-from flexinspect_hooks.control.handlers import ROUTES, NotFoundError, Route, RouteHandlers
+from flexinspect_hooks.control.handlers import PARAMETERS, ROUTES, HttpError, Route, RouteHandlers
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-class _BadRequestError(ControlError):
-    """The request body is not valid for the route."""
-
-
-class TooLargeError(ControlError):
-    """A body is larger than `MAX_BODY_BYTES`."""
-
-    def __init__(self) -> None:
-        super().__init__(f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
-
-
-_STATUSES = {TooLargeError: 413, _BadRequestError: 400, NotFoundError: 404}
-"""The HTTP status of each refusal; a command that is not possible now has 409."""
-
-
-def make_app(handlers: RouteHandlers) -> Starlette:
-    """Return the application without its guards, `SizeGuard` and `NetworkGuard`."""
-    routes = [
-        StarletteRoute(_starlette_path(route), _endpoint(route, handlers), methods=[route.method])
-        for route in ROUTES
-    ]
-    routes.append(StarletteRoute("/openapi.json", _openapi, methods=["GET"]))
-    on_error: Any = {HTTPException: _on_http_error, Exception: _on_server_error}
-    return Starlette(routes=routes, exception_handlers=on_error)
-
-
-def _starlette_path(route: Route) -> str:
-    """Return the path in Starlette's syntax; a number parameter matches digits only."""
-    return route.path.replace("{number}", "{number:int}")
-
-
-async def _openapi(request: Request) -> Response:
-    return JSONResponse(openapi_document())
-
-
-def _endpoint(route: Route, handlers: RouteHandlers) -> Endpoint:
-    handle = route.bind(handlers)
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            args = list(request.path_params.values())
-            if route.body is not None:
-                args.append(_parse_body(route.body, await request.body()))
-            return JSONResponse(to_json(handle(*args)))
-        except FlexInspectError as error:
-            return _error_response(_STATUSES.get(type(error), 409), error.message, error.hint)
-
-    return endpoint
-
-
-def _parse_body(kind: type[Any], data: bytes) -> Any:
-    try:
-        return from_json(kind, msgspec.json.decode(data))
-    except ControlError as error:
-        raise _BadRequestError(error.message, hint=error.hint) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _BadRequestError(f"The body is not JSON: {error}") from error
-
-
-def _error_response(
-    status: int, error: str, hint: str | None = None, headers: Mapping[str, str] | None = None
-) -> JSONResponse:
-    return JSONResponse(to_json(ErrorResponse(error, hint)), status, headers=headers)
-
-
-async def _on_server_error(request: Request, error: Exception) -> Response:
-    return _error_response(500, f"The control server failed: {type(error).__name__}: {error}")
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"There is no route {request.method} {request.url.path}."
-    hint = "GET /openapi.json lists all routes."
-    return _error_response(error.status_code, message, hint, error.headers)
-
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 << 10
 """Largest body of a request, in bytes."""
@@ -110,86 +36,70 @@ MAX_BODY_BYTES = 64 << 10
 MAX_PATH_LENGTH = 256
 """Longest path of a request, in characters."""
 
-
-class SizeGuard:
-    """Middleware that refuses paths above `MAX_PATH_LENGTH` and bodies above `MAX_BODY_BYTES`.
-
-    A body without a Content-Length is read up to the limit; then the application gets a
-    `TooLargeError`.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, or refuse it."""
-        if scope["type"] != "http":
-            return
-        size = _header(scope, b"content-length")
-        if len(scope["path"]) > MAX_PATH_LENGTH:  # `int` would parse a number of any length
-            message = f"The path is longer than {MAX_PATH_LENGTH} characters."
-            await _refusal(414, message)(scope, receive, send)
-        elif size is not None and (not size.isdecimal() or int(size) > MAX_BODY_BYTES):
-            await _refusal(413, TooLargeError().message)(scope, receive, send)
-        else:
-            await self._app(scope, _limited(receive), send)
-
-
-def _limited(receive: Receive) -> Receive:
-    n = 0
-
-    async def counted() -> Message:
-        nonlocal n
-        message = await receive()
-        n += len(message.get("body", b""))
-        if n > MAX_BODY_BYTES:
-            raise TooLargeError
-        return message
-
-    return counted
-
-
-class NetworkGuard:
-    """Middleware that requires the token and a Host header that names this server.
-
-    A page in the user's browser can send requests here under its own host name if that name
-    resolves to this machine (DNS rebinding); then the Host header is not one of `hosts`. Requests
-    are refused before the application sees them.
-    """
-
-    def __init__(self, app: ASGIApp, token: str, hosts: Collection[str]) -> None:
-        self._app, self._token = app, token.encode()
-        self._hosts = frozenset(host.lower() for host in hosts)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, or refuse it."""
-        if scope["type"] != "http":
-            return
-        if not self._is_allowed_host(_header(scope, b"host") or ""):
-            refusal = _refusal(403, "The Host header does not name this server.", _HOST_HINT)
-            await refusal(scope, receive, send)
-        elif not self._has_token(_header(scope, b"authorization") or ""):
-            refusal = _refusal(401, "The token is missing or wrong.", _TOKEN_HINT)
-            await refusal(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _is_allowed_host(self, host: str) -> bool:
-        before, _, port = host.rpartition(":")
-        name = before if port.isdigit() else host
-        return name.strip("[]").lower() in self._hosts
-
-    def _has_token(self, authorization: str) -> bool:
-        scheme, _, token = authorization.partition(" ")
-        received = token.strip().encode("latin-1", "replace")
-        return hmac.compare_digest(received, self._token) and scheme.lower() == "bearer"
-
-
 _HOST_HINT = "Use the address that the server listens on."
 _TOKEN_HINT = (
     "Send the header 'Authorization: Bearer TOKEN' (flexinspect ctl reads the token from "
     "FLEXINSPECT_TOKEN); --serve prints the token."
 )
+_ROUTE_HINT = "GET /openapi.json lists all routes."
+
+
+class ControlApp:
+    """The ASGI application. With a `token` it requires the token and a Host header of `hosts`.
+
+    A page in the user's browser can send requests here under its own host name if that name
+    resolves to this machine (DNS rebinding); then the Host header is not one of `hosts`.
+    """
+
+    def __init__(
+        self, handlers: RouteHandlers, token: str = "", hosts: Collection[str] = ()
+    ) -> None:
+        self._handlers, self._token = handlers, token.encode()
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        headers = {"content-type": "application/json"}
+        try:
+            status, answer = 200, await self._answer(scope, receive)
+        except HttpError as error:
+            status, answer = error.status, ErrorResponse(error.message, error.hint)
+            headers |= {"connection": "close", **error.headers}
+        except FlexInspectError as error:  # the command is not possible now
+            status, answer = 409, ErrorResponse(error.message, error.hint)
+        except Exception as error:
+            text = f"The control server failed: {type(error).__name__}: {error}"
+            status, answer = 500, ErrorResponse(text)
+        body = msgspec.json.encode(answer)
+        headers["content-length"] = str(len(body))
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": pairs})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Any:
+        if self._token:
+            self._check_access(scope)
+        if len(scope["path"]) > MAX_PATH_LENGTH:  # `int` would parse a number of any length
+            raise HttpError(414, f"The path is longer than {MAX_PATH_LENGTH} characters.")
+        if int(_header(scope, b"content-length") or 0) > MAX_BODY_BYTES:
+            raise _too_large()
+        route, args = _find_route(scope["method"], scope["path"])
+        if route is None:
+            return openapi_document()
+        if route.body is not None:
+            args.append(_parse_body(route.body, await _read_body(receive)))
+        return getattr(self._handlers, route.handler)(*args)
+
+    def _check_access(self, scope: Scope) -> None:
+        host = _header(scope, b"host")
+        before, _, port = host.rpartition(":")
+        name = before if port.isdigit() else host
+        if name.strip("[]").lower() not in self._hosts:
+            raise HttpError(403, "The Host header does not name this server.", hint=_HOST_HINT)
+        scheme, _, token = _header(scope, b"authorization").partition(" ")
+        received = token.strip().encode("latin-1", "replace")
+        if not hmac.compare_digest(received, self._token) or scheme.lower() != "bearer":
+            raise HttpError(401, "The token is missing or wrong.", hint=_TOKEN_HINT)
 
 
 def allowed_hosts(host: str) -> frozenset[str]:
@@ -203,15 +113,50 @@ def allowed_hosts(host: str) -> frozenset[str]:
     return frozenset({host, "localhost", "127.0.0.1", "::1"})
 
 
-def _header(scope: Scope, name: bytes) -> str | None:
+def _header(scope: Scope, name: bytes) -> str:
+    """Return a header of a request, empty if it is missing or repeated."""
     values = [value for key, value in scope["headers"] if key == name]
-    return values[0].decode("latin-1") if len(values) == 1 else None
+    return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
-def _refusal(status: int, error: str, hint: str | None = None) -> JSONResponse:
-    """Return the response to a request that the application does not see."""
-    return _error_response(status, error, hint, {"Connection": "close"})
+def _find_route(method: str, path: str) -> tuple[Route | None, list[Any]]:
+    """Return a route and its path parameters, None for the document. Raises `HttpError`."""
+    method = "GET" if method == "HEAD" else method
+    if (method, path) == ("GET", "/openapi.json"):
+        return None, []
+    found = {route.method: route for route in ROUTES if route.match(path) is not None}
+    if method not in found:
+        message = f"There is no route {method} {path}."
+        if found:
+            raise HttpError(405, message, hint=_ROUTE_HINT, allow=", ".join(found))
+        raise HttpError(404, message, hint=_ROUTE_HINT)
+    return found[method], found[method].match(path) or []
 
+
+async def _read_body(receive: Receive) -> bytes:
+    body, has_more = b"", True
+    while has_more:
+        message = await receive()
+        body, has_more = body + message.get("body", b""), message.get("more_body", False)
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_large()
+    return body
+
+
+def _too_large() -> HttpError:
+    return HttpError(413, f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
+
+
+def _parse_body(kind: type[Any], data: bytes) -> Any:
+    try:
+        return from_json(kind, msgspec.json.decode(data))
+    except ControlError as error:
+        raise HttpError(400, error.message, hint=error.hint) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, f"The body is not JSON: {error}") from error
+
+
+# -- the OpenAPI document --------------------------------------------------------------------------
 
 ERROR_STATUSES: Mapping[int, str] = {
     400: "The request is not valid.",
@@ -257,9 +202,7 @@ def openapi_document() -> dict[str, Any]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    refused = {
-        str(code): {"$ref": f"#/components/responses/Refused{code}"} for code in ERROR_STATUSES
-    }
+    refused = {str(n): {"$ref": f"#/components/responses/Refused{n}"} for n in ERROR_STATUSES}
     answer = {"description": "The response.", **_content(route.response)}
     operation: dict[str, Any] = {
         "operationId": route.handler.rstrip("_"),
@@ -269,13 +212,104 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.body is not None:
         operation["requestBody"] = {"required": True, **_content(route.body)}
     if route.parameter is not None:
-        name, schema = route.parameter
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": dict(schema)}
-        ]
+        name, schema = route.parameter, dict(PARAMETERS[route.parameter])
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     return operation
 
 
 def _content(kind: type[Any]) -> dict[str, Any]:
     reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"content": {"application/json": {"schema": reference}}}
+
+
+# -- uvicorn ---------------------------------------------------------------------------------------
+
+_NULL_LOGGER = logging.Logger("flexinspect.control", logging.CRITICAL + 1)
+_NULL_LOGGER.addHandler(logging.NullHandler())
+
+IDLE_S = 30
+"""How long a connection may be idle, or its request incomplete."""
+
+MOST_CONNECTIONS = 64
+"""Connections per socket at a time; more could exhaust the program's file descriptors."""
+
+SHUTDOWN_TIMEOUT_S = 0.5
+"""How long the shutdown waits for responses in progress."""
+
+
+class _EmbeddedProtocol(H11Protocol):
+    """HTTP protocol that closes idle connections and writes nothing to the program's log.
+
+    Uvicorn itself waits for a request without a limit, and logs invalid requests.
+    """
+
+    _idle_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request, or abort if `MOST_CONNECTIONS` are open."""
+        self.logger = _NULL_LOGGER
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._wait_for_request()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self._wait_for_request()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the idle timer."""
+        self._cancel_timer()
+        super().connection_lost(exc)
+
+    def _cancel_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+
+    def _wait_for_request(self) -> None:
+        self._cancel_timer()
+        self._idle_timer = self.loop.call_later(IDLE_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        cycle = self.cycle
+        is_responding = cycle is not None and not cycle.more_body and not cycle.response_complete
+        if not is_responding:  # `on_response_complete` restarts the timer
+            self.transport.abort()
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """Uvicorn's server without its ten ticks a second, which would take the GIL from the model."""
+
+    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def main_loop(self) -> None:
+        """Sleep until `stop` is set."""
+        await self._stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, and let responses in progress finish."""
+        for server in self.servers:
+            server.close()
+        state, until = self.server_state, time.monotonic() + SHUTDOWN_TIMEOUT_S
+        while state.tasks and time.monotonic() < until:
+            await asyncio.sleep(0.002)
+
+
+async def serve(app: Any, listening: socket.socket, stop: asyncio.Event) -> None:
+    """Serve `app` on a listening socket until `stop` is set."""
+    config = uvicorn.Config(
+        app,
+        http=_EmbeddedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=IDLE_S,
+    )
+    await _EmbeddedServer(config, stop).serve([listening])

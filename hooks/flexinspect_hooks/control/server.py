@@ -71,7 +71,6 @@ class ControlServer:
             if self._tcp is not None:
                 self._tcp.close()
             raise
-        self._file: Path | None = None
         self._stop: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         server = threading.Thread(target=self._run, name="flexinspect-server", daemon=True)
@@ -83,46 +82,31 @@ class ControlServer:
         """The address that clients connect to."""
         if self._tcp is None or self._serving is None:
             return Address(str(self._path))
-        host, port = self._tcp.getsockname()[:2]
-        url = f"http://{format_address(host, port)}"
-        return Address(str(self._path), url, self._serving.token)
+        address = format_address(*self._tcp.getsockname()[:2])
+        return Address(str(self._path), f"http://{address}", self._serving.token)
 
     def start(self, on_failure: Callable[[Exception], None] = lambda _: None) -> None:
         """Register the capture, and start the thread that serves it.
 
         The thread calls `on_failure` if it fails; the capture is unregistered then.
         """
-        self._on_failure = on_failure
-        info = self._info
-        entry = CaptureEntry(
-            pid=os.getpid(),
-            started_at=time.time(),
-            address=self.address,
-            trace=info.trace,
-            title=info.title,
-            kind=info.kind,
-        )
-        self._file = register(entry)
+        self._on_failure, info = on_failure, self._info
+        pid, now = os.getpid(), time.time()
+        register(CaptureEntry(pid, now, self.address, info.trace, info.title, info.kind))
         self._thread.start()
 
     def close(self) -> None:
         """End the thread, and remove the socket and its file."""
-        if self._file is not None:
-            unregister(self._file)
+        unregister(self._path)
         if self._loop is not None and self._stop is not None:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
-        self._close_sockets()
-        with suppress(OSError):
-            self._path.unlink()
+        self.close_sockets()
 
-    def close_in_child(self) -> None:
-        """Close the sockets in a forked child; the capture belongs to its parent."""
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
+    def close_sockets(self) -> None:
+        """Close the sockets; the files stay, because in a forked child they are the parent's."""
         for listener in (self._unix, self._tcp):
             if listener is not None:
                 with suppress(OSError):
@@ -136,29 +120,21 @@ class ControlServer:
 
             asyncio.run(self._serve())
         except Exception as error:  # a failure of the server must not end the run
-            if self._file is not None:
-                unregister(self._file)
-            self._close_sockets()
+            unregister(self._path)
+            self.close_sockets()
             self._on_failure(error)
 
     async def _serve(self) -> None:
         import asyncio
 
-        from flexinspect_hooks.control.embedded_server import serve
-        from flexinspect_hooks.control.http_app import (
-            NetworkGuard,
-            SizeGuard,
-            allowed_hosts,
-            make_app,
-        )
+        from flexinspect_hooks.control.http_app import ControlApp, allowed_hosts, serve
 
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        app: Any = SizeGuard(make_app(RouteHandlers(self._targets, self._info)))
-        servers = [serve(app, self._unix, self._stop)]
+        handlers = RouteHandlers(self._targets, self._info)
+        servers = [serve(ControlApp(handlers), self._unix, self._stop)]
         if self._tcp is not None and self._serving is not None:
-            hosts = allowed_hosts(self._serving.host)
-            guarded = NetworkGuard(app, self._serving.token, hosts)
-            servers.append(serve(guarded, self._tcp, self._stop))
+            app = ControlApp(handlers, self._serving.token, allowed_hosts(self._serving.host))
+            servers.append(serve(app, self._tcp, self._stop))
         await asyncio.gather(*servers)
 
 
@@ -183,7 +159,7 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _bind_tcp(serving: ServeOptions) -> socket.socket:
-    host, port = serving.host, serving.port
+    host, port, _ = serving
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -215,12 +191,11 @@ class CaptureControl:
         serving: ServeOptions | None,
         report: Callable[[str], None],
     ) -> None:
-        self._report = report
+        self._report, self.note = report, ""
         self.barrier = StepBarrier()
         self.targets = ControlTargets(self.barrier, levels)
-        self.note = ""
-        self._server: ControlServer | None = None
         self._finding_counter = FindingCounter(info.trace)
+        self._server: ControlServer | None = None
         if is_served:
             try:
                 self._server = ControlServer(self.targets, info, serving)
@@ -270,7 +245,7 @@ class CaptureControl:
     def close_in_child(self) -> None:
         """Close the sockets in a forked child; the capture belongs to its parent."""
         if self._server is not None:
-            self._server.close_in_child()
+            self._server.close_sockets()
 
 
 def job_control(

@@ -22,6 +22,7 @@ from flexinspect.control.messages import (
     RewindCommand,
     RewindState,
     State,
+    StatusResponse,
     StepRef,
 )
 from flexinspect.core.errors import ControlError, FlexInspectError
@@ -49,18 +50,6 @@ class PauseRequest:
     kind: Literal["paused", "breakpoint"] = "paused"
     facts: Mapping[str, Any] = field(default_factory=dict)
     on_paused: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True, slots=True)
-class BarrierStatus:
-    """State of the barrier at one moment; the fields are those of `StatusResponse`."""
-
-    state: State
-    place: StepRef
-    description: str
-    reason: str
-    until: str
-    last_rewind: RewindState | None
 
 
 @dataclass(slots=True)
@@ -155,16 +144,10 @@ class StepBarrier:
             if self._is_stopping:
                 return None
             self._set_state("holding")
-            self.record_event(
-                "model-kept-alive", f"the model is kept alive {place.describe_after()}", place, {}
-            )
-            try:
-                while self._state == "holding" and self._pending is None:
-                    self._changed.wait()
-                return self._take_rewind()
-            finally:
-                if self._state == "holding":
-                    self._set_state("running")
+            text = f"the model is kept alive {place.describe_after()}"
+            self.record_event("model-kept-alive", text, place, {})
+            self._wait_while("holding")
+            return self._take_rewind()
 
     def report_result(
         self, queued: QueuedRewind, result: StepRef | FlexInspectError, message: str = ""
@@ -187,7 +170,9 @@ class StepBarrier:
                 seconds=round(time.monotonic() - self._rewind_started_at, 6),
             )
             was_paused, self._pause_reason = self._pause_reason is not None, None
-            if was_paused if error else _pauses_afterwards(queued.command):
+            command = queued.command
+            pauses_after_success = isinstance(command, Restore) or command.stay_paused
+            if was_paused if error else pauses_after_success:
                 reason = f"the {queued.kind} failed" if error else f"the {queued.kind}"
                 self._pause_request = PauseRequest(reason)
             self._update_has_work()
@@ -196,10 +181,9 @@ class StepBarrier:
         """Mark the run as finished; a waiting rewind command fails."""
         with self._changed:
             self._pending = self._pause_request = self._target = None
-            if self._rewind_state is not None and self._is_rewinding():
-                self._rewind_state = structs.replace(
-                    self._rewind_state, state="failed", message="The run ended first."
-                )
+            if (active := self._active_rewind()) is not None:
+                message = "The run ended first."
+                self._rewind_state = structs.replace(active, state="failed", message=message)
             self._set_state("finished")
 
     def pause_at_breakpoint(
@@ -301,11 +285,10 @@ class StepBarrier:
         self._pause_request, self._pause_reason = None, stop
         self._passed_step = self._last_step = place  # another thread may have changed them
         self._set_state("paused")
-        self.record_event(
-            stop.kind, f"paused {place.describe_after()}: {stop.reason}", place, stop.facts
-        )
+        text = f"paused {place.describe_after()}: {stop.reason}"
+        self.record_event(stop.kind, text, place, stop.facts)
         stop.on_paused()
-        self._wait_while_paused()
+        self._wait_while("paused")
         if self._pending is not None:
             return self._take_rewind()
         self._pause_reason = None
@@ -313,12 +296,12 @@ class StepBarrier:
         self.record_event("resumed", f"continued {place.describe_after()}", place, {})
         return None
 
-    def _wait_while_paused(self) -> None:
+    def _wait_while(self, state: State) -> None:
         try:
-            while self._state == "paused" and self._pending is None:
+            while self._state == state and self._pending is None:
                 self._changed.wait()
         finally:
-            if self._state == "paused":  # a rewind command, or Ctrl-C
+            if self._state == state:  # a rewind command, or Ctrl-C
                 self._set_state("running")
 
     def _take_rewind(self) -> QueuedRewind | None:
@@ -332,15 +315,15 @@ class StepBarrier:
 
     # -- the clients' side -----------------------------------------------------------------------
 
-    def view(self) -> BarrierStatus:
-        """Return the current state."""
+    def view(self) -> StatusResponse:
+        """Return the current state; the fields about the run have their defaults."""
         with self._changed:
             # The fast path updates only `_passed_step`.
             passed = self._passed_step if self._passed_step is not None else self._last_step
             state = self._visible_state()
             stop = self._pause_reason if state == "paused" else self._pause_request
             reason = stop.reason if stop is not None else ""
-            return BarrierStatus(
+            return StatusResponse(
                 state=state,
                 place=passed,
                 description=self._describe(state, passed),
@@ -412,12 +395,12 @@ class StepBarrier:
         with self._changed:
             if self._checked_state() == "loading":
                 raise ControlError("No step has run yet.", hint="Wait for the first step.")
-            last = self._rewind_state
-            if last is not None and self._is_rewinding():
+            if (active := self._active_rewind()) is not None:
                 raise ControlError(
-                    f"The previous {last.kind} has not finished yet.",
+                    f"The previous {active.kind} has not finished yet.",
                     hint="Wait until the status shows its result.",
                 )
+            last = self._rewind_state
             queued = QueuedRewind(last.number + 1 if last is not None else 1, command)
             self._pending = queued
             self._rewind_state = RewindState(queued.number, queued.kind, "waiting")
@@ -425,9 +408,9 @@ class StepBarrier:
             self._changed.notify_all()
             return queued
 
-    def _is_rewinding(self) -> bool:
+    def _active_rewind(self) -> RewindState | None:
         last = self._rewind_state
-        return last is not None and last.state in ("waiting", "working")
+        return last if last is not None and last.state in ("waiting", "working") else None
 
     def _run_to_target(self, target: PauseTarget) -> str:
         with self._changed:
@@ -457,14 +440,19 @@ class StepBarrier:
         return "pausing" if is_pausing else self._state
 
     def _describe(self, state: State, place: StepRef) -> str:
-        last = self._rewind_state
-        return describe_state(
-            state,
-            place,
-            self._describe_target(),
-            is_stopping=self._is_stopping,
-            active_rewind=last.kind if last is not None and last.state == "working" else "",
-        )
+        """Return a state as a sentence; `place` is the last finished step."""
+        last, until = self._rewind_state, self._describe_target()
+        if self._is_stopping:
+            return STOPPING
+        if state == "paused":
+            return f"paused {place.describe_after()}"
+        if state == "loading" and until:
+            return f"loading, and pausing {until}"
+        if state == "running" and until:
+            return f"pausing {until}"
+        if state == "running" and last is not None and last.state == "working":
+            return f"carrying out the {last.kind}"
+        return _STATE_TEXTS[state]
 
     def _describe_target(self) -> str:
         """Return where the run will pause or end, empty without such a command."""
@@ -489,28 +477,3 @@ class StepBarrier:
             or self._is_start_position
             or self._paused_thread is not None
         )
-
-
-def describe_state(
-    state: State, place: StepRef, until: str, *, is_stopping: bool, active_rewind: str
-) -> str:
-    """Return a state as a sentence.
-
-    `place` is the last finished step, `until` where the run will pause, empty without such a
-    command. `active_rewind` is the kind of the rewind command that is being carried out, if any.
-    """
-    if is_stopping:
-        return STOPPING
-    if state == "paused":
-        return f"paused {place.describe_after()}"
-    if state == "loading" and until:
-        return f"loading, and pausing {until}"
-    if state == "running" and until:
-        return f"pausing {until}"
-    if state == "running" and active_rewind:
-        return f"carrying out the {active_rewind}"
-    return _STATE_TEXTS[state]
-
-
-def _pauses_afterwards(command: RewindCommand) -> bool:
-    return isinstance(command, Restore) or command.stay_paused

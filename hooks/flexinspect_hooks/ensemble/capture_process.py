@@ -228,7 +228,7 @@ class CaptureRun:
                 with session:
                     self._debugging.on_flex_attention(self._record_event, compiled=compiled)
                     ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
-                    control.targets.rewind_target = ensemble.rewind_handler
+                    control.targets.estimate_cost = ensemble.rewind_handler.estimate_cost
                     self._generations(ensemble, samples, session)
             finally:
                 self._record_outcome(session)

@@ -113,8 +113,8 @@ def test_a_body_that_is_too_large_is_refused_with_and_without_content_length(ser
 def test_idle_connections_are_closed_and_their_number_is_limited(
     monkeypatch: pytest.MonkeyPatch, served: Any
 ) -> None:
-    monkeypatch.setattr("flexinspect_hooks.control.embedded_server.IDLE_S", 1.0)
-    monkeypatch.setattr("flexinspect_hooks.control.embedded_server.MOST_CONNECTIONS", 2)
+    monkeypatch.setattr("flexinspect_hooks.control.http_app.IDLE_S", 1.0)
+    monkeypatch.setattr("flexinspect_hooks.control.http_app.MOST_CONNECTIONS", 2)
     address, started_at = ("127.0.0.1", urlsplit(served.url).port), time.monotonic()
     idle = [socket.create_connection(address, timeout=10) for _ in range(3)]
     idle[0].sendall(b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
@@ -187,9 +187,9 @@ def test_a_temporary_folder_with_a_long_path_holds_no_sockets(
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 80)))
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
-    assert discovery._temporary_folder() == Path("/tmp/flexinspect-4000000000")
+    assert discovery._choose_folder() == Path("/tmp/flexinspect-4000000000")
     monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
-    assert discovery._temporary_folder() == Path("/var/tmp/flexinspect-4000000000")
+    assert discovery._choose_folder() == Path("/var/tmp/flexinspect-4000000000")
 
 
 # -- responses ------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def test_files_of_a_dead_capture_are_removed(served: Any, runtime_folder: Path) 
     socket = Path(served.server.address.socket)
     lines = socket.with_suffix(".json").read_text()
     for name, text in {
-        "7-0": lines.replace(f'"pid": {os.getpid()}', '"pid": 4194303'),
+        "7-0": lines.replace(f'"pid":{os.getpid()}', '"pid":4194303'),
         "8-0": "{",
         "9-0": lines.replace(str(socket), str(runtime_folder / "gone.sock")),
     }.items():
@@ -415,7 +415,7 @@ def test_a_server_that_cannot_load_is_reported_and_unregistered(
 ) -> None:
     served.client.status()  # its own libraries are loaded by now
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if a file of the user shadowed it
-    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.embedded_server", raising=False)
+    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.http_app", raising=False)
     failures: list[Exception] = []
     server = ControlServer(served.server._targets, served.server._info)
     server.start(failures.append)
