@@ -16,16 +16,12 @@ from flexinspect.control.messages import (
     BreakpointInfo,
     Breakpoints,
     CommandResponse,
-    EditMask,
     ErrorResponse,
-    Fork,
     LayersBody,
-    MaskEdit,
-    Restore,
+    RewindCommand,
     RunToBody,
     StatusResponse,
     StepBody,
-    StepRef,
     from_json,
     to_json,
 )
@@ -89,38 +85,13 @@ class ControlClient:
         """Choose the layers whose activations level extreme stores: "0,3,5-7" or "all"."""
         return self._request(CommandResponse, "POST", "/layers", LayersBody(text))
 
-    def restore(self, place: StepRef, *, dry_run: bool = False) -> CommandResponse:
-        """Rebuild the live state after a step and pause there.
+    def rewind(self, command: RewindCommand) -> CommandResponse:
+        """Restore a step and pause there, or continue from it as a new branch.
 
         The progress is in the status as `last_rewind`. With `dry_run` nothing is done, and `cost`
         of the response is an estimate.
         """
-        return self._request(CommandResponse, "POST", "/restore", Restore(place, dry_run))
-
-    def fork(
-        self,
-        place: StepRef,
-        *,
-        token_id: int | None = None,
-        text: str | None = None,
-        stay_paused: bool = False,
-        dry_run: bool = False,
-    ) -> CommandResponse:
-        """Continue from a step with another token, or with a text, as a new branch."""
-        body = Fork(place, token_id, text, stay_paused, dry_run)
-        return self._request(CommandResponse, "POST", "/fork", body)
-
-    def edit_mask(
-        self,
-        place: StepRef,
-        edits: Sequence[MaskEdit],
-        *,
-        stay_paused: bool = False,
-        dry_run: bool = False,
-    ) -> CommandResponse:
-        """Continue from a step with another mask, as a new branch."""
-        body = EditMask(place, tuple(edits), stay_paused, dry_run)
-        return self._request(CommandResponse, "POST", "/edit", body)
+        return self._request(CommandResponse, "POST", f"/{command.kind}", command)
 
     # -- breakpoints -----------------------------------------------------------------------------
 
@@ -155,18 +126,17 @@ class ControlClient:
                     hint="Copy the one that --serve printed, without a line break.",
                 )
             headers["Authorization"] = f"Bearer {token}"
-        text = None if body is None else json.dumps(to_json(body))
+        data = None if body is None else json.dumps(to_json(body))
         connection = self._connect()
         try:
-            connection.request(method, path, body=text, headers=headers)
+            connection.request(method, path, data, headers)
             response = connection.getresponse()
-            status, data = response.status, response.read()
+            return _parse_response(response.status, response.read())
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             # UnicodeError: a host name that IDNA cannot encode.
             raise self._unreachable(error) from error
         finally:
             connection.close()
-        return _parse_response(status, data)
 
     def _connect(self) -> http.client.HTTPConnection:
         if self.address.socket:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from flexinspect.control.messages import Kind, Message, from_json
+from flexinspect.control.messages import Kind, Message, from_json, to_json
 from flexinspect.core.addresses import is_loopback, parse_address
 from flexinspect.core.errors import ControlError, UsageError
 
@@ -102,8 +102,8 @@ def register(entry: CaptureEntry) -> None:
     file = Path(entry.address.socket).with_suffix(".json")
     part = file.with_suffix(".part")
     try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-            out.write(msgspec.json.encode(entry))
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            json.dump(to_json(entry), out)
         part.replace(file)
     except OSError as error:
         raise ControlError(f"{file} cannot be written: {error.strerror}.") from error

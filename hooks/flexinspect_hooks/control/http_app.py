@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import inspect
+import json
 import logging
 import socket
 import time
@@ -20,7 +21,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flexinspect.control.messages import ErrorResponse, from_json
+from flexinspect.control.messages import ErrorResponse, from_json, to_json
 from flexinspect.core import __version__
 from flexinspect.core.addresses import is_loopback
 from flexinspect.core.errors import ControlError, FlexInspectError
@@ -70,7 +71,7 @@ class ControlApp:
         except Exception as error:
             text = f"The control server failed: {type(error).__name__}: {error}"
             status, answer = 500, ErrorResponse(text)
-        body = msgspec.json.encode(answer)
+        body = json.dumps(to_json(answer)).encode()
         headers["content-length"] = str(len(body))
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": pairs})

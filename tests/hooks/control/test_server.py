@@ -21,7 +21,7 @@ from support.controlled import wait_for
 from flexinspect.control import discovery
 from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import Address, ServeOptions, parse_serve_address
-from flexinspect.control.messages import MaskEdit, StepRef
+from flexinspect.control.messages import EditMask, Fork, MaskEdit, Restore, StepRef
 from flexinspect.core.errors import ControlError, UsageError
 from flexinspect_hooks.control.control_protocols import (
     AnomalyCounts,
@@ -274,19 +274,19 @@ def test_two_clients_can_send_commands_at_once(served: Any) -> None:
 
 def test_a_rewind_command_returns_its_cost_and_reports_its_result(served: Any) -> None:
     client = served.client
-    estimate = client.restore(StepRef(0, 0, -1), dry_run=True)
+    estimate = client.rewind(Restore(StepRef(0, 0, -1), dry_run=True))
     assert (estimate.rewind_number, estimate.message) == (None, "one forward")
     assert estimate.cost.bytes == 4096
     assert client.status().last_rewind is None
     assert not served.model.barrier.has_received_command  # a dry run is not a command
-    edit = client.edit_mask(StepRef(0, 0, -1), [MaskEdit("drop", segments=(1,))])
+    edit = client.rewind(EditMask(StepRef(0, 0, -1), (MaskEdit("drop", segments=(1,)),)))
     assert edit.rewind_number == 1
     assert served.model.barrier.has_received_command
     with pytest.raises(ControlError, match="has not finished yet"):
-        client.fork(StepRef(0, 0, -1), text="Lyon")
+        client.rewind(Fork(StepRef(0, 0, -1), text="Lyon"))
     served.model.forward()
     wait_for(lambda: client.status().last_rewind.state == "done")
-    assert client.fork(StepRef(0, 0, 900), token_id=3).rewind_number == 2
+    assert client.rewind(Fork(StepRef(0, 0, 900), token_id=3)).rewind_number == 2
     served.model.forward()
     wait_for(lambda: client.status().last_rewind.state == "failed")
     assert client.status().last_rewind.message == "That step is not recorded."
@@ -376,7 +376,7 @@ def test_files_of_a_dead_capture_are_removed(served: Any, runtime_folder: Path) 
     socket = Path(served.server.address.socket)
     lines = socket.with_suffix(".json").read_text()
     for name, text in {
-        "7-0": lines.replace(f'"pid":{os.getpid()}', '"pid":4194303'),
+        "7-0": lines.replace(f'"pid": {os.getpid()}', '"pid": 4194303'),
         "8-0": "{",
         "9-0": lines.replace(str(socket), str(runtime_folder / "gone.sock")),
     }.items():
