@@ -6,10 +6,10 @@ import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from flexinspect.cli.output import print_json, stderr_console
-from flexinspect.cli.run_progress import RunProgress, RunSummary, print_summary, summarize_run
+from flexinspect.cli.run_progress import RunProgress, print_summary, summarize_run
 from flexinspect.core.errors import TraceError
 from flexinspect.core.signals import (
     INTERRUPTED,
@@ -31,34 +31,26 @@ from flexinspect.trace.file.side_files import DebuggerStop, read_stop
 from flexinspect.trace.follower import NewGeneration, NewStep, TraceFollower, TraceUpdates
 from flexinspect.trace.reader import TraceReader
 
-if TYPE_CHECKING:
-    pass
 
+def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
+    """Start a generation, or follow a program that was started, and print the result at its end.
 
-def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
-    """Start the capture process, show its progress, and print the result.
-
-    The result goes to stdout, everything else to stderr. Returns the exit code: that of the
-    capture process, or 1 when a signal killed it.
+    The result of a generation goes to stdout, everything else to stderr; so does the summary of a
+    program, except with `as_json`. Returns the exit code: that of the process, or 1 when a signal
+    killed our own generation.
     """
     console = stderr_console()
-    live = console.is_terminal and not as_json
-    progress = RunProgress(console, verbose=verbose, quiet=as_json, live=live)
-    _handle_end_signals()
-    run = LiveRun(start_capture(job), progress)
+    if isinstance(run, Job):
+        live = console.is_terminal and not as_json
+        progress = RunProgress(console, verbose=verbose, quiet=as_json, live=live)
+        _handle_end_signals()
+        live_run = LiveRun(start_capture(run), progress)
+    else:
+        progress = RunProgress(console, verbose=verbose, quiet=not verbose)
+        live_run = LiveRun(run, progress)
     with progress:
-        code = run.watch()
-    return run.conclude(code, as_json=as_json)
-
-
-def show_script(process: Capture, *, as_json: bool, verbose: bool) -> int:
-    """Follow a user's program to its end, and print a summary of its trace on stderr.
-
-    With `as_json` the summary goes to stdout. Returns the program's exit code.
-    """
-    progress = RunProgress(stderr_console(), verbose=verbose, quiet=not verbose)
-    run = LiveScriptRun(process, progress)
-    return run.conclude(run.watch(), as_json=as_json)
+        code = live_run.watch()
+    return live_run.conclude(code, as_json=as_json)
 
 
 def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
@@ -71,8 +63,7 @@ def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
         progress.console.print("finishing the trace (Ctrl-C ends it at once) …")
     _handle_end_signals()
     process.state.pauses.clear()  # already shown by the interface
-    kind = LiveScriptRun if process.has_own_streams else LiveRun
-    run = kind(process, progress, stops=int(stopping))
+    run = LiveRun(process, progress, stops=int(stopping))
     run_code = run.conclude(run.watch(), as_json=False)
     return code or run_code
 
@@ -84,14 +75,20 @@ def _handle_end_signals() -> None:
             raise_on_signals(name)
 
 
-class LiveRun:
-    """Follows a capture process: shows its progress and prints its result."""
+MAX_NOTES = 8
+MAX_ANSWERS = 10
 
-    kill_after_interrupts = 2
+
+class LiveRun:
+    """Follows a capture process: shows its progress and prints its result.
+
+    A program of the user keeps its own signals, stdout and exit code. Signals are passed on to it
+    each time, because it decides what they mean.
+    """
 
     def __init__(self, process: Capture, progress: RunProgress, *, stops: int = 0) -> None:
-        self._process = process
-        self._progress = progress
+        self._process, self._state, self._progress = process, process.state, progress
+        self._is_program = process.has_own_streams
         self._follower: TraceFollower | None = None
         self._stops = stops
         self._end_signal = int(signal.SIGINT)
@@ -105,11 +102,11 @@ class LiveRun:
         while True:
             try:
                 code = self._process.poll()
-                while self._process.state.pauses:
+                while self._state.pauses:
                     # Even in quiet mode, where the run would seem to hang.
-                    self._print_notice(self._process.state.pauses.popleft())
+                    self._print_notice(self._state.pauses.popleft())
                 self._poll()
-                if self._process.state.wants_terminal and code is None:
+                if self._state.wants_terminal and code is None:
                     with self._progress.suspended():
                         hand_over_terminal(self._process)
                 if code is not None:
@@ -127,7 +124,7 @@ class LiveRun:
 
     def _stop(self, number: int) -> None:
         self._stops += 1
-        if self._stops >= self.kill_after_interrupts:
+        if self._stops >= (KILL_AFTER_INTERRUPTS if self._is_program else 2):
             self._process.kill()
             return
         self._end_signal = number
@@ -135,13 +132,19 @@ class LiveRun:
         self._process.signal(number)
 
     def _poll(self) -> None:
-        state = self._process.state
+        state = self._state
+        if self._is_program:
+            while state.debugger_messages:  # such as where to attach
+                self._print_notice(state.debugger_messages.popleft())
         while state.prints:
             self._progress.print_line(state.prints.popleft())
         if self._follower is None and (state.recording is None or state.is_over):
             return
         if state.recording is not None:
             self._report_debugger_stop(state.recording)
+        # The trace of a program is read in verbose mode only: the program may need every core.
+        if self._is_program and not self._progress.verbose:
+            return
         try:
             if self._follower is None and state.recording is not None:
                 self._follower = TraceFollower(state.recording)
@@ -157,11 +160,10 @@ class LiveRun:
         """Print once where a debugger has stopped the run: no step comes until it continues."""
         stop = read_stop(recording)
         if stop is not None and stop.debugger != "pdb" and stop != self._debugger_stop:
-            self._report(stop.sentence())
+            # The progress of a program is quiet.
+            show = self._print_notice if self._is_program else self._progress.print_line
+            show(stop.sentence())
         self._debugger_stop = stop
-
-    def _report(self, text: str) -> None:
-        self._progress.print_line(text)
 
     def _show(self, updates: TraceUpdates, reader: TraceReader) -> None:
         for row in updates.events:
@@ -181,16 +183,20 @@ class LiveRun:
 
     def conclude(self, code: int, *, as_json: bool) -> int:
         """Print the result and, if the run failed, the reason. Return the exit code."""
-        state, process = self._process.state, self._process
+        state, process = self._state, self._process
         path = finish_trace(process, code)
         summary = summarize_run(path) if path is not None else None
         if as_json:
-            facts = asdict(summary) if summary else {"trace": None, "generations": []}
+            facts = summary or {"trace": None, "generations": []}
+            if summary is not None:
+                facts["findings"] = [asdict(finding) for finding in summary["findings"]]
             error = state.error or (None if code == 0 else process.describe_exit(code))
             facts |= {"exit_code": self._exit_code(code), "error": error, "hint": state.hint}
             print_json(facts)
+        elif summary is not None and not self._is_program:
+            print_summary(summary)
         elif summary is not None:
-            self._print_result(summary)
+            self._print_program_summary(summary)
         lines = [f"flexinspect: {state.note}"] if state.note else []
         if state.error:
             lines += [f"flexinspect: {state.error}", state.hint or ""]
@@ -200,19 +206,30 @@ class LiveRun:
             self._print(line)
         return self._exit_code(code)
 
-    def _print_result(self, summary: RunSummary) -> None:
-        print_summary(summary)
+    def _print_program_summary(self, summary: dict[str, Any]) -> None:
+        print_summary(summary, self._progress.console, limit=MAX_ANSWERS)
+        notes = list(dict.fromkeys(summary["notes"]))
+        for note in notes[:MAX_NOTES]:
+            self._print(f"note  {note}")
+        if len(notes) > MAX_NOTES:
+            self._print(f"note  and {len(notes) - MAX_NOTES} more events in the trace")
 
     def _exit_code(self, code: int) -> int:
+        """Return our exit code; that of a program is the one that a shell reports."""
+        if self._is_program:
+            return code if code >= 0 else 128 - code
         if self._stops and code != 0:
             return 128 + self._end_signal
         return code if code >= 0 else 1
 
     def _end_lines(self, code: int, *, has_trace: bool) -> list[str]:
         """Return how a run ended that reported no error, and the last lines of its stderr."""
+        ending = f"flexinspect: {self._process.describe_exit(code)}"
+        if self._is_program:  # it has printed its own messages
+            return [ending] if code < 0 else []
         lines = []
         if code not in (0, INTERRUPTED) and not self._stops:
-            lines.append(f"flexinspect: {self._process.describe_exit(code)}")
+            lines.append(ending)
         elif not has_trace:
             lines.append("flexinspect: The run was stopped before anything ran; there is no trace.")
         if not is_signal_exit_code(code) and (has_trace or not self._stops):
@@ -220,46 +237,3 @@ class LiveRun:
             # A run that was stopped while loading prints only Python's own traceback.
             lines += self._process.last_stderr_lines()
         return lines
-
-
-MAX_NOTES = 8
-MAX_ANSWERS = 10
-
-
-class LiveScriptRun(LiveRun):
-    """Follows a program of the user, which keeps its own signals, stdout and exit code.
-
-    Signals are passed on each time, because the program decides what they mean.
-    """
-
-    kill_after_interrupts = KILL_AFTER_INTERRUPTS
-
-    def _poll(self) -> None:
-        """Read the trace only in verbose mode: the program may need every core."""
-        state = self._process.state
-        while state.debugger_messages:  # such as where to attach
-            self._print_notice(state.debugger_messages.popleft())
-        if self._progress.verbose:
-            super()._poll()
-        elif state.recording is not None:
-            self._report_debugger_stop(state.recording)
-
-    def _report(self, text: str) -> None:
-        """Print a message even though the run of a program is quiet otherwise."""
-        self._print_notice(text)
-
-    def _exit_code(self, code: int) -> int:
-        """Return the exit code of the program as a shell reports it."""
-        return code if code >= 0 else 128 - code
-
-    def _print_result(self, summary: RunSummary) -> None:
-        print_summary(summary, self._progress.console, limit=MAX_ANSWERS)
-        notes = list(dict.fromkeys(summary.notes))
-        for note in notes[:MAX_NOTES]:
-            self._print(f"note  {note}")
-        if len(notes) > MAX_NOTES:
-            self._print(f"note  and {len(notes) - MAX_NOTES} more events in the trace")
-
-    def _end_lines(self, code: int, *, has_trace: bool) -> list[str]:
-        """Return only our own message: the program has printed its own."""
-        return [f"flexinspect: {self._process.describe_exit(code)}"] if code < 0 else []

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexinspect.cli.flags import (
     add_break_flags,
@@ -41,6 +41,9 @@ from flexinspect.records.job import (
     parse_layers,
     parse_steps,
 )
+
+if TYPE_CHECKING:
+    from flexinspect.launch.child_process import Capture
 
 DESCRIPTION = (
     "Run a paraphrase-ensemble generation under FlexAttention, or a program of your own as\n"
@@ -202,23 +205,20 @@ def run(args: argparse.Namespace) -> int:
         from flexinspect.cli.interface import inspect_run
 
         return inspect_run(job)
-    if isinstance(job, ScriptJob):
-        return _run_script(job, as_json=args.json, verbose=args.verbose)
+    run = _start_program(job, as_json=args.json) if isinstance(job, ScriptJob) else job
+    # A program is already running: import meanwhile what prints its result.
     from flexinspect.cli.live_run import show_run
 
-    return show_run(job, as_json=args.json, verbose=args.verbose)
+    return show_run(run, as_json=args.json, verbose=args.verbose)
 
 
-def _run_script(job: ScriptJob, *, as_json: bool, verbose: bool) -> int:
-    """Run a program with our own streams; with `as_json` its output goes to stderr."""
+def _start_program(job: ScriptJob, *, as_json: bool) -> Capture:
+    """Start a program with our own streams; with `as_json` its output goes to stderr."""
     from flexinspect.launch.child_process import OutputRelay, ScriptProcess, forward_signals
 
     process = ScriptProcess(job, OutputRelay(hold=False, stdout=2 if as_json else 1))
     forward_signals(process)
-    # The program is already running: import meanwhile what prints its result.
-    from flexinspect.cli.live_run import show_script
-
-    return show_script(process, as_json=as_json, verbose=verbose)
+    return process
 
 
 def _is_interactive() -> bool:

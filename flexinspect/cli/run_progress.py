@@ -6,7 +6,6 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,108 +31,73 @@ _MAX_ANSWER_CHARS = 300
 """Limit of an answer's printed length."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationSummary:
-    """Result of a generation; `correct` is None without an expected answer."""
+def summarize_run(path: Path) -> dict[str, Any]:
+    """Return the result of a finished or interrupted run, with the keys of `run --json`.
 
-    generation: int
-    sample_id: str
-    question: str
-    answer: str
-    expected: tuple[str, ...]
-    correct: bool | None
-    state: str
-    stop_reason: str
-    tokens: int
-    tokens_per_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """Result of a finished or interrupted run, with the keys of `run --json`.
-
-    `bytes` is the size of the trace, `cost` what capture took.
+    `bytes` is the size of the trace, `cost` what capture took. Raises `TraceError` when the trace
+    could not be read.
     """
-
-    trace: str
-    state: str
-    bytes: int
-    model: Any
-    level: Any
-    cost: Any
-    generations: tuple[GenerationSummary, ...]
-    notes: tuple[str, ...]
-    findings: tuple[Finding, ...]
-
-
-def summarize_run(path: Path) -> RunSummary:
-    """Return the summary of a trace. Raises `TraceError` when it could not be read."""
     with open_trace(path) as reader:
         run, events = reader.run(), reader.events()
         findings = (row.finding for row in reader.finding_rows(limit=_MAX_FINDINGS))
-        return RunSummary(
-            trace=str(path),
-            state=reader.state,
-            bytes=path.stat().st_size,
-            model=run.get("model"),
-            level=run.get("level"),
-            cost=run.get("cost"),
-            generations=tuple(_generation_summary(row, reader) for row in reader.generations()),
-            notes=tuple(
-                row.event.text for row in events if row.event.kind not in ("phase", "error")
-            ),
-            findings=sort_by_severity(findings),
-        )
+        return {
+            "trace": str(path),
+            "state": reader.state,
+            "bytes": path.stat().st_size,
+            **{name: run.get(name) for name in ("model", "level", "cost")},
+            "generations": [_summarize_generation(row, reader) for row in reader.generations()],
+            "notes": [r.event.text for r in events if r.event.kind not in ("phase", "error")],
+            "findings": sort_by_severity(findings),
+        }
 
 
-def _generation_summary(row: GenerationRow, reader: TraceReader) -> GenerationSummary:
+def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, Any]:
+    """Return the result of a generation; `correct` is None without an expected answer."""
     steps = reader.steps(row.generation)
     decode_ms = sum(step.wall_ms for step in steps[1:])
-    answer = row.answer or _partial_answer(row, reader)
-    return GenerationSummary(
-        generation=row.generation,
-        sample_id=row.sample_id,
-        question=first_question(row, reader),
-        answer=answer,
-        expected=row.expected,
-        correct=is_correct_answer(answer, row.expected) if row.expected else None,
-        state=row.state,
-        stop_reason=row.stop_reason,
-        tokens=len(steps),
-        tokens_per_s=round((len(steps) - 1) / (decode_ms / 1e3), 2) if decode_ms else None,
-    )
-
-
-def _partial_answer(row: GenerationRow, reader: TraceReader) -> str:
-    """Return the text of a generation that did not end."""
-    segments = reader.segments(row.generation)
-    tokens = reader.tokens(row.generation, start=segments[-1].start) if segments else []
-    return "".join(token.text for token in tokens if not token.special).strip()
+    answer = row.answer
+    if not answer and (segments := reader.segments(row.generation)):  # it did not end
+        tokens = reader.tokens(row.generation, start=segments[-1].start)
+        answer = "".join(token.text for token in tokens if not token.special).strip()
+    return {
+        "generation": row.generation,
+        "sample_id": row.sample_id,
+        "question": _question(row, reader),
+        "answer": answer,
+        "expected": row.expected,
+        "correct": is_correct_answer(answer, row.expected) if row.expected else None,
+        "state": row.state,
+        "stop_reason": row.stop_reason,
+        "tokens": len(steps),
+        "tokens_per_s": round((len(steps) - 1) / (decode_ms / 1e3), 2) if decode_ms else None,
+    }
 
 
 def print_summary(
-    summary: RunSummary, console: Console | None = None, *, limit: int | None = None
+    summary: Mapping[str, Any], console: Console | None = None, *, limit: int | None = None
 ) -> None:
     """Print the answers and those expected, the cost of capture, findings, and the next command.
 
     Prints on stdout unless `console` is given, and at most the last `limit` answers.
     """
-    with_text = [answer for answer in summary.generations if answer.question or answer.answer]
+    generations, findings = summary["generations"], summary["findings"]
+    with_text = [each for each in generations if each["question"] or each["answer"]]
     n_earlier = max(len(with_text) - limit, 0) if limit is not None else 0
     lines: list[str | Text] = []
     if n_earlier:
         lines.append(f"      {n_earlier} generations before these, in the interface")
     lines += map(_answer_text, with_text[n_earlier:])
-    if n_empty := len(summary.generations) - len(with_text):
+    if n_empty := len(generations) - len(with_text):
         lines.append(f"{plural(n_empty, 'generation')} without tokens")
     lines.append(_cost_line(summary))
-    lines += map(finding_text, summary.findings[:_SHOWN_FINDINGS])
-    if (more := len(summary.findings) - _SHOWN_FINDINGS) > 0:
+    lines += map(finding_text, findings[:_SHOWN_FINDINGS])
+    if (more := len(findings) - _SHOWN_FINDINGS) > 0:
         lines.append(f"      and {more} more findings, in the interface")
-    where = escape_unprintable(summary.trace)
-    lines.append(f"trace {where} ({human_bytes(summary.bytes)}, {summary.state})")
-    name = escape_unprintable(shlex.quote(_relative_path(Path(summary.trace))))
-    lines.append(f"next  flexinspect open {name}")
+    trace = Path(summary["trace"])
+    shown = trace.relative_to(Path.cwd()) if trace.is_relative_to(Path.cwd()) else trace
+    size, state = human_bytes(summary["bytes"]), summary["state"]
+    lines.append(f"trace {escape_unprintable(str(trace))} ({size}, {state})")
+    lines.append(f"next  flexinspect open {escape_unprintable(shlex.quote(str(shown)))}")
     console = console or stdout_console()
     for line in lines:
         console.print(line, soft_wrap=True)
@@ -146,43 +110,33 @@ def finding_text(finding: Finding) -> Text:
     return Text.assemble(label, escape_unprintable(finding.sentence), id_)
 
 
-def _answer_text(answer: GenerationSummary) -> Text:
-    mark, style = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "")}[answer.correct]
-    text = Text(f"{mark} ", style=style)
-    text.append(escape_unprintable(answer.question), style="bold")
-    text.append("  →  ")
-    more = "…" if len(answer.answer) > _MAX_ANSWER_CHARS else ""
-    shown = escape_unprintable(answer.answer[:_MAX_ANSWER_CHARS]) + more
-    text.append(shown or "(nothing)", style=style)
-    if answer.expected:
-        shown = " | ".join(answer.expected[:_SHOWN_ANSWERS])
-        n_more = len(answer.expected) - _SHOWN_ANSWERS
-        text.append(f"  expected: {escape_unprintable(shown)}", style="dim")
-        text.append(f" (+{n_more} more)" if n_more > 0 else "", style="dim")
-    if answer.state != "finished":
-        text.append(f"  [{answer.state}]", style="yellow")
+def _answer_text(generation: Mapping[str, Any]) -> Text:
+    marks = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "")}
+    mark, style = marks[generation["correct"]]
+    answer, expected = generation["answer"], generation["expected"]
+    more = "…" if len(answer) > _MAX_ANSWER_CHARS else ""
+    shown = escape_unprintable(answer[:_MAX_ANSWER_CHARS]) + more
+    question = (escape_unprintable(generation["question"]), "bold")
+    text = Text.assemble(f"{mark} ", question, "  →  ", shown or "(nothing)", style=style)
+    if expected:
+        shown = escape_unprintable(" | ".join(expected[:_SHOWN_ANSWERS]))
+        n_more = len(expected) - _SHOWN_ANSWERS
+        text.append(f"  expected: {shown}" + (f" (+{n_more} more)" if n_more > 0 else ""), "dim")
+    if generation["state"] != "finished":
+        text.append(f"  [{generation['state']}]", style="yellow")
     return text
 
 
-def _cost_line(summary: RunSummary) -> str:
-    tokens = sum(answer.tokens for answer in summary.generations)
-    rates = [a.tokens_per_s for a in summary.generations if a.tokens_per_s]
-    parts = [plural(tokens, "token")]
-    if rates:
+def _cost_line(summary: Mapping[str, Any]) -> str:
+    generations, cost = summary["generations"], summary["cost"]
+    parts = [plural(sum(each["tokens"] for each in generations), "token")]
+    if rates := [each["tokens_per_s"] for each in generations if each["tokens_per_s"]]:
         parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
-    cost = summary.cost
     if isinstance(cost, Mapping) and cost.get("steps"):
         ratio = 100 * float(cost["ratio"])
         took = f"{ratio:.1f} %" if ratio < 1000 else "longer than the model"
-        parts.append(f"capture at level {summary.level} took {took}")
+        parts.append(f"capture at level {summary['level']} took {took}")
     return "      " + ", ".join(parts)
-
-
-def _relative_path(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 class RunProgress:
@@ -242,7 +196,7 @@ class RunProgress:
         fraction = event.data.get("fraction")
         self._fraction = float(fraction) if isinstance(fraction, (int, float)) else None
         if event.text == "plan":
-            self.print_line(plan_line(event))
+            self.print_line(_plan_line(event.data))
         elif event.text == "note":
             self.print_line(str(event.data.get("text", "")))
         elif event.text != self._phase:
@@ -253,8 +207,7 @@ class RunProgress:
     def on_generation_start(self, generation: GenerationRow, reader: TraceReader) -> None:
         """Print the question of a generation that has started."""
         self._begin_generation()
-        question = first_question(generation, reader)
-        self.print_line(f"generation {generation.generation}: {question}")
+        self.print_line(f"generation {generation.generation}: {_question(generation, reader)}")
 
     def on_step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
         """Show a step that has been stored in the trace; redraw at most ten times per second."""
@@ -264,20 +217,13 @@ class RunProgress:
         if step.step:
             self._wall_ms += step.wall_ms
         if self.verbose:
-            for line in step_lines(step, tokens, reader):
+            for line in _step_lines(step, reader):
                 self.print_line(line)
         self._draw()
 
     def on_generation_end(self) -> None:
         """Draw the last tokens."""
         self._draw(now=True)
-
-    def _rate(self) -> str:
-        """Return "12.3 tokens/s, capture 0.4 ms/step" of this generation; empty at its start."""
-        if self._n_tokens < 2 or not self._wall_ms:
-            return ""
-        speed = (self._n_tokens - 1) / (self._wall_ms / 1e3)
-        return f"{speed:.1f} tokens/s, capture {self._capture_ms / self._n_tokens:.2f} ms/step"
 
     def _draw(self, *, now: bool = False) -> None:
         if self._live is not None and (now or time.monotonic() - self._drawn_at > 0.1):
@@ -294,33 +240,35 @@ class RunProgress:
             return bar
         # Only the end: text taller than the window cannot be redrawn in place.
         newest = escape_unprintable(self._text)[-2 * self.console.width :]
-        count = Text(f"  token {self._n_tokens}  {self._rate()}", style="dim")
-        return Group(bar, Text("  " + newest, style="green", overflow="fold"), count)
+        count = f"  token {self._n_tokens}  "
+        if self._n_tokens >= 2 and self._wall_ms:
+            count += f"{(self._n_tokens - 1) / (self._wall_ms / 1e3):.1f} tokens/s, "
+            count += f"capture {self._capture_ms / self._n_tokens:.2f} ms/step"
+        text = Text("  " + newest, style="green", overflow="fold")
+        return Group(bar, text, Text(count, style="dim"))
 
 
-def plan_line(event: EventRecord) -> str:
+def _plan_line(plan: Mapping[str, Any]) -> str:
     """Return which model is going to be loaded, from where, and the memory it needs."""
-    data = event.data
-    count = human_count(data.get("parameters"))
-    needs = human_bytes(data.get("total"))
-    free = human_bytes(data.get("available"))
+    count, needs = human_count(plan.get("parameters")), human_bytes(plan.get("total"))
+    free = human_bytes(plan.get("available"))
     return (
-        f"{data.get('name')}: {count} parameters in {data.get('dtype')} on {data.get('device')}, "
-        f"from {data.get('place')}; needs {needs} of {free} free"
+        f"{plan.get('name')}: {count} parameters in {plan.get('dtype')} on {plan.get('device')}, "
+        f"from {plan.get('place')}; needs {needs} of {free} free"
     )
 
 
-def first_question(generation: GenerationRow, reader: TraceReader) -> str:
+def _question(generation: GenerationRow, reader: TraceReader) -> str:
     """Return the text of a prompt's first paraphrase, decoded from its tokens."""
-    segments = reader.segments(generation.generation)
-    first = next((s for s in segments if s.kind == "paraphrase"), next(iter(segments), None))
-    if first is None:
+    segments = sorted(reader.segments(generation.generation), key=lambda s: s.kind != "paraphrase")
+    if not segments:
         return ""
+    first = segments[0]
     tokens = reader.tokens(generation.generation, start=first.start, stop=first.stop)
     return "".join(token.text for token in tokens).strip()
 
 
-def step_lines(step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> list[str]:
+def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
     """Return the lines of a step: lengths, kernel paths, shapes, masks, candidates."""
     calls = reader.calls(step.generation, step.step)
     lengths = f"q {step.q_len}, kv {step.kv_before} → {step.kv_after}"
