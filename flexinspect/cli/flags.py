@@ -7,10 +7,12 @@ import os
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.core.addresses import format_address, is_loopback, parse_address
 from flexinspect.core.errors import UsageError
+from flexinspect.core.text import print_message
 
 if TYPE_CHECKING:
     from flexinspect.records.job import DebuggerOptions, OnBreak
@@ -35,6 +37,7 @@ def add_break_flags(parser: argparse.ArgumentParser) -> None:
         "--break",
         dest="breakpoints",
         action="append",
+        default=[],
         metavar="EXPR",
         help="stop when this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
         "'finding mask.* [once]' (may be repeated)",
@@ -53,14 +56,13 @@ def breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
     from flexinspect.inputs.config import load_config
     from flexinspect.rules.engine import load_rules
 
-    conditions: list[str] = args.breakpoints or []
     store = BreakpointStore(finding_ids=lambda: load_rules().finding_kinds)
-    for condition in conditions:
+    for condition in args.breakpoints:
         try:
             store.add(condition)
         except ExpressionError as error:
             raise error.with_location("--break") from None
-    return (*load_config().breakpoints.values(), *conditions)
+    return (*load_config().breakpoints.values(), *args.breakpoints)
 
 
 def on_break(args: argparse.Namespace) -> OnBreak:
@@ -91,11 +93,9 @@ def add_debugger_flags(parser: argparse.ArgumentParser) -> None:
         metavar="[HOST:]PORT",
         help="let VSCode attach to the capture process at this address (0: any free port)",
     )
-    switches = {
-        "--wait-for-client": "wait for a client before anything runs",
-        "--debugpy-expose": "allow a HOST that other machines can reach",
-    }
-    add_switches(group, switches)
+    expose = "allow a HOST that other machines can reach"
+    first = "wait for a client before anything runs"
+    add_switches(group, {"--wait-for-client": first, "--debugpy-expose": expose})
     pdb = "start pdb on this terminal at a breakpoint() or an exception"
     group.add_argument("--pdb", "--interactive", action="store_true", help=pdb)
 
@@ -111,8 +111,7 @@ def debugger_of(args: argparse.Namespace) -> DebuggerOptions:
     tty = controlling_terminal() if args.pdb else None
     options = DebuggerOptions(host, port, args.wait_for_client, args.pdb, tty)
     if check_debugger(options, is_exposed=args.debugpy_expose):
-        text = f"anyone who can reach {host}:{port} can run any code in this run."
-        print(f"flexinspect: {text}", file=sys.stderr)
+        print_message(f"anyone who can reach {host}:{port} can run any code in this run.")
     return options
 
 
@@ -133,12 +132,9 @@ def add_control_flags(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="accept commands over TCP too; every request needs the token that is printed",
     )
-    switches = {
-        "--hold": "keep the model alive after the last generation, until ctl continue or Ctrl-C",
-        "--insecure-bind": "let --serve listen on an address that other machines can reach, "
-        "unencrypted",
-    }
-    add_switches(group, switches)
+    hold = "keep the model alive after the last generation, until ctl continue or Ctrl-C"
+    insecure = "let --serve listen on an address that other machines can reach, unencrypted"
+    add_switches(group, {"--hold": hold, "--insecure-bind": insecure})
     off = "accept no commands"
     group.add_argument("--no-control", dest="control", action="store_false", help=off)
 
@@ -166,10 +162,10 @@ def print_serve_address(serving: tuple[str, int, str] | None) -> None:
     shown_port = "a port that flexinspect attach --list shows"
     where = f"http://{format_address(host, port)}" if port else shown_port
     token_text = "" if os.environ.get(TOKEN_VARIABLE) else f", {TOKEN_VARIABLE}={token}"
-    print(f"flexinspect: commands will be accepted at {where}{token_text}", file=sys.stderr)
+    print_message(f"commands will be accepted at {where}{token_text}")
     if not is_loopback(host):
         text = "other machines can reach it; the connection, token included, is not encrypted"
-        print(f"flexinspect: {text}", file=sys.stderr)
+        print_message(text)
 
 
 MAX_THREADS = 1024
@@ -178,13 +174,10 @@ MAX_THREADS = 1024
 
 def positive_int(text: str) -> int:
     """Return a whole number above 0. Raises `ArgumentTypeError`."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
+    with suppress(ValueError):
+        if (value := int(text)) > 0:
+            return value
+    raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
 
 
 def n_threads(text: str) -> int:
