@@ -235,36 +235,28 @@ def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
 
 def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     """Return the job of parsed flags. Raises `FlexInspectError` for anything wrong with them."""
-    job: Job | ScriptJob
-    if hasattr(args, "program") or hasattr(args, "module"):
-        program = program_options(args, ["--hold"] if args.hold else [])
-        out = args.out if args.out is not None else _new_trace(Path(program["program"]).stem)
-        job = ScriptJob(out, **program, **_capture_options(args), git=git_state(Path.cwd()))
-        parse_layers(job.layers, _MAX_LAYERS)
-    else:
-        check_program_flags(args, "declare")
-        job = Job(args.out or "", **generation_options(args), **_capture_options(args))
-        job = replace(job, hold=args.hold)
-        check_job(job)
-        if args.out is None:
-            job = replace(job, out=_new_trace(f"{Path(job.model).name}-{job.mask}"))
-    check_trace(job)
-    return replace(job, debugger=debugger_of(args))
-
-
-def _capture_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of both kinds of jobs that the flags of capture select."""
-    return {
-        "level": args.level,
-        "layers": args.layers,
-        "threads": args.threads,
-        "overwrite": args.overwrite,
+    capture: dict[str, Any] = {
+        **{name: getattr(args, name) for name in ("level", "layers", "threads", "overwrite")},
         "breakpoints": breakpoints_of(args),
         "on_break": on_break(args),
         "control": args.control,
         "serving": serve_options(args),
         "argv": tuple(sys.argv),
     }
+    job: Job | ScriptJob
+    if hasattr(args, "program") or hasattr(args, "module"):
+        program = program_options(args, ["--hold"] if args.hold else [])
+        job = ScriptJob("", **program, **capture, git=git_state(Path.cwd()))
+        parse_layers(job.layers, _MAX_LAYERS)
+        stem = Path(job.program).stem
+    else:
+        check_program_flags(args, "declare")
+        job = Job("", **generation_options(args), **capture, hold=args.hold)
+        check_job(job)
+        stem = f"{Path(job.model).name}-{job.mask}"
+    job = replace(job, out=_new_trace(stem) if args.out is None else args.out)
+    check_trace(job)
+    return replace(job, debugger=debugger_of(args))
 
 
 def _field_names(kind: Any) -> set[str]:
@@ -281,8 +273,20 @@ _GENERATION_ARGS = _JOB_ARGS | _TEXT_ARGS | _SAMPLING_ARGS | {"prompt"}
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `Job` that the flags of our own generation select."""
     flags = vars(args)
-    _check_prompt_source(flags)
-    texts = {name: _unescape(flags[name]) for name in _TEXT_ARGS if name in flags}
+    if "prompt" in flags:
+        hint = "Leave one of them out."
+        if "dataset" in flags:
+            what = "--prompt and --dataset exclude each other: both select the prompts."
+            raise UsageError(what, hint=hint)
+        if "max_samples" in flags:
+            what = "--max-samples limits the samples of a dataset, and --prompt is a single sample."
+            raise UsageError(what, hint=hint)
+    # On a command line, \n and \t stand for the characters.
+    texts = {
+        name: flags[name].replace("\\n", "\n").replace("\\t", "\t")
+        for name in _TEXT_ARGS
+        if name in flags
+    }
     return {
         **{name: flags[name] for name in _JOB_ARGS if name in flags},
         "prompts": tuple(flags.get("prompt", ())),
@@ -291,32 +295,12 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _check_prompt_source(flags: dict[str, Any]) -> None:
-    if "dataset" in flags and "prompt" in flags:
-        raise UsageError(
-            "--prompt and --dataset exclude each other: both select the prompts.",
-            hint="Leave one of them out.",
-        )
-    if "max_samples" in flags and "prompt" in flags:
-        raise UsageError(
-            "--max-samples limits the samples of a dataset, and --prompt is a single sample.",
-            hint="Leave one of them out.",
-        )
-
-
 def _sampling(flags: dict[str, Any]) -> SamplingOptions:
     """Return the sampling options; any sampling flag turns sampling on."""
-    if not flags:
-        return SamplingOptions()
     values = {name: value for name, value in flags.items() if name != "sample"}
-    options = SamplingOptions(do_sample=True, **values)
+    options = SamplingOptions(do_sample=bool(flags), **values)
     options.check()
     return options
-
-
-def _unescape(text: str) -> str:
-    """Replace \\n and \\t, as written on a command line, by the characters."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _new_trace(stem: str) -> str:
@@ -342,20 +326,16 @@ def check_job(job: Job) -> None:
         if not text.isascii() and text.encode("utf-8", "ignore").decode() != text:
             raise UsageError(f"The text {text!a} is not valid UTF-8.")
     check_dtype(job.dtype)
-    _check_gradients(job)
-    model_names.resolve(job.model, load_config())
-    if ":" in job.mask:
-        declarations.check_mask_mod_spec(job.mask)
-    else:
-        algebra.check_preset(job.mask)
-
-
-def _check_gradients(job: Job) -> None:
     parse_steps(job.grads_steps)
     flags = {"--grads-steps": job.grads_steps != "all", "--detect-anomaly": job.detect_anomaly}
     for flag, is_given in flags.items():
         if is_given and job.grads is None:
             raise UsageError(f"{flag} needs gradients, and --grads is missing.", hint="Add it.")
+    model_names.resolve(job.model, load_config())
+    if ":" in job.mask:
+        declarations.check_mask_mod_spec(job.mask)
+    else:
+        algebra.check_preset(job.mask)
 
 
 def check_trace(job: Job | ScriptJob) -> None:
@@ -394,7 +374,9 @@ def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -
     """
     is_module = hasattr(args, "module")
     command = [*getattr(args, "module", ()), *getattr(args, "program", ())]
-    program, rest = _split_program_args(command)
+    # "--" may stand before the program and between it and its arguments.
+    program, *rest = command[1:] if command[0] == "--" else command
+    rest = rest[1:] if rest[:1] == ["--"] else rest
     given = [f"--{name.replace('_', '-')}" for name in vars(args) if name in _GENERATION_ARGS]
     for flag in (*given, *other_flags):
         raise UsageError(
@@ -408,26 +390,15 @@ def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -
         from flexinspect.inputs.declarations import read_declaration
 
         declaration = read_declaration(Path(args.declare))
-    return {
-        "program": program,
-        "is_module": is_module,
-        "args": tuple(rest),
-        "declaration": declaration,
-    }
-
-
-def _split_program_args(command: list[str]) -> tuple[str, list[str]]:
-    """Return the program and its arguments, without the "--" before or between them."""
-    program, *rest = command[1:] if command[0] == "--" else command
-    return program, rest[1:] if rest[:1] == ["--"] else rest
+    facts = {"program": program, "is_module": is_module, "args": tuple(rest)}
+    return {**facts, "declaration": declaration}
 
 
 def _check_file(program: str) -> None:
     path = Path(program)
     if path.is_dir():
-        raise UsageError(
-            f"{program} is a folder, not a script.", hint=f"For a package: -m {path.name}."
-        )
+        hint = f"For a package: -m {path.name}."
+        raise UsageError(f"{program} is a folder, not a script.", hint=hint)
     if not path.is_file():
         raise UsageError(
             f"There is no script {program}.",
