@@ -110,9 +110,11 @@ class Capture:
         self.signal(signal.SIGINT)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process."""
+        """Send a signal to the process; SIGINT to all processes of a program, as terminals do."""
         if self._process.poll() is None:
-            self._process.send_signal(number)
+            to_group = self.has_own_streams and number == signal.SIGINT
+            with suppress(ProcessLookupError):
+                (os.killpg if to_group else os.kill)(self.pid, number)
 
     def kill(self) -> None:
         """Kill the process; its trace has every finished step."""
@@ -137,10 +139,7 @@ class Capture:
             code = 128 - code
         if code >= 0:
             return f"{self.display_name} ended with exit code {code}."
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
+        name = signal_name(code) or f"signal {-code}"
         extra = " (out of memory, or ended by hand)" if name == "SIGKILL" else ""
         return f"{self.display_name} was ended by {name}{extra}."
 
@@ -169,10 +168,17 @@ class Capture:
         raise NotImplementedError
 
 
-def python_debug_flags(job: Job | ScriptJob) -> list[str]:
-    """Return the flags of Python that debugpy needs in order not to miss breakpoints."""
+def signal_name(code: int) -> str:
+    """Return the name of the signal that an exit code stands for, empty for any other code."""
+    return signal.Signals(-code).name if -code in set(signal.Signals) else ""
+
+
+def _python_command(job: Job | ScriptJob, *arguments: str) -> list[str]:
+    """Return the command that runs Python with `arguments` for a job."""
+    # debugpy misses breakpoints in frozen modules.
     is_debugged = job.debugger.port is not None or "pydevd" in sys.modules
-    return ["-X", "frozen_modules=off"] if is_debugged else []
+    flags = ["-X", "frozen_modules=off"] if is_debugged else []
+    return [sys.executable, *flags, *arguments]
 
 
 def start_capture(job: Job | ScriptJob) -> Capture:
@@ -194,10 +200,7 @@ class GenerationProcess(Capture):
         super().__init__()
         self._process = subprocess.Popen(
             # -P: no module of the current folder is imported
-            [
-                *(sys.executable, *python_debug_flags(job), "-P"),
-                *("-m", "flexinspect_hooks.ensemble.capture_process"),
-            ],
+            _python_command(job, "-P", "-m", "flexinspect_hooks.ensemble.capture_process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -209,8 +212,8 @@ class GenerationProcess(Capture):
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
         self._readers = [
-            threading.Thread(target=self._read_stdout, args=(self._process.stdout,), daemon=True),
-            threading.Thread(target=self._read_stderr, args=(self._process.stderr,), daemon=True),
+            threading.Thread(target=read, daemon=True)
+            for read in (self._read_stdout, self._read_stderr)
         ]
         for reader in self._readers:
             reader.start()
@@ -242,16 +245,16 @@ class GenerationProcess(Capture):
         with suppress(OSError, ValueError):
             self._write(protocol.GRANT_TERMINAL.decode())
 
-    def _read_stdout(self, stream: IO[str]) -> None:
-        for line in stream:
+    def _read_stdout(self) -> None:
+        for line in self._process.stdout or ():
             facts = protocol.parse_message(line)
             if facts is None:
                 self.state.prints.append(line.rstrip("\n"))
             else:
                 self._on_message(facts)
 
-    def _read_stderr(self, stream: IO[str]) -> None:
-        self._stderr.extend(line.rstrip("\n") for line in stream)
+    def _read_stderr(self) -> None:
+        self._stderr.extend(line.rstrip("\n") for line in self._process.stderr or ())
 
 
 OutputItem = tuple[float, str, str]
@@ -322,17 +325,22 @@ class OutputRecorder:
         with self._lock:
             if self._n_kept < MAX_HEAD_CHARS:
                 self._n_kept += len(text)
-                _append_merged(self._unsent, item)
+                self._add_to_head(item)
             else:
-                self._add_to_tail(item)
+                self._tail.append(item)
+                self._n_tail += len(text)
+            while self._n_tail > MAX_TAIL_CHARS and len(self._tail) > 1:
+                n = len(self._tail.popleft()[2])
+                self._n_tail, self._n_left_out = self._n_tail - n, self._n_left_out + n
         self._wake.set()
 
-    def _add_to_tail(self, item: OutputItem) -> None:
-        self._tail.append(item)
-        self._n_tail += len(item[2])
-        while self._n_tail > MAX_TAIL_CHARS and len(self._tail) > 1:
-            n = len(self._tail.popleft()[2])
-            self._n_tail, self._n_left_out = self._n_tail - n, self._n_left_out + n
+    def _add_to_head(self, item: OutputItem) -> None:
+        """Append a piece, merged with the last one if that is recent and of the same stream."""
+        at, stream, text = self._unsent[-1] if self._unsent else (0.0, "", "")
+        if stream == item[1] and item[0] - at < _MERGE_WITHIN_S:
+            self._unsent[-1] = (at, stream, text + item[2])
+        else:
+            self._unsent.append(item)
 
     def finish(self) -> None:
         """Send the rest, the number of omitted characters, and the message that this is all."""
@@ -372,15 +380,6 @@ class OutputRecorder:
         return True
 
 
-def _append_merged(items: list[OutputItem], item: OutputItem) -> None:
-    """Append a piece, merged with the last one if that is recent and of the same stream."""
-    if items and items[-1][1] == item[1] and item[0] - items[-1][0] < _MERGE_WITHIN_S:
-        at, stream, text = items[-1]
-        items[-1] = (at, stream, text + item[2])
-    else:
-        items.append(item)
-
-
 class ScriptProcess(Capture):
     """The capture process of a user's program, which keeps its own standard streams.
 
@@ -396,7 +395,7 @@ class ScriptProcess(Capture):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *python_debug_flags(job), _entry_script(), str(theirs.fileno())],
+                _python_command(job, _entry_script(), str(theirs.fileno())),
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -413,16 +412,6 @@ class ScriptProcess(Capture):
     def poll(self) -> int | None:
         code = self._process.poll()
         return None if self._reader.is_alive() else code
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the program; SIGINT to its process group, as a terminal does."""
-        if self._process.poll() is not None:
-            return
-        with suppress(ProcessLookupError):
-            if number == signal.SIGINT:
-                os.killpg(self._process.pid, number)
-            else:
-                self._process.send_signal(number)
 
     def grant_terminal(self) -> None:
         self._recorder.send(protocol.TERMINAL, wanted=True)
