@@ -1,8 +1,7 @@
-"""The HTTP application of the control server, its guards, and uvicorn adapted to serve it.
+"""The HTTP side of the control server: connections, guards, routes and the OpenAPI document.
 
-Every error response is an `ErrorResponse` in JSON. Uvicorn runs beside a model: no timer, no log
-lines, no idle connections. Only the server thread imports this module, so that uvicorn neither
-delays nor ends the run.
+Every error response is an `ErrorResponse` in JSON. Only the server thread imports this module, so
+that its libraries neither delay nor end the run.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import asyncio
 import hmac
 import inspect
 import json
-import logging
 import socket
-import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
+import h11
 import msgspec
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flexinspect.control.messages import ErrorResponse, from_json, to_json
 from flexinspect.core import __version__
@@ -27,9 +25,14 @@ from flexinspect.core.addresses import is_loopback
 from flexinspect.core.errors import ControlError, FlexInspectError
 from flexinspect_hooks.control.handlers import PARAMETERS, ROUTES, HttpError, Route, RouteHandlers
 
-Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+IDLE_S = 30
+"""How long a connection may be idle, or its request incomplete."""
+
+MOST_CONNECTIONS = 64
+"""Connections per socket at a time; more could exhaust the program's file descriptors."""
+
+LINGER_S = 0.5
+"""How long the rest of a refused request is read, so that its client can read the response."""
 
 MAX_BODY_BYTES = 64 << 10
 """Largest body of a request, in bytes."""
@@ -46,7 +49,7 @@ _ROUTE_HINT = "GET /openapi.json lists all routes."
 
 
 class ControlApp:
-    """The ASGI application. With a `token` it requires the token and a Host header of `hosts`.
+    """Answers requests to one socket. With a `token` it requires the token and a Host of `hosts`.
 
     A page in the user's browser can send requests here under its own host name if that name
     resolves to this machine (DNS rebinding); then the Host header is not one of `hosts`.
@@ -57,50 +60,116 @@ class ControlApp:
     ) -> None:
         self._handlers, self._token = handlers, token.encode()
         self._hosts = frozenset(host.lower() for host in hosts)
+        self._n_connections = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection, one after another."""
+        self._n_connections += 1
+        connection = _Connection(reader, writer)
+        is_open = self._n_connections <= MOST_CONNECTIONS
+        with suppress(OSError, h11.ProtocolError):  # the client has gone, or has been idle
+            while is_open:
+                async with asyncio.timeout(IDLE_S):
+                    is_open = await self._serve_request(connection)
+        self._n_connections -= 1
+        writer.close()
+
+    async def _serve_request(self, connection: _Connection) -> bool:
+        """Answer the next request; return whether the connection can take another one."""
         headers = {"content-type": "application/json"}
+        request = None
         try:
-            status, answer = 200, await self._answer(scope, receive)
+            request = await connection.next_event()
+            if not isinstance(request, h11.Request):
+                return False
+            status, answer = 200, await self._answer(connection, request)
         except HttpError as error:
             status, answer = error.status, ErrorResponse(error.message, error.hint)
-            headers |= {"connection": "close", **error.headers}
+            headers |= error.headers
         except FlexInspectError as error:  # the command is not possible now
             status, answer = 409, ErrorResponse(error.message, error.hint)
+        except h11.RemoteProtocolError as error:
+            status, answer = error.error_status_hint, ErrorResponse(f"This is not HTTP: {error}.")
+        except (ConnectionError, TimeoutError):
+            raise  # by the connection
         except Exception as error:
             text = f"The control server failed: {type(error).__name__}: {error}"
             status, answer = 500, ErrorResponse(text)
-        body = json.dumps(to_json(answer)).encode()
-        headers["content-length"] = str(len(body))
-        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": pairs})
-        await send({"type": "http.response.body", "body": body})
+        is_head = request is not None and request.method == b"HEAD"
+        body = b"" if is_head else json.dumps(to_json(answer)).encode()
+        return await connection.respond(status, headers, body)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Any:
+    async def _answer(self, connection: _Connection, request: h11.Request) -> Any:
         if self._token:
-            self._check_access(scope)
-        if len(scope["path"]) > MAX_PATH_LENGTH:  # `int` would parse a number of any length
+            self._check_access(request)
+        path = unquote(request.target.partition(b"?")[0].decode("latin-1"))
+        if len(path) > MAX_PATH_LENGTH:  # `int` would parse a number of any length
             raise HttpError(414, f"The path is longer than {MAX_PATH_LENGTH} characters.")
-        if int(_header(scope, b"content-length") or 0) > MAX_BODY_BYTES:
-            raise _too_large()
-        route, args = _find_route(scope["method"], scope["path"])
+        body = await connection.read_body()
+        route, args = _find_route(request.method.decode(), path)
         if route is None:
             return openapi_document()
         if route.body is not None:
-            args.append(_parse_body(route.body, await _read_body(receive)))
+            args.append(_parse_body(route.body, body))
         return getattr(self._handlers, route.handler)(*args)
 
-    def _check_access(self, scope: Scope) -> None:
-        host = _header(scope, b"host")
+    def _check_access(self, request: h11.Request) -> None:
+        host = _header(request, b"host")
         before, _, port = host.rpartition(":")
         name = before if port.isdigit() else host
         if name.strip("[]").lower() not in self._hosts:
             raise HttpError(403, "The Host header does not name this server.", hint=_HOST_HINT)
-        scheme, _, token = _header(scope, b"authorization").partition(" ")
+        scheme, _, token = _header(request, b"authorization").partition(" ")
         received = token.strip().encode("latin-1", "replace")
         if not hmac.compare_digest(received, self._token) or scheme.lower() != "bearer":
             raise HttpError(401, "The token is missing or wrong.", hint=_TOKEN_HINT)
+
+
+class _Connection:
+    """The HTTP/1.1 connection of one client."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._http = h11.Connection(h11.SERVER)
+
+    async def next_event(self) -> Any:
+        """Wait for a request, a part of its body, or the end of one of the two."""
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            if self._http.they_are_waiting_for_100_continue:
+                self._write(h11.InformationalResponse(status_code=100, headers=[]))
+            self._http.receive_data(await self._reader.read(MAX_BODY_BYTES))
+        return event
+
+    async def read_body(self) -> bytes:
+        """Return the body of the request. Raises `HttpError` if it is too large."""
+        body = b""
+        while isinstance(event := await self.next_event(), h11.Data):
+            body += event.data
+            if len(body) > MAX_BODY_BYTES:
+                raise HttpError(413, f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
+        return body
+
+    async def respond(self, status: int, headers: dict[str, str], body: bytes) -> bool:
+        """Send a response; return whether the connection can take another request."""
+        is_complete = self._http.their_state is h11.DONE
+        headers["content-length"] = str(len(body))
+        headers |= {} if is_complete else {"connection": "close"}
+        self._write(h11.Response(status_code=status, headers=[*headers.items()]))
+        self._write(h11.Data(body))
+        self._write(h11.EndOfMessage())
+        await self._writer.drain()
+        if self._http.our_state is h11.DONE and is_complete:
+            self._http.start_next_cycle()
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                self._writer.write_eof()
+                while await self._reader.read(MAX_BODY_BYTES):
+                    pass
+        return False
+
+    def _write(self, event: h11.Event) -> None:
+        self._writer.write(self._http.send(event) or b"")
 
 
 def allowed_hosts(host: str) -> frozenset[str]:
@@ -114,9 +183,9 @@ def allowed_hosts(host: str) -> frozenset[str]:
     return frozenset({host, "localhost", "127.0.0.1", "::1"})
 
 
-def _header(scope: Scope, name: bytes) -> str:
+def _header(request: h11.Request, name: bytes) -> str:
     """Return a header of a request, empty if it is missing or repeated."""
-    values = [value for key, value in scope["headers"] if key == name]
+    values = [value for key, value in request.headers if key == name]
     return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
@@ -132,20 +201,6 @@ def _find_route(method: str, path: str) -> tuple[Route | None, list[Any]]:
             raise HttpError(405, message, hint=_ROUTE_HINT, allow=", ".join(found))
         raise HttpError(404, message, hint=_ROUTE_HINT)
     return found[method], found[method].match(path) or []
-
-
-async def _read_body(receive: Receive) -> bytes:
-    body, has_more = b"", True
-    while has_more:
-        message = await receive()
-        body, has_more = body + message.get("body", b""), message.get("more_body", False)
-        if len(body) > MAX_BODY_BYTES:
-            raise _too_large()
-    return body
-
-
-def _too_large() -> HttpError:
-    return HttpError(413, f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
 
 
 def _parse_body(kind: type[Any], data: bytes) -> Any:
@@ -221,96 +276,3 @@ def _operation(route: Route) -> dict[str, Any]:
 def _content(kind: type[Any]) -> dict[str, Any]:
     reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"content": {"application/json": {"schema": reference}}}
-
-
-# -- uvicorn ---------------------------------------------------------------------------------------
-
-_NULL_LOGGER = logging.Logger("flexinspect.control", logging.CRITICAL + 1)
-_NULL_LOGGER.addHandler(logging.NullHandler())
-
-IDLE_S = 30
-"""How long a connection may be idle, or its request incomplete."""
-
-MOST_CONNECTIONS = 64
-"""Connections per socket at a time; more could exhaust the program's file descriptors."""
-
-SHUTDOWN_TIMEOUT_S = 0.5
-"""How long the shutdown waits for responses in progress."""
-
-
-class _EmbeddedProtocol(H11Protocol):
-    """HTTP protocol that closes idle connections and writes nothing to the program's log.
-
-    Uvicorn itself waits for a request without a limit, and logs invalid requests.
-    """
-
-    _idle_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request, or abort if `MOST_CONNECTIONS` are open."""
-        self.logger = _NULL_LOGGER
-        super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._wait_for_request()
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        self._wait_for_request()
-        super().on_response_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the idle timer."""
-        self._cancel_timer()
-        super().connection_lost(exc)
-
-    def _cancel_timer(self) -> None:
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-
-    def _wait_for_request(self) -> None:
-        self._cancel_timer()
-        self._idle_timer = self.loop.call_later(IDLE_S, self._close_if_idle)
-
-    def _close_if_idle(self) -> None:
-        cycle = self.cycle
-        is_responding = cycle is not None and not cycle.more_body and not cycle.response_complete
-        if not is_responding:  # `on_response_complete` restarts the timer
-            self.transport.abort()
-
-
-class _EmbeddedServer(uvicorn.Server):
-    """Uvicorn's server without its ten ticks a second, which would take the GIL from the model."""
-
-    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
-        super().__init__(config)
-        self._stop = stop
-
-    async def main_loop(self) -> None:
-        """Sleep until `stop` is set."""
-        await self._stop.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and let responses in progress finish."""
-        for server in self.servers:
-            server.close()
-        state, until = self.server_state, time.monotonic() + SHUTDOWN_TIMEOUT_S
-        while state.tasks and time.monotonic() < until:
-            await asyncio.sleep(0.002)
-
-
-async def serve(app: Any, listening: socket.socket, stop: asyncio.Event) -> None:
-    """Serve `app` on a listening socket until `stop` is set."""
-    config = uvicorn.Config(
-        app,
-        http=_EmbeddedProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=IDLE_S,
-    )
-    await _EmbeddedServer(config, stop).serve([listening])

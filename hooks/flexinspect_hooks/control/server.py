@@ -127,15 +127,17 @@ class ControlServer:
     async def _serve(self) -> None:
         import asyncio
 
-        from flexinspect_hooks.control.http_app import ControlApp, allowed_hosts, serve
+        from flexinspect_hooks.control.http_app import ControlApp, allowed_hosts
 
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         handlers = RouteHandlers(self._targets, self._info)
-        servers = [serve(ControlApp(handlers), self._unix, self._stop)]
+        servers = [await asyncio.start_unix_server(ControlApp(handlers).serve, sock=self._unix)]
         if self._tcp is not None and self._serving is not None:
             app = ControlApp(handlers, self._serving.token, allowed_hosts(self._serving.host))
-            servers.append(serve(app, self._tcp, self._stop))
-        await asyncio.gather(*servers)
+            servers.append(await asyncio.start_server(app.serve, sock=self._tcp))
+        await self._stop.wait()
+        for server in servers:
+            server.close()
 
 
 def _bind_unix(path: Path) -> socket.socket:

@@ -414,7 +414,7 @@ def test_a_server_that_cannot_load_is_reported_and_unregistered(
     monkeypatch: pytest.MonkeyPatch, served: Any
 ) -> None:
     served.client.status()  # its own libraries are loaded by now
-    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if a file of the user shadowed it
+    monkeypatch.setitem(sys.modules, "h11", None)  # as if a file of the user shadowed it
     monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.http_app", raising=False)
     failures: list[Exception] = []
     server = ControlServer(served.server._targets, served.server._info)
