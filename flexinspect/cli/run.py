@@ -7,6 +7,7 @@ The flags of a job, and the checked `Job` or `ScriptJob` that they describe, are
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -15,29 +16,23 @@ from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.cli.flags import (
-    add_break_flags,
-    add_control_flags,
-    add_debugger_flags,
-    add_switches,
-    breakpoints_of,
-    debugger_of,
-    n_threads,
-    on_break,
-    positive_int,
-    print_serve_address,
-    serve_options,
-)
+from flexinspect.cli.flags import add_switches, n_threads, positive_int
 from flexinspect.cli.output import errors_as_json
+from flexinspect.core.addresses import format_address, is_loopback, parse_address
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import UsageError
+from flexinspect.core.text import print_message
 from flexinspect.records.job import (
     CaptureJob,
+    DebuggerOptions,
     Declaration,
     Job,
+    OnBreak,
     PromptTexts,
     SamplingOptions,
     ScriptJob,
+    check_debugger,
+    controlling_terminal,
     parse_layers,
     parse_steps,
 )
@@ -85,9 +80,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_generation_flags(parser)
     _add_decoding_flags(parser)
     _add_capture_flags(parser)
-    add_debugger_flags(parser)
-    add_break_flags(parser)
-    add_control_flags(parser)
+    _add_debugger_flags(parser)
+    _add_control_flags(parser)
 
 
 def _add_group(parser: argparse.ArgumentParser, title: str, text: str | None = None) -> Any:
@@ -196,11 +190,58 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     add_switches(group, switches)
 
 
+def _add_debugger_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "debugger",
+        "an uncompiled FlexAttention then runs each mask_mod as plain Python, so that breakpoints "
+        "in it are hit; the values stay the same",
+    )
+    address = "let VSCode attach to the capture process at this address (0: any free port)"
+    group.add_argument("--debugpy", type=_address, metavar="[HOST:]PORT", help=address)
+    expose = "allow a HOST that other machines can reach"
+    first = "wait for a client before anything runs"
+    add_switches(group, {"--wait-for-client": first, "--debugpy-expose": expose})
+    pdb = "start pdb on this terminal at a breakpoint() or an exception"
+    group.add_argument("--pdb", "--interactive", action="store_true", help=pdb)
+    group = parser.add_argument_group("breakpoints", "docs/breakpoints.md describes the language")
+    group.add_argument(
+        "--break",
+        dest="breakpoints",
+        action="append",
+        default=[],
+        metavar="EXPR",
+        help="stop when this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
+        "'finding mask.* [once]' (may be repeated)",
+    )
+    wait = "pause at a breakpoint even without a terminal, instead of ending with exit code 3"
+    add_switches(group, {"--wait": wait})
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _add_control_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "control", "flexinspect ctl and flexinspect attach control a run while it is running"
+    )
+    serve = "accept commands over TCP too; every request needs the token that is printed"
+    group.add_argument("--serve", metavar="HOST:PORT", help=serve)
+    hold = "keep the model alive after the last generation, until ctl continue or Ctrl-C"
+    insecure = "let --serve listen on an address that other machines can reach, unencrypted"
+    add_switches(group, {"--hold": hold, "--insecure-bind": insecure})
+    off = "accept no commands"
+    group.add_argument("--no-control", dest="control", action="store_false", help=off)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe, and return its exit code."""
     with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
-        print_serve_address(job.serving)
+        _print_serve_address(job.serving)
     if not (args.no_ui or args.json or args.verbose) and _is_interactive():
         from flexinspect.cli.interface import inspect_run
 
@@ -237,10 +278,10 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     """Return the job of parsed flags. Raises `FlexInspectError` for anything wrong with them."""
     capture: dict[str, Any] = {
         **{name: getattr(args, name) for name in ("level", "layers", "threads", "overwrite")},
-        "breakpoints": breakpoints_of(args),
-        "on_break": on_break(args),
+        "breakpoints": _breakpoints_of(args),
+        "on_break": _on_break(args),
         "control": args.control,
-        "serving": serve_options(args),
+        "serving": _serve_options(args),
         "argv": tuple(sys.argv),
     }
     job: Job | ScriptJob
@@ -256,7 +297,83 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
         stem = f"{Path(job.model).name}-{job.mask}"
     job = replace(job, out=_new_trace(stem) if args.out is None else args.out)
     check_trace(job)
-    return replace(job, debugger=debugger_of(args))
+    return replace(job, debugger=_debugger_of(args))
+
+
+def _breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the breakpoints of the settings and of the flags.
+
+    Raises `ExpressionError` for a condition with a syntax error.
+    """
+    from flexinspect.breakpoints.store import BreakpointStore
+    from flexinspect.breakpoints.syntax_tree import ExpressionError
+    from flexinspect.inputs.config import load_config
+    from flexinspect.rules.engine import load_rules
+
+    store = BreakpointStore(finding_ids=lambda: load_rules().finding_kinds)
+    for condition in args.breakpoints:
+        try:
+            store.add(condition)
+        except ExpressionError as error:
+            raise error.with_location("--break") from None
+    return (*load_config().breakpoints.values(), *args.breakpoints)
+
+
+def _on_break(args: argparse.Namespace) -> OnBreak:
+    """Return what a hit of a breakpoint does: pause the run, or end it.
+
+    A run ends where nobody would see the pause: without a terminal or with --json, and without a
+    debugger. Raises `UsageError` for --wait with --no-control, which would wait for ever.
+    """
+    if args.wait and not args.control:
+        raise UsageError(
+            "--wait pauses the run until a command comes, and --no-control accepts none.",
+            hint="Leave one of them out.",
+        )
+    is_watched = (sys.stderr.isatty() and not args.json) or args.pdb or args.debugpy is not None
+    return "wait" if args.wait or is_watched else "stop"
+
+
+def _debugger_of(args: argparse.Namespace) -> DebuggerOptions:
+    """Return the checked debugger options; warn on stderr about a port that others can reach.
+
+    Raises `UsageError` for options that exclude each other or an address that is not allowed.
+    """
+    host, port = args.debugpy or (DebuggerOptions().host, None)
+    tty = controlling_terminal() if args.pdb else None
+    options = DebuggerOptions(host, port, args.wait_for_client, args.pdb, tty)
+    if check_debugger(options, is_exposed=args.debugpy_expose):
+        print_message(f"anyone who can reach {host}:{port} can run any code in this run.")
+    return options
+
+
+def _serve_options(args: argparse.Namespace) -> tuple[str, int, str] | None:
+    """Return host, port and token of --serve, None without it. Raises `UsageError`."""
+    if args.serve is None:
+        if args.insecure_bind:
+            raise UsageError("--insecure-bind needs --serve HOST:PORT.")
+        return None
+    if not args.control:
+        raise UsageError("--serve and --no-control exclude each other.")
+    from flexinspect.control.discovery import parse_serve_address
+
+    return parse_serve_address(args.serve, insecure=args.insecure_bind)
+
+
+def _print_serve_address(serving: tuple[str, int, str] | None) -> None:
+    """Print on stderr how to reach a run over TCP, before it starts."""
+    if serving is None:
+        return
+    from flexinspect.control.discovery import TOKEN_VARIABLE
+
+    host, port, token = serving
+    shown_port = "a port that flexinspect attach --list shows"
+    where = f"http://{format_address(host, port)}" if port else shown_port
+    token_text = "" if os.environ.get(TOKEN_VARIABLE) else f", {TOKEN_VARIABLE}={token}"
+    print_message(f"commands will be accepted at {where}{token_text}")
+    if not is_loopback(host):
+        text = "other machines can reach it; the connection, token included, is not encrypted"
+        print_message(text)
 
 
 def _field_names(kind: Any) -> set[str]:
