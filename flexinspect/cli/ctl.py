@@ -87,7 +87,6 @@ def _add_common_flags(parser: argparse.ArgumentParser, **default: Any) -> None:
 
 
 def _add_verb(verbs: Any, name: str, text: str, do: Do) -> argparse.ArgumentParser:
-    """Add a command with its help and the call that sends it."""
     parser: argparse.ArgumentParser = verbs.add_parser(name, help=text)
     parser.set_defaults(do=do)
     return parser

@@ -127,8 +127,12 @@ class ControlClient:
                 )
             headers["Authorization"] = f"Bearer {token}"
         data = None if body is None else json.dumps(to_json(body))
-        connection = self._connect()
+        connection = self._connection()
         try:
+            if self.address.socket:
+                connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.sock.settimeout(self._timeout_s)
+                connection.sock.connect(self.address.socket)
             connection.request(method, path, data, headers)
             response = connection.getresponse()
             return _parse_response(response.status, response.read())
@@ -138,15 +142,15 @@ class ControlClient:
         finally:
             connection.close()
 
-    def _connect(self) -> http.client.HTTPConnection:
+    def _connection(self) -> http.client.HTTPConnection:
         if self.address.socket:
-            return _UnixConnection(self.address.socket, self._timeout_s)
-        parts = urlsplit(self.address.url)
+            return http.client.HTTPConnection("localhost", timeout=self._timeout_s)
         try:
+            parts = urlsplit(self.address.url)
             host, port = parts.hostname, parts.port
         except ValueError:
-            host = port = None
-        if parts.scheme != "http" or not host:
+            host = None
+        if not host or parts.scheme != "http":
             raise ControlError(
                 f"{self.address.url or 'An empty string'} is not the URL of a capture.",
                 hint="It looks like http://127.0.0.1:8421; --serve prints it.",
@@ -164,20 +168,6 @@ class ControlClient:
             f"No capture responds at {where}: {getattr(error, 'strerror', None) or error}.",
             hint="It may have ended; flexinspect attach --list shows the running captures.",
         )
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        """Open the socket."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 def _parse_response(status: int, data: bytes) -> Any:

@@ -144,7 +144,6 @@ class Capture:
         return f"{self.display_name} was ended by {name}{extra}."
 
     def _on_message(self, facts: Mapping[str, Any]) -> None:
-        """Update the state from a message of the process."""
         kind, state = facts["kind"], self.state
         if kind == protocol.TRACE:
             state.path, state.note = Path(facts["path"]), facts["note"]
@@ -174,7 +173,6 @@ def signal_name(code: int) -> str:
 
 
 def _python_command(job: Job | ScriptJob, *arguments: str) -> list[str]:
-    """Return the command that runs Python with `arguments` for a job."""
     # debugpy misses breakpoints in frozen modules.
     is_debugged = job.debugger.port is not None or "pydevd" in sys.modules
     flags = ["-X", "frozen_modules=off"] if is_debugged else []
@@ -310,65 +308,52 @@ class OutputRecorder:
         self._unsent: list[OutputItem] = []
         self._tail: deque[OutputItem] = deque()
         self._n_kept = self._n_tail = self._n_left_out = 0
-        self._wake, self._lock = threading.Event(), threading.Lock()
-        self._send_lock = threading.Lock()
-        self._is_finished = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._lock, self._send_lock = threading.Lock(), threading.Lock()
+        self._is_finished = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def add(self, stream: str, piece: bytes, *, final: bool = False) -> None:
         """Add a piece of a stream, as it was read."""
         text = self._decoders[stream].decode(piece, final)
         if not text:
             return
-        item = (time.time(), stream, text)
+        now = time.time()
         with self._lock:
             if self._n_kept < MAX_HEAD_CHARS:
                 self._n_kept += len(text)
-                self._add_to_head(item)
-            else:
-                self._tail.append(item)
-                self._n_tail += len(text)
+                last_at, last_stream, last_text = self._unsent[-1] if self._unsent else (0, "", "")
+                if stream == last_stream and now - last_at < _MERGE_WITHIN_S:
+                    self._unsent[-1] = (last_at, stream, last_text + text)
+                else:
+                    self._unsent.append((now, stream, text))
+                return
+            self._tail.append((now, stream, text))
+            self._n_tail += len(text)
             while self._n_tail > MAX_TAIL_CHARS and len(self._tail) > 1:
                 n = len(self._tail.popleft()[2])
                 self._n_tail, self._n_left_out = self._n_tail - n, self._n_left_out + n
-        self._wake.set()
-
-    def _add_to_head(self, item: OutputItem) -> None:
-        """Append a piece, merged with the last one if that is recent and of the same stream."""
-        at, stream, text = self._unsent[-1] if self._unsent else (0.0, "", "")
-        if stream == item[1] and item[0] - at < _MERGE_WITHIN_S:
-            self._unsent[-1] = (at, stream, text + item[2])
-        else:
-            self._unsent.append(item)
 
     def finish(self) -> None:
         """Send the rest, the number of omitted characters, and the message that this is all."""
         for stream in self._decoders:
             self.add(stream, b"", final=True)
-        self._is_finished = True
-        self._wake.set()
+        self._is_finished.set()
 
     def _run(self) -> None:
-        while not self._is_finished:
-            self._wake.wait()
-            if not self._is_finished:
-                time.sleep(SEND_EVERY_S)
-            self._wake.clear()
-            items = self._take_items()
-            if items and not self.send(protocol.OUTPUT, items=items):
-                return
-        if items := self._take_items(last=True):
-            self.send(protocol.OUTPUT, items=items)
-        self.send(protocol.DRAINED)
+        is_connected = True
+        while is_connected and not self._is_finished.wait(SEND_EVERY_S):
+            is_connected = self._send_items()
+        if is_connected and self._send_items(last=True):
+            self.send(protocol.DRAINED)
 
-    def _take_items(self, *, last: bool = False) -> list[OutputItem]:
+    def _send_items(self, *, last: bool = False) -> bool:
         with self._lock:
             items, self._unsent = self._unsent, []
             if last and self._n_left_out:
                 text = f"… {self._n_left_out} characters are left out here …\n"
-                items.append((self._tail[0][0], self._tail[0][1], text))
-            return [*items, *self._tail] if last else items
+                items.append((*self._tail[0][:2], text))
+            items += self._tail if last else ()
+        return not items or self.send(protocol.OUTPUT, items=items)
 
     def send(self, kind: str, **facts: Any) -> bool:
         """Send a message to the program; False when it is gone."""

@@ -264,7 +264,6 @@ class StepBarrier:
             raise KeyboardInterrupt
 
     def _wait_for_other_thread(self) -> None:
-        """Wait while another thread's model is paused."""
         while self._paused_thread not in (None, threading.get_ident()):
             self._changed.wait()
 
