@@ -10,15 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from flexinspect.control.messages import (
-    AnomalySummary,
-    Cost,
-    DebugSummaryResponse,
-    QueuedRewind,
-    TrainingAnomalySummary,
-    TrainingSummaryResponse,
-    from_json,
-)
+from flexinspect.control import messages
 from flexinspect.core.errors import TraceError
 from flexinspect.records.training_step import TrainingSummary
 from flexinspect_hooks.control.step_barrier import StepBarrier
@@ -98,14 +90,14 @@ class ControlTargets:
     barrier: StepBarrier
     levels: Levels
     breakpoints: BreakpointStore | None = None
-    estimate_cost: Callable[[QueuedRewind], Cost] | None = None
+    estimate_cost: Callable[[messages.QueuedRewind], messages.Cost] | None = None
 
 
-def debug_summary() -> DebugSummaryResponse:
+def debug_summary() -> messages.DebugSummaryResponse:
     """Return the anomalies of all debuggers; zeros for a kind that is not registered."""
     training, diffusion, general = map(_counts, get_args(DebuggerKind))
-    return DebugSummaryResponse(
-        TrainingAnomalySummary(
+    return messages.DebugSummaryResponse(
+        messages.TrainingAnomalySummary(
             total_anomalies=training.total_anomalies,
             debug_history_length=training.debug_history_length,
             total_steps=training.total_steps,
@@ -113,14 +105,14 @@ def debug_summary() -> DebugSummaryResponse:
             anomaly_rate=training.total_anomalies / (training.total_steps or 1),
             gradient_explosion_rate=training.as_dict()["gradient_explosion_rate"],
         ),
-        AnomalySummary(diffusion.total_anomalies, diffusion.debug_history_length),
-        AnomalySummary(general.total_anomalies, general.debug_history_length),
+        messages.AnomalySummary(diffusion.total_anomalies, diffusion.debug_history_length),
+        messages.AnomalySummary(general.total_anomalies, general.debug_history_length),
     )
 
 
-def training_summary() -> TrainingSummaryResponse:
+def training_summary() -> messages.TrainingSummaryResponse:
     """Return the anomalies of training."""
-    return from_json(TrainingSummaryResponse, _counts("training").as_dict())
+    return messages.from_json(messages.TrainingSummaryResponse, _counts("training").as_dict())
 
 
 def clear() -> None:

@@ -13,36 +13,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.control.discovery import (
-    Address,
-    CaptureEntry,
-    ServeOptions,
-    new_socket_path,
-    register,
-    runtime_folder,
-    unregister,
-)
+from flexinspect.control import discovery
+from flexinspect.control.discovery import Address, CaptureEntry, ServeOptions
 from flexinspect.control.messages import StepRef
 from flexinspect.core.addresses import format_address
 from flexinspect.core.errors import ControlError, UsageError
 from flexinspect.records.step import EventRecord
-from flexinspect_hooks.control.control_protocols import (
-    ControlTargets,
-    FindingCounter,
-    Levels,
-    register_counter,
-    unregister_counter,
-)
+from flexinspect_hooks.control import control_protocols
+from flexinspect_hooks.control.control_protocols import ControlTargets, FindingCounter, Levels
 from flexinspect_hooks.control.handlers import CaptureInfo, RouteHandlers
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
 
 if TYPE_CHECKING:
-    import asyncio
-
     from flexinspect.records.job import Job, ScriptJob
     from flexinspect_hooks.capture.recorder import Recorder
 
@@ -65,14 +52,13 @@ class ControlServer:
         self._targets, self._info, self._serving = targets, info, serving
         self._tcp = _bind_tcp(serving) if serving is not None else None
         try:
-            self._path = new_socket_path(runtime_folder())
+            self._path = discovery.new_socket_path(discovery.runtime_folder())
             self._unix = _bind_unix(self._path)
         except ControlError:
             if self._tcp is not None:
                 self._tcp.close()
             raise
-        self._stop: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: Callable[[], object] = lambda: None
         server = threading.Thread(target=self._run, name="flexinspect-server", daemon=True)
         self._thread = keep_running_when_stopped(server)
         self._on_failure: Callable[[Exception], None] = lambda _: None
@@ -92,15 +78,14 @@ class ControlServer:
         """
         self._on_failure, info = on_failure, self._info
         pid, now = os.getpid(), time.time()
-        register(CaptureEntry(pid, now, self.address, info.trace, info.title, info.kind))
+        discovery.register(CaptureEntry(pid, now, self.address, info.trace, info.title, info.kind))
         self._thread.start()
 
     def close(self) -> None:
         """End the thread, and remove the socket and its file."""
-        unregister(self._path)
-        if self._loop is not None and self._stop is not None:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._stop.set)
+        discovery.unregister(self._path)
+        with suppress(RuntimeError):  # the thread has ended
+            self._end()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
         self.close_sockets()
@@ -120,7 +105,7 @@ class ControlServer:
 
             asyncio.run(self._serve())
         except Exception as error:  # a failure of the server must not end the run
-            unregister(self._path)
+            discovery.unregister(self._path)
             self.close_sockets()
             self._on_failure(error)
 
@@ -129,13 +114,14 @@ class ControlServer:
 
         from flexinspect_hooks.control.http_app import ControlApp, allowed_hosts
 
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        stop = asyncio.Event()
+        self._end = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
         handlers = RouteHandlers(self._targets, self._info)
         servers = [await asyncio.start_unix_server(ControlApp(handlers).serve, sock=self._unix)]
         if self._tcp is not None and self._serving is not None:
             app = ControlApp(handlers, self._serving.token, allowed_hosts(self._serving.host))
             servers.append(await asyncio.start_server(app.serve, sock=self._tcp))
-        await self._stop.wait()
+        await stop.wait()
         for server in servers:
             server.close()
 
@@ -211,7 +197,7 @@ class CaptureControl:
 
     def start(self) -> None:
         """Start the server."""
-        register_counter("general", self._finding_counter)
+        control_protocols.register_counter("general", self._finding_counter)
         if self._server is not None:
             try:
                 self._server.start(self._on_server_failure)
@@ -240,7 +226,7 @@ class CaptureControl:
     def close(self) -> None:
         """Mark the run as finished, and close the server."""
         self.barrier.finish()
-        unregister_counter("general", self._finding_counter)
+        control_protocols.unregister_counter("general", self._finding_counter)
         if self._server is not None:
             self._server.close()
 

@@ -172,7 +172,7 @@ def test_a_run_without_a_socket_continues_with_a_note(
     served: Any, runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "flexinspect_hooks.control.server.new_socket_path",
+        "flexinspect.control.discovery.new_socket_path",
         lambda folder: folder / ("x" * 120 + ".sock"),
     )
     info, levels = served.server._info, served.server._targets.levels
