@@ -9,18 +9,15 @@ from typing import Any
 
 from flexinspect.cli.flags import add_number_flags, add_switches, non_negative_int, positive_int
 from flexinspect.cli.output import print_json, print_lines
+from flexinspect.control import messages
 from flexinspect.control.client import ControlClient, wait_for_effect
 from flexinspect.control.discovery import capture_address
 from flexinspect.control.messages import (
     BreakpointInfo,
     CommandResponse,
-    EditMask,
-    Fork,
     MaskEdit,
-    Restore,
     StatusResponse,
     StepRef,
-    to_json,
 )
 from flexinspect.core.errors import ControlError
 from flexinspect.core.text import plural
@@ -115,21 +112,21 @@ def _add_step_commands(verbs: Any) -> None:
 def _add_rewind_commands(verbs: Any) -> None:
     text = "restore the state after a step, and pause there"
     restore = _add_verb(
-        verbs, "restore", text, lambda c, a: c.rewind(Restore(_step_ref(c, a), a.cost))
+        verbs, "restore", text, lambda c, a: c.rewind(messages.Restore(_step_ref(c, a), a.cost))
     )
     text = "continue from a step with another token"
     fork = _add_verb(
         verbs,
         "fork",
         text,
-        lambda c, a: c.rewind(Fork(_step_ref(c, a), a.token_id, a.text, a.stay, a.cost)),
+        lambda c, a: c.rewind(messages.Fork(_step_ref(c, a), a.token_id, a.text, a.stay, a.cost)),
     )
     text = "continue from a step with another mask"
     edit = _add_verb(
         verbs,
         "edit",
         text,
-        lambda c, a: c.rewind(EditMask(_step_ref(c, a), a.edits, a.stay, a.cost)),
+        lambda c, a: c.rewind(messages.EditMask(_step_ref(c, a), a.edits, a.stay, a.cost)),
     )
     numbers = {"--generation": "default: current", "--branch": "default: current"}
     for parser in (restore, fork, edit):
@@ -212,7 +209,7 @@ def _wait_and_print(response: CommandResponse, client: ControlClient, *, as_json
 
 def _print(response: Any, *, as_json: bool) -> None:
     if as_json:
-        print_json(to_json(response))
+        print_json(messages.to_json(response))
     else:
         print_lines(response_lines(response))
 

@@ -48,9 +48,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--generation", metavar="N", type=int, help="only findings of this generation")
     only_ids = "only these ids, with shell wildcards: mask.*"
-    add("--id", metavar="PATTERN", action="append", help=only_ids)
+    add("--id", metavar="PATTERN", action="append", default=[], help=only_ids)
     only_severity = "only this severity (may be repeated)"
-    add("--severity", choices=severities, action="append", help=only_severity)
+    add("--severity", choices=severities, action="append", default=[], help=only_severity)
     add("--no-review", action="store_true", help="only the stored findings; run no rules now")
 
 
@@ -64,11 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from flexinspect.rules.engine import load_rules
     from flexinspect.trace.reader import open_trace
 
-    selection = FindingFilter(
-        generation=args.generation,
-        ids=tuple(args.id or ()),
-        severities=tuple(map(Severity, args.severity or ())),
-    )
+    selection = FindingFilter(args.generation, tuple(args.id), tuple(map(Severity, args.severity)))
     threshold = None if args.fail_on == "never" else Severity(args.fail_on)
     rules = load_rules()
     with open_trace(args.trace) as reader:

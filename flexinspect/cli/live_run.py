@@ -10,26 +10,15 @@ from typing import Any
 
 from flexinspect.cli.output import print_json, stderr_console
 from flexinspect.cli.run_progress import RunProgress, print_summary, summarize_run
+from flexinspect.core import signals
 from flexinspect.core.errors import TraceError
-from flexinspect.core.signals import (
-    INTERRUPTED,
-    interrupt_signal,
-    is_signal_exit_code,
-    raise_on_signals,
-)
 from flexinspect.core.text import escape_unprintable
-from flexinspect.launch.child_process import (
-    KILL_AFTER_INTERRUPTS,
-    POLL_INTERVAL_S,
-    Capture,
-    hand_over_terminal,
-    start_capture,
-)
+from flexinspect.launch import child_process
+from flexinspect.launch.child_process import Capture
 from flexinspect.launch.crash import finish_trace
 from flexinspect.records.job import Job
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
-from flexinspect.trace.follower import NewGeneration, NewStep, TraceFollower, TraceUpdates
-from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.follower import TraceFollower
 
 
 def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
@@ -44,7 +33,7 @@ def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
         live = console.is_terminal and not as_json
         progress = RunProgress(console, verbose=verbose, quiet=as_json, live=live)
         _handle_end_signals()
-        live_run = LiveRun(start_capture(run), progress)
+        live_run = LiveRun(child_process.start_capture(run), progress)
     else:
         progress = RunProgress(console, verbose=verbose, quiet=not verbose)
         live_run = LiveRun(run, progress)
@@ -72,7 +61,7 @@ def _handle_end_signals() -> None:
     """Make `kill`, `timeout` and a closed terminal end a run as Ctrl-C does, with a valid trace."""
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
-            raise_on_signals(name)
+            signals.raise_on_signals(name)
 
 
 MAX_NOTES = 8
@@ -108,13 +97,13 @@ class LiveRun:
                 self._poll()
                 if self._state.wants_terminal and code is None:
                     with self._progress.suspended():
-                        hand_over_terminal(self._process)
+                        child_process.hand_over_terminal(self._process)
                 if code is not None:
                     self._close()
                     return code
-                time.sleep(POLL_INTERVAL_S)
+                time.sleep(child_process.POLL_INTERVAL_S)
             except KeyboardInterrupt as error:
-                self._stop(interrupt_signal(error))
+                self._stop(signals.interrupt_signal(error))
 
     def _print(self, text: str) -> None:
         self._progress.console.print(escape_unprintable(text), soft_wrap=True)
@@ -124,7 +113,7 @@ class LiveRun:
 
     def _stop(self, number: int) -> None:
         self._stops += 1
-        if self._stops >= (KILL_AFTER_INTERRUPTS if self._is_program else 2):
+        if self._stops >= (child_process.KILL_AFTER_INTERRUPTS if self._is_program else 2):
             self._process.kill()
             return
         self._end_signal = number
@@ -149,7 +138,7 @@ class LiveRun:
             if self._follower is None and state.recording is not None:
                 self._follower = TraceFollower(state.recording)
             if self._follower is not None:
-                self._show(self._follower.poll(), self._follower.reader)
+                self._progress.show(self._follower.poll(), self._follower.reader)
         except TraceError:
             if state.recording is not None and state.recording.exists():
                 raise
@@ -164,17 +153,6 @@ class LiveRun:
             show = self._print_notice if self._is_program else self._progress.print_line
             show(stop.sentence())
         self._debugger_stop = stop
-
-    def _show(self, updates: TraceUpdates, reader: TraceReader) -> None:
-        for row in updates.events:
-            self._progress.on_event(row.event)
-        for change in updates.changes:
-            if isinstance(change, NewGeneration):
-                self._progress.on_generation_start(change.generation, reader)
-            elif isinstance(change, NewStep):
-                self._progress.on_step(change.step, change.tokens, reader)
-            else:
-                self._progress.on_generation_end()
 
     def _close(self) -> None:
         if self._follower is not None:
@@ -228,11 +206,11 @@ class LiveRun:
         if self._is_program:  # it has printed its own messages
             return [ending] if code < 0 else []
         lines = []
-        if code not in (0, INTERRUPTED) and not self._stops:
+        if code not in (0, signals.INTERRUPTED) and not self._stops:
             lines.append(ending)
         elif not has_trace:
             lines.append("flexinspect: The run was stopped before anything ran; there is no trace.")
-        if not is_signal_exit_code(code) and (has_trace or not self._stops):
+        if not signals.is_signal_exit_code(code) and (has_trace or not self._stops):
             # Warnings of a successful run, or the last output of one that died without a message.
             # A run that was stopped while loading prints only Python's own traceback.
             lines += self._process.last_stderr_lines()

@@ -21,6 +21,7 @@ from flexinspect.inputs.datasets import is_correct_answer
 from flexinspect.inputs.model_sizes import human_bytes, human_count
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.step import EventRecord, TokenRecord
+from flexinspect.trace.follower import NewGeneration, NewStep, TraceUpdates
 from flexinspect.trace.query_results import GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader, open_trace
 
@@ -204,28 +205,32 @@ class RunProgress:
             if self._live is None:
                 self.print_line(f"{event.text} …")
 
-    def on_generation_start(self, generation: GenerationRow, reader: TraceReader) -> None:
-        """Print the question of a generation that has started."""
-        self._begin_generation()
-        self.print_line(f"generation {generation.generation}: {_question(generation, reader)}")
+    def show(self, updates: TraceUpdates, reader: TraceReader) -> None:
+        """Show what is new in the trace: a generation's question, steps as they are stored."""
+        for row in updates.events:
+            self.on_event(row.event)
+        for change in updates.changes:
+            if isinstance(change, NewGeneration):
+                self._begin_generation()
+                question = _question(change.generation, reader)
+                self.print_line(f"generation {change.generation.generation}: {question}")
+            elif isinstance(change, NewStep):
+                self._add_step(change.step, change.tokens)
+                for line in _step_lines(change.step, reader) if self.verbose else ():
+                    self.print_line(line)
+                self._draw()
+            else:
+                self._draw(now=True)
 
-    def on_step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
-        """Show a step that has been stored in the trace; redraw at most ten times per second."""
+    def _add_step(self, step: StepRow, tokens: list[TokenRecord]) -> None:
         self._n_tokens += len(tokens)
         self._text += "".join(token.text for token in tokens if not token.special)
         self._capture_ms += step.capture_ms
         if step.step:
             self._wall_ms += step.wall_ms
-        if self.verbose:
-            for line in _step_lines(step, reader):
-                self.print_line(line)
-        self._draw()
-
-    def on_generation_end(self) -> None:
-        """Draw the last tokens."""
-        self._draw(now=True)
 
     def _draw(self, *, now: bool = False) -> None:
+        """Redraw at most ten times per second, or `now`."""
         if self._live is not None and (now or time.monotonic() - self._drawn_at > 0.1):
             self._drawn_at = time.monotonic()
             self._live.update(self._render(), refresh=True)

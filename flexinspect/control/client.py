@@ -10,21 +10,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from flexinspect.control import messages
 from flexinspect.control.discovery import Address
-from flexinspect.control.messages import (
-    BreakpointBody,
-    BreakpointInfo,
-    Breakpoints,
-    CommandResponse,
-    ErrorResponse,
-    LayersBody,
-    RewindCommand,
-    RunToBody,
-    StatusResponse,
-    StepBody,
-    from_json,
-    to_json,
-)
+from flexinspect.control.messages import CommandResponse, StatusResponse
 from flexinspect.core.errors import ControlError
 
 TIMEOUT_S = 10.0
@@ -51,9 +39,9 @@ class ControlClient:
         """Return the status of the capture."""
         return self._request(StatusResponse, "GET", "/status")
 
-    def breakpoints(self) -> Sequence[BreakpointInfo]:
+    def breakpoints(self) -> Sequence[messages.BreakpointInfo]:
         """Return the breakpoints of the capture."""
-        return self._request(Breakpoints, "GET", "/breakpoints").breakpoints
+        return self._request(messages.Breakpoints, "GET", "/breakpoints").breakpoints
 
     # -- commands --------------------------------------------------------------------------------
 
@@ -67,11 +55,13 @@ class ControlClient:
 
     def step(self, n: int = 1) -> CommandResponse:
         """Run `n` steps, then pause."""
-        return self._request(CommandResponse, "POST", "/step", StepBody(n))
+        return self._request(CommandResponse, "POST", "/step", messages.StepBody(n))
 
     def run_to(self, step: int, generation: int | None = None) -> CommandResponse:
         """Run until `step` of `generation` (default: the current one) has finished, then pause."""
-        return self._request(CommandResponse, "POST", "/run-to", RunToBody(step, generation))
+        return self._request(
+            CommandResponse, "POST", "/run-to", messages.RunToBody(step, generation)
+        )
 
     def stop(self) -> CommandResponse:
         """End the run after the current step, as Ctrl-C does."""
@@ -83,9 +73,9 @@ class ControlClient:
 
     def layers(self, text: str) -> CommandResponse:
         """Choose the layers whose activations level extreme stores: "0,3,5-7" or "all"."""
-        return self._request(CommandResponse, "POST", "/layers", LayersBody(text))
+        return self._request(CommandResponse, "POST", "/layers", messages.LayersBody(text))
 
-    def rewind(self, command: RewindCommand) -> CommandResponse:
+    def rewind(self, command: messages.RewindCommand) -> CommandResponse:
         """Restore a step and pause there, or continue from it as a new branch.
 
         The progress is in the status as `last_rewind`. With `dry_run` nothing is done, and `cost`
@@ -97,24 +87,24 @@ class ControlClient:
 
     def add_breakpoint(
         self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
-    ) -> BreakpointInfo:
+    ) -> messages.BreakpointInfo:
         """Add a breakpoint."""
-        body = BreakpointBody(text, hits, once, log_only)
-        return self._request(BreakpointInfo, "POST", "/breakpoints", body)
+        body = messages.BreakpointBody(text, hits, once, log_only)
+        return self._request(messages.BreakpointInfo, "POST", "/breakpoints", body)
 
-    def remove_breakpoint(self, number: int) -> Sequence[BreakpointInfo]:
+    def remove_breakpoint(self, number: int) -> Sequence[messages.BreakpointInfo]:
         """Remove a breakpoint and return the remaining ones."""
-        return self._request(Breakpoints, "DELETE", f"/breakpoints/{number}").breakpoints
+        return self._request(messages.Breakpoints, "DELETE", f"/breakpoints/{number}").breakpoints
 
-    def enable_breakpoint(self, number: int, on: bool = True) -> BreakpointInfo:
+    def enable_breakpoint(self, number: int, on: bool = True) -> messages.BreakpointInfo:
         """Enable a breakpoint, or disable it with `on=False`."""
         verb = "enable" if on else "disable"
-        return self._request(BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
+        return self._request(messages.BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
 
     # -- the connection --------------------------------------------------------------------------
 
     def _request(self, kind: type[T], method: str, path: str, body: Any = None) -> T:
-        return from_json(kind, self.request(method, path, body), "The response")
+        return messages.from_json(kind, self.request(method, path, body), "The response")
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send one request and return its JSON. Raises `ControlError`."""
@@ -126,7 +116,7 @@ class ControlClient:
                     hint="Copy the one that --serve printed, without a line break.",
                 )
             headers["Authorization"] = f"Bearer {token}"
-        data = None if body is None else json.dumps(to_json(body))
+        data = None if body is None else json.dumps(messages.to_json(body))
         connection = self._connection()
         try:
             if self.address.socket:
@@ -179,7 +169,7 @@ def _parse_response(status: int, data: bytes) -> Any:
         return payload
     if not isinstance(payload, dict) or "error" not in payload:
         raise ControlError(f"The capture responded with HTTP status {status} and no message.")
-    refusal = from_json(ErrorResponse, payload, "The response")
+    refusal = messages.from_json(messages.ErrorResponse, payload, "The response")
     raise ControlError(refusal.error, hint=refusal.hint)
 
 

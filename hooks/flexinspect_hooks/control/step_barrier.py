@@ -15,16 +15,8 @@ from typing import Any, Final, Literal
 
 from msgspec import structs
 
-from flexinspect.control.messages import (
-    PAUSE_REQUESTED,
-    QueuedRewind,
-    Restore,
-    RewindCommand,
-    RewindState,
-    State,
-    StatusResponse,
-    StepRef,
-)
+from flexinspect.control import messages
+from flexinspect.control.messages import QueuedRewind, RewindState, State, StepRef
 from flexinspect.core.errors import ControlError, FlexInspectError
 
 RecordEvent = Callable[[str, str, StepRef, Mapping[str, Any]], None]
@@ -70,11 +62,11 @@ class PauseTarget:
         """Return why to pause after the step `place`, None to continue; counts `steps_left`."""
         if self.steps_left is not None:
             self.steps_left -= place.step >= 0
-            return None if self.steps_left else PAUSE_REQUESTED
+            return None if self.steps_left else messages.PAUSE_REQUESTED
         if place.generation > self.generation:
             return f"generation {self.generation} ended before step {self.step}"
         is_reached = place.generation == self.generation and place.step >= self.step
-        return PAUSE_REQUESTED if is_reached else None
+        return messages.PAUSE_REQUESTED if is_reached else None
 
 
 class StepBarrier:
@@ -171,7 +163,7 @@ class StepBarrier:
             )
             was_paused, self._pause_reason = self._pause_reason is not None, None
             command = queued.command
-            pauses_after_success = isinstance(command, Restore) or command.stay_paused
+            pauses_after_success = isinstance(command, messages.Restore) or command.stay_paused
             if was_paused if error else pauses_after_success:
                 reason = f"the {queued.kind} failed" if error else f"the {queued.kind}"
                 self._pause_request = PauseRequest(reason)
@@ -314,7 +306,7 @@ class StepBarrier:
 
     # -- the clients' side -----------------------------------------------------------------------
 
-    def view(self) -> StatusResponse:
+    def view(self) -> messages.StatusResponse:
         """Return the current state; the fields about the run have their defaults."""
         with self._changed:
             # The fast path updates only `_passed_step`.
@@ -322,7 +314,7 @@ class StepBarrier:
             state = self._visible_state()
             stop = self._pause_reason if state == "paused" else self._pause_request
             reason = stop.reason if stop is not None else ""
-            return StatusResponse(
+            return messages.StatusResponse(
                 state=state,
                 place=passed,
                 description=self._describe(state, passed),
@@ -331,7 +323,7 @@ class StepBarrier:
                 last_rewind=self._rewind_state,
             )
 
-    def pause(self, reason: str = PAUSE_REQUESTED) -> str:
+    def pause(self, reason: str = messages.PAUSE_REQUESTED) -> str:
         """Pause at the next boundary. Returns what will happen."""
         with self._changed:
             state = self._checked_state()
@@ -349,8 +341,8 @@ class StepBarrier:
             state = self._checked_state()
             self._pause_request = self._target = None
             self._resume()
-            messages = {"holding": "the run ends", "running": "running, and will not pause"}
-            return messages.get(state, "continuing")
+            texts = {"holding": "the run ends", "running": "running, and will not pause"}
+            return texts.get(state, "continuing")
 
     def step(self, n: int = 1) -> str:
         """Run `n` steps, then pause. Raises `ControlError` when there is no next step."""
@@ -385,7 +377,7 @@ class StepBarrier:
                 return "the run ends"
             return "stopping before the first step" if state == "loading" else STOPPING
 
-    def queue_rewind(self, command: RewindCommand) -> QueuedRewind:
+    def queue_rewind(self, command: messages.RewindCommand) -> QueuedRewind:
         """Queue a rewind command for the next boundary; one at a time.
 
         Raises `ControlError` while the model loads, after the end, and while another one is queued
