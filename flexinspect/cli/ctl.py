@@ -12,13 +12,6 @@ from flexinspect.cli.output import print_json, print_lines
 from flexinspect.control import messages
 from flexinspect.control.client import ControlClient, wait_for_effect
 from flexinspect.control.discovery import capture_address
-from flexinspect.control.messages import (
-    BreakpointInfo,
-    CommandResponse,
-    MaskEdit,
-    StatusResponse,
-    StepRef,
-)
 from flexinspect.core.errors import ControlError
 from flexinspect.core.text import plural
 
@@ -172,7 +165,7 @@ def _add_breakpoint_commands(verbs: Any) -> None:
         _add_common_flags(action, default=argparse.SUPPRESS)
 
 
-def _step_ref(client: ControlClient, args: argparse.Namespace) -> StepRef:
+def _step_ref(client: ControlClient, args: argparse.Namespace) -> messages.StepRef:
     """Return the step of the flags; generation and branch are those of the model by default."""
     generation, branch = args.generation, args.branch
     if generation is None or branch is None:
@@ -180,20 +173,22 @@ def _step_ref(client: ControlClient, args: argparse.Namespace) -> StepRef:
         generation = place.generation if generation is None else generation
         if branch is None:
             branch = place.branch if generation == place.generation else 0
-    return StepRef(generation, branch, args.step)
+    return messages.StepRef(generation, branch, args.step)
 
 
 def run(args: argparse.Namespace) -> int:
     """Send the command and print the response."""
     client = ControlClient(capture_address(args.url, args.token, args.pid, args.trace))
     response = args.do(client, args)
-    if args.wait and isinstance(response, CommandResponse):
+    if args.wait and isinstance(response, messages.CommandResponse):
         return _wait_and_print(response, client, as_json=args.json)
     _print(response, as_json=args.json)
     return 0
 
 
-def _wait_and_print(response: CommandResponse, client: ControlClient, *, as_json: bool) -> int:
+def _wait_and_print(
+    response: messages.CommandResponse, client: ControlClient, *, as_json: bool
+) -> int:
     """Wait until a command has its effect and print the status; return 1 for a failed rewind."""
     status = wait_for_effect(client, response)
     number = response.rewind_number
@@ -216,16 +211,16 @@ def _print(response: Any, *, as_json: bool) -> None:
 
 def response_lines(response: Any) -> list[str]:
     """Return a response as lines of text."""
-    if isinstance(response, StatusResponse):
+    if isinstance(response, messages.StatusResponse):
         return _status_lines(response)
-    if isinstance(response, CommandResponse):
+    if isinstance(response, messages.CommandResponse):
         return _command_lines(response)
-    if isinstance(response, BreakpointInfo):
+    if isinstance(response, messages.BreakpointInfo):
         return [_breakpoint_line(response)]
     return [_breakpoint_line(one) for one in response] or ["no breakpoints"]
 
 
-def _status_lines(status: StatusResponse) -> list[str]:
+def _status_lines(status: messages.StatusResponse) -> list[str]:
     reason = f" ({status.reason})" if status.reason else ""
     lines = [
         f"{status.description}{reason}",
@@ -242,7 +237,7 @@ def _status_lines(status: StatusResponse) -> list[str]:
     return [*lines, f"trace  {status.trace}"]
 
 
-def _command_lines(response: CommandResponse) -> list[str]:
+def _command_lines(response: messages.CommandResponse) -> list[str]:
     if response.cost is None:
         return [response.message]
     expensive = " (expensive)" if response.cost.is_expensive else ""
@@ -250,7 +245,7 @@ def _command_lines(response: CommandResponse) -> list[str]:
     return [cost] if response.rewind_number is None else [response.message, cost]
 
 
-def _breakpoint_line(info: BreakpointInfo) -> str:
+def _breakpoint_line(info: messages.BreakpointInfo) -> str:
     notes = [
         "" if info.is_enabled else "off",
         f"from hit {info.hits} on" if info.hits > 1 else "",
@@ -275,18 +270,18 @@ class _EditAction(argparse.Action):
         namespace.edits = (*namespace.edits, edit)
 
 
-def _parse_edit(flag: str, text: str) -> MaskEdit:
+def _parse_edit(flag: str, text: str) -> messages.MaskEdit:
     """Return the edit of a flag. Raises `ValueError` for text of another form."""
     if flag == "preset":
-        return MaskEdit("preset", name=text)
+        return messages.MaskEdit("preset", name=text)
     numbers = tuple(map(int, text.split("," if flag in ("drop", "join") else ":")))
     match flag, len(numbers):
         case ("drop" | "join") as op, _:
-            return MaskEdit(op, segments=numbers)
+            return messages.MaskEdit(op, segments=numbers)
         case (("see" | "unsee"), 2):
-            return MaskEdit("see", segments=numbers, is_open=flag == "see")
+            return messages.MaskEdit("see", segments=numbers, is_open=flag == "see")
         case (("open" | "close"), 1):
-            return MaskEdit("row", row=numbers[0], is_open=flag == "open")
+            return messages.MaskEdit("row", row=numbers[0], is_open=flag == "open")
         case (("open" | "close"), 2):
-            return MaskEdit("cell", row=numbers[0], key=numbers[1], is_open=flag == "open")
+            return messages.MaskEdit("cell", row=numbers[0], key=numbers[1], is_open=flag == "open")
     raise ValueError(text)

@@ -33,8 +33,6 @@ class ControlClient:
         self.address = address
         self._timeout_s = timeout_s
 
-    # -- queries ---------------------------------------------------------------------------------
-
     def status(self) -> StatusResponse:
         """Return the status of the capture."""
         return self._request(StatusResponse, "GET", "/status")
@@ -42,8 +40,6 @@ class ControlClient:
     def breakpoints(self) -> Sequence[messages.BreakpointInfo]:
         """Return the breakpoints of the capture."""
         return self._request(messages.Breakpoints, "GET", "/breakpoints").breakpoints
-
-    # -- commands --------------------------------------------------------------------------------
 
     def pause(self) -> CommandResponse:
         """Pause after the current step."""
@@ -83,8 +79,6 @@ class ControlClient:
         """
         return self._request(CommandResponse, "POST", f"/{command.kind}", command)
 
-    # -- breakpoints -----------------------------------------------------------------------------
-
     def add_breakpoint(
         self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
     ) -> messages.BreakpointInfo:
@@ -100,8 +94,6 @@ class ControlClient:
         """Enable a breakpoint, or disable it with `on=False`."""
         verb = "enable" if on else "disable"
         return self._request(messages.BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
-
-    # -- the connection --------------------------------------------------------------------------
 
     def _request(self, kind: type[T], method: str, path: str, body: Any = None) -> T:
         return messages.from_json(kind, self.request(method, path, body), "The response")

@@ -75,6 +75,7 @@ PARAMETERS: Mapping[str, Mapping[str, Any]] = {
 """The JSON schemas of the path parameters."""
 
 _DEBUG = "/training-logs/debug"
+_TRAINING_SUMMARY = "Anomalies of training; all 0 until training is monitored."
 
 
 def _route(method: Method, path: str, summary: str) -> Callable[[Handler], Handler]:
@@ -96,8 +97,6 @@ class RouteHandlers:
     def __init__(self, targets: ControlTargets, info: CaptureInfo) -> None:
         self._targets, self._info = targets, info
 
-    # -- queries ---------------------------------------------------------------------------------
-
     @_route("GET", "/status", "Status of the capture.")
     def status(self) -> messages.StatusResponse:
         targets, info = self._targets, self._info
@@ -116,8 +115,6 @@ class RouteHandlers:
     def _respond(self, message: str) -> messages.CommandResponse:
         self._targets.barrier.has_received_command = True
         return messages.CommandResponse(message, self.status())
-
-    # -- running and stopping --------------------------------------------------------------------
 
     @_route("POST", "/pause", "Pause after the current step.")
     def pause(self) -> messages.CommandResponse:
@@ -144,8 +141,6 @@ class RouteHandlers:
             os.kill(os.getpid(), signal.SIGINT)
         return response
 
-    # -- level and layers ------------------------------------------------------------------------
-
     @_route("POST", "/level", "Record at another level.")
     def level(self, body: messages.LevelBody) -> messages.CommandResponse:
         self._targets.levels.set_level(body.level)
@@ -153,12 +148,10 @@ class RouteHandlers:
 
     @_route("POST", "/layers", "Choose the layers whose activations level extreme stores.")
     def layers(self, body: messages.LayersBody) -> messages.CommandResponse:
-        levels = self._targets.levels
-        levels.set_layers(body.layers)
-        note = "" if levels.level == "extreme" else "; only level extreme stores activations"
+        self._targets.levels.set_layers(body.layers)
+        is_stored = self._targets.levels.level == "extreme"
+        note = "" if is_stored else "; only level extreme stores activations"
         return self._respond(f"layers {body.layers} from the next step on{note}")
-
-    # -- breakpoints -----------------------------------------------------------------------------
 
     @_route("GET", "/breakpoints", "List all breakpoints.")
     def breakpoints(self) -> messages.Breakpoints:
@@ -198,8 +191,6 @@ class RouteHandlers:
             raise ControlError("This capture does not support breakpoints.")
         return self._targets.breakpoints
 
-    # -- rewinding -------------------------------------------------------------------------------
-
     @_route("POST", "/restore", "Rebuild the live state after a step, and pause there.")
     def restore(self, body: messages.Restore) -> messages.CommandResponse:
         return self._queue_rewind(body)
@@ -229,25 +220,19 @@ class RouteHandlers:
     def _estimate_cost(self, queued: messages.QueuedRewind) -> messages.Cost:
         if self._targets.estimate_cost is not None:
             return self._targets.estimate_cost(queued)
+        refusal = "This capture cannot restore, fork or edit:"
         if self._info.kind == "generation":
-            raise ControlError("This capture cannot restore, fork or edit: rewinding is disabled.")
+            raise ControlError(f"{refusal} rewinding is disabled.")
+        hint = "flexinspect run --model … runs a generation that supports it."
         raise ControlError(
-            "This capture cannot restore, fork or edit: flexinspect cannot rewind the program's "
-            "own loop.",
-            hint="flexinspect run --model … runs a generation that supports it.",
+            f"{refusal} flexinspect cannot rewind the program's own loop.", hint=hint
         )
-
-    # -- summaries -------------------------------------------------------------------------------
 
     @_route("GET", f"{_DEBUG}/summary", "Anomalies that the debuggers found so far.")
     def debug_summary(self) -> messages.DebugSummaryResponse:
         return control_protocols.debug_summary()
 
-    @_route(
-        "GET",
-        f"{_DEBUG}/training/summary",
-        "Anomalies of training; all 0 until training is monitored.",
-    )
+    @_route("GET", f"{_DEBUG}/training/summary", _TRAINING_SUMMARY)
     def training_summary(self) -> messages.TrainingSummaryResponse:
         return control_protocols.training_summary()
 

@@ -77,10 +77,9 @@ class StepBarrier:
     """
 
     def __init__(
-        self, record_event: RecordEvent | None = None, drain: Callable[[], None] | None = None
+        self, record_event: RecordEvent = lambda *_: None, drain: Callable[[], None] = lambda: None
     ) -> None:
-        self.record_event: RecordEvent = record_event or (lambda *_: None)
-        self.drain: Callable[[], None] = drain or (lambda: None)
+        self.record_event, self.drain = record_event, drain
         self.stop_debugger: Callable[[str, Mapping[str, Any]], bool] = lambda reason, facts: False
         """Stops in an attached debugger, in this thread; returns False if there is none."""
         self._changed = threading.Condition(threading.RLock())
@@ -212,10 +211,8 @@ class StepBarrier:
             self._raise_if_stopping()
             if not is_new:
                 return None
-            if self._pending is not None:
+            if self._pending is not None or self._pause_request is None:
                 return self._take_rewind()
-            if self._pause_request is None:
-                return None
         self.drain()  # a client that sees the pause must find every step up to it in the trace
         return None if self._stop_in_debugger(place) else self._pause(place)
 
@@ -268,8 +265,7 @@ class StepBarrier:
                 return self._pause_here(place, self._pause_request)
             finally:
                 self._paused_thread = None
-                self._update_has_work()
-                self._changed.notify_all()
+                self._set_state(self._state)
 
     def _pause_here(self, place: StepRef, stop: PauseRequest) -> QueuedRewind | None:
         self._paused_thread = threading.get_ident()
@@ -296,6 +292,7 @@ class StepBarrier:
                 self._set_state("running")
 
     def _take_rewind(self) -> QueuedRewind | None:
+        """Return the waiting rewind command, None if there is none."""
         queued, self._pending = self._pending, None
         if queued is not None:
             self._rewind_started_at = time.monotonic()
@@ -313,12 +310,11 @@ class StepBarrier:
             passed = self._passed_step if self._passed_step is not None else self._last_step
             state = self._visible_state()
             stop = self._pause_reason if state == "paused" else self._pause_request
-            reason = stop.reason if stop is not None else ""
             return messages.StatusResponse(
                 state=state,
                 place=passed,
                 description=self._describe(state, passed),
-                reason=reason,
+                reason=stop.reason if stop is not None else "",
                 until=self._describe_target(),
                 last_rewind=self._rewind_state,
             )
@@ -395,8 +391,7 @@ class StepBarrier:
             queued = QueuedRewind(last.number + 1 if last is not None else 1, command)
             self._pending = queued
             self._rewind_state = RewindState(queued.number, queued.kind, "waiting")
-            self._update_has_work()
-            self._changed.notify_all()
+            self._set_state(self._state)
             return queued
 
     def _active_rewind(self) -> RewindState | None:
@@ -415,10 +410,7 @@ class StepBarrier:
             return f"pausing {target.describe()}"
 
     def _resume(self) -> None:
-        if self._state in ("paused", "holding"):
-            self._state = "running"
-        self._update_has_work()
-        self._changed.notify_all()
+        self._set_state("running" if self._state in ("paused", "holding") else self._state)
 
     def _checked_state(self) -> State:
         """Return the state. Raises `ControlError` when the run is over."""
@@ -450,8 +442,6 @@ class StepBarrier:
         if self._is_stopping or self._pause_request is not None:
             return "before the first step" if self._state == "loading" else "after this step"
         return self._target.describe() if self._target is not None else ""
-
-    # -- both sides ------------------------------------------------------------------------------
 
     def _set_state(self, state: State) -> None:
         self._state = state
