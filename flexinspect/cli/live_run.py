@@ -1,24 +1,311 @@
-"""Run a job without the full-screen interface: print its progress, then the result."""
+"""A run without the full-screen interface: its progress on stderr, and its result.
+
+The result is the answers, speed, cost, findings and the next command.
+"""
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from flexinspect.cli.output import print_json, stderr_console
-from flexinspect.cli.run_progress import RunProgress, print_summary, summarize_run
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flexinspect.cli.output import print_json, stderr_console, stdout_console
 from flexinspect.core import signals
 from flexinspect.core.errors import TraceError
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.inputs.datasets import is_correct_answer
+from flexinspect.inputs.model_sizes import human_bytes, human_count
 from flexinspect.launch import child_process
 from flexinspect.launch.child_process import Capture
 from flexinspect.launch.crash import finish_trace
+from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.job import Job
+from flexinspect.records.step import EventRecord, TokenRecord
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
-from flexinspect.trace.follower import TraceFollower
+from flexinspect.trace.follower import NewGeneration, NewStep, TraceFollower, TraceUpdates
+from flexinspect.trace.query_results import GenerationRow, StepRow
+from flexinspect.trace.reader import TraceReader, open_trace
+
+_SHOWN_ANSWERS = 3
+_SHOWN_FINDINGS = 5
+_MAX_FINDINGS = 200
+_MAX_ANSWER_CHARS = 300
+"""Limit of an answer's printed length."""
+
+MAX_NOTES = 8
+MAX_ANSWERS = 10
+"""Notes and answers in the summary of a program."""
+
+
+def summarize_run(path: Path) -> dict[str, Any]:
+    """Return the result of a finished or interrupted run, with the keys of `run --json`.
+
+    `bytes` is the size of the trace, `cost` what capture took. Raises `TraceError` when the trace
+    could not be read.
+    """
+    with open_trace(path) as reader:
+        run, events = reader.run(), reader.events()
+        findings = (row.finding for row in reader.finding_rows(limit=_MAX_FINDINGS))
+        return {
+            "trace": str(path),
+            "state": reader.state,
+            "bytes": path.stat().st_size,
+            **{name: run.get(name) for name in ("model", "level", "cost")},
+            "generations": [_summarize_generation(row, reader) for row in reader.generations()],
+            "notes": [r.event.text for r in events if r.event.kind not in ("phase", "error")],
+            "findings": sort_by_severity(findings),
+        }
+
+
+def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, Any]:
+    """Return the result of a generation; `correct` is None without an expected answer."""
+    steps = reader.steps(row.generation)
+    decode_ms = sum(step.wall_ms for step in steps[1:])
+    answer = row.answer
+    if not answer and (segments := reader.segments(row.generation)):  # it did not end
+        tokens = reader.tokens(row.generation, start=segments[-1].start)
+        answer = "".join(token.text for token in tokens if not token.special).strip()
+    return {
+        "generation": row.generation,
+        "sample_id": row.sample_id,
+        "question": _question(row, reader),
+        "answer": answer,
+        "expected": row.expected,
+        "correct": is_correct_answer(answer, row.expected) if row.expected else None,
+        "state": row.state,
+        "stop_reason": row.stop_reason,
+        "tokens": len(steps),
+        "tokens_per_s": round((len(steps) - 1) / (decode_ms / 1e3), 2) if decode_ms else None,
+    }
+
+
+def print_summary(
+    summary: Mapping[str, Any], console: Console | None = None, *, limit: int | None = None
+) -> None:
+    """Print the answers and those expected, the cost of capture, findings, and the next command.
+
+    Prints on stdout unless `console` is given, and at most the last `limit` answers.
+    """
+    generations, findings = summary["generations"], summary["findings"]
+    with_text = [each for each in generations if each["question"] or each["answer"]]
+    n_earlier = max(len(with_text) - limit, 0) if limit is not None else 0
+    lines: list[str | Text] = []
+    if n_earlier:
+        lines.append(f"      {n_earlier} generations before these, in the interface")
+    lines += map(_answer_text, with_text[n_earlier:])
+    if n_empty := len(generations) - len(with_text):
+        lines.append(f"{plural(n_empty, 'generation')} without tokens")
+    lines.append(_cost_line(summary))
+    lines += map(finding_text, findings[:_SHOWN_FINDINGS])
+    if (more := len(findings) - _SHOWN_FINDINGS) > 0:
+        lines.append(f"      and {more} more findings, in the interface")
+    trace = Path(summary["trace"])
+    shown = trace.relative_to(Path.cwd()) if trace.is_relative_to(Path.cwd()) else trace
+    size, state = human_bytes(summary["bytes"]), summary["state"]
+    lines.append(f"trace {escape_unprintable(str(trace))} ({size}, {state})")
+    lines.append(f"next  flexinspect open {escape_unprintable(shlex.quote(str(shown)))}")
+    console = console or stdout_console()
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def finding_text(finding: Finding) -> Text:
+    """Return the line of a finding: its severity in colour, its sentence and its id."""
+    style = {Severity.ERROR: "red", Severity.WARNING: "yellow"}.get(finding.severity, "")
+    label, id_ = (f"{finding.severity}: ", style), (f"  [{finding.id}]", "dim")
+    return Text.assemble(label, escape_unprintable(finding.sentence), id_)
+
+
+def _answer_text(generation: Mapping[str, Any]) -> Text:
+    marks = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "")}
+    mark, style = marks[generation["correct"]]
+    answer, expected = generation["answer"], generation["expected"]
+    more = "…" if len(answer) > _MAX_ANSWER_CHARS else ""
+    shown = escape_unprintable(answer[:_MAX_ANSWER_CHARS]) + more
+    question = (escape_unprintable(generation["question"]), "bold")
+    text = Text.assemble(f"{mark} ", question, "  →  ", shown or "(nothing)", style=style)
+    if expected:
+        shown = escape_unprintable(" | ".join(expected[:_SHOWN_ANSWERS]))
+        n_more = len(expected) - _SHOWN_ANSWERS
+        text.append(f"  expected: {shown}" + (f" (+{n_more} more)" if n_more > 0 else ""), "dim")
+    if generation["state"] != "finished":
+        text.append(f"  [{generation['state']}]", style="yellow")
+    return text
+
+
+def _cost_line(summary: Mapping[str, Any]) -> str:
+    generations, cost = summary["generations"], summary["cost"]
+    parts = [plural(sum(each["tokens"] for each in generations), "token")]
+    if rates := [each["tokens_per_s"] for each in generations if each["tokens_per_s"]]:
+        parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
+    if isinstance(cost, Mapping) and cost.get("steps"):
+        ratio = 100 * float(cost["ratio"])
+        took = f"{ratio:.1f} %" if ratio < 1000 else "longer than the model"
+        parts.append(f"capture at level {summary['level']} took {took}")
+    return "      " + ", ".join(parts)
+
+
+class RunProgress:
+    """Prints the progress of a run: its phases, questions and messages; nothing when `quiet`.
+
+    With `live`, for a terminal, the current phase and the newest tokens are a few lines at the
+    bottom, redrawn only when something has changed.
+    """
+
+    def __init__(
+        self, console: Console, *, verbose: bool = False, quiet: bool = False, live: bool = False
+    ) -> None:
+        self.console, self.verbose, self._quiet = console, verbose, quiet
+        self._live = Live(console=console, auto_refresh=False, transient=True) if live else None
+        self._drawn_at = 0.0
+        self._phase = ""
+        self._fraction: float | None = None
+        self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        self._text, self._n_tokens, self._wall_ms, self._capture_ms = "", 0, 0.0, 0.0
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Draw nothing while the body runs and another program uses the terminal."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def print_line(self, text: str) -> None:
+        """Print a line unless quiet."""
+        if not self._quiet:
+            self.console.print(escape_unprintable(text), soft_wrap=self._live is None)
+
+    def on_event(self, event: EventRecord) -> None:
+        """Handle an event: a phase moves the bar, anything else is printed."""
+        if event.kind == "phase":
+            self._on_phase(event)
+        elif event.kind == "breakpoint" and not event.text.startswith("paused"):
+            self.print_line(event.text)
+        elif event.kind not in ("error", "breakpoint"):
+            self.print_line(f"{event.kind}: {event.text}")
+        self._draw(now=True)
+
+    def _on_phase(self, event: EventRecord) -> None:
+        fraction = event.data.get("fraction")
+        self._fraction = float(fraction) if isinstance(fraction, (int, float)) else None
+        if event.text == "plan":
+            self.print_line(_plan_line(event.data))
+        elif event.text == "note":
+            self.print_line(str(event.data.get("text", "")))
+        elif event.text != self._phase:
+            self._phase = event.text
+            if self._live is None:
+                self.print_line(f"{event.text} …")
+
+    def show(self, updates: TraceUpdates, reader: TraceReader) -> None:
+        """Show what is new in the trace: a generation's question, steps as they are stored."""
+        for row in updates.events:
+            self.on_event(row.event)
+        for change in updates.changes:
+            if isinstance(change, NewGeneration):
+                self._begin_generation()
+                question = _question(change.generation, reader)
+                self.print_line(f"generation {change.generation.generation}: {question}")
+            elif isinstance(change, NewStep):
+                self._add_step(change.step, change.tokens)
+                for line in _step_lines(change.step, reader) if self.verbose else ():
+                    self.print_line(line)
+                self._draw()
+            else:
+                self._draw(now=True)
+
+    def _add_step(self, step: StepRow, tokens: list[TokenRecord]) -> None:
+        self._n_tokens += len(tokens)
+        self._text += "".join(token.text for token in tokens if not token.special)
+        self._capture_ms += step.capture_ms
+        if step.step:
+            self._wall_ms += step.wall_ms
+
+    def _draw(self, *, now: bool = False) -> None:
+        """Redraw at most ten times per second, or `now`."""
+        if self._live is not None and (now or time.monotonic() - self._drawn_at > 0.1):
+            self._drawn_at = time.monotonic()
+            self._live.update(self._render(), refresh=True)
+
+    def _render(self) -> RenderableType:
+        bar = Table.grid(padding=(0, 1))
+        row: list[RenderableType] = [Text(self._phase, style="bold")]
+        if self._fraction is not None:
+            row.append(ProgressBar(total=1.0, completed=self._fraction, width=30))
+        bar.add_row(*row)
+        if not self._n_tokens:
+            return bar
+        # Only the end: text taller than the window cannot be redrawn in place.
+        newest = escape_unprintable(self._text)[-2 * self.console.width :]
+        count = f"  token {self._n_tokens}  "
+        if self._n_tokens >= 2 and self._wall_ms:
+            count += f"{(self._n_tokens - 1) / (self._wall_ms / 1e3):.1f} tokens/s, "
+            count += f"capture {self._capture_ms / self._n_tokens:.2f} ms/step"
+        text = Text("  " + newest, style="green", overflow="fold")
+        return Group(bar, text, Text(count, style="dim"))
+
+
+def _plan_line(plan: Mapping[str, Any]) -> str:
+    """Return which model is going to be loaded, from where, and the memory it needs."""
+    count, needs = human_count(plan.get("parameters")), human_bytes(plan.get("total"))
+    free = human_bytes(plan.get("available"))
+    return (
+        f"{plan.get('name')}: {count} parameters in {plan.get('dtype')} on {plan.get('device')}, "
+        f"from {plan.get('place')}; needs {needs} of {free} free"
+    )
+
+
+def _question(generation: GenerationRow, reader: TraceReader) -> str:
+    """Return the text of a prompt's first paraphrase, decoded from its tokens."""
+    segments = sorted(reader.segments(generation.generation), key=lambda s: s.kind != "paraphrase")
+    if not segments:
+        return ""
+    first = segments[0]
+    tokens = reader.tokens(generation.generation, start=first.start, stop=first.stop)
+    return "".join(token.text for token in tokens).strip()
+
+
+def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
+    """Return the lines of a step: lengths, kernel paths, shapes, masks, candidates."""
+    calls = reader.calls(step.generation, step.step)
+    lengths = f"q {step.q_len}, kv {step.kv_before} → {step.kv_after}"
+    lines = [f"  step {step.step} {step.phase}: {lengths}, {step.wall_ms:.1f} ms"]
+    if calls:
+        call = calls[0]
+        paths = ", ".join(sorted({call.path for call in calls}))
+        masks = ", ".join(sorted({call.mask or "none" for call in calls}))
+        shape = f"q {call.batch}×{call.q_heads}×{call.q_len}×{call.head_dim}"
+        shape += f", k {call.batch}×{call.kv_heads}×{call.kv_len}×{call.head_dim}"
+        lines.append(f"    {len(calls)} layers {paths}; {shape} {call.dtype}; mask {masks}")
+    logits = reader.logits(step.generation, step.step)
+    if logits is not None:
+        best = "  ".join(f"{c.text!r} {c.logprob:.2f}" for c in logits.candidates[:4])
+        lines.append(f"    entropy {logits.entropy:.3f}, margin {logits.margin:.2f}: {best}")
+    return lines
 
 
 def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
@@ -62,10 +349,6 @@ def _handle_end_signals() -> None:
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
             signals.raise_on_signals(name)
-
-
-MAX_NOTES = 8
-MAX_ANSWERS = 10
 
 
 class LiveRun:

@@ -115,7 +115,7 @@ def _program_proofs(args: argparse.Namespace) -> Iterator[Any]:
 
 def _generation_proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
     """Yield the proof of each sample as it completes, with progress on stderr."""
-    from flexinspect.cli.run_progress import RunProgress
+    from flexinspect.cli.live_run import RunProgress
     from flexinspect.core import plugins
     from flexinspect.records.step import EventRecord
 
@@ -143,7 +143,7 @@ def _generation_proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
 
 
 def _show(proof: Any, console: Console) -> None:
-    from flexinspect.cli.run_progress import finding_text
+    from flexinspect.cli.live_run import finding_text
 
     for line in proof.lines:
         console.print(escape_unprintable(line), soft_wrap=True)
