@@ -255,9 +255,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _start_program(job: ScriptJob, *, as_json: bool) -> Capture:
     """Start a program with our own streams; with `as_json` its output goes to stderr."""
-    from flexinspect.launch.child_process import OutputRelay, ScriptProcess, forward_signals
+    from flexinspect.launch.child_process import ScriptProcess, forward_signals
 
-    process = ScriptProcess(job, OutputRelay(hold=False, stdout=2 if as_json else 1))
+    process = ScriptProcess(job, stdout=2 if as_json else 1)
     forward_signals(process)
     return process
 

@@ -112,9 +112,11 @@ class Capture:
     def signal(self, number: int) -> None:
         """Send a signal to the process; SIGINT to all processes of a program, as terminals do."""
         if self._process.poll() is None:
-            to_group = self.has_own_streams and number == signal.SIGINT
-            with suppress(ProcessLookupError):
-                (os.killpg if to_group else os.kill)(self.pid, number)
+            if self.has_own_streams and number == signal.SIGINT:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, number)
+            else:
+                self._process.send_signal(number)
 
     def kill(self) -> None:
         """Kill the process; its trace has every finished step."""
@@ -180,13 +182,8 @@ def _python_command(job: Job | ScriptJob, *arguments: str) -> list[str]:
 
 
 def start_capture(job: Job | ScriptJob) -> Capture:
-    """Start a job in its own process, for an interface that uses the terminal.
-
-    The output of a user's program is held until `show_output`, and its stdin is empty.
-    """
-    if isinstance(job, Job):
-        return GenerationProcess(job)
-    return ScriptProcess(job, OutputRelay(hold=True), stdin=subprocess.DEVNULL)
+    """Start a job in its own process, for an interface that uses the terminal."""
+    return GenerationProcess(job) if isinstance(job, Job) else ScriptProcess(job, hold=True)
 
 
 class GenerationProcess(Capture):
@@ -256,46 +253,7 @@ class GenerationProcess(Capture):
 
 
 OutputItem = tuple[float, str, str]
-
-
-class OutputRelay:
-    """Passes a program's output on immediately or, with `hold`, once it is released."""
-
-    def __init__(self, *, hold: bool, stdout: int = 1, stderr: int = 2) -> None:
-        self._targets = {"stdout": stdout, "stderr": stderr}
-        self._held: deque[tuple[str, bytes]] | None = deque() if hold else None
-        self._n_held = self._n_dropped = 0
-        self._lock = threading.Lock()
-
-    def write(self, stream: str, piece: bytes) -> bool:
-        """Pass a piece on; False when the stream has no reader any more."""
-        with self._lock:
-            if self._held is None:
-                return self._write(stream, piece)
-            self._held.append((stream, piece))
-            self._n_held += len(piece)
-            while self._n_held > MAX_HEAD_CHARS:
-                dropped = len(self._held.popleft()[1])
-                self._n_held, self._n_dropped = self._n_held - dropped, self._n_dropped + dropped
-            return True
-
-    def release(self) -> None:
-        """Print the held output, and pass on further output immediately."""
-        with self._lock:
-            held, self._held = self._held, None
-            if self._n_dropped:
-                print(f"flexinspect: {self._n_dropped} bytes before this are not shown", flush=True)
-            for stream, piece in held or ():
-                self._write(stream, piece)
-
-    def _write(self, stream: str, piece: bytes) -> bool:
-        left = memoryview(piece)
-        try:
-            while left:
-                left = left[os.write(self._targets[stream], left) :]
-        except OSError:
-            return False
-        return True
+"""When a piece of output was read, the name of its stream, and its text."""
 
 
 class OutputRecorder:
@@ -368,20 +326,24 @@ class OutputRecorder:
 class ScriptProcess(Capture):
     """The capture process of a user's program, which keeps its own standard streams.
 
-    With `stdin` None, the program reads the stdin of this process.
+    With `hold`, for an interface that uses the terminal, its output is kept until `show_output`,
+    and its stdin is empty. `stdout` is the file descriptor that gets what it prints.
     """
 
     display_name: ClassVar[str] = "The program"
     has_own_streams: ClassVar[bool] = True
 
-    def __init__(self, job: ScriptJob, relay: OutputRelay, *, stdin: int | None = None) -> None:
+    def __init__(self, job: ScriptJob, *, hold: bool = False, stdout: int = 1) -> None:
         super().__init__()
-        self._relay = relay
+        self._targets = {"stdout": stdout, "stderr": 2}
+        self._held: deque[tuple[str, bytes]] | None = deque() if hold else None
+        self._n_held = self._n_dropped = 0
+        self._lock = threading.Lock()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 _python_command(job, _entry_script(), str(theirs.fileno())),
-                stdin=stdin,
+                stdin=subprocess.DEVNULL if hold else None,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
@@ -402,7 +364,12 @@ class ScriptProcess(Capture):
         self._recorder.send(protocol.TERMINAL, wanted=True)
 
     def show_output(self) -> None:
-        self._relay.release()
+        with self._lock:
+            held, self._held = self._held, None
+            if self._n_dropped:
+                print(f"flexinspect: {self._n_dropped} bytes before this are not shown", flush=True)
+            for stream, piece in held or ():
+                self._write(stream, piece)
 
     def _read(self) -> None:
         """Read and pass on all streams until the program has ended and nothing more arrives."""
@@ -430,7 +397,25 @@ class ScriptProcess(Capture):
         self._recorder.add(name, piece)
         if name == "stderr":
             self._stderr.extend(piece.decode(errors="backslashreplace").splitlines())
-        return bool(piece) and self._relay.write(name, piece)
+        with self._lock:
+            if self._held is None:
+                return bool(piece) and self._write(name, piece)
+            self._held.append((name, piece))
+            self._n_held += len(piece)
+            while self._n_held > MAX_HEAD_CHARS:
+                dropped = len(self._held.popleft()[1])
+                self._n_held, self._n_dropped = self._n_held - dropped, self._n_dropped + dropped
+        return bool(piece)
+
+    def _write(self, stream: str, piece: bytes) -> bool:
+        """Pass a piece on; False when the stream has no reader any more."""
+        left = memoryview(piece)
+        try:
+            while left:
+                left = left[os.write(self._targets[stream], left) :]
+        except OSError:
+            return False
+        return True
 
     def _read_messages(self, selector: selectors.BaseSelector) -> bool:
         try:
