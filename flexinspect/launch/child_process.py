@@ -267,7 +267,7 @@ class OutputRecorder:
         self._tail: deque[OutputItem] = deque()
         self._n_kept = self._n_tail = self._n_left_out = 0
         self._lock, self._send_lock = threading.Lock(), threading.Lock()
-        self._is_finished = threading.Event()
+        self._wake, self._is_finished = threading.Event(), False
         threading.Thread(target=self._run, daemon=True).start()
 
     def add(self, stream: str, piece: bytes, *, final: bool = False) -> None:
@@ -284,22 +284,28 @@ class OutputRecorder:
                     self._unsent[-1] = (last_at, stream, last_text + text)
                 else:
                     self._unsent.append((now, stream, text))
-                return
-            self._tail.append((now, stream, text))
-            self._n_tail += len(text)
+            else:
+                self._tail.append((now, stream, text))
+                self._n_tail += len(text)
             while self._n_tail > MAX_TAIL_CHARS and len(self._tail) > 1:
                 n = len(self._tail.popleft()[2])
                 self._n_tail, self._n_left_out = self._n_tail - n, self._n_left_out + n
+        self._wake.set()
 
     def finish(self) -> None:
         """Send the rest, the number of omitted characters, and the message that this is all."""
         for stream in self._decoders:
             self.add(stream, b"", final=True)
-        self._is_finished.set()
+        self._is_finished = True
+        self._wake.set()
 
     def _run(self) -> None:
         is_connected = True
-        while is_connected and not self._is_finished.wait(SEND_EVERY_S):
+        while is_connected and not self._is_finished:
+            self._wake.wait()
+            if not self._is_finished:
+                time.sleep(SEND_EVERY_S)  # the pieces of one line arrive within that time
+            self._wake.clear()
             is_connected = self._send_items()
         if is_connected and self._send_items(last=True):
             self.send(protocol.DRAINED)
