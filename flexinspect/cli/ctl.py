@@ -140,14 +140,12 @@ def _add_rewind_commands(verbs: Any) -> None:
 def _add_breakpoint_commands(verbs: Any) -> None:
     parser = verbs.add_parser("break", help="list, set and remove breakpoints")
     actions = parser.add_subparsers(dest="doing", metavar="WHAT", required=True)
-    add = _add_verb(
-        actions,
-        "add",
-        "set a breakpoint",
-        lambda c, a: c.add_breakpoint(
-            a.condition, hits=a.hits or 0, once=a.once, log_only=a.log_only
-        ),
-    )
+
+    def add_breakpoint(client: ControlClient, args: argparse.Namespace) -> Any:
+        options = {"hits": args.hits or 0, "once": args.once, "log_only": args.log_only}
+        return client.add_breakpoint(args.condition, **options)
+
+    add = _add_verb(actions, "add", "set a breakpoint", add_breakpoint)
     add.add_argument("condition", metavar="CONDITION")
     add_number_flags(add, {"--hits": "stop from the N-th hit on"})
     once, log = "disable it after its first stop", "record an event instead of stopping"

@@ -242,7 +242,8 @@ def run(args: argparse.Namespace) -> int:
     with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
         _print_serve_address(job.serving)
-    if not (args.no_ui or args.json or args.verbose) and _is_interactive():
+    is_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    if is_terminal and not (args.no_ui or args.json or args.verbose):
         from flexinspect.cli.interface import inspect_run
 
         return inspect_run(job)
@@ -260,10 +261,6 @@ def _start_program(job: ScriptJob, *, as_json: bool) -> Capture:
     process = ScriptProcess(job, stdout=2 if as_json else 1)
     forward_signals(process)
     return process
-
-
-def _is_interactive() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
 
 
 def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:

@@ -174,13 +174,12 @@ class _Connection:
 
 def allowed_hosts(host: str) -> frozenset[str]:
     """Return the names that the Host header may have for a server that listens on `host`."""
-    if not is_loopback(host):
-        try:
-            own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
-        except OSError:
-            own = set()
-        return frozenset({host, socket.gethostname(), "localhost", "127.0.0.1", *map(str, own)})
-    return frozenset({host, "localhost", "127.0.0.1", "::1"})
+    names = {host, "localhost", "127.0.0.1"}
+    if is_loopback(host):
+        return frozenset({*names, "::1"})
+    with suppress(OSError):
+        names |= {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
+    return frozenset({*names, socket.gethostname()})
 
 
 def _header(request: h11.Request, name: bytes) -> str:
@@ -194,13 +193,16 @@ def _find_route(method: str, path: str) -> tuple[Route | None, list[Any]]:
     method = "GET" if method == "HEAD" else method
     if (method, path) == ("GET", "/openapi.json"):
         return None, []
-    found = {route.method: route for route in ROUTES if route.match(path) is not None}
-    if method not in found:
-        message = f"There is no route {method} {path}."
-        if found:
-            raise HttpError(405, message, hint=_ROUTE_HINT, allow=", ".join(found))
-        raise HttpError(404, message, hint=_ROUTE_HINT)
-    return found[method], found[method].match(path) or []
+    found = {
+        route.method: (route, parameters)
+        for route in ROUTES
+        if (parameters := route.match(path)) is not None
+    }
+    if method in found:
+        return found[method]
+    allowed = {"allow": ", ".join(found)} if found else {}
+    message = f"There is no route {method} {path}."
+    raise HttpError(405 if found else 404, message, hint=_ROUTE_HINT, **allowed)
 
 
 def _parse_body(kind: type[Any], data: bytes) -> Any:
