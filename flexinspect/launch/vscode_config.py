@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -272,14 +271,12 @@ def _read(path: Path) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Replace a file atomically; a symbolic link and the file mode are kept."""
-    target = Path(os.path.realpath(path))
+    target = path.resolve()
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=target.parent, prefix="launch-", suffix=".json")
-        with os.fdopen(number, "wb") as file:
-            file.write(text.encode("utf-8"))
-        temporary = Path(name)
-        temporary.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o644)
-        temporary.replace(target)
+        part.write_bytes(text.encode("utf-8"))
+        part.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o644)
+        part.replace(target)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from None

@@ -162,10 +162,10 @@ class StepBarrier:
             )
             was_paused, self._pause_reason = self._pause_reason is not None, None
             command = queued.command
-            pauses_after_success = isinstance(command, messages.Restore) or command.stay_paused
-            if was_paused if error else pauses_after_success:
-                reason = f"the {queued.kind} failed" if error else f"the {queued.kind}"
-                self._pause_request = PauseRequest(reason)
+            if error and was_paused:
+                self._pause_request = PauseRequest(f"the {queued.kind} failed")
+            elif not error and (isinstance(command, messages.Restore) or command.stay_paused):
+                self._pause_request = PauseRequest(f"the {queued.kind}")
             self._update_has_work()
 
     def finish(self) -> None:
