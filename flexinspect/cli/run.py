@@ -241,7 +241,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe, and return its exit code."""
     with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
-        _print_serve_address(job.serving)
+        if job.serving is not None:
+            _print_serve_address(*job.serving)
     is_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     if is_terminal and not (args.no_ui or args.json or args.verbose):
         from flexinspect.cli.interface import inspect_run
@@ -357,13 +358,10 @@ def _serve_options(args: argparse.Namespace) -> tuple[str, int, str] | None:
     return parse_serve_address(args.serve, insecure=args.insecure_bind)
 
 
-def _print_serve_address(serving: tuple[str, int, str] | None) -> None:
+def _print_serve_address(host: str, port: int, token: str) -> None:
     """Print on stderr how to reach a run over TCP, before it starts."""
-    if serving is None:
-        return
     from flexinspect.control.discovery import TOKEN_VARIABLE
 
-    host, port, token = serving
     shown_port = "a port that flexinspect attach --list shows"
     where = f"http://{format_address(host, port)}" if port else shown_port
     token_text = "" if os.environ.get(TOKEN_VARIABLE) else f", {TOKEN_VARIABLE}={token}"

@@ -58,9 +58,6 @@ class StepRef(Message, frozen=True):
         return self.describe().replace("the beginning", "before the first step")
 
 
-# -- commands that rewind the model ----------------------------------------------------------------
-
-
 RewindKind = Literal["restore", "fork", "edit"]
 
 
@@ -169,9 +166,6 @@ class RewindState(Message, frozen=True):
     seconds: float | None = None
 
 
-# -- responses -------------------------------------------------------------------------------------
-
-
 class BreakpointInfo(Message, frozen=True):
     """A breakpoint of a run.
 
@@ -242,9 +236,6 @@ class ErrorResponse(Message, frozen=True):
     hint: str | None = None
 
 
-# -- request bodies --------------------------------------------------------------------------------
-
-
 class StepBody(Message, frozen=True):
     """Number of steps to run."""
 
@@ -277,9 +268,6 @@ class BreakpointBody(Message, frozen=True):
     hits: Number = 0
     once: bool = False
     log_only: bool = False
-
-
-# -- summaries of anomalies ------------------------------------------------------------------------
 
 
 class AnomalySummary(Message, frozen=True):

@@ -97,8 +97,6 @@ class ControlServer:
                 with suppress(OSError):
                     listener.close()
 
-    # -- the thread ------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             import asyncio
