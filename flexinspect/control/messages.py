@@ -133,11 +133,6 @@ class QueuedRewind(Message, frozen=True):
     number: int
     command: RewindCommand
 
-    @property
-    def kind(self) -> RewindKind:
-        """The kind of the command."""
-        return self.command.kind
-
 
 class Cost(Message, frozen=True):
     """Estimated cost of a rewind command.

@@ -214,7 +214,7 @@ class RouteHandlers:
         if command.dry_run:
             return messages.CommandResponse(cost.sentence, self.status(), cost=cost)
         queued = self._targets.barrier.queue_rewind(command)
-        response = self._respond(f"the {queued.kind} runs next")
+        response = self._respond(f"the {queued.command.kind} runs next")
         return messages.CommandResponse(response.message, response.status, queued.number, cost)
 
     def _estimate_cost(self, queued: messages.QueuedRewind) -> messages.Cost:

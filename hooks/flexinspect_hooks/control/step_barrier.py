@@ -154,7 +154,7 @@ class StepBarrier:
                 self._last_step = result
             self._rewind_state = RewindState(
                 number=queued.number,
-                kind=queued.kind,
+                kind=queued.command.kind,
                 state="failed" if error else "done",
                 message=error.sentence() if error else message,
                 place=self._last_step,
@@ -163,9 +163,9 @@ class StepBarrier:
             was_paused, self._pause_reason = self._pause_reason is not None, None
             command = queued.command
             if error and was_paused:
-                self._pause_request = PauseRequest(f"the {queued.kind} failed")
+                self._pause_request = PauseRequest(f"the {command.kind} failed")
             elif not error and (isinstance(command, messages.Restore) or command.stay_paused):
-                self._pause_request = PauseRequest(f"the {queued.kind}")
+                self._pause_request = PauseRequest(f"the {command.kind}")
             self._update_has_work()
 
     def finish(self) -> None:
@@ -296,7 +296,7 @@ class StepBarrier:
         queued, self._pending = self._pending, None
         if queued is not None:
             self._rewind_started_at = time.monotonic()
-            self._rewind_state = RewindState(queued.number, queued.kind, "working")
+            self._rewind_state = RewindState(queued.number, queued.command.kind, "working")
             self._passed_step, self._is_start_position = None, True
             self._set_state("running")
         return queued
@@ -390,7 +390,7 @@ class StepBarrier:
             last = self._rewind_state
             queued = QueuedRewind(last.number + 1 if last is not None else 1, command)
             self._pending = queued
-            self._rewind_state = RewindState(queued.number, queued.kind, "waiting")
+            self._rewind_state = RewindState(queued.number, queued.command.kind, "waiting")
             self._set_state(self._state)
             return queued
 
