@@ -37,41 +37,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List captures, or open one."""
-    if args.list or args.json:
-        return _list(as_json=args.json)
+    if args.json:
+        print_json([to_json(entry) for entry in running()])
+        return 0
+    if args.list:
+        print_lines([_table_line(entry) for entry in running()] or ["No capture is running."])
+        return 0
     from flexinspect.cli.interface import open_trace_file
 
-    pid = int(args.which) if args.which is not None and args.which.isdecimal() else None
-    trace = Path(args.which) if args.which is not None and pid is None else None
+    is_pid = args.which is not None and args.which.isdecimal()
+    pid = int(args.which) if is_pid else None
+    trace = Path(args.which) if args.which is not None and not is_pid else None
     hint = "Name one: flexinspect attach PID, or attach TRACE."
     return open_trace_file(Path(find_capture(pid, trace, hint=hint).trace))
 
 
-def _list(*, as_json: bool) -> int:
-    captures = running()
-    if as_json:
-        print_json([to_json(entry) for entry in captures])
-    else:
-        print_lines(map(_table_line, captures) if captures else ["No capture is running."])
-    return 0
-
-
 def _table_line(entry: CaptureEntry) -> str:
-    age = _format_age(entry.started_at)
-    line = f"{entry.pid:>8}  {age:>8}  {_capture_state(entry):<28}  {entry.title}"
+    try:
+        client = ControlClient(Address(entry.address.socket), timeout_s=1.0)
+        state = client.status().description
+    except ControlError:
+        state = "does not answer"
+    line = f"{entry.pid:>8}  {_format_age(entry.started_at):>8}  {state:<28}  {entry.title}"
     return "  ".join(filter(None, (line, entry.trace, entry.address.url)))
 
 
-def _capture_state(entry: CaptureEntry) -> str:
-    try:
-        return ControlClient(Address(entry.address.socket), timeout_s=1.0).status().description
-    except ControlError:
-        return "does not answer"
-
-
 def _format_age(started_at: float) -> str:
-    seconds = max(int(time.time() - started_at), 0)
-    if seconds < 60:
+    minutes, seconds = divmod(max(int(time.time() - started_at), 0), 60)
+    if not minutes:
         return f"{seconds} s"
-    minutes, hours = seconds // 60, seconds // 3600
-    return f"{minutes} min" if minutes < 60 else f"{hours} h {minutes % 60} min"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

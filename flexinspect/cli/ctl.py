@@ -7,25 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flexinspect.cli.flags import (
-    add_number_flags,
-    add_switches,
-    non_negative_int,
-    positive_int,
-)
+from flexinspect.cli.flags import add_number_flags, add_switches, non_negative_int, positive_int
 from flexinspect.cli.output import print_json, print_lines
+from flexinspect.control import messages
 from flexinspect.control.client import ControlClient, wait_for_effect
 from flexinspect.control.discovery import capture_address
-from flexinspect.control.messages import (
-    BreakpointInfo,
-    Breakpoints,
-    CommandResponse,
-    MaskEdit,
-    RewindState,
-    StatusResponse,
-    StepRef,
-    to_json,
-)
 from flexinspect.core.errors import ControlError
 from flexinspect.core.text import plural
 
@@ -53,6 +39,21 @@ capture.
 """
 
 
+Do = Callable[[ControlClient, argparse.Namespace], Any]
+"""Sends a command to the capture and returns the response."""
+
+_EDIT_FLAGS = {
+    "--preset": ("NAME", "use this mask instead"),
+    "--drop": ("SEGMENT", "no other segment attends to this segment any more"),
+    "--join": ("A,B", "these segments attend to each other"),
+    "--see": ("A:B", "segment A attends to segment B"),
+    "--unsee": ("A:B", "segment A no longer attends to segment B"),
+    "--open": ("ROW:KEY", "this row attends to this key, or without KEY to all keys up to itself"),
+    "--close": ("ROW:KEY", "this row no longer attends to this key, or without KEY only to itself"),
+}
+"""One flag for each kind of mask edit, with its value and its help."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     _add_common_flags(parser)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -75,10 +76,7 @@ def _add_common_flags(parser: argparse.ArgumentParser, **default: Any) -> None:
     add("--wait", help="wait until the command has its effect", **switch)
 
 
-def _add_verb(
-    verbs: Any, name: str, text: str, do: Callable[[ControlClient, argparse.Namespace], Any]
-) -> argparse.ArgumentParser:
-    """Add a command with its help and the call that sends it."""
+def _add_verb(verbs: Any, name: str, text: str, do: Do) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(name, help=text)
     parser.set_defaults(do=do)
     return parser
@@ -105,29 +103,27 @@ def _add_step_commands(verbs: Any) -> None:
 
 
 def _add_rewind_commands(verbs: Any) -> None:
+    text = "restore the state after a step, and pause there"
     restore = _add_verb(
-        verbs,
-        "restore",
-        "restore the state after a step, and pause there",
-        lambda c, a: c.restore(_step_ref(c, a), dry_run=a.cost),
+        verbs, "restore", text, lambda c, a: c.rewind(messages.Restore(_step_ref(c, a), a.cost))
     )
+    text = "continue from a step with another token"
     fork = _add_verb(
         verbs,
         "fork",
-        "continue from a step with another token",
-        lambda c, a: c.fork(
-            _step_ref(c, a), token_id=a.token_id, text=a.text, stay_paused=a.stay, dry_run=a.cost
-        ),
+        text,
+        lambda c, a: c.rewind(messages.Fork(_step_ref(c, a), a.token_id, a.text, a.stay, a.cost)),
     )
+    text = "continue from a step with another mask"
     edit = _add_verb(
         verbs,
         "edit",
-        "continue from a step with another mask",
-        lambda c, a: c.edit_mask(_step_ref(c, a), a.edits, stay_paused=a.stay, dry_run=a.cost),
+        text,
+        lambda c, a: c.rewind(messages.EditMask(_step_ref(c, a), a.edits, a.stay, a.cost)),
     )
+    numbers = {"--generation": "default: current", "--branch": "default: current"}
     for parser in (restore, fork, edit):
         parser.add_argument("step", metavar="STEP", type=non_negative_int)
-        numbers = {"--generation": "default: current", "--branch": "default: current"}
         add_number_flags(parser, numbers)
         add_switches(parser, {"--cost": "only print what it would cost"})
     for parser in (fork, edit):
@@ -135,26 +131,27 @@ def _add_rewind_commands(verbs: Any) -> None:
     token = fork.add_mutually_exclusive_group(required=True)
     token.add_argument("--token-id", type=non_negative_int, metavar="ID")
     token.add_argument("--text", help="the text to force instead")
-    _add_edit_flags(edit)
+    for name, (metavar, text) in _EDIT_FLAGS.items():
+        edit.add_argument(
+            name, action=_EditAction, metavar=metavar, help=text, dest="edits", default=()
+        )
 
 
 def _add_breakpoint_commands(verbs: Any) -> None:
     parser = verbs.add_parser("break", help="list, set and remove breakpoints")
     actions = parser.add_subparsers(dest="doing", metavar="WHAT", required=True)
-    add = _add_verb(
-        actions,
-        "add",
-        "set a breakpoint",
-        lambda c, a: c.add_breakpoint(
-            a.condition, hits=a.hits or 0, once=a.once, log_only=a.log_only
-        ),
-    )
+
+    def add_breakpoint(client: ControlClient, args: argparse.Namespace) -> Any:
+        options = {"hits": args.hits or 0, "once": args.once, "log_only": args.log_only}
+        return client.add_breakpoint(args.condition, **options)
+
+    add = _add_verb(actions, "add", "set a breakpoint", add_breakpoint)
     add.add_argument("condition", metavar="CONDITION")
     add_number_flags(add, {"--hits": "stop from the N-th hit on"})
     once, log = "disable it after its first stop", "record an event instead of stopping"
     add_switches(add, {"--once": once, "--log-only": log})
     _add_verb(actions, "list", "list the breakpoints", lambda c, a: c.breakpoints())
-    numbered: dict[str, Callable[[ControlClient, argparse.Namespace], Any]] = {
+    numbered: dict[str, Do] = {
         "remove": lambda c, a: c.remove_breakpoint(a.number),
         "enable": lambda c, a: c.enable_breakpoint(a.number, True),
         "disable": lambda c, a: c.enable_breakpoint(a.number, False),
@@ -166,29 +163,30 @@ def _add_breakpoint_commands(verbs: Any) -> None:
         _add_common_flags(action, default=argparse.SUPPRESS)
 
 
-def _step_ref(client: ControlClient, args: argparse.Namespace) -> StepRef:
+def _step_ref(client: ControlClient, args: argparse.Namespace) -> messages.StepRef:
     """Return the step of the flags; generation and branch are those of the model by default."""
     generation, branch = args.generation, args.branch
     if generation is None or branch is None:
         place = client.status().place
-        is_here = generation in (None, place.generation)
         generation = place.generation if generation is None else generation
         if branch is None:
-            branch = place.branch if is_here else 0
-    return StepRef(generation, branch, args.step)
+            branch = place.branch if generation == place.generation else 0
+    return messages.StepRef(generation, branch, args.step)
 
 
 def run(args: argparse.Namespace) -> int:
     """Send the command and print the response."""
     client = ControlClient(capture_address(args.url, args.token, args.pid, args.trace))
     response = args.do(client, args)
-    if args.wait and isinstance(response, CommandResponse):
+    if args.wait and isinstance(response, messages.CommandResponse):
         return _wait_and_print(response, client, as_json=args.json)
     _print(response, as_json=args.json)
     return 0
 
 
-def _wait_and_print(response: CommandResponse, client: ControlClient, *, as_json: bool) -> int:
+def _wait_and_print(
+    response: messages.CommandResponse, client: ControlClient, *, as_json: bool
+) -> int:
     """Wait until a command has its effect and print the status; return 1 for a failed rewind."""
     status = wait_for_effect(client, response)
     number = response.rewind_number
@@ -204,24 +202,23 @@ def _wait_and_print(response: CommandResponse, client: ControlClient, *, as_json
 
 def _print(response: Any, *, as_json: bool) -> None:
     if as_json:
-        print_json(to_json(response))
+        print_json(messages.to_json(response))
     else:
         print_lines(response_lines(response))
 
 
 def response_lines(response: Any) -> list[str]:
     """Return a response as lines of text."""
-    if isinstance(response, StatusResponse):
+    if isinstance(response, messages.StatusResponse):
         return _status_lines(response)
-    if isinstance(response, CommandResponse):
-        return [response.message] if response.cost is None else _cost_lines(response)
-    if isinstance(response, BreakpointInfo):
+    if isinstance(response, messages.CommandResponse):
+        return _command_lines(response)
+    if isinstance(response, messages.BreakpointInfo):
         return [_breakpoint_line(response)]
-    listed = response.breakpoints if isinstance(response, Breakpoints) else response
-    return [_breakpoint_line(one) for one in listed] or ["no breakpoints"]
+    return [_breakpoint_line(one) for one in response] or ["no breakpoints"]
 
 
-def _status_lines(status: StatusResponse) -> list[str]:
+def _status_lines(status: messages.StatusResponse) -> list[str]:
     reason = f" ({status.reason})" if status.reason else ""
     lines = [
         f"{status.description}{reason}",
@@ -231,25 +228,22 @@ def _status_lines(status: StatusResponse) -> list[str]:
     ]
     if status.n_breakpoints:
         lines.append(f"breakpoints  {status.n_breakpoints}")
-    if status.last_rewind is not None:
-        lines.append(_rewind_line(status.last_rewind))
+    if (rewind := status.last_rewind) is not None:
+        message = f": {rewind.message}" if rewind.message else ""
+        duration = f" in {rewind.seconds * 1e3:.0f} ms" if rewind.seconds is not None else ""
+        lines.append(f"{rewind.kind} {rewind.number}  {rewind.state}{duration}{message}")
     return [*lines, f"trace  {status.trace}"]
 
 
-def _rewind_line(rewind: RewindState) -> str:
-    message = f": {rewind.message}" if rewind.message else ""
-    duration = f" in {rewind.seconds * 1e3:.0f} ms" if rewind.seconds is not None else ""
-    return f"{rewind.kind} {rewind.number}  {rewind.state}{duration}{message}"
-
-
-def _cost_lines(response: CommandResponse) -> list[str]:
-    assert response.cost is not None
+def _command_lines(response: messages.CommandResponse) -> list[str]:
+    if response.cost is None:
+        return [response.message]
     expensive = " (expensive)" if response.cost.is_expensive else ""
     cost = f"cost: {response.cost.sentence}{expensive}"
     return [cost] if response.rewind_number is None else [response.message, cost]
 
 
-def _breakpoint_line(info: BreakpointInfo) -> str:
+def _breakpoint_line(info: messages.BreakpointInfo) -> str:
     notes = [
         "" if info.is_enabled else "off",
         f"from hit {info.hits} on" if info.hits > 1 else "",
@@ -262,57 +256,30 @@ def _breakpoint_line(info: BreakpointInfo) -> str:
     return f"{info.id:>3}  {info.text}" + (f"  [{text}]" if text else "")
 
 
-def _add_edit_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each kind of mask edit."""
-    opened = "this row attends to this key, or without KEY to all keys up to itself"
-    closed = "this row no longer attends to this key, or without KEY only to itself"
-    flags = {
-        "--preset": ("NAME", "use this mask instead"),
-        "--drop": ("SEGMENT", "no other segment attends to this segment any more"),
-        "--join": ("A,B", "these segments attend to each other"),
-        "--see": ("A:B", "segment A attends to segment B"),
-        "--unsee": ("A:B", "segment A no longer attends to segment B"),
-        "--open": ("ROW:KEY", opened),
-        "--close": ("ROW:KEY", closed),
-    }
-    for name, (metavar, text) in flags.items():
-        parser.add_argument(
-            name, action=_EditAction, metavar=metavar, help=text, dest="edits", default=()
-        )
-
-
 class _EditAction(argparse.Action):
     """Converts the value of a flag to a `MaskEdit` and appends it to `edits`."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         """Append the edit, or end the command with an error of the parser."""
         try:
-            edit = _parse_edit(str(option_string).removeprefix("--"), str(values))
+            edit = _parse_edit(option_string.removeprefix("--"), values)
         except ValueError:
             parser.error(f"{option_string} {values} is not of the form {self.metavar}, in numbers")
         namespace.edits = (*namespace.edits, edit)
 
 
-def _parse_edit(flag: str, text: str) -> MaskEdit:
+def _parse_edit(flag: str, text: str) -> messages.MaskEdit:
+    """Return the edit of a flag. Raises `ValueError` for text of another form."""
     if flag == "preset":
-        return MaskEdit("preset", name=text)
-    if flag in ("drop", "join"):
-        return MaskEdit("drop" if flag == "drop" else "join", segments=_parse_numbers(text, ","))
-    if flag in ("see", "unsee"):
-        first, second = _parse_numbers(text, ":")
-        return MaskEdit("see", segments=(first, second), is_open=flag == "see")
-    row, *rest = _parse_numbers(text, ":")
-    if not rest:
-        return MaskEdit("row", row=row, is_open=flag == "open")
-    (key,) = rest
-    return MaskEdit("cell", row=row, key=key, is_open=flag == "open")
-
-
-def _parse_numbers(text: str, separator: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(separator))
+        return messages.MaskEdit("preset", name=text)
+    numbers = tuple(map(int, text.split("," if flag in ("drop", "join") else ":")))
+    match flag, len(numbers):
+        case ("drop" | "join") as op, _:
+            return messages.MaskEdit(op, segments=numbers)
+        case (("see" | "unsee"), 2):
+            return messages.MaskEdit("see", segments=numbers, is_open=flag == "see")
+        case (("open" | "close"), 1):
+            return messages.MaskEdit("row", row=numbers[0], is_open=flag == "open")
+        case (("open" | "close"), 2):
+            return messages.MaskEdit("cell", row=numbers[0], key=numbers[1], is_open=flag == "open")
+    raise ValueError(text)

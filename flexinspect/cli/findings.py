@@ -12,7 +12,6 @@ from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.records.finding import Severity
 
 if TYPE_CHECKING:
-    from flexinspect.analysis.reports.collect import Report
     from flexinspect.rules.engine import Rule
     from flexinspect.trace.reader import TraceReader
 
@@ -32,8 +31,6 @@ exit codes: 0 no finding as severe as --fail-on, 1 at least one,
             2 the trace could not be read or the request is invalid
 """
 
-NEVER = "never"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -45,15 +42,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     forms.add_argument("--junit", action="store_true", help="print JUnit XML")
     add(
         "--fail-on",
-        choices=[*severities, NEVER],
+        choices=[*severities, "never"],
         default=str(Severity.ERROR),
         help="exit with 1 for a finding this severe or more (default: error)",
     )
     add("--generation", metavar="N", type=int, help="only findings of this generation")
     only_ids = "only these ids, with shell wildcards: mask.*"
-    add("--id", metavar="PATTERN", action="append", help=only_ids)
+    add("--id", metavar="PATTERN", action="append", default=[], help=only_ids)
     only_severity = "only this severity (may be repeated)"
-    add("--severity", choices=severities, action="append", help=only_severity)
+    add("--severity", choices=severities, action="append", default=[], help=only_severity)
     add("--no-review", action="store_true", help="only the stored findings; run no rules now")
 
 
@@ -67,12 +64,8 @@ def run(args: argparse.Namespace) -> int:
     from flexinspect.rules.engine import load_rules
     from flexinspect.trace.reader import open_trace
 
-    selection = FindingFilter(
-        generation=args.generation,
-        ids=tuple(args.id or ()),
-        severities=tuple(map(Severity, args.severity or ())),
-    )
-    threshold = None if args.fail_on == NEVER else Severity(args.fail_on)
+    selection = FindingFilter(args.generation, tuple(args.id), tuple(map(Severity, args.severity)))
+    threshold = None if args.fail_on == "never" else Severity(args.fail_on)
     rules = load_rules()
     with open_trace(args.trace) as reader:
         notes = [f"The rule '{name}' could not run: {why}" for name, why in rules.failed.items()]
@@ -80,7 +73,18 @@ def run(args: argparse.Namespace) -> int:
         if not args.no_review:
             notes += run_missing_rules(reader, rules.rules)
         report = collect_report(reader, selection, rules.rules, notes)
-    _print(args, report, threshold)
+    if args.json or args.sarif:
+        from flexinspect.analysis.reports.machine_formats import as_json, as_sarif
+
+        print_json(as_json(report) if args.json else as_sarif(report))
+    elif args.junit:
+        from flexinspect.analysis.reports.machine_formats import as_junit
+
+        sys.stdout.write(as_junit(report, threshold))
+    else:
+        from flexinspect.analysis.reports.plain_text import print_report
+
+        print_report(report, stdout_console())
     return 1 if report.reaches(threshold) else 0
 
 
@@ -116,18 +120,3 @@ def _state_notes(reader: TraceReader) -> list[str]:
         checked = "offline rules have checked only the generations that have ended"
         return [f"The trace is still being recorded: {checked}."]
     return ["The process that recorded it ended without finishing the trace."]
-
-
-def _print(args: argparse.Namespace, report: Report, threshold: Severity | None) -> None:
-    if args.json or args.sarif:
-        from flexinspect.analysis.reports.machine_formats import as_json, as_sarif
-
-        print_json(as_json(report) if args.json else as_sarif(report))
-    elif args.junit:
-        from flexinspect.analysis.reports.machine_formats import as_junit
-
-        sys.stdout.write(as_junit(report, threshold))
-    else:
-        from flexinspect.analysis.reports.plain_text import print_report
-
-        print_report(report, stdout_console())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable
@@ -24,17 +24,18 @@ def open_trace_file(trace: Path, place: TracePlace | None = None) -> int:
 
     Raises `UsageError` without a terminal, and `TraceError` for a trace that could not be read.
     """
-    _require_terminal(trace)
-    from flexinspect.tui.app import InspectorApp
-
-    return _run_app(InspectorApp(trace, place=place, keymap=_keymap()))
+    is_served = "TEXTUAL_DRIVER" in os.environ  # set by textual-serve: the page is the terminal
+    if not is_served and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError(
+            "The interface needs a terminal, and there is none here.",
+            hint=f"Without one: flexinspect show {trace}, or flexinspect dump {trace}.",
+        )
+    return _run_app(_make_app(trace, place=place))
 
 
 def open_start_screen(make_job: JobFactory) -> int:
     """Show the start screen; `make_job` returns the job of a command line typed there."""
-    from flexinspect.tui.app import InspectorApp
-
-    return _run_app_and_job(InspectorApp(keymap=_keymap(), make_job=make_job))
+    return _run_app_and_job(_make_app(make_job=make_job))
 
 
 def inspect_run(job: Job | ScriptJob) -> int:
@@ -43,25 +44,15 @@ def inspect_run(job: Job | ScriptJob) -> int:
     A generation of our own keeps its model until the interface closes, for restore and fork.
     """
     from flexinspect.records.job import Job
+
+    return _run_app_and_job(_make_app(job=replace(job, hold=True) if isinstance(job, Job) else job))
+
+
+def _make_app(trace: Path | None = None, **options: Any) -> InspectorApp:
+    from flexinspect.inputs.config import load_config
     from flexinspect.tui.app import InspectorApp
 
-    held = replace(job, hold=True) if isinstance(job, Job) else job
-    return _run_app_and_job(InspectorApp(job=held, keymap=_keymap()))
-
-
-def _keymap() -> dict[str, str]:
-    from flexinspect.inputs.config import load_config
-
-    return dict(load_config().keys)
-
-
-def _require_terminal(trace: Path) -> None:
-    is_served = "TEXTUAL_DRIVER" in os.environ  # set by textual-serve: the page is the terminal
-    if not is_served and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError(
-            "The interface needs a terminal, and there is none here.",
-            hint=f"Without one: flexinspect show {trace}, or flexinspect dump {trace}.",
-        )
+    return InspectorApp(trace, keymap=dict(load_config().keys), **options)
 
 
 def _run_app(app: InspectorApp) -> int:

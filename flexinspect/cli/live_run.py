@@ -1,64 +1,332 @@
-"""Run a job without the full-screen interface: print its progress, then the result."""
+"""A run without the full-screen interface: its progress on stderr, and its result.
+
+The result is the answers, speed, cost, findings and the next command.
+"""
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Self
 
-from flexinspect.cli.output import print_json, stderr_console
-from flexinspect.cli.run_progress import RunProgress, RunSummary, print_summary, summarize_run
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flexinspect.cli.output import print_json, stderr_console, stdout_console
+from flexinspect.core import signals
 from flexinspect.core.errors import TraceError
-from flexinspect.core.signals import (
-    INTERRUPTED,
-    interrupt_signal,
-    is_signal_exit_code,
-    raise_on_signals,
-)
-from flexinspect.core.text import escape_unprintable
-from flexinspect.launch.child_process import (
-    KILL_AFTER_INTERRUPTS,
-    POLL_INTERVAL_S,
-    Capture,
-    hand_over_terminal,
-    start_capture,
-)
+from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.inputs.datasets import is_correct_answer
+from flexinspect.inputs.model_sizes import human_bytes, human_count
+from flexinspect.launch import child_process
+from flexinspect.launch.child_process import Capture
 from flexinspect.launch.crash import finish_trace
+from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.job import Job
+from flexinspect.records.step import EventRecord, TokenRecord
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
 from flexinspect.trace.follower import NewGeneration, NewStep, TraceFollower, TraceUpdates
-from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.query_results import GenerationRow, StepRow
+from flexinspect.trace.reader import TraceReader, open_trace
 
-if TYPE_CHECKING:
-    pass
+_SHOWN_ANSWERS = 3
+_SHOWN_FINDINGS = 5
+_MAX_FINDINGS = 200
+_MAX_ANSWER_CHARS = 300
+"""Limit of an answer's printed length."""
+
+MAX_NOTES = 8
+MAX_ANSWERS = 10
+"""Notes and answers in the summary of a program."""
 
 
-def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
-    """Start the capture process, show its progress, and print the result.
+def summarize_run(path: Path) -> dict[str, Any]:
+    """Return the result of a finished or interrupted run, with the keys of `run --json`.
 
-    The result goes to stdout, everything else to stderr. Returns the exit code: that of the
-    capture process, or 1 when a signal killed it.
+    `bytes` is the size of the trace, `cost` what capture took. Raises `TraceError` when the trace
+    could not be read.
+    """
+    with open_trace(path) as reader:
+        run, events = reader.run(), reader.events()
+        findings = (row.finding for row in reader.finding_rows(limit=_MAX_FINDINGS))
+        return {
+            "trace": str(path),
+            "state": reader.state,
+            "bytes": path.stat().st_size,
+            **{name: run.get(name) for name in ("model", "level", "cost")},
+            "generations": [_summarize_generation(row, reader) for row in reader.generations()],
+            "notes": [r.event.text for r in events if r.event.kind not in ("phase", "error")],
+            "findings": sort_by_severity(findings),
+        }
+
+
+def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, Any]:
+    """Return the result of a generation; `correct` is None without an expected answer."""
+    steps = reader.steps(row.generation)
+    decode_ms = sum(step.wall_ms for step in steps[1:])
+    answer = row.answer
+    if not answer and (segments := reader.segments(row.generation)):  # it did not end
+        tokens = reader.tokens(row.generation, start=segments[-1].start)
+        answer = "".join(token.text for token in tokens if not token.special).strip()
+    return {
+        "generation": row.generation,
+        "sample_id": row.sample_id,
+        "question": _question(row, reader),
+        "answer": answer,
+        "expected": row.expected,
+        "correct": is_correct_answer(answer, row.expected) if row.expected else None,
+        "state": row.state,
+        "stop_reason": row.stop_reason,
+        "tokens": len(steps),
+        "tokens_per_s": round((len(steps) - 1) / (decode_ms / 1e3), 2) if decode_ms else None,
+    }
+
+
+def print_summary(
+    summary: Mapping[str, Any], console: Console | None = None, *, limit: int | None = None
+) -> None:
+    """Print the answers and those expected, the cost of capture, findings, and the next command.
+
+    Prints on stdout unless `console` is given, and at most the last `limit` answers.
+    """
+    generations, findings = summary["generations"], summary["findings"]
+    with_text = [each for each in generations if each["question"] or each["answer"]]
+    n_earlier = max(len(with_text) - limit, 0) if limit is not None else 0
+    lines: list[str | Text] = []
+    if n_earlier:
+        lines.append(f"      {n_earlier} generations before these, in the interface")
+    lines += map(_answer_text, with_text[n_earlier:])
+    if n_empty := len(generations) - len(with_text):
+        lines.append(f"{plural(n_empty, 'generation')} without tokens")
+    lines.append(_cost_line(summary))
+    lines += map(finding_text, findings[:_SHOWN_FINDINGS])
+    if (more := len(findings) - _SHOWN_FINDINGS) > 0:
+        lines.append(f"      and {more} more findings, in the interface")
+    trace = Path(summary["trace"])
+    shown = trace.relative_to(Path.cwd()) if trace.is_relative_to(Path.cwd()) else trace
+    size, state = human_bytes(summary["bytes"]), summary["state"]
+    lines.append(f"trace {escape_unprintable(str(trace))} ({size}, {state})")
+    lines.append(f"next  flexinspect open {escape_unprintable(shlex.quote(str(shown)))}")
+    console = console or stdout_console()
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def finding_text(finding: Finding) -> Text:
+    """Return the line of a finding: its severity in colour, its sentence and its id."""
+    style = {Severity.ERROR: "red", Severity.WARNING: "yellow"}.get(finding.severity, "")
+    label, id_ = (f"{finding.severity}: ", style), (f"  [{finding.id}]", "dim")
+    return Text.assemble(label, escape_unprintable(finding.sentence), id_)
+
+
+def _answer_text(generation: Mapping[str, Any]) -> Text:
+    marks = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "")}
+    mark, style = marks[generation["correct"]]
+    answer, expected = generation["answer"], generation["expected"]
+    more = "…" if len(answer) > _MAX_ANSWER_CHARS else ""
+    shown = escape_unprintable(answer[:_MAX_ANSWER_CHARS]) + more
+    question = (escape_unprintable(generation["question"]), "bold")
+    text = Text.assemble(f"{mark} ", question, "  →  ", shown or "(nothing)", style=style)
+    if expected:
+        shown = escape_unprintable(" | ".join(expected[:_SHOWN_ANSWERS]))
+        n_more = len(expected) - _SHOWN_ANSWERS
+        text.append(f"  expected: {shown}" + (f" (+{n_more} more)" if n_more > 0 else ""), "dim")
+    if generation["state"] != "finished":
+        text.append(f"  [{generation['state']}]", style="yellow")
+    return text
+
+
+def _cost_line(summary: Mapping[str, Any]) -> str:
+    generations, cost = summary["generations"], summary["cost"]
+    parts = [plural(sum(each["tokens"] for each in generations), "token")]
+    if rates := [each["tokens_per_s"] for each in generations if each["tokens_per_s"]]:
+        parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
+    if isinstance(cost, Mapping) and cost.get("steps"):
+        ratio = 100 * float(cost["ratio"])
+        took = f"{ratio:.1f} %" if ratio < 1000 else "longer than the model"
+        parts.append(f"capture at level {summary['level']} took {took}")
+    return "      " + ", ".join(parts)
+
+
+class RunProgress:
+    """Prints the progress of a run: its phases, questions and messages; nothing when `quiet`.
+
+    With `live`, for a terminal, the current phase and the newest tokens are a few lines at the
+    bottom, redrawn only when something has changed.
+    """
+
+    def __init__(
+        self, console: Console, *, verbose: bool = False, quiet: bool = False, live: bool = False
+    ) -> None:
+        self.console, self.verbose, self._quiet = console, verbose, quiet
+        self._live = Live(console=console, auto_refresh=False, transient=True) if live else None
+        self._drawn_at = 0.0
+        self._phase = ""
+        self._fraction: float | None = None
+        self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        self._text, self._n_tokens, self._wall_ms, self._capture_ms = "", 0, 0.0, 0.0
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Draw nothing while the body runs and another program uses the terminal."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def print_line(self, text: str) -> None:
+        """Print a line unless quiet."""
+        if not self._quiet:
+            self.console.print(escape_unprintable(text), soft_wrap=self._live is None)
+
+    def on_event(self, event: EventRecord) -> None:
+        """Handle an event: a phase moves the bar, anything else is printed."""
+        if event.kind == "phase":
+            self._on_phase(event)
+        elif event.kind == "breakpoint" and not event.text.startswith("paused"):
+            self.print_line(event.text)
+        elif event.kind not in ("error", "breakpoint"):
+            self.print_line(f"{event.kind}: {event.text}")
+        self._draw(now=True)
+
+    def _on_phase(self, event: EventRecord) -> None:
+        fraction = event.data.get("fraction")
+        self._fraction = float(fraction) if isinstance(fraction, (int, float)) else None
+        if event.text == "plan":
+            self.print_line(_plan_line(event.data))
+        elif event.text == "note":
+            self.print_line(str(event.data.get("text", "")))
+        elif event.text != self._phase:
+            self._phase = event.text
+            if self._live is None:
+                self.print_line(f"{event.text} …")
+
+    def show(self, updates: TraceUpdates, reader: TraceReader) -> None:
+        """Show what is new in the trace: a generation's question, steps as they are stored."""
+        for row in updates.events:
+            self.on_event(row.event)
+        for change in updates.changes:
+            if isinstance(change, NewGeneration):
+                self._begin_generation()
+                question = _question(change.generation, reader)
+                self.print_line(f"generation {change.generation.generation}: {question}")
+            elif isinstance(change, NewStep):
+                self._add_step(change.step, change.tokens)
+                for line in _step_lines(change.step, reader) if self.verbose else ():
+                    self.print_line(line)
+                self._draw()
+            else:
+                self._draw(now=True)
+
+    def _add_step(self, step: StepRow, tokens: list[TokenRecord]) -> None:
+        self._n_tokens += len(tokens)
+        self._text += "".join(token.text for token in tokens if not token.special)
+        self._capture_ms += step.capture_ms
+        if step.step:
+            self._wall_ms += step.wall_ms
+
+    def _draw(self, *, now: bool = False) -> None:
+        """Redraw at most ten times per second, or `now`."""
+        if self._live is not None and (now or time.monotonic() - self._drawn_at > 0.1):
+            self._drawn_at = time.monotonic()
+            self._live.update(self._render(), refresh=True)
+
+    def _render(self) -> RenderableType:
+        bar = Table.grid(padding=(0, 1))
+        row: list[RenderableType] = [Text(self._phase, style="bold")]
+        if self._fraction is not None:
+            row.append(ProgressBar(total=1.0, completed=self._fraction, width=30))
+        bar.add_row(*row)
+        if not self._n_tokens:
+            return bar
+        # Only the end: text taller than the window cannot be redrawn in place.
+        newest = escape_unprintable(self._text)[-2 * self.console.width :]
+        count = f"  token {self._n_tokens}  "
+        if self._n_tokens >= 2 and self._wall_ms:
+            count += f"{(self._n_tokens - 1) / (self._wall_ms / 1e3):.1f} tokens/s, "
+            count += f"capture {self._capture_ms / self._n_tokens:.2f} ms/step"
+        text = Text("  " + newest, style="green", overflow="fold")
+        return Group(bar, text, Text(count, style="dim"))
+
+
+def _plan_line(plan: Mapping[str, Any]) -> str:
+    """Return which model is going to be loaded, from where, and the memory it needs."""
+    count, needs = human_count(plan.get("parameters")), human_bytes(plan.get("total"))
+    free = human_bytes(plan.get("available"))
+    return (
+        f"{plan.get('name')}: {count} parameters in {plan.get('dtype')} on {plan.get('device')}, "
+        f"from {plan.get('place')}; needs {needs} of {free} free"
+    )
+
+
+def _question(generation: GenerationRow, reader: TraceReader) -> str:
+    """Return the text of a prompt's first paraphrase, decoded from its tokens."""
+    segments = sorted(reader.segments(generation.generation), key=lambda s: s.kind != "paraphrase")
+    if not segments:
+        return ""
+    first = segments[0]
+    tokens = reader.tokens(generation.generation, start=first.start, stop=first.stop)
+    return "".join(token.text for token in tokens).strip()
+
+
+def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
+    """Return the lines of a step: lengths, kernel paths, shapes, masks, candidates."""
+    calls = reader.calls(step.generation, step.step)
+    lengths = f"q {step.q_len}, kv {step.kv_before} → {step.kv_after}"
+    lines = [f"  step {step.step} {step.phase}: {lengths}, {step.wall_ms:.1f} ms"]
+    if calls:
+        call = calls[0]
+        paths = ", ".join(sorted({call.path for call in calls}))
+        masks = ", ".join(sorted({call.mask or "none" for call in calls}))
+        shape = f"q {call.batch}×{call.q_heads}×{call.q_len}×{call.head_dim}"
+        shape += f", k {call.batch}×{call.kv_heads}×{call.kv_len}×{call.head_dim}"
+        lines.append(f"    {len(calls)} layers {paths}; {shape} {call.dtype}; mask {masks}")
+    logits = reader.logits(step.generation, step.step)
+    if logits is not None:
+        best = "  ".join(f"{c.text!r} {c.logprob:.2f}" for c in logits.candidates[:4])
+        lines.append(f"    entropy {logits.entropy:.3f}, margin {logits.margin:.2f}: {best}")
+    return lines
+
+
+def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
+    """Start a generation, or follow a program that was started, and print the result at its end.
+
+    The result of a generation goes to stdout, everything else to stderr; so does the summary of a
+    program, except with `as_json`. Returns the exit code: that of the process, or 1 when a signal
+    killed our own generation.
     """
     console = stderr_console()
-    live = console.is_terminal and not as_json
-    progress = RunProgress(console, verbose=verbose, quiet=as_json, live=live)
-    _handle_end_signals()
-    run = LiveRun(start_capture(job), progress)
+    if isinstance(run, Job):
+        live = console.is_terminal and not as_json
+        progress = RunProgress(console, verbose=verbose, quiet=as_json, live=live)
+        _handle_end_signals()
+        live_run = LiveRun(child_process.start_capture(run), progress)
+    else:
+        progress = RunProgress(console, verbose=verbose, quiet=not verbose)
+        live_run = LiveRun(run, progress)
     with progress:
-        code = run.watch()
-    return run.conclude(code, as_json=as_json)
-
-
-def show_script(process: Capture, *, as_json: bool, verbose: bool) -> int:
-    """Follow a user's program to its end, and print a summary of its trace on stderr.
-
-    With `as_json` the summary goes to stdout. Returns the program's exit code.
-    """
-    progress = RunProgress(stderr_console(), verbose=verbose, quiet=not verbose)
-    run = LiveScriptRun(process, progress)
-    return run.conclude(run.watch(), as_json=as_json)
+        code = live_run.watch()
+    return live_run.conclude(code, as_json=as_json)
 
 
 def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
@@ -71,8 +339,7 @@ def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
         progress.console.print("finishing the trace (Ctrl-C ends it at once) …")
     _handle_end_signals()
     process.state.pauses.clear()  # already shown by the interface
-    kind = LiveScriptRun if process.has_own_streams else LiveRun
-    run = kind(process, progress, stops=int(stopping))
+    run = LiveRun(process, progress, stops=int(stopping))
     run_code = run.conclude(run.watch(), as_json=False)
     return code or run_code
 
@@ -81,17 +348,19 @@ def _handle_end_signals() -> None:
     """Make `kill`, `timeout` and a closed terminal end a run as Ctrl-C does, with a valid trace."""
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
-            raise_on_signals(name)
+            signals.raise_on_signals(name)
 
 
 class LiveRun:
-    """Follows a capture process: shows its progress and prints its result."""
+    """Follows a capture process: shows its progress and prints its result.
 
-    kill_after_interrupts = 2
+    A program of the user keeps its own signals, stdout and exit code. Signals are passed on to it
+    each time, because it decides what they mean.
+    """
 
     def __init__(self, process: Capture, progress: RunProgress, *, stops: int = 0) -> None:
-        self._process = process
-        self._progress = progress
+        self._process, self._state, self._progress = process, process.state, progress
+        self._is_program = process.has_own_streams
         self._follower: TraceFollower | None = None
         self._stops = stops
         self._end_signal = int(signal.SIGINT)
@@ -105,19 +374,19 @@ class LiveRun:
         while True:
             try:
                 code = self._process.poll()
-                while self._process.state.pauses:
+                while self._state.pauses:
                     # Even in quiet mode, where the run would seem to hang.
-                    self._print_notice(self._process.state.pauses.popleft())
+                    self._print_notice(self._state.pauses.popleft())
                 self._poll()
-                if self._process.state.wants_terminal and code is None:
+                if self._state.wants_terminal and code is None:
                     with self._progress.suspended():
-                        hand_over_terminal(self._process)
+                        child_process.hand_over_terminal(self._process)
                 if code is not None:
                     self._close()
                     return code
-                time.sleep(POLL_INTERVAL_S)
+                time.sleep(child_process.POLL_INTERVAL_S)
             except KeyboardInterrupt as error:
-                self._stop(interrupt_signal(error))
+                self._stop(signals.interrupt_signal(error))
 
     def _print(self, text: str) -> None:
         self._progress.console.print(escape_unprintable(text), soft_wrap=True)
@@ -127,7 +396,7 @@ class LiveRun:
 
     def _stop(self, number: int) -> None:
         self._stops += 1
-        if self._stops >= self.kill_after_interrupts:
+        if self._stops >= (child_process.KILL_AFTER_INTERRUPTS if self._is_program else 2):
             self._process.kill()
             return
         self._end_signal = number
@@ -135,18 +404,24 @@ class LiveRun:
         self._process.signal(number)
 
     def _poll(self) -> None:
-        state = self._process.state
+        state = self._state
+        if self._is_program:
+            while state.debugger_messages:  # such as where to attach
+                self._print_notice(state.debugger_messages.popleft())
         while state.prints:
             self._progress.print_line(state.prints.popleft())
         if self._follower is None and (state.recording is None or state.is_over):
             return
         if state.recording is not None:
             self._report_debugger_stop(state.recording)
+        # The trace of a program is read in verbose mode only: the program may need every core.
+        if self._is_program and not self._progress.verbose:
+            return
         try:
             if self._follower is None and state.recording is not None:
                 self._follower = TraceFollower(state.recording)
             if self._follower is not None:
-                self._show(self._follower.poll(), self._follower.reader)
+                self._progress.show(self._follower.poll(), self._follower.reader)
         except TraceError:
             if state.recording is not None and state.recording.exists():
                 raise
@@ -157,22 +432,10 @@ class LiveRun:
         """Print once where a debugger has stopped the run: no step comes until it continues."""
         stop = read_stop(recording)
         if stop is not None and stop.debugger != "pdb" and stop != self._debugger_stop:
-            self._report(stop.sentence())
+            # The progress of a program is quiet.
+            show = self._print_notice if self._is_program else self._progress.print_line
+            show(stop.sentence())
         self._debugger_stop = stop
-
-    def _report(self, text: str) -> None:
-        self._progress.print_line(text)
-
-    def _show(self, updates: TraceUpdates, reader: TraceReader) -> None:
-        for row in updates.events:
-            self._progress.on_event(row.event)
-        for change in updates.changes:
-            if isinstance(change, NewGeneration):
-                self._progress.on_generation_start(change.generation, reader)
-            elif isinstance(change, NewStep):
-                self._progress.on_step(change.step, change.tokens, reader)
-            else:
-                self._progress.on_generation_end()
 
     def _close(self) -> None:
         if self._follower is not None:
@@ -181,16 +444,20 @@ class LiveRun:
 
     def conclude(self, code: int, *, as_json: bool) -> int:
         """Print the result and, if the run failed, the reason. Return the exit code."""
-        state, process = self._process.state, self._process
+        state, process = self._state, self._process
         path = finish_trace(process, code)
         summary = summarize_run(path) if path is not None else None
         if as_json:
-            facts = asdict(summary) if summary else {"trace": None, "generations": []}
+            facts = summary or {"trace": None, "generations": []}
+            if summary is not None:
+                facts["findings"] = [asdict(finding) for finding in summary["findings"]]
             error = state.error or (None if code == 0 else process.describe_exit(code))
             facts |= {"exit_code": self._exit_code(code), "error": error, "hint": state.hint}
             print_json(facts)
+        elif summary is not None and not self._is_program:
+            print_summary(summary)
         elif summary is not None:
-            self._print_result(summary)
+            self._print_program_summary(summary)
         lines = [f"flexinspect: {state.note}"] if state.note else []
         if state.error:
             lines += [f"flexinspect: {state.error}", state.hint or ""]
@@ -200,66 +467,34 @@ class LiveRun:
             self._print(line)
         return self._exit_code(code)
 
-    def _print_result(self, summary: RunSummary) -> None:
-        print_summary(summary)
+    def _print_program_summary(self, summary: dict[str, Any]) -> None:
+        print_summary(summary, self._progress.console, limit=MAX_ANSWERS)
+        notes = list(dict.fromkeys(summary["notes"]))
+        for note in notes[:MAX_NOTES]:
+            self._print(f"note  {note}")
+        if len(notes) > MAX_NOTES:
+            self._print(f"note  and {len(notes) - MAX_NOTES} more events in the trace")
 
     def _exit_code(self, code: int) -> int:
+        """Return our exit code; that of a program is the one that a shell reports."""
+        if self._is_program:
+            return code if code >= 0 else 128 - code
         if self._stops and code != 0:
             return 128 + self._end_signal
         return code if code >= 0 else 1
 
     def _end_lines(self, code: int, *, has_trace: bool) -> list[str]:
         """Return how a run ended that reported no error, and the last lines of its stderr."""
+        ending = f"flexinspect: {self._process.describe_exit(code)}"
+        if self._is_program:  # it has printed its own messages
+            return [ending] if code < 0 else []
         lines = []
-        if code not in (0, INTERRUPTED) and not self._stops:
-            lines.append(f"flexinspect: {self._process.describe_exit(code)}")
+        if code not in (0, signals.INTERRUPTED) and not self._stops:
+            lines.append(ending)
         elif not has_trace:
             lines.append("flexinspect: The run was stopped before anything ran; there is no trace.")
-        if not is_signal_exit_code(code) and (has_trace or not self._stops):
+        if not signals.is_signal_exit_code(code) and (has_trace or not self._stops):
             # Warnings of a successful run, or the last output of one that died without a message.
             # A run that was stopped while loading prints only Python's own traceback.
             lines += self._process.last_stderr_lines()
         return lines
-
-
-MAX_NOTES = 8
-MAX_ANSWERS = 10
-
-
-class LiveScriptRun(LiveRun):
-    """Follows a program of the user, which keeps its own signals, stdout and exit code.
-
-    Signals are passed on each time, because the program decides what they mean.
-    """
-
-    kill_after_interrupts = KILL_AFTER_INTERRUPTS
-
-    def _poll(self) -> None:
-        """Read the trace only in verbose mode: the program may need every core."""
-        state = self._process.state
-        while state.debugger_messages:  # such as where to attach
-            self._print_notice(state.debugger_messages.popleft())
-        if self._progress.verbose:
-            super()._poll()
-        elif state.recording is not None:
-            self._report_debugger_stop(state.recording)
-
-    def _report(self, text: str) -> None:
-        """Print a message even though the run of a program is quiet otherwise."""
-        self._print_notice(text)
-
-    def _exit_code(self, code: int) -> int:
-        """Return the exit code of the program as a shell reports it."""
-        return code if code >= 0 else 128 - code
-
-    def _print_result(self, summary: RunSummary) -> None:
-        print_summary(summary, self._progress.console, limit=MAX_ANSWERS)
-        notes = list(dict.fromkeys(summary.notes))
-        for note in notes[:MAX_NOTES]:
-            self._print(f"note  {note}")
-        if len(notes) > MAX_NOTES:
-            self._print(f"note  and {len(notes) - MAX_NOTES} more events in the trace")
-
-    def _end_lines(self, code: int, *, has_trace: bool) -> list[str]:
-        """Return only our own message: the program has printed its own."""
-        return [f"flexinspect: {self._process.describe_exit(code)}"] if code < 0 else []

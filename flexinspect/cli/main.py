@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from flexinspect.core import __version__
 from flexinspect.core.errors import FlexInspectError, TruncatedTraceError
 from flexinspect.core.signals import exit_code_of
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, print_message
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,13 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         _print_error("interrupted")
         return exit_code_of(error)
-    except BrokenPipeError:
-        # The reader of our output has gone; redirect stdout so that the flush at exit succeeds.
-        _drop_output()
-        return 0
     except OSError as error:
         # Commands convert the errors they expect; what remains is a failed write of our output.
-        _drop_output()
+        # Redirect stdout, so that the flush at exit succeeds.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader of our output has gone
+            return 0
         _print_error(f"Writing the output failed: {error.strerror or error}.")
         return 1
 
@@ -128,8 +128,7 @@ def _run_without_command(parser: argparse.ArgumentParser) -> int:
 
 
 def _print_error(sentence: str) -> None:
-    lines = [escape_unprintable(line) for line in sentence.splitlines()]
-    print("flexinspect: " + "\n".join(lines), file=sys.stderr)
+    print_message("\n".join(map(escape_unprintable, sentence.splitlines())))
 
 
 def _print_remaining_parts(path: Path) -> None:
@@ -153,8 +152,3 @@ def _make_output_safe() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-
-
-def _drop_output() -> None:
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

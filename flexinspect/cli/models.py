@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.core.errors import ModelError
 from flexinspect.inputs.config import Config, load_config, user_config_file
-from flexinspect.inputs.model_names import (
-    ALIASES,
-    ModelSource,
-    count_parameters,
-    read_config,
-    resolve,
-)
+from flexinspect.inputs.model_names import ALIASES, count_parameters, read_config, resolve
 from flexinspect.inputs.model_sizes import DTYPE_BYTES, human_bytes, human_count, kv_bytes_per_token
 
 if TYPE_CHECKING:
@@ -41,40 +34,6 @@ your own names, in flexinspect.toml (or under [tool.flexinspect.models] in pypro
 {_OWN_NAMES}"""
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelRow:
-    alias: str
-    source: ModelSource | None
-    n_parameters: int | None
-    kv_bytes: int | None
-    problem: str | None = None
-
-    def state(self) -> str:
-        if self.source is None:
-            return "missing"
-        needs_login = self.source.gated and self.source.where == "download"
-        return self.source.where + (", gated" if needs_login else "")
-
-    def weight_bytes(self, dtype: str) -> int | None:
-        return None if self.n_parameters is None else self.n_parameters * DTYPE_BYTES[dtype]
-
-    def as_json(self) -> dict[str, Any]:
-        source = self.source
-        return {
-            "alias": self.alias,
-            "kind": source.kind if source else None,
-            "repo_id": source.repo_id if source else None,
-            "path": str(source.path) if source and source.path else None,
-            "state": source.where if source else "missing",
-            "gated": bool(source and source.gated),
-            "dtype": source.dtype if source else None,
-            "parameters": self.n_parameters,
-            "weight_bytes": {name: self.weight_bytes(name) for name in ("bfloat16", "float32")},
-            "kv_bytes_per_token_bfloat16": self.kv_bytes,
-            "problem": self.problem,
-        }
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON on standard output")
 
@@ -82,38 +41,49 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table, or JSON with --json."""
     config = load_config()
-    rows = [
-        _model_row(alias, config) for alias in dict.fromkeys(["demo", *config.models, *ALIASES])
-    ]
+    names = dict.fromkeys(["demo", *config.models, *ALIASES])
+    models = [_model_facts(alias, config) for alias in names]
     if args.json:
-        print_json({"models": [row.as_json() for row in rows]})
-    else:
-        _print(rows, config)
+        print_json({"models": models})
+        return 0
+    console = stdout_console()
+    console.print(_table(models, full_names=console.width >= 100))
+    for model in models:
+        if model["problem"]:
+            console.print(f"{model['alias']}: {model['problem']}", style="red")
+    console.print("\n" + _notes(config), soft_wrap=True)
     return 0
 
 
-def _model_row(alias: str, config: Config) -> _ModelRow:
-    # A broken entry must not hide the others.
+def _model_facts(alias: str, config: Config) -> dict[str, Any]:
+    """Return what is printed about a model: a broken entry must not hide the others."""
+    source = n_parameters = kv_bytes = problem = None
     try:
         source = resolve(alias, config)
-        model = read_config(source) or {}
-        return _ModelRow(
-            alias, source, count_parameters(source), kv_bytes_per_token(model, "bfloat16")
-        )
+        n_parameters = count_parameters(source)
+        kv_bytes = kv_bytes_per_token(read_config(source) or {}, "bfloat16")
     except ModelError as error:
-        return _ModelRow(alias, None, None, None, error.sentence())
+        source = n_parameters = None
+        problem = error.sentence()
+    return {
+        "alias": alias,
+        "kind": source.kind if source else None,
+        "repo_id": source.repo_id if source else None,
+        "path": str(source.path) if source and source.path else None,
+        "state": source.where if source else "missing",
+        "gated": bool(source and source.gated),
+        "dtype": source.dtype if source else None,
+        "parameters": n_parameters,
+        "weight_bytes": {
+            name: None if n_parameters is None else n_parameters * DTYPE_BYTES[name]
+            for name in ("bfloat16", "float32")
+        },
+        "kv_bytes_per_token_bfloat16": kv_bytes,
+        "problem": problem,
+    }
 
 
-def _print(rows: list[_ModelRow], config: Config) -> None:
-    console = stdout_console()
-    console.print(_table(rows, full_names=console.width >= 100))
-    for row in rows:
-        if row.problem:
-            console.print(f"{row.alias}: {row.problem}", style="red", markup=False)
-    console.print("\n" + _notes(config), markup=False, soft_wrap=True)
-
-
-def _table(rows: list[_ModelRow], *, full_names: bool) -> Table:
+def _table(models: list[dict[str, Any]], *, full_names: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -125,26 +95,25 @@ def _table(rows: list[_ModelRow], *, full_names: bool) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     styles = {"here": "green", "cached": "green", "missing": "red"}
-    for row in rows:
+    for model in models:
+        state = model["state"]
+        needs_login = model["gated"] and state == "download"
         table.add_row(
-            Text(row.alias, style="bold"),
-            Text(_model_label(row.source, full_names)),
-            human_count(row.n_parameters),
-            human_bytes(row.weight_bytes("bfloat16")),
-            human_bytes(row.weight_bytes("float32")),
-            Text(row.state(), style=styles.get(row.state(), "yellow")),
+            Text(model["alias"], style="bold"),
+            Text(_model_label(model, full_names)),
+            human_count(model["parameters"]),
+            *map(human_bytes, model["weight_bytes"].values()),
+            Text(state + (", gated" if needs_login else ""), style=styles.get(state, "yellow")),
         )
     return table
 
 
-def _model_label(source: ModelSource | None, full_names: bool) -> str:
-    if source is None:
-        return ""
-    if source.name == "demo":
+def _model_label(model: dict[str, Any], full_names: bool) -> str:
+    if model["alias"] == "demo":
         return "built in, tiny Llama"
-    if source.repo_id:
-        return source.repo_id if full_names else source.repo_id.split("/")[1]
-    path = str(source.path)
+    if repo_id := model["repo_id"]:
+        return str(repo_id if full_names else repo_id.split("/")[1])
+    path = model["path"] or ""
     return path if full_names or len(path) <= 24 else "…" + path[-23:]
 
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from flexinspect.analysis.broken_run_check import BrokenRunCheck
 
 DESCRIPTION = """Without a name, list the museum: runs with one fault each, after faults
 that were reported in public. With a name, build that run (a few seconds, no
@@ -52,24 +47,23 @@ def run(args: argparse.Namespace) -> int:
     if args.name is None:
         if args.out or args.repaired:
             raise UsageError("No exhibit is named.", hint="'flexinspect museum' lists them.")
-        return _list(as_json=args.json)
+        _list(as_json=args.json)
+        return 0
     if args.json:
         raise UsageError("--json needs the list or --check, not a name.")
     return _open(args)
 
 
-def _list(*, as_json: bool) -> int:
+def _list(*, as_json: bool) -> None:
     from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS
 
     if as_json:
         print_json([asdict(one) for one in BROKEN_RUNS])
-        return 0
-    console = stdout_console()
+        return
     width = max(len(one.name) for one in BROKEN_RUNS)
-    for one in BROKEN_RUNS:
-        console.print(f"{one.name:{width}}  {one.title}")
-    console.print(f"\n{len(BROKEN_RUNS)} exhibits; flexinspect museum NAME opens one.")
-    return 0
+    lines = [f"{one.name:{width}}  {one.title}" for one in BROKEN_RUNS]
+    lines += ["", f"{len(BROKEN_RUNS)} exhibits; flexinspect museum NAME opens one."]
+    stdout_console().print("\n".join(lines))
 
 
 def _open(args: argparse.Namespace) -> int:
@@ -112,12 +106,7 @@ def _check(*, as_json: bool) -> int:
     if as_json:
         facts = [{**asdict(check), "good": check.is_good} for check in checks]
         print_json({"exhibits": facts, "good": is_good})
-    else:
-        _print_checks(checks)
-    return 0 if is_good else 1
-
-
-def _print_checks(checks: Sequence[BrokenRunCheck]) -> None:
+        return 0 if is_good else 1
     console = stdout_console()
     width = max(len(check.name) for check in checks)
     for check in checks:
@@ -128,3 +117,4 @@ def _print_checks(checks: Sequence[BrokenRunCheck]) -> None:
     n_failed = sum(bool(check.error) for check in checks)
     summary = f"{n_found} of {len(checks)} found, {n_false} false alarms"
     console.print(summary + (f", {n_failed} could not be built" if n_failed else ""))
+    return 0 if is_good else 1

@@ -44,22 +44,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Open the trace, or serve it to a browser until Ctrl-C."""
-    given = {
-        name: number
-        for name in ("generation", "step", "layer", "head")
-        if (number := getattr(args, name)) is not None
-    }
+    names = ("generation", "step", "layer", "head")
+    given = {name: n for name in names if (n := getattr(args, name)) is not None}
     if args.web:
-        flags = [word for name, number in given.items() for word in (f"--{name}", str(number))]
-        return serve(args.trace, args.port, flags)
+        return serve(args.trace, args.port, [f"--{name}={n}" for name, n in given.items()])
     from flexinspect.panels.base import TracePlace
 
     return open_trace_file(args.trace, TracePlace(**given) if given else None)
-
-
-HOST = LOOPBACK
-
-_LOCAL_HOSTS = (HOST, "localhost")
 
 
 def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
@@ -76,16 +67,15 @@ def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
     server_class = _server_class()
     if not 0 < port < 65536:
         raise UsageError(f"--port {port} is not a port number; use one from 1 to 65535.")
-    if problem := bind_problem(HOST, port):
+    if problem := bind_problem(LOOPBACK, port):
         hint = "Choose another one with --port."
         raise UsageError(f"Port {port} cannot be used: {problem}.", hint=hint)
     # The server runs the command through a shell, so every part of it is quoted.
     command = [sys.executable, "-P", "-m", "flexinspect", "open", str(trace.absolute()), *place]
-    server = server_class(
-        shlex.join(command), host=HOST, port=port, title=f"flexinspect {trace.name}"
-    )
-    url = f"http://{HOST}:{port}"
-    print(f"{escape_unprintable(trace.name)} is at {url} until Ctrl-C", file=sys.stderr, flush=True)
+    title = f"flexinspect {trace.name}"
+    server = server_class(shlex.join(command), host=LOOPBACK, port=port, title=title)
+    where = f"http://{LOOPBACK}:{port} until Ctrl-C"
+    print(f"{escape_unprintable(trace.name)} is at {where}", file=sys.stderr, flush=True)
     server.serve()
     return 0
 
@@ -100,20 +90,20 @@ def _server_class() -> type:
             hint="Install it: pip install 'flexinspect[web]'",
         ) from None
 
+    @web.middleware
+    async def refuse_other_sites(request: web.Request, handler: Any) -> web.StreamResponse:
+        if not is_local_request(request.headers):
+            raise web.HTTPForbidden(text="Only pages of this machine are answered.")
+        response: web.StreamResponse = await handler(request)
+        return response
+
     class LocalServer(Server):  # type: ignore[misc,unused-ignore]
         """Answers pages of this machine only: browsers let any page connect to any WebSocket."""
 
         async def _make_app(self) -> web.Application:
             app: web.Application = await super()._make_app()
-            app.middlewares.append(_refuse_other_sites)
+            app.middlewares.append(refuse_other_sites)
             return app
-
-    @web.middleware
-    async def _refuse_other_sites(request: web.Request, handler: Any) -> web.StreamResponse:
-        if not is_local_request(request.headers):
-            raise web.HTTPForbidden(text="Only pages of this machine are answered.")
-        response: web.StreamResponse = await handler(request)
-        return response
 
     return LocalServer
 
@@ -127,4 +117,4 @@ def is_local_request(headers: Mapping[str, str]) -> bool:
     names = [urlsplit(f"//{headers.get('Host', '')}").hostname]
     if "Origin" in headers:
         names.append(urlsplit(headers["Origin"]).hostname)
-    return all(name in _LOCAL_HOSTS for name in names)
+    return all(name in (LOOPBACK, "localhost") for name in names)

@@ -71,26 +71,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the proof; return 1 when it does not hold."""
-    with errors_as_json(args.json, proofs=[]):
-        return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
-    if hasattr(args, "cache_check") and args.proof != "cache":
-        raise UsageError(f"--cache-check goes with prove cache, not with prove {args.proof}.")
-    is_program = hasattr(args, "program") or hasattr(args, "module")
-    console = stdout_console()
     proofs = []
-    for proof in _program_proofs(args) if is_program else _generation_proofs(args, _job(args)):
-        proofs.append(proof)
-        if not args.json:
-            _show(proof, console)
-        if hasattr(args, "add_to"):
-            proof.add_to(args.add_to)
-    holds = all(proof.holds for proof in proofs)
+    console = stdout_console()
+    with errors_as_json(args.json, proofs=[]):
+        if hasattr(args, "cache_check") and args.proof != "cache":
+            raise UsageError(f"--cache-check goes with prove cache, not with prove {args.proof}.")
+        is_program = hasattr(args, "program") or hasattr(args, "module")
+        for proof in _program_proofs(args) if is_program else _generation_proofs(args, _job(args)):
+            proofs.append(proof)
+            if not args.json:
+                _show(proof, console)
+            if hasattr(args, "add_to"):
+                proof.add_to(args.add_to)
+    exit_code = int(not all(proof.holds for proof in proofs))
     if args.json:
-        print_json({"proofs": [proof.as_json() for proof in proofs], "exit_code": int(not holds)})
-    return int(not holds)
+        print_json({"proofs": [proof.as_json() for proof in proofs], "exit_code": exit_code})
+    return exit_code
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -119,7 +115,7 @@ def _program_proofs(args: argparse.Namespace) -> Iterator[Any]:
 
 def _generation_proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
     """Yield the proof of each sample as it completes, with progress on stderr."""
-    from flexinspect.cli.run_progress import RunProgress
+    from flexinspect.cli.live_run import RunProgress
     from flexinspect.core import plugins
     from flexinspect.records.step import EventRecord
 
@@ -139,16 +135,15 @@ def _generation_proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
         prove = plugins.load(plugins.CAPTURE, "prove-run")
         every = getattr(args, "cache_check", 1)
         proofs = prove(args.proof, job, every=every, load_report=show_phase, report=report)
-    while True:
+        proof = next(proofs, None)
+    while proof is not None:
+        yield proof
         with progress:
             proof = next(proofs, None)
-        if proof is None:
-            return
-        yield proof
 
 
 def _show(proof: Any, console: Console) -> None:
-    from flexinspect.cli.run_progress import finding_text
+    from flexinspect.cli.live_run import finding_text
 
     for line in proof.lines:
         console.print(escape_unprintable(line), soft_wrap=True)

@@ -7,40 +7,38 @@ The flags of a job, and the checked `Job` or `ScriptJob` that they describe, are
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flexinspect.cli.flags import (
-    add_break_flags,
-    add_control_flags,
-    add_debugger_flags,
-    add_switches,
-    breakpoints_of,
-    debugger_of,
-    n_threads,
-    on_break,
-    positive_int,
-    print_serve_address,
-    serve_options,
-)
+from flexinspect.cli.flags import add_switches, n_threads, positive_int
 from flexinspect.cli.output import errors_as_json
+from flexinspect.core.addresses import format_address, is_loopback, parse_address
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import UsageError
+from flexinspect.core.text import print_message
 from flexinspect.records.job import (
     CaptureJob,
+    DebuggerOptions,
     Declaration,
     Job,
+    OnBreak,
     PromptTexts,
     SamplingOptions,
     ScriptJob,
+    check_debugger,
+    controlling_terminal,
     parse_layers,
     parse_steps,
 )
+
+if TYPE_CHECKING:
+    from flexinspect.launch.child_process import Capture
 
 DESCRIPTION = (
     "Run a paraphrase-ensemble generation under FlexAttention, or a program of your own as\n"
@@ -82,9 +80,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_generation_flags(parser)
     _add_decoding_flags(parser)
     _add_capture_flags(parser)
-    add_debugger_flags(parser)
-    add_break_flags(parser)
-    add_control_flags(parser)
+    _add_debugger_flags(parser)
+    _add_control_flags(parser)
 
 
 def _add_group(parser: argparse.ArgumentParser, title: str, text: str | None = None) -> Any:
@@ -193,36 +190,78 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     add_switches(group, switches)
 
 
+def _add_debugger_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "debugger",
+        "an uncompiled FlexAttention then runs each mask_mod as plain Python, so that breakpoints "
+        "in it are hit; the values stay the same",
+    )
+    address = "let VSCode attach to the capture process at this address (0: any free port)"
+    group.add_argument("--debugpy", type=_address, metavar="[HOST:]PORT", help=address)
+    expose = "allow a HOST that other machines can reach"
+    first = "wait for a client before anything runs"
+    add_switches(group, {"--wait-for-client": first, "--debugpy-expose": expose})
+    pdb = "start pdb on this terminal at a breakpoint() or an exception"
+    group.add_argument("--pdb", "--interactive", action="store_true", help=pdb)
+    group = parser.add_argument_group("breakpoints", "docs/breakpoints.md describes the language")
+    group.add_argument(
+        "--break",
+        dest="breakpoints",
+        action="append",
+        default=[],
+        metavar="EXPR",
+        help="stop when this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
+        "'finding mask.* [once]' (may be repeated)",
+    )
+    wait = "pause at a breakpoint even without a terminal, instead of ending with exit code 3"
+    add_switches(group, {"--wait": wait})
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _add_control_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "control", "flexinspect ctl and flexinspect attach control a run while it is running"
+    )
+    serve = "accept commands over TCP too; every request needs the token that is printed"
+    group.add_argument("--serve", metavar="HOST:PORT", help=serve)
+    hold = "keep the model alive after the last generation, until ctl continue or Ctrl-C"
+    insecure = "let --serve listen on an address that other machines can reach, unencrypted"
+    add_switches(group, {"--hold": hold, "--insecure-bind": insecure})
+    off = "accept no commands"
+    group.add_argument("--no-control", dest="control", action="store_false", help=off)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe, and return its exit code."""
     with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
-        print_serve_address(job.serving)
-    if not (args.no_ui or args.json or args.verbose) and _is_interactive():
+        if job.serving is not None:
+            _print_serve_address(*job.serving)
+    is_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    if is_terminal and not (args.no_ui or args.json or args.verbose):
         from flexinspect.cli.interface import inspect_run
 
         return inspect_run(job)
-    if isinstance(job, ScriptJob):
-        return _run_script(job, as_json=args.json, verbose=args.verbose)
+    run = _start_program(job, as_json=args.json) if isinstance(job, ScriptJob) else job
+    # A program is already running: import meanwhile what prints its result.
     from flexinspect.cli.live_run import show_run
 
-    return show_run(job, as_json=args.json, verbose=args.verbose)
+    return show_run(run, as_json=args.json, verbose=args.verbose)
 
 
-def _run_script(job: ScriptJob, *, as_json: bool, verbose: bool) -> int:
-    """Run a program with our own streams; with `as_json` its output goes to stderr."""
-    from flexinspect.launch.child_process import OutputRelay, ScriptProcess, forward_signals
+def _start_program(job: ScriptJob, *, as_json: bool) -> Capture:
+    """Start a program with our own streams; with `as_json` its output goes to stderr."""
+    from flexinspect.launch.child_process import ScriptProcess, forward_signals
 
-    process = ScriptProcess(job, OutputRelay(hold=False, stdout=2 if as_json else 1))
+    process = ScriptProcess(job, stdout=2 if as_json else 1)
     forward_signals(process)
-    # The program is already running: import meanwhile what prints its result.
-    from flexinspect.cli.live_run import show_script
-
-    return show_script(process, as_json=as_json, verbose=verbose)
-
-
-def _is_interactive() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
+    return process
 
 
 def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
@@ -235,36 +274,101 @@ def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
 
 def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     """Return the job of parsed flags. Raises `FlexInspectError` for anything wrong with them."""
+    capture: dict[str, Any] = {
+        **{name: getattr(args, name) for name in ("level", "layers", "threads", "overwrite")},
+        "breakpoints": _breakpoints_of(args),
+        "on_break": _on_break(args),
+        "control": args.control,
+        "serving": _serve_options(args),
+        "argv": tuple(sys.argv),
+    }
     job: Job | ScriptJob
     if hasattr(args, "program") or hasattr(args, "module"):
         program = program_options(args, ["--hold"] if args.hold else [])
-        out = args.out if args.out is not None else _new_trace(Path(program["program"]).stem)
-        job = ScriptJob(out, **program, **_capture_options(args), git=git_state(Path.cwd()))
+        job = ScriptJob("", **program, **capture, git=git_state(Path.cwd()))
         parse_layers(job.layers, _MAX_LAYERS)
+        stem = Path(job.program).stem
     else:
         check_program_flags(args, "declare")
-        job = Job(args.out or "", **generation_options(args), **_capture_options(args))
-        job = replace(job, hold=args.hold)
+        job = Job("", **generation_options(args), **capture, hold=args.hold)
         check_job(job)
-        if args.out is None:
-            job = replace(job, out=_new_trace(f"{Path(job.model).name}-{job.mask}"))
+        stem = f"{Path(job.model).name}-{job.mask}"
+    job = replace(job, out=_new_trace(stem) if args.out is None else args.out)
     check_trace(job)
-    return replace(job, debugger=debugger_of(args))
+    return replace(job, debugger=_debugger_of(args))
 
 
-def _capture_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of both kinds of jobs that the flags of capture select."""
-    return {
-        "level": args.level,
-        "layers": args.layers,
-        "threads": args.threads,
-        "overwrite": args.overwrite,
-        "breakpoints": breakpoints_of(args),
-        "on_break": on_break(args),
-        "control": args.control,
-        "serving": serve_options(args),
-        "argv": tuple(sys.argv),
-    }
+def _breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the breakpoints of the settings and of the flags.
+
+    Raises `ExpressionError` for a condition with a syntax error.
+    """
+    from flexinspect.breakpoints.store import BreakpointStore
+    from flexinspect.breakpoints.syntax_tree import ExpressionError
+    from flexinspect.inputs.config import load_config
+    from flexinspect.rules.engine import load_rules
+
+    store = BreakpointStore(finding_ids=lambda: load_rules().finding_kinds)
+    for condition in args.breakpoints:
+        try:
+            store.add(condition)
+        except ExpressionError as error:
+            raise error.with_location("--break") from None
+    return (*load_config().breakpoints.values(), *args.breakpoints)
+
+
+def _on_break(args: argparse.Namespace) -> OnBreak:
+    """Return what a hit of a breakpoint does: pause the run, or end it.
+
+    A run ends where nobody would see the pause: without a terminal or with --json, and without a
+    debugger. Raises `UsageError` for --wait with --no-control, which would wait for ever.
+    """
+    if args.wait and not args.control:
+        raise UsageError(
+            "--wait pauses the run until a command comes, and --no-control accepts none.",
+            hint="Leave one of them out.",
+        )
+    is_watched = (sys.stderr.isatty() and not args.json) or args.pdb or args.debugpy is not None
+    return "wait" if args.wait or is_watched else "stop"
+
+
+def _debugger_of(args: argparse.Namespace) -> DebuggerOptions:
+    """Return the checked debugger options; warn on stderr about a port that others can reach.
+
+    Raises `UsageError` for options that exclude each other or an address that is not allowed.
+    """
+    host, port = args.debugpy or (DebuggerOptions().host, None)
+    tty = controlling_terminal() if args.pdb else None
+    options = DebuggerOptions(host, port, args.wait_for_client, args.pdb, tty)
+    if check_debugger(options, is_exposed=args.debugpy_expose):
+        print_message(f"anyone who can reach {host}:{port} can run any code in this run.")
+    return options
+
+
+def _serve_options(args: argparse.Namespace) -> tuple[str, int, str] | None:
+    """Return host, port and token of --serve, None without it. Raises `UsageError`."""
+    if args.serve is None:
+        if args.insecure_bind:
+            raise UsageError("--insecure-bind needs --serve HOST:PORT.")
+        return None
+    if not args.control:
+        raise UsageError("--serve and --no-control exclude each other.")
+    from flexinspect.control.discovery import parse_serve_address
+
+    return parse_serve_address(args.serve, insecure=args.insecure_bind)
+
+
+def _print_serve_address(host: str, port: int, token: str) -> None:
+    """Print on stderr how to reach a run over TCP, before it starts."""
+    from flexinspect.control.discovery import TOKEN_VARIABLE
+
+    shown_port = "a port that flexinspect attach --list shows"
+    where = f"http://{format_address(host, port)}" if port else shown_port
+    token_text = "" if os.environ.get(TOKEN_VARIABLE) else f", {TOKEN_VARIABLE}={token}"
+    print_message(f"commands will be accepted at {where}{token_text}")
+    if not is_loopback(host):
+        text = "other machines can reach it; the connection, token included, is not encrypted"
+        print_message(text)
 
 
 def _field_names(kind: Any) -> set[str]:
@@ -281,8 +385,20 @@ _GENERATION_ARGS = _JOB_ARGS | _TEXT_ARGS | _SAMPLING_ARGS | {"prompt"}
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `Job` that the flags of our own generation select."""
     flags = vars(args)
-    _check_prompt_source(flags)
-    texts = {name: _unescape(flags[name]) for name in _TEXT_ARGS if name in flags}
+    if "prompt" in flags:
+        hint = "Leave one of them out."
+        if "dataset" in flags:
+            what = "--prompt and --dataset exclude each other: both select the prompts."
+            raise UsageError(what, hint=hint)
+        if "max_samples" in flags:
+            what = "--max-samples limits the samples of a dataset, and --prompt is a single sample."
+            raise UsageError(what, hint=hint)
+    # On a command line, \n and \t stand for the characters.
+    texts = {
+        name: flags[name].replace("\\n", "\n").replace("\\t", "\t")
+        for name in _TEXT_ARGS
+        if name in flags
+    }
     return {
         **{name: flags[name] for name in _JOB_ARGS if name in flags},
         "prompts": tuple(flags.get("prompt", ())),
@@ -291,32 +407,12 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _check_prompt_source(flags: dict[str, Any]) -> None:
-    if "dataset" in flags and "prompt" in flags:
-        raise UsageError(
-            "--prompt and --dataset exclude each other: both select the prompts.",
-            hint="Leave one of them out.",
-        )
-    if "max_samples" in flags and "prompt" in flags:
-        raise UsageError(
-            "--max-samples limits the samples of a dataset, and --prompt is a single sample.",
-            hint="Leave one of them out.",
-        )
-
-
 def _sampling(flags: dict[str, Any]) -> SamplingOptions:
     """Return the sampling options; any sampling flag turns sampling on."""
-    if not flags:
-        return SamplingOptions()
     values = {name: value for name, value in flags.items() if name != "sample"}
-    options = SamplingOptions(do_sample=True, **values)
+    options = SamplingOptions(do_sample=bool(flags), **values)
     options.check()
     return options
-
-
-def _unescape(text: str) -> str:
-    """Replace \\n and \\t, as written on a command line, by the characters."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _new_trace(stem: str) -> str:
@@ -342,20 +438,16 @@ def check_job(job: Job) -> None:
         if not text.isascii() and text.encode("utf-8", "ignore").decode() != text:
             raise UsageError(f"The text {text!a} is not valid UTF-8.")
     check_dtype(job.dtype)
-    _check_gradients(job)
-    model_names.resolve(job.model, load_config())
-    if ":" in job.mask:
-        declarations.check_mask_mod_spec(job.mask)
-    else:
-        algebra.check_preset(job.mask)
-
-
-def _check_gradients(job: Job) -> None:
     parse_steps(job.grads_steps)
     flags = {"--grads-steps": job.grads_steps != "all", "--detect-anomaly": job.detect_anomaly}
     for flag, is_given in flags.items():
         if is_given and job.grads is None:
             raise UsageError(f"{flag} needs gradients, and --grads is missing.", hint="Add it.")
+    model_names.resolve(job.model, load_config())
+    if ":" in job.mask:
+        declarations.check_mask_mod_spec(job.mask)
+    else:
+        algebra.check_preset(job.mask)
 
 
 def check_trace(job: Job | ScriptJob) -> None:
@@ -369,8 +461,7 @@ def check_trace(job: Job | ScriptJob) -> None:
         raise UsageError("--out is empty.", hint="Give a file name, or leave --out out.")
     if Path(job.out).exists() and not job.overwrite:
         raise UsageError(
-            f"The trace {job.out} exists already.",
-            hint="Choose another --out, or add --overwrite.",
+            f"The trace {job.out} exists already.", hint="Choose another --out, or add --overwrite."
         )
 
 
@@ -395,7 +486,9 @@ def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -
     """
     is_module = hasattr(args, "module")
     command = [*getattr(args, "module", ()), *getattr(args, "program", ())]
-    program, rest = _split_program_args(command)
+    # "--" may stand before the program and between it and its arguments.
+    program, *rest = command[1:] if command[0] == "--" else command
+    rest = rest[1:] if rest[:1] == ["--"] else rest
     given = [f"--{name.replace('_', '-')}" for name in vars(args) if name in _GENERATION_ARGS]
     for flag in (*given, *other_flags):
         raise UsageError(
@@ -409,26 +502,15 @@ def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -
         from flexinspect.inputs.declarations import read_declaration
 
         declaration = read_declaration(Path(args.declare))
-    return {
-        "program": program,
-        "is_module": is_module,
-        "args": tuple(rest),
-        "declaration": declaration,
-    }
-
-
-def _split_program_args(command: list[str]) -> tuple[str, list[str]]:
-    """Return the program and its arguments, without the "--" before or between them."""
-    program, *rest = command[1:] if command[0] == "--" else command
-    return program, rest[1:] if rest[:1] == ["--"] else rest
+    facts = {"program": program, "is_module": is_module, "args": tuple(rest)}
+    return {**facts, "declaration": declaration}
 
 
 def _check_file(program: str) -> None:
     path = Path(program)
     if path.is_dir():
-        raise UsageError(
-            f"{program} is a folder, not a script.", hint=f"For a package: -m {path.name}."
-        )
+        hint = f"For a package: -m {path.name}."
+        raise UsageError(f"{program} is a folder, not a script.", hint=hint)
     if not path.is_file():
         raise UsageError(
             f"There is no script {program}.",

@@ -6,7 +6,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flexinspect.cli.flags import add_number_flags, add_switches
 from flexinspect.cli.output import print_json
 from flexinspect.core.errors import FlexInspectError, UsageError
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, print_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,8 +82,12 @@ def run(args: argparse.Namespace) -> int:
     from flexinspect.trace.reader import open_trace
 
     named = tuple(dict.fromkeys(args.panel or ()))
-    options = _parse_options(args.option)
-    _check_options(options, [load_panel(name) for name in named] or _loadable_panels())
+    options, panels = _parse_options(args.option), []
+    for name in named or panel_names():
+        # Without --panel, a panel that cannot be loaded is reported when it is printed.
+        with nullcontext() if named else suppress(FlexInspectError):
+            panels.append(load_panel(name))
+    _check_options(options, panels)
     with open_trace(args.trace) as reader, reader.snapshot():
         view = _PanelPrinter(args, _place(args, reader), Source(reader), options)
         return view.show(named or panel_names(), named=bool(named))
@@ -121,22 +125,12 @@ def _check_options(options: dict[str, str], panels: Sequence[Panel[Any, Any]]) -
     from flexinspect.panels.panel_registry import option_names, with_options
 
     known = {name: panel.name for panel in panels for name in option_names(panel)}
-    for key in options:
-        if key not in known:
-            subject = f"The panel {panels[0].name} has" if len(panels) == 1 else "The panels have"
-            raise UsageError(f"{subject} no option '{key}'; known: {', '.join(known) or 'none'}.")
+    if unknown := [key for key in options if key not in known]:
+        subject = f"The panel {panels[0].name} has" if len(panels) == 1 else "The panels have"
+        listed = ", ".join(known) or "none"
+        raise UsageError(f"{subject} no option '{unknown[0]}'; known: {listed}.")
     for panel in panels:
         with_options(panel, options)
-
-
-def _loadable_panels() -> list[Panel[Any, Any]]:
-    from flexinspect.panels.panel_registry import load_panel, panel_names
-
-    panels = []
-    for name in panel_names():
-        with suppress(FlexInspectError):  # reported when the panel is printed
-            panels.append(load_panel(name))
-    return panels
 
 
 def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
@@ -191,12 +185,10 @@ def _layers_and_heads(
     reader: TraceReader, key: tuple[int, int, int]
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Return the layers and query heads of a step, from its calls or else from the manifest."""
-    calls = reader.calls(*key)
-    if calls:
+    if calls := reader.calls(*key):
         heads = range(max(call.q_heads for call in calls))
         return sorted({call.layer for call in calls}), heads
-    model = reader.model(key[0])
-    counts = [model.get(name) for name in ("layers", "heads")]
+    counts = [reader.model(key[0]).get(name) for name in ("layers", "heads")]
     layers, heads = (range(count if isinstance(count, int) else 0) for count in counts)
     return layers, heads
 
@@ -226,7 +218,7 @@ class _PanelPrinter:
                 if named:
                     raise
                 failed = True
-                print(f"flexinspect: {_escape_unprintable(error.message)}", file=sys.stderr)
+                print_message(_escape_unprintable(error.message))
         if self.args.json:
             print_json(results[0] if alone else results)
         return 1 if failed or (alone and results[0]["missing"]) else 0
@@ -254,9 +246,13 @@ class _PanelPrinter:
             ) from error
         lines = [_escape_unprintable(line) for line in lines]
         if self.args.export:
-            self._save(panel, picture, lines)
+            if picture is None:
+                raise FlexInspectError(lines[0], hint="\n".join(lines[1:]) or None)
+            self._save(panel, picture)
         if not (self.args.json or (self.args.export and not self.args.picture)):
-            _print_panel(None if alone else f"{panel.title} ({name})", lines, picture)
+            if not alone:
+                print(f"\n{_escape_unprintable(f'{panel.title} ({name})')}")
+            _print_panel(lines, picture, indent="" if alone else "  ")
         return {
             "trace": str(self.args.trace),
             "place": asdict(self.place),
@@ -285,16 +281,13 @@ class _PanelPrinter:
         system = _console().color_system
         return Theme("none" if system is None else "truecolor" if system == "truecolor" else "256")
 
-    def _save(self, panel: Panel[Any, Any], picture: Picture | None, lines: list[str]) -> None:
+    def _save(self, panel: Panel[Any, Any], picture: Picture) -> None:
         from flexinspect.drawing.export import save
 
-        if picture is None:
-            raise FlexInspectError(lines[0], hint="\n".join(lines[1:]) or None)
-        title = f"{panel.title}: {self._location()}"
-        file = save(
-            self.args.export, picture.strips, title=title, theme=self._theme(), note=picture.note
-        )
-        print(f"flexinspect: saved {_escape_unprintable(str(file))}", file=sys.stderr)
+        title, theme = f"{panel.title}: {self._location()}", self._theme()
+        strips, note = picture.strips, picture.note
+        file = save(self.args.export, strips, title=title, theme=theme, note=note)
+        print_message(f"saved {_escape_unprintable(str(file))}")
 
     def _location(self) -> str:
         place = asdict(self.place)
@@ -303,11 +296,7 @@ class _PanelPrinter:
         return _escape_unprintable(", ".join([self.args.trace.name, *parts]))
 
 
-def _print_panel(heading: str | None, lines: Sequence[str], picture: Picture | None) -> None:
-    indent = ""
-    if heading is not None:
-        indent = "  "
-        print(f"\n{_escape_unprintable(heading)}")
+def _print_panel(lines: Sequence[str], picture: Picture | None, *, indent: str) -> None:
     if picture is None:
         for line in lines:
             print(f"{indent}{line}".rstrip())
@@ -340,11 +329,10 @@ def _list(*, as_json: bool) -> int:
         print_json(entries)
         return 0
     for entry in entries:
+        options = [f"--option {key}={value}" for key, value in entry["options"].items()]
         print(_escape_unprintable(f"{entry['name']}: {entry['title']}"))
-        for line in entry["help"]:
-            print(f"  {_escape_unprintable(line)}")
-        for key, value in entry["options"].items():
-            print(_escape_unprintable(f"  --option {key}={value}"))
+        for line in (*entry["help"], *options):
+            print(_escape_unprintable(f"  {line}"))
     return 0
 
 

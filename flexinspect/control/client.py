@@ -10,25 +10,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from flexinspect.control import messages
 from flexinspect.control.discovery import Address
-from flexinspect.control.messages import (
-    BreakpointBody,
-    BreakpointInfo,
-    Breakpoints,
-    CommandResponse,
-    EditMask,
-    ErrorResponse,
-    Fork,
-    LayersBody,
-    MaskEdit,
-    Restore,
-    RunToBody,
-    StatusResponse,
-    StepBody,
-    StepRef,
-    from_json,
-    to_json,
-)
+from flexinspect.control.messages import CommandResponse, StatusResponse
 from flexinspect.core.errors import ControlError
 
 TIMEOUT_S = 10.0
@@ -49,17 +33,13 @@ class ControlClient:
         self.address = address
         self._timeout_s = timeout_s
 
-    # -- queries ---------------------------------------------------------------------------------
-
     def status(self) -> StatusResponse:
         """Return the status of the capture."""
         return self._request(StatusResponse, "GET", "/status")
 
-    def breakpoints(self) -> Sequence[BreakpointInfo]:
+    def breakpoints(self) -> Sequence[messages.BreakpointInfo]:
         """Return the breakpoints of the capture."""
-        return self._request(Breakpoints, "GET", "/breakpoints").breakpoints
-
-    # -- commands --------------------------------------------------------------------------------
+        return self._request(messages.Breakpoints, "GET", "/breakpoints").breakpoints
 
     def pause(self) -> CommandResponse:
         """Pause after the current step."""
@@ -71,11 +51,13 @@ class ControlClient:
 
     def step(self, n: int = 1) -> CommandResponse:
         """Run `n` steps, then pause."""
-        return self._request(CommandResponse, "POST", "/step", StepBody(n))
+        return self._request(CommandResponse, "POST", "/step", messages.StepBody(n))
 
     def run_to(self, step: int, generation: int | None = None) -> CommandResponse:
         """Run until `step` of `generation` (default: the current one) has finished, then pause."""
-        return self._request(CommandResponse, "POST", "/run-to", RunToBody(step, generation))
+        return self._request(
+            CommandResponse, "POST", "/run-to", messages.RunToBody(step, generation)
+        )
 
     def stop(self) -> CommandResponse:
         """End the run after the current step, as Ctrl-C does."""
@@ -87,63 +69,34 @@ class ControlClient:
 
     def layers(self, text: str) -> CommandResponse:
         """Choose the layers whose activations level extreme stores: "0,3,5-7" or "all"."""
-        return self._request(CommandResponse, "POST", "/layers", LayersBody(text))
+        return self._request(CommandResponse, "POST", "/layers", messages.LayersBody(text))
 
-    def restore(self, place: StepRef, *, dry_run: bool = False) -> CommandResponse:
-        """Rebuild the live state after a step and pause there.
+    def rewind(self, command: messages.RewindCommand) -> CommandResponse:
+        """Restore a step and pause there, or continue from it as a new branch.
 
         The progress is in the status as `last_rewind`. With `dry_run` nothing is done, and `cost`
         of the response is an estimate.
         """
-        return self._request(CommandResponse, "POST", "/restore", Restore(place, dry_run))
-
-    def fork(
-        self,
-        place: StepRef,
-        *,
-        token_id: int | None = None,
-        text: str | None = None,
-        stay_paused: bool = False,
-        dry_run: bool = False,
-    ) -> CommandResponse:
-        """Continue from a step with another token, or with a text, as a new branch."""
-        body = Fork(place, token_id, text, stay_paused, dry_run)
-        return self._request(CommandResponse, "POST", "/fork", body)
-
-    def edit_mask(
-        self,
-        place: StepRef,
-        edits: Sequence[MaskEdit],
-        *,
-        stay_paused: bool = False,
-        dry_run: bool = False,
-    ) -> CommandResponse:
-        """Continue from a step with another mask, as a new branch."""
-        body = EditMask(place, tuple(edits), stay_paused, dry_run)
-        return self._request(CommandResponse, "POST", "/edit", body)
-
-    # -- breakpoints -----------------------------------------------------------------------------
+        return self._request(CommandResponse, "POST", f"/{command.kind}", command)
 
     def add_breakpoint(
         self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
-    ) -> BreakpointInfo:
+    ) -> messages.BreakpointInfo:
         """Add a breakpoint."""
-        body = BreakpointBody(text, hits, once, log_only)
-        return self._request(BreakpointInfo, "POST", "/breakpoints", body)
+        body = messages.BreakpointBody(text, hits, once, log_only)
+        return self._request(messages.BreakpointInfo, "POST", "/breakpoints", body)
 
-    def remove_breakpoint(self, number: int) -> Sequence[BreakpointInfo]:
+    def remove_breakpoint(self, number: int) -> Sequence[messages.BreakpointInfo]:
         """Remove a breakpoint and return the remaining ones."""
-        return self._request(Breakpoints, "DELETE", f"/breakpoints/{number}").breakpoints
+        return self._request(messages.Breakpoints, "DELETE", f"/breakpoints/{number}").breakpoints
 
-    def enable_breakpoint(self, number: int, on: bool = True) -> BreakpointInfo:
+    def enable_breakpoint(self, number: int, on: bool = True) -> messages.BreakpointInfo:
         """Enable a breakpoint, or disable it with `on=False`."""
         verb = "enable" if on else "disable"
-        return self._request(BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
-
-    # -- the connection --------------------------------------------------------------------------
+        return self._request(messages.BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
 
     def _request(self, kind: type[T], method: str, path: str, body: Any = None) -> T:
-        return from_json(kind, self.request(method, path, body), "The response")
+        return messages.from_json(kind, self.request(method, path, body), "The response")
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send one request and return its JSON. Raises `ControlError`."""
@@ -155,28 +108,31 @@ class ControlClient:
                     hint="Copy the one that --serve printed, without a line break.",
                 )
             headers["Authorization"] = f"Bearer {token}"
-        text = None if body is None else json.dumps(to_json(body))
-        connection = self._connect()
+        data = None if body is None else json.dumps(messages.to_json(body))
+        connection = self._connection()
         try:
-            connection.request(method, path, body=text, headers=headers)
+            if self.address.socket:
+                connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.sock.settimeout(self._timeout_s)
+                connection.sock.connect(self.address.socket)
+            connection.request(method, path, data, headers)
             response = connection.getresponse()
-            status, data = response.status, response.read()
+            return _parse_response(response.status, response.read())
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             # UnicodeError: a host name that IDNA cannot encode.
             raise self._unreachable(error) from error
         finally:
             connection.close()
-        return _parse_response(status, data)
 
-    def _connect(self) -> http.client.HTTPConnection:
+    def _connection(self) -> http.client.HTTPConnection:
         if self.address.socket:
-            return _UnixConnection(self.address.socket, self._timeout_s)
-        parts = urlsplit(self.address.url)
+            return http.client.HTTPConnection("localhost", timeout=self._timeout_s)
         try:
+            parts = urlsplit(self.address.url)
             host, port = parts.hostname, parts.port
         except ValueError:
-            host = port = None
-        if parts.scheme != "http" or not host:
+            host = None
+        if not host or parts.scheme != "http":
             raise ControlError(
                 f"{self.address.url or 'An empty string'} is not the URL of a capture.",
                 hint="It looks like http://127.0.0.1:8421; --serve prints it.",
@@ -196,20 +152,6 @@ class ControlClient:
         )
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        """Open the socket."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
 def _parse_response(status: int, data: bytes) -> Any:
     try:
         payload = json.loads(data)
@@ -219,7 +161,7 @@ def _parse_response(status: int, data: bytes) -> Any:
         return payload
     if not isinstance(payload, dict) or "error" not in payload:
         raise ControlError(f"The capture responded with HTTP status {status} and no message.")
-    refusal = from_json(ErrorResponse, payload, "The response")
+    refusal = messages.from_json(messages.ErrorResponse, payload, "The response")
     raise ControlError(refusal.error, hint=refusal.hint)
 
 

@@ -8,14 +8,17 @@ The next `running()` removes the files of captures that were killed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from flexinspect.control.messages import Kind, Message, from_json, to_json
 from flexinspect.core.addresses import is_loopback, parse_address
@@ -62,10 +65,7 @@ def runtime_folder() -> Path:
     """
     if not hasattr(os, "getuid"):
         raise ControlError("This system has no Unix sockets, so runs cannot be controlled here.")
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "flexinspect" if base else _temporary_folder()
-    if _is_too_long(folder):
-        folder = _temporary_folder()
+    folder = _choose_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.lstat()
@@ -81,14 +81,12 @@ def runtime_folder() -> Path:
     return folder
 
 
-def _temporary_folder() -> Path:
-    name = f"flexinspect-{os.getuid()}"
-    folder = Path(tempfile.gettempdir()) / name
-    return Path("/tmp") / name if _is_too_long(folder) else folder
-
-
-def _is_too_long(folder: Path) -> bool:
-    return len(os.fsencode(folder)) > LONGEST_SOCKET - len("/4194304-99.sock")
+def _choose_folder() -> Path:
+    base, name = os.environ.get("XDG_RUNTIME_DIR"), f"flexinspect-{os.getuid()}"
+    folders = [Path(base) / "flexinspect"] if base else []
+    folders += [Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
+    max_length = LONGEST_SOCKET - len("/4194304-99.sock")
+    return next((one for one in folders if len(os.fsencode(one)) <= max_length), folders[-1])
 
 
 def new_socket_path(folder: Path) -> Path:
@@ -99,79 +97,52 @@ def new_socket_path(folder: Path) -> Path:
     return path
 
 
-def register(entry: CaptureEntry) -> Path:
-    """Write the file that announces a capture, next to its socket, and return its path.
-
-    Raises `ControlError` if it cannot be written.
-    """
+def register(entry: CaptureEntry) -> None:
+    """Write the file that announces a capture, next to its socket. Raises `ControlError`."""
     file = Path(entry.address.socket).with_suffix(".json")
     part = file.with_suffix(".part")
     try:
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             json.dump(to_json(entry), out)
         part.replace(file)
     except OSError as error:
         raise ControlError(f"{file} cannot be written: {error.strerror}.") from error
-    return file
 
 
-def unregister(file: Path) -> None:
-    """Remove the file and the socket of a capture."""
-    for path in (file, file.with_suffix(".sock")):
+def unregister(path: Path) -> None:
+    """Remove the file and the socket of a capture; `path` is one of the two."""
+    for suffix in (".json", ".sock"):
         with suppress(OSError):
-            path.unlink()
+            path.with_suffix(suffix).unlink()
 
 
 def running() -> Sequence[CaptureEntry]:
     """Return the running captures of this user, newest first, and remove files of dead ones."""
-    entries = []
-    for file in runtime_folder().glob("*.json"):
+    from flexinspect.core.environment import is_recorder_alive
+
+    entries, folder = [], runtime_folder()
+    for file in folder.glob("*.json"):
         entry = _read_entry(file)
-        if entry is None or not _is_alive(entry):
-            unregister(file)
-        else:
+        if entry is not None and is_recorder_alive(msgspec.structs.asdict(entry)):
             entries.append(entry)
-    _remove_orphans()
+        else:
+            unregister(file)
+    for socket in folder.glob("*-*.sock"):
+        pid = socket.name.partition("-")[0]
+        is_announced = socket.with_suffix(".json").exists() or not pid.isdecimal()
+        # A process may end between binding its socket and `register`.
+        if not (is_announced or is_recorder_alive({"pid": int(pid), "started_at": math.inf})):
+            unregister(socket)
     return sorted(entries, key=lambda entry: -entry.started_at)
 
 
-def _remove_orphans() -> None:
-    """Remove sockets of processes that ended between binding the socket and `register`."""
-    for socket in runtime_folder().glob("*-*.sock"):
-        pid = socket.name.partition("-")[0]
-        if (
-            pid.isdecimal()
-            and not socket.with_suffix(".json").exists()
-            and not _process_exists(int(pid))
-        ):
-            with suppress(OSError):
-                socket.unlink()
-
-
-def _process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        pass
-    return True
-
-
 def _read_entry(file: Path) -> CaptureEntry | None:
+    """Return the entry of a file, None if it is damaged or its socket is gone."""
     try:
-        return from_json(CaptureEntry, json.loads(file.read_text("utf-8")), str(file))
+        entry = from_json(CaptureEntry, json.loads(file.read_text("utf-8")), str(file))
     except (OSError, ValueError, ControlError):
         return None
-
-
-def _is_alive(entry: CaptureEntry) -> bool:
-    from flexinspect.core.environment import is_recorder_alive
-
-    if not Path(entry.address.socket).exists():
-        return False
-    return is_recorder_alive({"pid": entry.pid, "started_at": entry.started_at})
+    return entry if Path(entry.address.socket).exists() else None
 
 
 def find_capture(
@@ -224,8 +195,7 @@ TOKEN_VARIABLE = "FLEXINSPECT_TOKEN"
 MIN_TOKEN_LENGTH = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
+class ServeOptions(NamedTuple):
     """Where to listen over TCP (port 0: any free port), and the token that every request needs."""
 
     host: str

@@ -6,7 +6,7 @@ the OpenAPI document is generated from the same classes.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -28,8 +28,6 @@ State = Literal["loading", "running", "pausing", "paused", "holding", "finished"
 ended and `--hold` keeps the model alive. finished: the run has ended."""
 
 Level = Literal["basic", "advanced", "extreme"]
-
-
 Kind = Literal["generation", "program", "watch"]
 
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
@@ -50,20 +48,17 @@ class StepRef(Message, frozen=True):
     def describe(self) -> str:
         """Return "step 7", with the generation and the branch if they are not 0."""
         text = "the beginning" if self.step < 0 else f"step {self.step}"
-        return text + self._qualifier()
+        text += f" of generation {self.generation}" if self.generation else ""
+        return f"{text} (branch {self.branch})" if self.branch else text
 
     def describe_after(self) -> str:
         """Return "after step 7", or "before the first step"; otherwise as `describe`."""
-        if self.step < 0:
-            return f"before the first step{self._qualifier()}"
-        return f"after {self.describe()}"
-
-    def _qualifier(self) -> str:
-        text = f" of generation {self.generation}" if self.generation else ""
-        return f"{text} (branch {self.branch})" if self.branch else text
+        if self.step >= 0:
+            return f"after {self.describe()}"
+        return self.describe().replace("the beginning", "before the first step")
 
 
-# -- commands that rewind the model ----------------------------------------------------------------
+RewindKind = Literal["restore", "fork", "edit"]
 
 
 class Restore(Message, frozen=True):
@@ -72,6 +67,7 @@ class Restore(Message, frozen=True):
     With `dry_run`, as for the other commands, only its cost is estimated.
     """
 
+    kind: ClassVar[RewindKind] = "restore"
     place: StepRef
     dry_run: bool = False
 
@@ -84,6 +80,7 @@ class Fork(Message, frozen=True):
     the new branch.
     """
 
+    kind: ClassVar[RewindKind] = "fork"
     place: StepRef
     token_id: Number | None = None
     text: LongText | None = None
@@ -120,6 +117,7 @@ class MaskEdit(Message, frozen=True):
 class EditMask(Message, frozen=True):
     """Continue from a step with another mask, as a new branch; `edits` are applied in order."""
 
+    kind: ClassVar[RewindKind] = "edit"
     place: StepRef
     edits: Annotated[tuple[MaskEdit, ...], Meta(max_length=1000)]
     stay_paused: bool = False
@@ -127,7 +125,6 @@ class EditMask(Message, frozen=True):
 
 
 RewindCommand = Restore | Fork | EditMask
-RewindKind = Literal["restore", "fork", "edit"]
 
 
 class QueuedRewind(Message, frozen=True):
@@ -135,13 +132,6 @@ class QueuedRewind(Message, frozen=True):
 
     number: int
     command: RewindCommand
-
-    @property
-    def kind(self) -> RewindKind:
-        """The kind of the command."""
-        if isinstance(self.command, Restore):
-            return "restore"
-        return "fork" if isinstance(self.command, Fork) else "edit"
 
 
 class Cost(Message, frozen=True):
@@ -169,9 +159,6 @@ class RewindState(Message, frozen=True):
     message: str = ""
     place: StepRef | None = None
     seconds: float | None = None
-
-
-# -- responses -------------------------------------------------------------------------------------
 
 
 class BreakpointInfo(Message, frozen=True):
@@ -244,9 +231,6 @@ class ErrorResponse(Message, frozen=True):
     hint: str | None = None
 
 
-# -- request bodies --------------------------------------------------------------------------------
-
-
 class StepBody(Message, frozen=True):
     """Number of steps to run."""
 
@@ -281,9 +265,6 @@ class BreakpointBody(Message, frozen=True):
     log_only: bool = False
 
 
-# -- summaries of anomalies ------------------------------------------------------------------------
-
-
 class AnomalySummary(Message, frozen=True):
     """Number of anomalies that a debugger found, and the length of its history."""
 
@@ -291,11 +272,9 @@ class AnomalySummary(Message, frozen=True):
     debug_history_length: int = 0
 
 
-class TrainingAnomalySummary(Message, frozen=True):
+class TrainingAnomalySummary(AnomalySummary, frozen=True):
     """Anomalies that a training debugger found; rates are per step."""
 
-    total_anomalies: int = 0
-    debug_history_length: int = 0
     total_steps: int = 0
     anomaly_rate: float = 0.0
     gradient_explosion_rate: float = 0.0

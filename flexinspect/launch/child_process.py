@@ -110,9 +110,13 @@ class Capture:
         self.signal(signal.SIGINT)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process."""
+        """Send a signal to the process; SIGINT to all processes of a program, as terminals do."""
         if self._process.poll() is None:
-            self._process.send_signal(number)
+            if self.has_own_streams and number == signal.SIGINT:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, number)
+            else:
+                self._process.send_signal(number)
 
     def kill(self) -> None:
         """Kill the process; its trace has every finished step."""
@@ -137,15 +141,11 @@ class Capture:
             code = 128 - code
         if code >= 0:
             return f"{self.display_name} ended with exit code {code}."
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
+        name = signal_name(code) or f"signal {-code}"
         extra = " (out of memory, or ended by hand)" if name == "SIGKILL" else ""
         return f"{self.display_name} was ended by {name}{extra}."
 
     def _on_message(self, facts: Mapping[str, Any]) -> None:
-        """Update the state from a message of the process."""
         kind, state = facts["kind"], self.state
         if kind == protocol.TRACE:
             state.path, state.note = Path(facts["path"]), facts["note"]
@@ -169,20 +169,21 @@ class Capture:
         raise NotImplementedError
 
 
-def python_debug_flags(job: Job | ScriptJob) -> list[str]:
-    """Return the flags of Python that debugpy needs in order not to miss breakpoints."""
+def signal_name(code: int) -> str:
+    """Return the name of the signal that an exit code stands for, empty for any other code."""
+    return signal.Signals(-code).name if -code in set(signal.Signals) else ""
+
+
+def _python_command(job: Job | ScriptJob, *arguments: str) -> list[str]:
+    # debugpy misses breakpoints in frozen modules.
     is_debugged = job.debugger.port is not None or "pydevd" in sys.modules
-    return ["-X", "frozen_modules=off"] if is_debugged else []
+    flags = ["-X", "frozen_modules=off"] if is_debugged else []
+    return [sys.executable, *flags, *arguments]
 
 
 def start_capture(job: Job | ScriptJob) -> Capture:
-    """Start a job in its own process, for an interface that uses the terminal.
-
-    The output of a user's program is held until `show_output`, and its stdin is empty.
-    """
-    if isinstance(job, Job):
-        return GenerationProcess(job)
-    return ScriptProcess(job, OutputRelay(hold=True), stdin=subprocess.DEVNULL)
+    """Start a job in its own process, for an interface that uses the terminal."""
+    return GenerationProcess(job) if isinstance(job, Job) else ScriptProcess(job, hold=True)
 
 
 class GenerationProcess(Capture):
@@ -194,10 +195,7 @@ class GenerationProcess(Capture):
         super().__init__()
         self._process = subprocess.Popen(
             # -P: no module of the current folder is imported
-            [
-                *(sys.executable, *python_debug_flags(job), "-P"),
-                *("-m", "flexinspect_hooks.ensemble.capture_process"),
-            ],
+            _python_command(job, "-P", "-m", "flexinspect_hooks.ensemble.capture_process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -209,8 +207,8 @@ class GenerationProcess(Capture):
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
         self._readers = [
-            threading.Thread(target=self._read_stdout, args=(self._process.stdout,), daemon=True),
-            threading.Thread(target=self._read_stderr, args=(self._process.stderr,), daemon=True),
+            threading.Thread(target=read, daemon=True)
+            for read in (self._read_stdout, self._read_stderr)
         ]
         for reader in self._readers:
             reader.start()
@@ -242,59 +240,20 @@ class GenerationProcess(Capture):
         with suppress(OSError, ValueError):
             self._write(protocol.GRANT_TERMINAL.decode())
 
-    def _read_stdout(self, stream: IO[str]) -> None:
-        for line in stream:
+    def _read_stdout(self) -> None:
+        for line in self._process.stdout or ():
             facts = protocol.parse_message(line)
             if facts is None:
                 self.state.prints.append(line.rstrip("\n"))
             else:
                 self._on_message(facts)
 
-    def _read_stderr(self, stream: IO[str]) -> None:
-        self._stderr.extend(line.rstrip("\n") for line in stream)
+    def _read_stderr(self) -> None:
+        self._stderr.extend(line.rstrip("\n") for line in self._process.stderr or ())
 
 
 OutputItem = tuple[float, str, str]
-
-
-class OutputRelay:
-    """Passes a program's output on immediately or, with `hold`, once it is released."""
-
-    def __init__(self, *, hold: bool, stdout: int = 1, stderr: int = 2) -> None:
-        self._targets = {"stdout": stdout, "stderr": stderr}
-        self._held: deque[tuple[str, bytes]] | None = deque() if hold else None
-        self._n_held = self._n_dropped = 0
-        self._lock = threading.Lock()
-
-    def write(self, stream: str, piece: bytes) -> bool:
-        """Pass a piece on; False when the stream has no reader any more."""
-        with self._lock:
-            if self._held is None:
-                return self._write(stream, piece)
-            self._held.append((stream, piece))
-            self._n_held += len(piece)
-            while self._n_held > MAX_HEAD_CHARS:
-                dropped = len(self._held.popleft()[1])
-                self._n_held, self._n_dropped = self._n_held - dropped, self._n_dropped + dropped
-            return True
-
-    def release(self) -> None:
-        """Print the held output, and pass on further output immediately."""
-        with self._lock:
-            held, self._held = self._held, None
-            if self._n_dropped:
-                print(f"flexinspect: {self._n_dropped} bytes before this are not shown", flush=True)
-            for stream, piece in held or ():
-                self._write(stream, piece)
-
-    def _write(self, stream: str, piece: bytes) -> bool:
-        left = memoryview(piece)
-        try:
-            while left:
-                left = left[os.write(self._targets[stream], left) :]
-        except OSError:
-            return False
-        return True
+"""When a piece of output was read, the name of its stream, and its text."""
 
 
 class OutputRecorder:
@@ -307,32 +266,31 @@ class OutputRecorder:
         self._unsent: list[OutputItem] = []
         self._tail: deque[OutputItem] = deque()
         self._n_kept = self._n_tail = self._n_left_out = 0
-        self._wake, self._lock = threading.Event(), threading.Lock()
-        self._send_lock = threading.Lock()
-        self._is_finished = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._lock, self._send_lock = threading.Lock(), threading.Lock()
+        self._wake, self._is_finished = threading.Event(), False
+        threading.Thread(target=self._run, daemon=True).start()
 
     def add(self, stream: str, piece: bytes, *, final: bool = False) -> None:
         """Add a piece of a stream, as it was read."""
         text = self._decoders[stream].decode(piece, final)
         if not text:
             return
-        item = (time.time(), stream, text)
+        now = time.time()
         with self._lock:
             if self._n_kept < MAX_HEAD_CHARS:
                 self._n_kept += len(text)
-                _append_merged(self._unsent, item)
+                last_at, last_stream, last_text = self._unsent[-1] if self._unsent else (0, "", "")
+                if stream == last_stream and now - last_at < _MERGE_WITHIN_S:
+                    self._unsent[-1] = (last_at, stream, last_text + text)
+                else:
+                    self._unsent.append((now, stream, text))
             else:
-                self._add_to_tail(item)
+                self._tail.append((now, stream, text))
+                self._n_tail += len(text)
+            while self._n_tail > MAX_TAIL_CHARS and len(self._tail) > 1:
+                n = len(self._tail.popleft()[2])
+                self._n_tail, self._n_left_out = self._n_tail - n, self._n_left_out + n
         self._wake.set()
-
-    def _add_to_tail(self, item: OutputItem) -> None:
-        self._tail.append(item)
-        self._n_tail += len(item[2])
-        while self._n_tail > MAX_TAIL_CHARS and len(self._tail) > 1:
-            n = len(self._tail.popleft()[2])
-            self._n_tail, self._n_left_out = self._n_tail - n, self._n_left_out + n
 
     def finish(self) -> None:
         """Send the rest, the number of omitted characters, and the message that this is all."""
@@ -342,25 +300,24 @@ class OutputRecorder:
         self._wake.set()
 
     def _run(self) -> None:
-        while not self._is_finished:
+        is_connected = True
+        while is_connected and not self._is_finished:
             self._wake.wait()
             if not self._is_finished:
-                time.sleep(SEND_EVERY_S)
+                time.sleep(SEND_EVERY_S)  # the pieces of one line arrive within that time
             self._wake.clear()
-            items = self._take_items()
-            if items and not self.send(protocol.OUTPUT, items=items):
-                return
-        if items := self._take_items(last=True):
-            self.send(protocol.OUTPUT, items=items)
-        self.send(protocol.DRAINED)
+            is_connected = self._send_items()
+        if is_connected and self._send_items(last=True):
+            self.send(protocol.DRAINED)
 
-    def _take_items(self, *, last: bool = False) -> list[OutputItem]:
+    def _send_items(self, *, last: bool = False) -> bool:
         with self._lock:
             items, self._unsent = self._unsent, []
             if last and self._n_left_out:
                 text = f"… {self._n_left_out} characters are left out here …\n"
-                items.append((self._tail[0][0], self._tail[0][1], text))
-            return [*items, *self._tail] if last else items
+                items.append((*self._tail[0][:2], text))
+            items += self._tail if last else ()
+        return not items or self.send(protocol.OUTPUT, items=items)
 
     def send(self, kind: str, **facts: Any) -> bool:
         """Send a message to the program; False when it is gone."""
@@ -372,32 +329,27 @@ class OutputRecorder:
         return True
 
 
-def _append_merged(items: list[OutputItem], item: OutputItem) -> None:
-    """Append a piece, merged with the last one if that is recent and of the same stream."""
-    if items and items[-1][1] == item[1] and item[0] - items[-1][0] < _MERGE_WITHIN_S:
-        at, stream, text = items[-1]
-        items[-1] = (at, stream, text + item[2])
-    else:
-        items.append(item)
-
-
 class ScriptProcess(Capture):
     """The capture process of a user's program, which keeps its own standard streams.
 
-    With `stdin` None, the program reads the stdin of this process.
+    With `hold`, for an interface that uses the terminal, its output is kept until `show_output`,
+    and its stdin is empty. `stdout` is the file descriptor that gets what it prints.
     """
 
     display_name: ClassVar[str] = "The program"
     has_own_streams: ClassVar[bool] = True
 
-    def __init__(self, job: ScriptJob, relay: OutputRelay, *, stdin: int | None = None) -> None:
+    def __init__(self, job: ScriptJob, *, hold: bool = False, stdout: int = 1) -> None:
         super().__init__()
-        self._relay = relay
+        self._targets = {"stdout": stdout, "stderr": 2}
+        self._held: deque[tuple[str, bytes]] | None = deque() if hold else None
+        self._n_held = self._n_dropped = 0
+        self._lock = threading.Lock()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *python_debug_flags(job), _entry_script(), str(theirs.fileno())],
-                stdin=stdin,
+                _python_command(job, _entry_script(), str(theirs.fileno())),
+                stdin=subprocess.DEVNULL if hold else None,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
@@ -414,21 +366,16 @@ class ScriptProcess(Capture):
         code = self._process.poll()
         return None if self._reader.is_alive() else code
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the program; SIGINT to its process group, as a terminal does."""
-        if self._process.poll() is not None:
-            return
-        with suppress(ProcessLookupError):
-            if number == signal.SIGINT:
-                os.killpg(self._process.pid, number)
-            else:
-                self._process.send_signal(number)
-
     def grant_terminal(self) -> None:
         self._recorder.send(protocol.TERMINAL, wanted=True)
 
     def show_output(self) -> None:
-        self._relay.release()
+        with self._lock:
+            held, self._held = self._held, None
+            if self._n_dropped:
+                print(f"flexinspect: {self._n_dropped} bytes before this are not shown", flush=True)
+            for stream, piece in held or ():
+                self._write(stream, piece)
 
     def _read(self) -> None:
         """Read and pass on all streams until the program has ended and nothing more arrives."""
@@ -456,7 +403,25 @@ class ScriptProcess(Capture):
         self._recorder.add(name, piece)
         if name == "stderr":
             self._stderr.extend(piece.decode(errors="backslashreplace").splitlines())
-        return bool(piece) and self._relay.write(name, piece)
+        with self._lock:
+            if self._held is None:
+                return bool(piece) and self._write(name, piece)
+            self._held.append((name, piece))
+            self._n_held += len(piece)
+            while self._n_held > MAX_HEAD_CHARS:
+                dropped = len(self._held.popleft()[1])
+                self._n_held, self._n_dropped = self._n_held - dropped, self._n_dropped + dropped
+        return bool(piece)
+
+    def _write(self, stream: str, piece: bytes) -> bool:
+        """Pass a piece on; False when the stream has no reader any more."""
+        left = memoryview(piece)
+        try:
+            while left:
+                left = left[os.write(self._targets[stream], left) :]
+        except OSError:
+            return False
+        return True
 
     def _read_messages(self, selector: selectors.BaseSelector) -> bool:
         try:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from flexinspect.core.text import plural
-from flexinspect.launch.child_process import Capture
+from flexinspect.launch.child_process import Capture, signal_name
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.attention.kernel_failures import (
@@ -23,7 +22,6 @@ from flexinspect.trace.file.ownership import close_dead_trace
 from flexinspect.trace.file.side_files import LastKernelCall, take_last_call
 
 _CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
-_KILL_SIGNAL = "SIGKILL"
 
 
 def finish_trace(process: Capture, code: int) -> Path | None:
@@ -43,8 +41,8 @@ def _close_crashed_trace(path: Path, process: Capture, code: int) -> None:
     A signal of a crash, but not one that we sent, adds an event and a finding with the kernel call
     that was entered last.
     """
-    call, name, reason = take_last_call(path), _signal_name(code), process.describe_exit(code)
-    is_crash = name in _CRASH_SIGNALS or (name == _KILL_SIGNAL and not process.was_killed)
+    call, name, reason = take_last_call(path), signal_name(code), process.describe_exit(code)
+    is_crash = name in _CRASH_SIGNALS or (name == "SIGKILL" and not process.was_killed)
 
     def explain(
         generation: int | None, step: int | None
@@ -55,13 +53,6 @@ def _close_crashed_trace(path: Path, process: Capture, code: int) -> None:
         return event, RuleRunner([FailuresRule()]).on_event(event)[0]
 
     close_dead_trace(path, reason, process.pid, explain)
-
-
-def _signal_name(code: int) -> str:
-    try:
-        return signal.Signals(-code).name if code < 0 else ""
-    except ValueError:
-        return ""
 
 
 def _crash_event(
@@ -79,17 +70,12 @@ def _crash_event(
     if call.is_running:
         text = f"{ended}: it had entered {_describe_call(call)}, which did not return."
         return EventRecord(NOT_RETURNED_EVENT, text, at, generation, call.step, facts)
-    text = (
-        f"{ended}, after {_describe_call(call)} had returned: "
-        "what compiled code breaks may show later."
-    )
+    later = "what compiled code breaks may show later."
+    text = f"{ended}, after {_describe_call(call)} had returned: {later}"
     return EventRecord(CRASHED_EVENT, text, at, generation, call.step, facts)
 
 
 def _describe_call(call: LastKernelCall) -> str:
-    where = (
-        f"in layer {call.layer}, step {call.step}"
-        if call.step is not None
-        else "outside of a model"
-    )
+    is_in_model = call.step is not None
+    where = f"in layer {call.layer}, step {call.step}" if is_in_model else "outside of a model"
     return f"{call.description} {where} ({plural(call.q_len, 'row')}, {plural(call.kv_len, 'key')})"

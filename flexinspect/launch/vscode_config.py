@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,23 +25,16 @@ PORT = 5678
 _COMMON = {"type": "debugpy", "justMyCode": False}
 _LAUNCH = {**_COMMON, "request": "launch", "console": "integratedTerminal"}
 
+
+def _run_configuration(name: str, *args: str) -> Mapping[str, Any]:
+    options = {"module": "flexinspect", "pythonArgs": ["-Xfrozen_modules=off"], "args": [*args]}
+    # subProcess: the model runs in a process of its own
+    return {"name": f"flexinspect: {name}", **_LAUNCH, **options, "subProcess": True}
+
+
 CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
-    {
-        "name": "flexinspect: run a generation",
-        **_LAUNCH,
-        "module": "flexinspect",
-        "pythonArgs": ["-Xfrozen_modules=off"],
-        "args": ["run", "--model", "demo", "--max-samples", "2"],
-        "subProcess": True,  # the model runs in a process of its own
-    },
-    {
-        "name": "flexinspect: run this file",
-        **_LAUNCH,
-        "module": "flexinspect",
-        "pythonArgs": ["-Xfrozen_modules=off"],
-        "args": ["run", "${file}"],
-        "subProcess": True,
-    },
+    _run_configuration("run a generation", "run", "--model", "demo", "--max-samples", "2"),
+    _run_configuration("run this file", "run", "${file}"),
     {
         "name": "flexinspect: attach to a run",
         **_COMMON,
@@ -54,12 +47,7 @@ CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
         "request": "attach",
         "processId": "${command:pickProcess}",
     },
-    {
-        "name": "flexinspect: tests",
-        **_LAUNCH,
-        "module": "pytest",
-        "args": ["tests"],
-    },
+    {"name": "flexinspect: tests", **_LAUNCH, "module": "pytest", "args": ["tests"]},
 )
 """Configurations to launch a run, with its capture process under the debugger, and to attach."""
 
@@ -110,13 +98,12 @@ def _has_amx() -> bool:
 
 def _gdb_version() -> int:
     """Return the major version of gdb, or a sufficient one when it cannot be determined."""
+    command = ["gdb", "--version"]
     try:
-        output = subprocess.run(
-            ["gdb", "--version"], capture_output=True, text=True, timeout=10, check=False
-        ).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return _MIN_GDB_WITH_AMX
-    match = re.search(r"(\d+)\.\d+", output.partition("\n")[0])
+    match = re.search(r"(\d+)\.\d+", done.stdout.partition("\n")[0])
     return int(match[1]) if match else _MIN_GDB_WITH_AMX
 
 
@@ -148,132 +135,58 @@ def merge(
     `name` is the name of the file in error messages. Raises `UsageError` with line and column for
     a text that is not JSON with comments, or whose configurations are not a list.
     """
+    import json5
+
     names = tuple(str(entry["name"]) for entry in configurations)
     if not text.strip():
         new = _format_json({"version": "0.2.0", "configurations": list(configurations)}, "  ")
         return MergedLaunch(new + "\n", added=names, kept=())
-    document = _Document(text, name)
-    existing = document.names()
-    missing = [entry for entry in configurations if entry["name"] not in existing]
-    merged = document.with_added(missing) if missing else text
-    _check_merge(text, merged, missing)
-    return MergedLaunch(
-        merged,
-        added=tuple(name for name in names if name not in existing),
-        kept=tuple(name for name in names if name in existing),
-    )
-
-
-def _check_merge(before: str, after: str, added: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `FlexInspectError` if the merged text changes anything but the added entries."""
-    import json5
-
-    expected = json5.loads(before)
-    expected["configurations"] = [*expected.get("configurations", []), *added]
-    if json5.loads(after) != expected:
+    root, entries = _parse(text, name or "launch.json")
+    document = json5.loads(text)
+    existing = document.setdefault("configurations", [])
+    known = {str(entry.get("name")) for entry in existing if isinstance(entry, dict)}
+    missing = [entry for entry in configurations if entry["name"] not in known]
+    merged = _with_added(text, root, entries, missing) if missing else text
+    existing += missing
+    if missing and json5.loads(merged) != document:
         raise FlexInspectError(
             "The configurations could not be added without changing others.",
             hint="Add them by hand: flexinspect vscode --dry-run prints them for an empty folder.",
         )
+    added = tuple(str(entry["name"]) for entry in missing)
+    return MergedLaunch(merged, added, tuple(name for name in names if name not in added))
 
 
-class _Document:
-    """A parsed launch.json with the positions of its values."""
+def _parse(text: str, name: str) -> tuple[Any, Any]:
+    """Return the object of a launch.json and its list of configurations, None if it has none.
 
-    def __init__(self, text: str, name: str) -> None:
-        from json5.loader import ModelLoader, loads
-        from json5.model import JSONArray, JSONObject
-        from json5.utils import JSON5DecodeError
+    Both are nodes of json5 with their positions in the text.
+    """
+    from json5.loader import ModelLoader, loads
+    from json5.model import JSONArray, JSONObject
+    from json5.utils import JSON5DecodeError
 
-        self.text, self.name = text, name
-        try:
-            root = loads(text, loader=ModelLoader()).value
-        except JSON5DecodeError as error:
-            raise self._parse_error(*_first_error(error, len(text))) from None
-        if not isinstance(root, JSONObject):
-            raise self._parse_error(root._tok.index, "an object is expected here")
-        self.root = root
-        self.list: Any = None
-        for key, value in zip(root.keys, root.values, strict=True):
-            if getattr(key, "characters", getattr(key, "name", None)) == "configurations":
-                self.list = value
-        if self.list is not None and not isinstance(self.list, JSONArray):
-            raise self._parse_error(
-                self.list._tok.index, '"configurations" is expected to be a list'
-            )
-
-    def _parse_error(self, at: int, what: str) -> UsageError:
-        line = self.text.count("\n", 0, at) + 1
-        column = at - (self.text.rfind("\n", 0, at) + 1) + 1
+    def parse_error(at: int, what: str) -> UsageError:
+        before = text[:at]
+        line, column = before.count("\n") + 1, at - before.rfind("\n")
         return UsageError(
-            f"{self.name or 'launch.json'}, line {line}, column {column}: {what}.",
+            f"{name}, line {line}, column {column}: {what}.",
             hint="Correct it first; nothing was written.",
         )
 
-    def names(self) -> set[str]:
-        """Return the names of the configurations in the text."""
-        import json5
-
-        entries = json5.loads(self.text).get("configurations", [])
-        return {str(entry.get("name")) for entry in entries if isinstance(entry, dict)}
-
-    def with_added(self, configurations: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text with `configurations` at the end of the list, created if missing."""
-        unit = self._indent_unit()
-        if self.list is None:
-            block = '"configurations": ' + _format_json(configurations, unit)
-            return self._insert(self.root, block, unit)
-        blocks = [_format_json(entry, unit) for entry in configurations]
-        return self._insert(self.list, ",\n".join(blocks), unit)
-
-    def _insert(self, node: Any, block: str, unit: str) -> str:
-        """Insert lines before the closing bracket of a list or an object."""
-        text, end = self.text, node._end_tok.index
-        line = text.rfind("\n", 0, end) + 1
-        own_line = not text[line:end].strip()
-        indent = _indent(text, end) + unit
-        lines = "".join(f"{indent}{row}\n" for row in block.split("\n"))
-        if node.values and node.trailing_comma is not None:
-            lines = lines[:-1] + ",\n"
-        if own_line:
-            head, tail = text[:line], lines + text[line:]
-        else:
-            head, tail = text[:end], "\n" + lines + indent.removesuffix(unit) + text[end:]
-        if node.values and node.trailing_comma is None:
-            last = node.values[-1]._end_tok.end
-            head = head[:last] + "," + head[last:]
-        return _with_newlines(head, tail, text)
-
-    def _indent_unit(self) -> str:
-        """Return one level of the file's indentation."""
-        match = re.search(r'\n([ \t]+)"', self.text)
-        return match[1] if match else "  "
-
-
-def _with_newlines(head: str, tail: str, text: str) -> str:
-    """Join two parts, with the line endings of the file."""
-    if "\r\n" in text:
-        tail = re.sub(r"(?<!\r)\n", "\r\n", tail)
-    return head + tail
-
-
-def _indent(text: str, at: int) -> str:
-    line = text[text.rfind("\n", 0, at) + 1 : at]
-    return line[: len(line) - len(line.lstrip())]
-
-
-def _format_json(value: Any, unit: str) -> str:
-    """Return JSON with lists of strings on one line."""
-    text = json.dumps(value, indent=unit, ensure_ascii=False)
-    return re.sub(
-        r"\[\s+((?:\"[^\"]*\",?\s*)*?)\s*\]",
-        lambda match: f"[{_on_one_line(match[1]).strip()}]",
-        text,
-    )
-
-
-def _on_one_line(text: str) -> str:
-    return re.sub(r"\s*\n\s*", " ", text)
+    try:
+        root = loads(text, loader=ModelLoader()).value
+    except JSON5DecodeError as error:
+        raise parse_error(*_first_error(error, len(text))) from None
+    if not isinstance(root, JSONObject):
+        raise parse_error(root._tok.index, "an object is expected here")
+    entries: Any = None
+    for key, value in zip(root.keys, root.values, strict=True):
+        if getattr(key, "characters", getattr(key, "name", None)) == "configurations":
+            entries = value
+    if entries is not None and not isinstance(entries, JSONArray):
+        raise parse_error(entries._tok.index, '"configurations" is expected to be a list')
+    return root, entries
 
 
 def _first_error(error: ValueError, end: int) -> tuple[int, str]:
@@ -285,6 +198,48 @@ def _first_error(error: ValueError, end: int) -> tuple[int, str]:
     return int(position[1]) if position else end, message or "it is not JSON"
 
 
+def _with_added(
+    text: str, root: Any, entries: Any, configurations: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the text with `configurations` at the end of the list, created if missing.
+
+    The new lines stand before the closing bracket of the list, or of the object, and follow the
+    indentation and the line endings of the file.
+    """
+    match = re.search(r'\n([ \t]+)"', text)
+    unit = match[1] if match else "  "
+    node = root if entries is None else entries
+    if entries is None:
+        block = '"configurations": ' + _format_json(configurations, unit)
+    else:
+        block = ",\n".join(_format_json(entry, unit) for entry in configurations)
+    end = node._end_tok.index
+    line = text.rfind("\n", 0, end) + 1
+    before = text[line:end]
+    outer = before[: len(before) - len(before.lstrip())]
+    lines = textwrap.indent(block, outer + unit) + "\n"
+    if node.values and node.trailing_comma is not None:
+        lines = lines[:-1] + ",\n"
+    if before.strip():
+        head, tail = text[:end], f"\n{lines}{outer}{text[end:]}"
+    else:
+        head, tail = text[:line], lines + text[line:]
+    if node.values and node.trailing_comma is None:
+        last = node.values[-1]._end_tok.end
+        head = head[:last] + "," + head[last:]
+    return head + (re.sub(r"(?<!\r)\n", "\r\n", tail) if "\r\n" in text else tail)
+
+
+def _format_json(value: Any, unit: str) -> str:
+    """Return JSON with lists of strings on one line."""
+    text = json.dumps(value, indent=unit, ensure_ascii=False)
+
+    def join_lines(match: re.Match[str]) -> str:
+        return re.sub(r"\s*\n\s*", " ", f"[{match[1].strip()}]")
+
+    return re.sub(r"\[\s+((?:\"[^\"]*\",?\s*)*?)\s*\]", join_lines, text)
+
+
 def write_launch(folder: Path, *, dry_run: bool = False) -> tuple[Path, MergedLaunch]:
     """Merge our configurations into a folder's `.vscode/launch.json`, created if missing.
 
@@ -294,37 +249,34 @@ def write_launch(folder: Path, *, dry_run: bool = False) -> tuple[Path, MergedLa
     if not folder.is_dir():
         raise UsageError(f"There is no folder {folder}.", hint="Give --folder an existing one.")
     path = folder / ".vscode" / "launch.json"
-    old, mark = _read(path)
-    merged = merge(old, name=str(path))
+    old = _read(path)
+    text = old.removeprefix("\ufeff")  # the byte order mark
+    merged = merge(text, name=str(path))
     if merged.added and not dry_run:
-        _write(path, mark + merged.text)
+        _write(path, old[: len(old) - len(text)] + merged.text)
     return path, merged
 
 
-def _read(path: Path) -> tuple[str, str]:
-    """Return the text of a file (empty if it does not exist) and its byte order mark, if any."""
+def _read(path: Path) -> str:
+    """Return the text of a file, empty if it does not exist."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
-        return "", ""
+        return ""
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8: {error}.", hint="Nothing was written.") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
-    mark = "\ufeff" if text.startswith("\ufeff") else ""
-    return text.removeprefix(mark), mark
 
 
 def _write(path: Path, text: str) -> None:
     """Replace a file atomically; a symbolic link and the file mode are kept."""
-    target = Path(os.path.realpath(path))
+    target = path.resolve()
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=target.parent, prefix="launch-", suffix=".json")
-        with os.fdopen(number, "wb") as file:
-            file.write(text.encode("utf-8"))
-        temporary = Path(name)
-        temporary.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o644)
-        temporary.replace(target)
+        part.write_bytes(text.encode("utf-8"))
+        part.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o644)
+        part.replace(target)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from None

@@ -25,7 +25,10 @@ from flexinspect.control.messages import (
     BreakpointInfo,
     CommandResponse,
     Cost,
+    EditMask,
+    Fork,
     MaskEdit,
+    RewindCommand,
     RewindState,
     StatusResponse,
     StepRef,
@@ -119,25 +122,17 @@ class FakeCapture:
         self.book = [one for one in self.book if one.id != number]
         return self.book
 
-    def _travel(self, what: tuple[Any, ...], dry_run: bool) -> CommandResponse:
-        if dry_run:
+    def rewind(self, command: RewindCommand) -> CommandResponse:
+        if command.dry_run:
             return self._answer("it would", cost=self.cost)
-        self.asked.append(what)
+        further: tuple[Any, ...] = ()
+        if isinstance(command, Fork):
+            further = (command.token_id, command.text)
+        elif isinstance(command, EditMask):
+            further = command.edits
+        self.asked.append((command.kind, command.place, *further))
         self._order = self.outcome
         return self._answer("it will be done", rewind_number=1)
-
-    def restore(self, place: StepRef, *, dry_run: bool) -> CommandResponse:
-        return self._travel(("restore", place), dry_run)
-
-    def fork(
-        self, place: StepRef, *, token_id: int | None, text: str | None, dry_run: bool
-    ) -> CommandResponse:
-        return self._travel(("fork", place, token_id, text), dry_run)
-
-    def edit_mask(
-        self, place: StepRef, edits: tuple[MaskEdit, ...], *, dry_run: bool
-    ) -> CommandResponse:
-        return self._travel(("edit", place, *edits), dry_run)
 
 
 class Driven:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flexinspect.control.messages import (
         CommandResponse,
         MaskEdit,
+        RewindCommand,
         RewindState,
         StatusResponse,
     )
@@ -264,43 +265,43 @@ class ControlScreen(Screen[None]):
     @work(group="dialog")
     async def restore_step(self) -> None:
         """Restore the state of the model after the current step."""
-        there = _live_place(self.place)
-        await self._run_with_cost(lambda client, dry: client.restore(there, dry_run=dry))
+        from flexinspect.control.messages import Restore
+
+        await self._run_with_cost(Restore(_live_place(self.place)))
 
     @work(group="dialog")
     async def fork_step(self) -> None:
         """Choose another token for the current step; the model continues from there as a branch."""
+        from flexinspect.control.messages import Fork
+
         there = _live_place(self.place)  # it may follow the model while the user chooses
         token = await ask_token(self.app, self.reader, self.place) if self.reader else None
         if token is not None:
-            await self._run_with_cost(
-                lambda client, dry: client.fork(
-                    there, token_id=token.token_id, text=token.text, dry_run=dry
-                )
-            )
+            await self._run_with_cost(Fork(there, token.token_id, token.text))
 
     @work(group="dialog")
     async def edit_mask(self) -> None:
         """Edit the mask; the model continues from the current step as a branch."""
+        from flexinspect.control.messages import EditMask
+
         there = _live_place(self.place)
         edit = await ask_edit(self.app, self.reader, self.place) if self.reader else None
         if edit is not None:
-            await self._run_with_cost(
-                lambda client, dry: client.edit_mask(there, (edit,), dry_run=dry)
-            )
+            await self._run_with_cost(EditMask(there, (edit,)))
 
-    async def _run_with_cost(
-        self, command: Callable[[ControlClient, bool], CommandResponse]
-    ) -> None:
+    async def _run_with_cost(self, command: RewindCommand) -> None:
         """Run a command, after a question if it is expensive, and go to its result."""
-        dry = await self.call_capture(lambda client: command(client, True))
+        from msgspec.structs import replace
+
+        trial = replace(command, dry_run=True)
+        dry = await self.call_capture(lambda client: client.rewind(trial))
         if dry is None:
             return
         if dry.cost is not None and dry.cost.is_expensive:
             options = [("do", "Do it"), ("leave", "Leave it")]
             if await ask_choice(self.app, escape_unprintable(dry.cost.sentence), options) != "do":
                 return
-        response = await self.call_capture(lambda client: command(client, False))
+        response = await self.call_capture(lambda client: client.rewind(command))
         if response is None or response.rewind_number is None:
             return
         cost_text = f"; {dry.cost.sentence}" if dry.cost is not None else ""

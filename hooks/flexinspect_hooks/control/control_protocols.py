@@ -6,19 +6,12 @@ Also the registry of the debuggers whose anomaly counts the `/training-logs/debu
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
-from flexinspect.control.messages import (
-    AnomalySummary,
-    Cost,
-    DebugSummaryResponse,
-    QueuedRewind,
-    TrainingAnomalySummary,
-    TrainingSummaryResponse,
-    from_json,
-)
+from flexinspect.control import messages
 from flexinspect.core.errors import TraceError
 from flexinspect.records.training_step import TrainingSummary
 from flexinspect_hooks.control.step_barrier import StepBarrier
@@ -28,41 +21,17 @@ if TYPE_CHECKING:
 
 
 class Levels(Protocol):
-    """How much is recorded. A change applies from the next step on."""
+    """How much is recorded. A change applies from the next step on.
 
-    @property
-    def level(self) -> str:
-        """The level: basic, advanced or extreme."""
-        ...
-
-    @property
-    def layers(self) -> str:
-        """The layers whose activations level extreme stores, in the form of `--layers`."""
-        ...
-
-    def set_level(self, level: str) -> None:
-        """Set the level. Raises `UsageError` for an unknown one."""
-        ...
-
-    def set_layers(self, layers: str) -> None:
-        """Set the layers: "0,3,5-7" or "all". Raises `UsageError` for layers that do not exist."""
-        ...
-
-
-class RewindTarget(Protocol):
-    """The engine that carries out restore, fork and edit, as the server sees it.
-
-    The engine receives the command itself from `StepBarrier.between_steps` or `StepBarrier.hold`,
-    in the model's thread, and reports the result through `StepBarrier.report_result`.
+    `layers` are those whose activations level extreme stores, in the form of `--layers`. The
+    methods raise `UsageError` for an unknown level and for layers that do not exist.
     """
 
-    def estimate_cost(self, order: QueuedRewind) -> Cost:
-        """Return the cost of a command. Raises `FlexInspectError` if it is not possible.
+    level: str
+    layers: str
 
-        Called from the server's thread while the model may run, so it must not change anything. The
-        number of the command is 0 as long as it is not accepted.
-        """
-        ...
+    def set_level(self, level: str) -> None: ...
+    def set_layers(self, layers: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +46,13 @@ class AnomalyCounts(TrainingSummary):
 
 
 class AnomalyCounter(Protocol):
-    """A debugger that counts anomalies: training, diffusion, or the general one."""
+    """A debugger that counts anomalies: training, diffusion, or the general one.
 
-    def counts(self) -> AnomalyCounts:
-        """Return the counts. Called from the server's thread."""
-        ...
+    `counts` is called from the server's thread. `clear` clears the history and counts from 0.
+    """
 
-    def clear(self) -> None:
-        """Clear the history and count from 0."""
-        ...
+    def counts(self) -> AnomalyCounts: ...
+    def clear(self) -> None: ...
 
 
 @runtime_checkable
@@ -119,26 +86,40 @@ def live_counters(debugger: DebuggerKind) -> list[AnomalyCounter]:
 
 @dataclass(slots=True)
 class ControlTargets:
-    """The parts of a process that commands act on; commands to a part that is None are refused."""
+    """The parts of a process that commands act on; commands to a part that is None are refused.
+
+    `estimate_cost` returns the cost of a restore, fork or edit, and raises `FlexInspectError` if it
+    is not possible. It is called from the server's thread while the model may run, so it must not
+    change anything. The number of the command is 0 as long as it is not accepted. Whoever sets it
+    carries out the commands that `StepBarrier.between_steps` and `StepBarrier.hold` return.
+    """
 
     barrier: StepBarrier
     levels: Levels
     breakpoints: BreakpointStore | None = None
-    rewind_target: RewindTarget | None = None
+    estimate_cost: Callable[[messages.QueuedRewind], messages.Cost] | None = None
 
 
-def debug_summary() -> DebugSummaryResponse:
+def debug_summary() -> messages.DebugSummaryResponse:
     """Return the anomalies of all debuggers; zeros for a kind that is not registered."""
-    return DebugSummaryResponse(
-        _training_anomalies(_counts("training")),
-        _anomalies(_counts("diffusion")),
-        _anomalies(_counts("general")),
+    training, diffusion, general = map(_counts, get_args(DebuggerKind))
+    return messages.DebugSummaryResponse(
+        messages.TrainingAnomalySummary(
+            total_anomalies=training.total_anomalies,
+            debug_history_length=training.debug_history_length,
+            total_steps=training.total_steps,
+            # This rate counts anomalies; `training_summary` has one that counts steps.
+            anomaly_rate=training.total_anomalies / (training.total_steps or 1),
+            gradient_explosion_rate=training.as_dict()["gradient_explosion_rate"],
+        ),
+        messages.AnomalySummary(diffusion.total_anomalies, diffusion.debug_history_length),
+        messages.AnomalySummary(general.total_anomalies, general.debug_history_length),
     )
 
 
-def training_summary() -> TrainingSummaryResponse:
+def training_summary() -> messages.TrainingSummaryResponse:
     """Return the anomalies of training."""
-    return from_json(TrainingSummaryResponse, _counts("training").as_dict())
+    return messages.from_json(messages.TrainingSummaryResponse, _counts("training").as_dict())
 
 
 def clear() -> None:
@@ -156,24 +137,9 @@ def set_level(level: str) -> None:
                 counter.level = level
 
 
-def _training_anomalies(counts: AnomalyCounts) -> TrainingAnomalySummary:
-    """Return the short summary of training; its `anomaly_rate` counts anomalies, not steps."""
-    return TrainingAnomalySummary(
-        total_anomalies=counts.total_anomalies,
-        debug_history_length=counts.debug_history_length,
-        total_steps=counts.total_steps,
-        anomaly_rate=counts.total_anomalies / counts.total_steps if counts.total_steps else 0.0,
-        gradient_explosion_rate=counts.as_dict()["gradient_explosion_rate"],
-    )
-
-
 def _counts(debugger: DebuggerKind) -> AnomalyCounts:
     counters = live_counters(debugger)
     return counters[-1].counts() if counters else AnomalyCounts()
-
-
-def _anomalies(counts: AnomalyCounts) -> AnomalySummary:
-    return AnomalySummary(counts.total_anomalies, counts.debug_history_length)
 
 
 class BaselineCounter:

@@ -3,54 +3,42 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
-from flexinspect.control.messages import (
-    MAX_NUMBER,
-    BreakpointBody,
-    BreakpointInfo,
-    Breakpoints,
-    CommandResponse,
-    DebugSummaryResponse,
-    EditMask,
-    Fork,
-    Kind,
-    LayersBody,
-    Level,
-    LevelBody,
-    QueuedRewind,
-    Restore,
-    RewindCommand,
-    RunToBody,
-    StatusResponse,
-    StepBody,
-    TrainingSummaryResponse,
-)
+from msgspec import structs
+
+from flexinspect.control import messages
 from flexinspect.core.errors import ControlError
 from flexinspect_hooks.control import control_protocols
-from flexinspect_hooks.control.control_protocols import (
-    ControlTargets,
-    RewindTarget,
-)
+from flexinspect_hooks.control.control_protocols import ControlTargets
 
 if TYPE_CHECKING:
     from flexinspect.breakpoints.store import BreakpointStore
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+Method = Literal["GET", "POST", "DELETE"]
 
 
-class NotFoundError(ControlError):
-    """The breakpoint or level that a path names does not exist."""
+class HttpError(ControlError):
+    """A request that is refused with the HTTP status `status` instead of 409."""
+
+    def __init__(
+        self, status: int, message: str, *, hint: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.status, self.headers = status, headers
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureInfo:
     """The fields of `StatusResponse` that stay the same for the whole run."""
 
-    kind: Kind
+    kind: messages.Kind
     title: str
     trace: str
 
@@ -59,40 +47,43 @@ class CaptureInfo:
 class Route:
     """One route: its method and path, the name of its handler, its body and its response.
 
-    `parameter` is the name and the JSON schema of the path parameter in braces.
+    `parameter` is the name of the path parameter in braces.
     """
 
-    method: Literal["GET", "POST", "DELETE"]
+    method: Method
     path: str
     handler: str
     summary: str
     response: type[Any]
     body: type[Any] | None = None
-    parameter: tuple[str, Mapping[str, Any]] | None = None
+    parameter: str | None = None
 
-    def bind(self, handlers: RouteHandlers) -> Callable[..., Any]:
-        """Return the handler, to be called with the path parameter or the body."""
-        return cast(Callable[..., Any], getattr(handlers, self.handler))
+    def match(self, path: str) -> list[Any] | None:
+        """Return the path parameters of a request, None for a path of another route."""
+        pattern = self.path.replace("{number}", "([0-9]+)").replace("{level}", "([^/]+)")
+        found = re.fullmatch(pattern, path)
+        return found and [int(one) if self.parameter == "number" else one for one in found.groups()]
 
 
 ROUTES: list[Route] = []
 """All routes, in the order of their handlers."""
 
-_PARAMETERS: Mapping[str, Mapping[str, Any]] = {
-    "number": {"type": "integer", "minimum": 0, "maximum": MAX_NUMBER},
-    "level": {"type": "string", "enum": list(get_args(Level))},
+PARAMETERS: Mapping[str, Mapping[str, Any]] = {
+    "number": {"type": "integer", "minimum": 0, "maximum": messages.MAX_NUMBER},
+    "level": {"type": "string", "enum": list(get_args(messages.Level))},
 }
+"""The JSON schemas of the path parameters."""
+
 _DEBUG = "/training-logs/debug"
+_TRAINING_SUMMARY = "Anomalies of training; all 0 until training is monitored."
 
 
-def _route(
-    method: Literal["GET", "POST", "DELETE"], path: str, summary: str
-) -> Callable[[Handler], Handler]:
+def _route(method: Method, path: str, summary: str) -> Callable[[Handler], Handler]:
     """Serve a method at a path; its annotations are the body or path parameter and the response."""
 
     def register(handler: Handler) -> Handler:
         kinds = get_type_hints(handler)
-        parameter = next(((name, _PARAMETERS[name]) for name in kinds if name in _PARAMETERS), None)
+        parameter = next((name for name in kinds if name in PARAMETERS), None)
         name, response, body = handler.__name__, kinds["return"], kinds.get("body")
         ROUTES.append(Route(method, path, name, summary, response, body, parameter))
         return handler
@@ -106,53 +97,43 @@ class RouteHandlers:
     def __init__(self, targets: ControlTargets, info: CaptureInfo) -> None:
         self._targets, self._info = targets, info
 
-    # -- queries ---------------------------------------------------------------------------------
-
     @_route("GET", "/status", "Status of the capture.")
-    def status(self) -> StatusResponse:
+    def status(self) -> messages.StatusResponse:
         targets, info = self._targets, self._info
-        view = targets.barrier.view()
-        return StatusResponse(
-            state=view.state,
-            place=view.place,
-            description=view.description,
-            reason=view.reason,
-            until=view.until,
-            level=cast(Level, targets.levels.level),
+        return structs.replace(
+            targets.barrier.view(),
+            level=targets.levels.level,
             layers=targets.levels.layers,
             kind=info.kind,
             title=info.title,
             pid=os.getpid(),
             trace=info.trace,
-            can_rewind=targets.rewind_target is not None,
+            can_rewind=targets.estimate_cost is not None,
             n_breakpoints=len(self.breakpoints().breakpoints),
-            last_rewind=view.last_rewind,
         )
 
-    def _respond(self, message: str) -> CommandResponse:
+    def _respond(self, message: str) -> messages.CommandResponse:
         self._targets.barrier.has_received_command = True
-        return CommandResponse(message, self.status())
-
-    # -- running and stopping --------------------------------------------------------------------
+        return messages.CommandResponse(message, self.status())
 
     @_route("POST", "/pause", "Pause after the current step.")
-    def pause(self) -> CommandResponse:
+    def pause(self) -> messages.CommandResponse:
         return self._respond(self._targets.barrier.pause())
 
     @_route("POST", "/continue", "Continue; a held run ends.")
-    def continue_(self) -> CommandResponse:
+    def continue_(self) -> messages.CommandResponse:
         return self._respond(self._targets.barrier.continue_())
 
     @_route("POST", "/step", "Run some steps, then pause.")
-    def step(self, body: StepBody) -> CommandResponse:
+    def step(self, body: messages.StepBody) -> messages.CommandResponse:
         return self._respond(self._targets.barrier.step(body.n))
 
     @_route("POST", "/run-to", "Run to a step, then pause.")
-    def run_to(self, body: RunToBody) -> CommandResponse:
+    def run_to(self, body: messages.RunToBody) -> messages.CommandResponse:
         return self._respond(self._targets.barrier.run_to(body.step, body.generation))
 
     @_route("POST", "/stop", "End the run after the current step.")
-    def stop(self) -> CommandResponse:
+    def stop(self) -> messages.CommandResponse:
         is_loading = self._targets.barrier.view().state == "loading"
         response = self._respond(self._targets.barrier.stop())
         if is_loading and self._info.kind == "generation":
@@ -160,54 +141,44 @@ class RouteHandlers:
             os.kill(os.getpid(), signal.SIGINT)
         return response
 
-    # -- level and layers ------------------------------------------------------------------------
-
     @_route("POST", "/level", "Record at another level.")
-    def level(self, body: LevelBody) -> CommandResponse:
+    def level(self, body: messages.LevelBody) -> messages.CommandResponse:
         self._targets.levels.set_level(body.level)
         return self._respond(f"level {body.level} from the next step on")
 
     @_route("POST", "/layers", "Choose the layers whose activations level extreme stores.")
-    def layers(self, body: LayersBody) -> CommandResponse:
-        levels = self._targets.levels
-        levels.set_layers(body.layers)
-        note = "" if levels.level == "extreme" else "; only level extreme stores activations"
+    def layers(self, body: messages.LayersBody) -> messages.CommandResponse:
+        self._targets.levels.set_layers(body.layers)
+        is_stored = self._targets.levels.level == "extreme"
+        note = "" if is_stored else "; only level extreme stores activations"
         return self._respond(f"layers {body.layers} from the next step on{note}")
 
-    # -- breakpoints -----------------------------------------------------------------------------
-
     @_route("GET", "/breakpoints", "List all breakpoints.")
-    def breakpoints(self) -> Breakpoints:
+    def breakpoints(self) -> messages.Breakpoints:
         store = self._targets.breakpoints
-        return Breakpoints(store.list() if store is not None else ())
+        return messages.Breakpoints(store.list() if store is not None else ())
 
     @_route("POST", "/breakpoints", "Add a breakpoint.")
-    def add_breakpoint(self, body: BreakpointBody) -> BreakpointInfo:
+    def add_breakpoint(self, body: messages.BreakpointBody) -> messages.BreakpointInfo:
         return self._breakpoint_store().add(
             body.text, hits=body.hits, once=body.once, log_only=body.log_only
         )
 
     @_route("DELETE", "/breakpoints/{number}", "Remove a breakpoint.")
-    def remove_breakpoint(self, number: int) -> Breakpoints:
-        try:
+    def remove_breakpoint(self, number: int) -> messages.Breakpoints:
+        with _known_breakpoint(number):
             self._breakpoint_store().remove(number)
-        except KeyError:
-            raise _no_breakpoint(number) from None
         return self.breakpoints()
 
     @_route("POST", "/breakpoints/{number}/enable", "Enable a breakpoint.")
-    def enable_breakpoint(self, number: int) -> BreakpointInfo:
-        return self._enable(number, True)
+    def enable_breakpoint(self, number: int) -> messages.BreakpointInfo:
+        with _known_breakpoint(number):
+            return self._breakpoint_store().enable(number, True)
 
     @_route("POST", "/breakpoints/{number}/disable", "Disable a breakpoint.")
-    def disable_breakpoint(self, number: int) -> BreakpointInfo:
-        return self._enable(number, False)
-
-    def _enable(self, number: int, on: bool) -> BreakpointInfo:
-        try:
-            return self._breakpoint_store().enable(number, on)
-        except KeyError:
-            raise _no_breakpoint(number) from None
+    def disable_breakpoint(self, number: int) -> messages.BreakpointInfo:
+        with _known_breakpoint(number):
+            return self._breakpoint_store().enable(number, False)
 
     def _breakpoint_store(self) -> BreakpointStore:
         """Return the breakpoints of the run, to change them.
@@ -220,14 +191,12 @@ class RouteHandlers:
             raise ControlError("This capture does not support breakpoints.")
         return self._targets.breakpoints
 
-    # -- rewinding -------------------------------------------------------------------------------
-
     @_route("POST", "/restore", "Rebuild the live state after a step, and pause there.")
-    def restore(self, body: Restore) -> CommandResponse:
+    def restore(self, body: messages.Restore) -> messages.CommandResponse:
         return self._queue_rewind(body)
 
     @_route("POST", "/fork", "Continue from a step with another token, as a new branch.")
-    def fork(self, body: Fork) -> CommandResponse:
+    def fork(self, body: messages.Fork) -> messages.CommandResponse:
         if (body.token_id is None) == (body.text is None):
             raise ControlError("A fork needs either a token_id or a text, not both.")
         if body.text == "":
@@ -235,58 +204,55 @@ class RouteHandlers:
         return self._queue_rewind(body)
 
     @_route("POST", "/edit", "Continue from a step with another mask, as a new branch.")
-    def edit(self, body: EditMask) -> CommandResponse:
+    def edit(self, body: messages.EditMask) -> messages.CommandResponse:
         if not body.edits:
             raise ControlError("An edit of the mask needs at least one change.")
         return self._queue_rewind(body)
 
-    def _queue_rewind(self, command: RewindCommand) -> CommandResponse:
-        cost = self._rewind_target().estimate_cost(QueuedRewind(0, command))
+    def _queue_rewind(self, command: messages.RewindCommand) -> messages.CommandResponse:
+        cost = self._estimate_cost(messages.QueuedRewind(0, command))
         if command.dry_run:
-            return CommandResponse(cost.sentence, self.status(), cost=cost)
+            return messages.CommandResponse(cost.sentence, self.status(), cost=cost)
         queued = self._targets.barrier.queue_rewind(command)
-        response = self._respond(f"the {queued.kind} runs next")
-        return CommandResponse(response.message, response.status, queued.number, cost)
+        response = self._respond(f"the {queued.command.kind} runs next")
+        return messages.CommandResponse(response.message, response.status, queued.number, cost)
 
-    def _rewind_target(self) -> RewindTarget:
-        target = self._targets.rewind_target
-        if target is not None:
-            return target
+    def _estimate_cost(self, queued: messages.QueuedRewind) -> messages.Cost:
+        if self._targets.estimate_cost is not None:
+            return self._targets.estimate_cost(queued)
+        refusal = "This capture cannot restore, fork or edit:"
         if self._info.kind == "generation":
-            raise ControlError("This capture cannot restore, fork or edit: rewinding is disabled.")
+            raise ControlError(f"{refusal} rewinding is disabled.")
+        hint = "flexinspect run --model … runs a generation that supports it."
         raise ControlError(
-            "This capture cannot restore, fork or edit: flexinspect cannot rewind the program's "
-            "own loop.",
-            hint="flexinspect run --model … runs a generation that supports it.",
+            f"{refusal} flexinspect cannot rewind the program's own loop.", hint=hint
         )
 
-    # -- summaries -------------------------------------------------------------------------------
-
     @_route("GET", f"{_DEBUG}/summary", "Anomalies that the debuggers found so far.")
-    def debug_summary(self) -> DebugSummaryResponse:
+    def debug_summary(self) -> messages.DebugSummaryResponse:
         return control_protocols.debug_summary()
 
-    @_route(
-        "GET",
-        f"{_DEBUG}/training/summary",
-        "Anomalies of training; all 0 until training is monitored.",
-    )
-    def training_summary(self) -> TrainingSummaryResponse:
+    @_route("GET", f"{_DEBUG}/training/summary", _TRAINING_SUMMARY)
+    def training_summary(self) -> messages.TrainingSummaryResponse:
         return control_protocols.training_summary()
 
     @_route("POST", f"{_DEBUG}/level/{{level}}", "Record at another level.")
-    def debug_level(self, level: str) -> CommandResponse:
-        if level not in get_args(Level):
-            known = ", ".join(get_args(Level))
-            raise NotFoundError(f"There is no level {level}.", hint=f"The levels are {known}.")
+    def debug_level(self, level: str) -> messages.CommandResponse:
+        if level not in get_args(messages.Level):
+            known = ", ".join(get_args(messages.Level))
+            raise HttpError(404, f"There is no level {level}.", hint=f"The levels are {known}.")
         control_protocols.set_level(level)
-        return self.level(LevelBody(cast(Level, level)))
+        return self.level(messages.LevelBody(cast(messages.Level, level)))
 
     @_route("POST", f"{_DEBUG}/clear", "Clear the history of anomalies.")
-    def debug_clear(self) -> DebugSummaryResponse:
+    def debug_clear(self) -> messages.DebugSummaryResponse:
         control_protocols.clear()
         return control_protocols.debug_summary()
 
 
-def _no_breakpoint(number: int) -> NotFoundError:
-    return NotFoundError(f"There is no breakpoint {number}.")
+@contextmanager
+def _known_breakpoint(number: int) -> Iterator[None]:
+    try:
+        yield
+    except KeyError:
+        raise HttpError(404, f"There is no breakpoint {number}.") from None

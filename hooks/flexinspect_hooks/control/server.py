@@ -1,8 +1,8 @@
 """The control server: a thread of the capture process, a Unix socket, and TCP on request.
 
 Sockets are bound in the constructor, so that an invalid address is reported before the model loads.
-The thread starts later, since importing its libraries takes a tenth of a second of Python. Between
-requests it sleeps without a timer.
+The thread starts later, since importing its libraries takes 0.06 s of Python. Between requests it
+sleeps without a timer.
 """
 
 from __future__ import annotations
@@ -13,36 +13,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.control.discovery import (
-    Address,
-    CaptureEntry,
-    ServeOptions,
-    new_socket_path,
-    register,
-    runtime_folder,
-    unregister,
-)
+from flexinspect.control import discovery
+from flexinspect.control.discovery import Address, CaptureEntry, ServeOptions
 from flexinspect.control.messages import StepRef
 from flexinspect.core.addresses import format_address
 from flexinspect.core.errors import ControlError, UsageError
 from flexinspect.records.step import EventRecord
-from flexinspect_hooks.control.control_protocols import (
-    ControlTargets,
-    FindingCounter,
-    Levels,
-    register_counter,
-    unregister_counter,
-)
+from flexinspect_hooks.control import control_protocols
+from flexinspect_hooks.control.control_protocols import ControlTargets, FindingCounter, Levels
 from flexinspect_hooks.control.handlers import CaptureInfo, RouteHandlers
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
 
 if TYPE_CHECKING:
-    import asyncio
-
     from flexinspect.records.job import Job, ScriptJob
     from flexinspect_hooks.capture.recorder import Recorder
 
@@ -65,15 +52,13 @@ class ControlServer:
         self._targets, self._info, self._serving = targets, info, serving
         self._tcp = _bind_tcp(serving) if serving is not None else None
         try:
-            self._path = new_socket_path(runtime_folder())
+            self._path = discovery.new_socket_path(discovery.runtime_folder())
             self._unix = _bind_unix(self._path)
         except ControlError:
             if self._tcp is not None:
                 self._tcp.close()
             raise
-        self._file: Path | None = None
-        self._stop: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: Callable[[], object] = lambda: None
         server = threading.Thread(target=self._run, name="flexinspect-server", daemon=True)
         self._thread = keep_running_when_stopped(server)
         self._on_failure: Callable[[Exception], None] = lambda _: None
@@ -83,52 +68,34 @@ class ControlServer:
         """The address that clients connect to."""
         if self._tcp is None or self._serving is None:
             return Address(str(self._path))
-        host, port = self._tcp.getsockname()[:2]
-        url = f"http://{format_address(host, port)}"
-        return Address(str(self._path), url, self._serving.token)
+        address = format_address(*self._tcp.getsockname()[:2])
+        return Address(str(self._path), f"http://{address}", self._serving.token)
 
     def start(self, on_failure: Callable[[Exception], None] = lambda _: None) -> None:
         """Register the capture, and start the thread that serves it.
 
         The thread calls `on_failure` if it fails; the capture is unregistered then.
         """
-        self._on_failure = on_failure
-        info = self._info
-        entry = CaptureEntry(
-            pid=os.getpid(),
-            started_at=time.time(),
-            address=self.address,
-            trace=info.trace,
-            title=info.title,
-            kind=info.kind,
-        )
-        self._file = register(entry)
+        self._on_failure, info = on_failure, self._info
+        pid, now = os.getpid(), time.time()
+        discovery.register(CaptureEntry(pid, now, self.address, info.trace, info.title, info.kind))
         self._thread.start()
 
     def close(self) -> None:
         """End the thread, and remove the socket and its file."""
-        if self._file is not None:
-            unregister(self._file)
-        if self._loop is not None and self._stop is not None:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._stop.set)
+        discovery.unregister(self._path)
+        with suppress(RuntimeError):  # the thread has ended
+            self._end()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
-        self._close_sockets()
-        with suppress(OSError):
-            self._path.unlink()
+        self.close_sockets()
 
-    def close_in_child(self) -> None:
-        """Close the sockets in a forked child; the capture belongs to its parent."""
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
+    def close_sockets(self) -> None:
+        """Close the sockets; the files stay, because in a forked child they are the parent's."""
         for listener in (self._unix, self._tcp):
             if listener is not None:
                 with suppress(OSError):
                     listener.close()
-
-    # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -136,30 +103,25 @@ class ControlServer:
 
             asyncio.run(self._serve())
         except Exception as error:  # a failure of the server must not end the run
-            if self._file is not None:
-                unregister(self._file)
-            self._close_sockets()
+            discovery.unregister(self._path)
+            self.close_sockets()
             self._on_failure(error)
 
     async def _serve(self) -> None:
         import asyncio
 
-        from flexinspect_hooks.control.embedded_server import serve
-        from flexinspect_hooks.control.http_app import (
-            NetworkGuard,
-            SizeGuard,
-            allowed_hosts,
-            make_app,
-        )
+        from flexinspect_hooks.control.http_app import ControlApp, allowed_hosts
 
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        app: Any = SizeGuard(make_app(RouteHandlers(self._targets, self._info)))
-        servers = [serve(app, self._unix, self._stop)]
+        stop = asyncio.Event()
+        self._end = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
+        handlers = RouteHandlers(self._targets, self._info)
+        servers = [await asyncio.start_unix_server(ControlApp(handlers).serve, sock=self._unix)]
         if self._tcp is not None and self._serving is not None:
-            hosts = allowed_hosts(self._serving.host)
-            guarded = NetworkGuard(app, self._serving.token, hosts)
-            servers.append(serve(guarded, self._tcp, self._stop))
-        await asyncio.gather(*servers)
+            app = ControlApp(handlers, self._serving.token, allowed_hosts(self._serving.host))
+            servers.append(await asyncio.start_server(app.serve, sock=self._tcp))
+        await stop.wait()
+        for server in servers:
+            server.close()
 
 
 def _bind_unix(path: Path) -> socket.socket:
@@ -183,7 +145,7 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _bind_tcp(serving: ServeOptions) -> socket.socket:
-    host, port = serving.host, serving.port
+    host, port, _ = serving
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -215,12 +177,11 @@ class CaptureControl:
         serving: ServeOptions | None,
         report: Callable[[str], None],
     ) -> None:
-        self._report = report
+        self._report, self.note = report, ""
         self.barrier = StepBarrier()
         self.targets = ControlTargets(self.barrier, levels)
-        self.note = ""
-        self._server: ControlServer | None = None
         self._finding_counter = FindingCounter(info.trace)
+        self._server: ControlServer | None = None
         if is_served:
             try:
                 self._server = ControlServer(self.targets, info, serving)
@@ -234,7 +195,7 @@ class CaptureControl:
 
     def start(self) -> None:
         """Start the server."""
-        register_counter("general", self._finding_counter)
+        control_protocols.register_counter("general", self._finding_counter)
         if self._server is not None:
             try:
                 self._server.start(self._on_server_failure)
@@ -263,14 +224,14 @@ class CaptureControl:
     def close(self) -> None:
         """Mark the run as finished, and close the server."""
         self.barrier.finish()
-        unregister_counter("general", self._finding_counter)
+        control_protocols.unregister_counter("general", self._finding_counter)
         if self._server is not None:
             self._server.close()
 
     def close_in_child(self) -> None:
         """Close the sockets in a forked child; the capture belongs to its parent."""
         if self._server is not None:
-            self._server.close_in_child()
+            self._server.close_sockets()
 
 
 def job_control(

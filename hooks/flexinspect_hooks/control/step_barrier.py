@@ -15,15 +15,8 @@ from typing import Any, Final, Literal
 
 from msgspec import structs
 
-from flexinspect.control.messages import (
-    PAUSE_REQUESTED,
-    QueuedRewind,
-    Restore,
-    RewindCommand,
-    RewindState,
-    State,
-    StepRef,
-)
+from flexinspect.control import messages
+from flexinspect.control.messages import QueuedRewind, RewindState, State, StepRef
 from flexinspect.core.errors import ControlError, FlexInspectError
 
 RecordEvent = Callable[[str, str, StepRef, Mapping[str, Any]], None]
@@ -51,18 +44,6 @@ class PauseRequest:
     on_paused: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True, slots=True)
-class BarrierStatus:
-    """State of the barrier at one moment; the fields are those of `StatusResponse`."""
-
-    state: State
-    place: StepRef
-    description: str
-    reason: str
-    until: str
-    last_rewind: RewindState | None
-
-
 @dataclass(slots=True)
 class PauseTarget:
     """Where to pause: after `steps_left` more steps, or after `step` of `generation`."""
@@ -81,11 +62,11 @@ class PauseTarget:
         """Return why to pause after the step `place`, None to continue; counts `steps_left`."""
         if self.steps_left is not None:
             self.steps_left -= place.step >= 0
-            return None if self.steps_left else PAUSE_REQUESTED
+            return None if self.steps_left else messages.PAUSE_REQUESTED
         if place.generation > self.generation:
             return f"generation {self.generation} ended before step {self.step}"
         is_reached = place.generation == self.generation and place.step >= self.step
-        return PAUSE_REQUESTED if is_reached else None
+        return messages.PAUSE_REQUESTED if is_reached else None
 
 
 class StepBarrier:
@@ -96,10 +77,9 @@ class StepBarrier:
     """
 
     def __init__(
-        self, record_event: RecordEvent | None = None, drain: Callable[[], None] | None = None
+        self, record_event: RecordEvent = lambda *_: None, drain: Callable[[], None] = lambda: None
     ) -> None:
-        self.record_event: RecordEvent = record_event or (lambda *_: None)
-        self.drain: Callable[[], None] = drain or (lambda: None)
+        self.record_event, self.drain = record_event, drain
         self.stop_debugger: Callable[[str, Mapping[str, Any]], bool] = lambda reason, facts: False
         """Stops in an attached debugger, in this thread; returns False if there is none."""
         self._changed = threading.Condition(threading.RLock())
@@ -155,16 +135,10 @@ class StepBarrier:
             if self._is_stopping:
                 return None
             self._set_state("holding")
-            self.record_event(
-                "model-kept-alive", f"the model is kept alive {place.describe_after()}", place, {}
-            )
-            try:
-                while self._state == "holding" and self._pending is None:
-                    self._changed.wait()
-                return self._take_rewind()
-            finally:
-                if self._state == "holding":
-                    self._set_state("running")
+            text = f"the model is kept alive {place.describe_after()}"
+            self.record_event("model-kept-alive", text, place, {})
+            self._wait_while("holding")
+            return self._take_rewind()
 
     def report_result(
         self, queued: QueuedRewind, result: StepRef | FlexInspectError, message: str = ""
@@ -180,26 +154,27 @@ class StepBarrier:
                 self._last_step = result
             self._rewind_state = RewindState(
                 number=queued.number,
-                kind=queued.kind,
+                kind=queued.command.kind,
                 state="failed" if error else "done",
                 message=error.sentence() if error else message,
                 place=self._last_step,
                 seconds=round(time.monotonic() - self._rewind_started_at, 6),
             )
             was_paused, self._pause_reason = self._pause_reason is not None, None
-            if was_paused if error else _pauses_afterwards(queued.command):
-                reason = f"the {queued.kind} failed" if error else f"the {queued.kind}"
-                self._pause_request = PauseRequest(reason)
+            command = queued.command
+            if error and was_paused:
+                self._pause_request = PauseRequest(f"the {command.kind} failed")
+            elif not error and (isinstance(command, messages.Restore) or command.stay_paused):
+                self._pause_request = PauseRequest(f"the {command.kind}")
             self._update_has_work()
 
     def finish(self) -> None:
         """Mark the run as finished; a waiting rewind command fails."""
         with self._changed:
             self._pending = self._pause_request = self._target = None
-            if self._rewind_state is not None and self._is_rewinding():
-                self._rewind_state = structs.replace(
-                    self._rewind_state, state="failed", message="The run ended first."
-                )
+            if (active := self._active_rewind()) is not None:
+                message = "The run ended first."
+                self._rewind_state = structs.replace(active, state="failed", message=message)
             self._set_state("finished")
 
     def pause_at_breakpoint(
@@ -236,10 +211,8 @@ class StepBarrier:
             self._raise_if_stopping()
             if not is_new:
                 return None
-            if self._pending is not None:
+            if self._pending is not None or self._pause_request is None:
                 return self._take_rewind()
-            if self._pause_request is None:
-                return None
         self.drain()  # a client that sees the pause must find every step up to it in the trace
         return None if self._stop_in_debugger(place) else self._pause(place)
 
@@ -280,7 +253,6 @@ class StepBarrier:
             raise KeyboardInterrupt
 
     def _wait_for_other_thread(self) -> None:
-        """Wait while another thread's model is paused."""
         while self._paused_thread not in (None, threading.get_ident()):
             self._changed.wait()
 
@@ -293,19 +265,17 @@ class StepBarrier:
                 return self._pause_here(place, self._pause_request)
             finally:
                 self._paused_thread = None
-                self._update_has_work()
-                self._changed.notify_all()
+                self._set_state(self._state)
 
     def _pause_here(self, place: StepRef, stop: PauseRequest) -> QueuedRewind | None:
         self._paused_thread = threading.get_ident()
         self._pause_request, self._pause_reason = None, stop
         self._passed_step = self._last_step = place  # another thread may have changed them
         self._set_state("paused")
-        self.record_event(
-            stop.kind, f"paused {place.describe_after()}: {stop.reason}", place, stop.facts
-        )
+        text = f"paused {place.describe_after()}: {stop.reason}"
+        self.record_event(stop.kind, text, place, stop.facts)
         stop.on_paused()
-        self._wait_while_paused()
+        self._wait_while("paused")
         if self._pending is not None:
             return self._take_rewind()
         self._pause_reason = None
@@ -313,43 +283,43 @@ class StepBarrier:
         self.record_event("resumed", f"continued {place.describe_after()}", place, {})
         return None
 
-    def _wait_while_paused(self) -> None:
+    def _wait_while(self, state: State) -> None:
         try:
-            while self._state == "paused" and self._pending is None:
+            while self._state == state and self._pending is None:
                 self._changed.wait()
         finally:
-            if self._state == "paused":  # a rewind command, or Ctrl-C
+            if self._state == state:  # a rewind command, or Ctrl-C
                 self._set_state("running")
 
     def _take_rewind(self) -> QueuedRewind | None:
+        """Return the waiting rewind command, None if there is none."""
         queued, self._pending = self._pending, None
         if queued is not None:
             self._rewind_started_at = time.monotonic()
-            self._rewind_state = RewindState(queued.number, queued.kind, "working")
+            self._rewind_state = RewindState(queued.number, queued.command.kind, "working")
             self._passed_step, self._is_start_position = None, True
             self._set_state("running")
         return queued
 
     # -- the clients' side -----------------------------------------------------------------------
 
-    def view(self) -> BarrierStatus:
-        """Return the current state."""
+    def view(self) -> messages.StatusResponse:
+        """Return the current state; the fields about the run have their defaults."""
         with self._changed:
             # The fast path updates only `_passed_step`.
             passed = self._passed_step if self._passed_step is not None else self._last_step
             state = self._visible_state()
             stop = self._pause_reason if state == "paused" else self._pause_request
-            reason = stop.reason if stop is not None else ""
-            return BarrierStatus(
+            return messages.StatusResponse(
                 state=state,
                 place=passed,
                 description=self._describe(state, passed),
-                reason=reason,
+                reason=stop.reason if stop is not None else "",
                 until=self._describe_target(),
                 last_rewind=self._rewind_state,
             )
 
-    def pause(self, reason: str = PAUSE_REQUESTED) -> str:
+    def pause(self, reason: str = messages.PAUSE_REQUESTED) -> str:
         """Pause at the next boundary. Returns what will happen."""
         with self._changed:
             state = self._checked_state()
@@ -367,8 +337,8 @@ class StepBarrier:
             state = self._checked_state()
             self._pause_request = self._target = None
             self._resume()
-            messages = {"holding": "the run ends", "running": "running, and will not pause"}
-            return messages.get(state, "continuing")
+            texts = {"holding": "the run ends", "running": "running, and will not pause"}
+            return texts.get(state, "continuing")
 
     def step(self, n: int = 1) -> str:
         """Run `n` steps, then pause. Raises `ControlError` when there is no next step."""
@@ -403,7 +373,7 @@ class StepBarrier:
                 return "the run ends"
             return "stopping before the first step" if state == "loading" else STOPPING
 
-    def queue_rewind(self, command: RewindCommand) -> QueuedRewind:
+    def queue_rewind(self, command: messages.RewindCommand) -> QueuedRewind:
         """Queue a rewind command for the next boundary; one at a time.
 
         Raises `ControlError` while the model loads, after the end, and while another one is queued
@@ -412,22 +382,21 @@ class StepBarrier:
         with self._changed:
             if self._checked_state() == "loading":
                 raise ControlError("No step has run yet.", hint="Wait for the first step.")
-            last = self._rewind_state
-            if last is not None and self._is_rewinding():
+            if (active := self._active_rewind()) is not None:
                 raise ControlError(
-                    f"The previous {last.kind} has not finished yet.",
+                    f"The previous {active.kind} has not finished yet.",
                     hint="Wait until the status shows its result.",
                 )
+            last = self._rewind_state
             queued = QueuedRewind(last.number + 1 if last is not None else 1, command)
             self._pending = queued
-            self._rewind_state = RewindState(queued.number, queued.kind, "waiting")
-            self._update_has_work()
-            self._changed.notify_all()
+            self._rewind_state = RewindState(queued.number, queued.command.kind, "waiting")
+            self._set_state(self._state)
             return queued
 
-    def _is_rewinding(self) -> bool:
+    def _active_rewind(self) -> RewindState | None:
         last = self._rewind_state
-        return last is not None and last.state in ("waiting", "working")
+        return last if last is not None and last.state in ("waiting", "working") else None
 
     def _run_to_target(self, target: PauseTarget) -> str:
         with self._changed:
@@ -441,10 +410,7 @@ class StepBarrier:
             return f"pausing {target.describe()}"
 
     def _resume(self) -> None:
-        if self._state in ("paused", "holding"):
-            self._state = "running"
-        self._update_has_work()
-        self._changed.notify_all()
+        self._set_state("running" if self._state in ("paused", "holding") else self._state)
 
     def _checked_state(self) -> State:
         """Return the state. Raises `ControlError` when the run is over."""
@@ -457,22 +423,25 @@ class StepBarrier:
         return "pausing" if is_pausing else self._state
 
     def _describe(self, state: State, place: StepRef) -> str:
-        last = self._rewind_state
-        return describe_state(
-            state,
-            place,
-            self._describe_target(),
-            is_stopping=self._is_stopping,
-            active_rewind=last.kind if last is not None and last.state == "working" else "",
-        )
+        """Return a state as a sentence; `place` is the last finished step."""
+        last, until = self._rewind_state, self._describe_target()
+        if self._is_stopping:
+            return STOPPING
+        if state == "paused":
+            return f"paused {place.describe_after()}"
+        if state == "loading" and until:
+            return f"loading, and pausing {until}"
+        if state == "running" and until:
+            return f"pausing {until}"
+        if state == "running" and last is not None and last.state == "working":
+            return f"carrying out the {last.kind}"
+        return _STATE_TEXTS[state]
 
     def _describe_target(self) -> str:
         """Return where the run will pause or end, empty without such a command."""
         if self._is_stopping or self._pause_request is not None:
             return "before the first step" if self._state == "loading" else "after this step"
         return self._target.describe() if self._target is not None else ""
-
-    # -- both sides ------------------------------------------------------------------------------
 
     def _set_state(self, state: State) -> None:
         self._state = state
@@ -489,28 +458,3 @@ class StepBarrier:
             or self._is_start_position
             or self._paused_thread is not None
         )
-
-
-def describe_state(
-    state: State, place: StepRef, until: str, *, is_stopping: bool, active_rewind: str
-) -> str:
-    """Return a state as a sentence.
-
-    `place` is the last finished step, `until` where the run will pause, empty without such a
-    command. `active_rewind` is the kind of the rewind command that is being carried out, if any.
-    """
-    if is_stopping:
-        return STOPPING
-    if state == "paused":
-        return f"paused {place.describe_after()}"
-    if state == "loading" and until:
-        return f"loading, and pausing {until}"
-    if state == "running" and until:
-        return f"pausing {until}"
-    if state == "running" and active_rewind:
-        return f"carrying out the {active_rewind}"
-    return _STATE_TEXTS[state]
-
-
-def _pauses_afterwards(command: RewindCommand) -> bool:
-    return isinstance(command, Restore) or command.stay_paused

@@ -186,7 +186,7 @@ class CaptureRun(CapturedRun):
             with session:
                 self._debugging.on_flex_attention(self.record_event, compiled=compiled)
                 ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
-                self.control.targets.rewind_target = ensemble.rewind_handler
+                self.control.targets.estimate_cost = ensemble.rewind_handler.estimate_cost
                 self._generations(ensemble, session)
         finally:
             self._record_outcome(session)

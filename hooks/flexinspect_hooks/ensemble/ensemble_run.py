@@ -167,7 +167,7 @@ class EnsembleRunner:
         except FlexInspectError as error:
             barrier.report_result(rewind, error)
         except (RuntimeError, MemoryError) as error:  # mostly out of memory
-            message = f"The {rewind.kind} failed: {summarize_error(error)}"
+            message = f"The {rewind.command.kind} failed: {summarize_error(error)}"
             barrier.report_result(rewind, ControlError(message))
         else:
             barrier.report_result(rewind, step_ref, message)

@@ -48,7 +48,9 @@ class Served:
 def served() -> Iterator[Served]:
     model = FakeModel()
     model.settle()
-    targets = ControlTargets(model.barrier, FakeLevels(), BreakpointStore(), FakeRewindTarget())
+    targets = ControlTargets(
+        model.barrier, FakeLevels(), BreakpointStore(), FakeRewindTarget().estimate_cost
+    )
     info = CaptureInfo("generation", "no model", "/nowhere.flextrace")
     server = ControlServer(targets, info, ServeOptions("127.0.0.1", 0, TOKEN))
     server.start()

@@ -40,7 +40,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         model = FakeModel()
         model.settle()
-        targets = ControlTargets(model.barrier, FakeLevels(), BreakpointStore(), FakeRewindTarget())
+        targets = ControlTargets(
+            model.barrier, FakeLevels(), BreakpointStore(), FakeRewindTarget().estimate_cost
+        )
         info = CaptureInfo("generation", "no model", "/nowhere.flextrace")
         server = ControlServer(targets, info, ServeOptions("127.0.0.1", 0, TOKEN))
         server.start()

@@ -21,7 +21,7 @@ from support.controlled import wait_for
 from flexinspect.control import discovery
 from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import Address, ServeOptions, parse_serve_address
-from flexinspect.control.messages import MaskEdit, StepRef
+from flexinspect.control.messages import EditMask, Fork, MaskEdit, Restore, StepRef
 from flexinspect.core.errors import ControlError, UsageError
 from flexinspect_hooks.control.control_protocols import (
     AnomalyCounts,
@@ -113,8 +113,8 @@ def test_a_body_that_is_too_large_is_refused_with_and_without_content_length(ser
 def test_idle_connections_are_closed_and_their_number_is_limited(
     monkeypatch: pytest.MonkeyPatch, served: Any
 ) -> None:
-    monkeypatch.setattr("flexinspect_hooks.control.embedded_server.IDLE_S", 1.0)
-    monkeypatch.setattr("flexinspect_hooks.control.embedded_server.MOST_CONNECTIONS", 2)
+    monkeypatch.setattr("flexinspect_hooks.control.http_app.IDLE_S", 1.0)
+    monkeypatch.setattr("flexinspect_hooks.control.http_app.MOST_CONNECTIONS", 2)
     address, started_at = ("127.0.0.1", urlsplit(served.url).port), time.monotonic()
     idle = [socket.create_connection(address, timeout=10) for _ in range(3)]
     idle[0].sendall(b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
@@ -172,7 +172,7 @@ def test_a_run_without_a_socket_continues_with_a_note(
     served: Any, runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "flexinspect_hooks.control.server.new_socket_path",
+        "flexinspect.control.discovery.new_socket_path",
         lambda folder: folder / ("x" * 120 + ".sock"),
     )
     info, levels = served.server._info, served.server._targets.levels
@@ -187,9 +187,9 @@ def test_a_temporary_folder_with_a_long_path_holds_no_sockets(
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 80)))
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
-    assert discovery._temporary_folder() == Path("/tmp/flexinspect-4000000000")
+    assert discovery._choose_folder() == Path("/tmp/flexinspect-4000000000")
     monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
-    assert discovery._temporary_folder() == Path("/var/tmp/flexinspect-4000000000")
+    assert discovery._choose_folder() == Path("/var/tmp/flexinspect-4000000000")
 
 
 # -- responses ------------------------------------------------------------------------------------
@@ -274,19 +274,19 @@ def test_two_clients_can_send_commands_at_once(served: Any) -> None:
 
 def test_a_rewind_command_returns_its_cost_and_reports_its_result(served: Any) -> None:
     client = served.client
-    estimate = client.restore(StepRef(0, 0, -1), dry_run=True)
+    estimate = client.rewind(Restore(StepRef(0, 0, -1), dry_run=True))
     assert (estimate.rewind_number, estimate.message) == (None, "one forward")
     assert estimate.cost.bytes == 4096
     assert client.status().last_rewind is None
     assert not served.model.barrier.has_received_command  # a dry run is not a command
-    edit = client.edit_mask(StepRef(0, 0, -1), [MaskEdit("drop", segments=(1,))])
+    edit = client.rewind(EditMask(StepRef(0, 0, -1), (MaskEdit("drop", segments=(1,)),)))
     assert edit.rewind_number == 1
     assert served.model.barrier.has_received_command
     with pytest.raises(ControlError, match="has not finished yet"):
-        client.fork(StepRef(0, 0, -1), text="Lyon")
+        client.rewind(Fork(StepRef(0, 0, -1), text="Lyon"))
     served.model.forward()
     wait_for(lambda: client.status().last_rewind.state == "done")
-    assert client.fork(StepRef(0, 0, 900), token_id=3).rewind_number == 2
+    assert client.rewind(Fork(StepRef(0, 0, 900), token_id=3)).rewind_number == 2
     served.model.forward()
     wait_for(lambda: client.status().last_rewind.state == "failed")
     assert client.status().last_rewind.message == "That step is not recorded."
@@ -414,8 +414,8 @@ def test_a_server_that_cannot_load_is_reported_and_unregistered(
     monkeypatch: pytest.MonkeyPatch, served: Any
 ) -> None:
     served.client.status()  # its own libraries are loaded by now
-    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if a file of the user shadowed it
-    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.embedded_server", raising=False)
+    monkeypatch.setitem(sys.modules, "h11", None)  # as if a file of the user shadowed it
+    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.http_app", raising=False)
     failures: list[Exception] = []
     server = ControlServer(served.server._targets, served.server._info)
     server.start(failures.append)

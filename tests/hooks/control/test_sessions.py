@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import flexinspect
 from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import find_capture, running
-from flexinspect.control.messages import StepRef
+from flexinspect.control.messages import Restore, StepRef
 from flexinspect.core.errors import ControlError, UsageError
 from flexinspect.records.step import GenerationRecord
 from flexinspect.trace.file.writer import TraceWriter
@@ -147,7 +147,7 @@ def test_a_users_own_loop_cannot_be_restored(tmp_path: Path) -> None:
     loop = UserLoop(tmp_path / "own.flextrace")
     client = loop.start()
     with pytest.raises(ControlError, match="the program's own"):
-        client.restore(StepRef(0, 0, 0))
+        client.rewind(Restore(StepRef(0, 0, 0)))
     with pytest.raises(ControlError, match="is not a number"):
         client.layers("x")
     with pytest.raises(ControlError, match="does not exist"):

@@ -68,7 +68,7 @@ class ScriptedBarrier:
     def report_result(
         self, order: QueuedRewind, result: StepRef | FlexInspectError, message: str = ""
     ) -> None:
-        self.results.append((order.kind, result, message))
+        self.results.append((order.command.kind, result, message))
 
 
 class Run:
