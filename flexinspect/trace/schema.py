@@ -281,16 +281,20 @@ INDEXES = (
 FIRST_GRADIENT_ARRAY = 1 << 20
 """Number of the first of a step's arrays that are written after the step: its gradients."""
 
+WHERE_BRANCH = "WHERE generation = ? AND branch = ?"
+WHERE_STEP = f"{WHERE_BRANCH} AND step = ?"
+OPEN_END = 1 << 62
+"""Stands for the end of a range that is open: no step and no position is as large."""
+
 SET_FACT = "INSERT INTO run VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 END_BRANCH = (
-    "UPDATE branches SET state = ?, answer = ?, stop_reason = ?, ended_at = ? "
-    "WHERE generation = ? AND branch = ?"
+    f"UPDATE branches SET state = ?, answer = ?, stop_reason = ?, ended_at = ? {WHERE_BRANCH}"
 )
 END_OPEN_BRANCHES = "UPDATE branches SET state = ?, ended_at = ? WHERE state = 'recording'"
 REPEAT_FINDING = (
     "UPDATE findings SET times = times + 1, last_step = ?, "
     "sentence = coalesce(?, sentence), evidence = coalesce(?, evidence) "
-    "WHERE generation = ? AND branch = ? AND id = ? AND series = ? AND series <> ''"
+    f"{WHERE_BRANCH} AND id = ? AND series = ? AND series <> ''"
 )
 READ_GENERATIONS = (
     f"SELECT {', '.join(f'g.{name}' for name in GENERATIONS.names)}, "
@@ -299,7 +303,7 @@ READ_GENERATIONS = (
 )
 LIST_ARRAYS = (
     "SELECT number, stream, layer, dtype, shape, codec, sum(length(data)) FROM arrays "
-    "WHERE generation = ? AND branch = ? AND step = ? AND owner IS NULL "
+    f"{WHERE_STEP} AND owner IS NULL "
     "GROUP BY number ORDER BY number"
 )
 READ_ARRAYS = (
@@ -307,7 +311,7 @@ READ_ARRAYS = (
     "FROM arrays"
 )
 ARRAY_ORDER = "ORDER BY generation, branch, step, number, chunk"
-DROP_SEGMENTS = "DELETE FROM segments WHERE generation = ? AND branch = ?"
+DROP_SEGMENTS = f"DELETE FROM segments {WHERE_BRANCH}"
 
 
 def create_statements() -> tuple[str, ...]:

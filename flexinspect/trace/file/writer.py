@@ -283,7 +283,7 @@ class TraceWriter:
                 if getattr(error, "sqlite_errorname", "") in _KEY_CONFLICTS:
                     raise
                 self._converts_values = True  # such values usually come again
-        self._transaction([(sql, bindable(params)) for sql, params in statements])
+        self._transaction([(sql, list(map(bindable, params))) for sql, params in statements])
 
     def _transaction(self, statements: Sequence[Statement]) -> None:
         execute = self._db.execute
