@@ -18,14 +18,7 @@ OLDEST_VERSION = 1
 
 Names = Mapping[str, str]
 
-ADDED_TABLES = (
-    schema.INPUTS,
-    schema.BUILDS,
-    schema.GRADIENTS,
-    schema.TRAINING_STEPS,
-    schema.REVIEWS,
-    schema.OUTPUT,
-)
+ADDED_TABLES = ("inputs", "builds", "gradients", "training_steps", "reviews", "output")
 """Tables that the first traces did not have; the others are in every trace."""
 
 OLD_COLUMNS: Mapping[str, Names] = {
@@ -129,7 +122,7 @@ def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
     selects: dict[str, str] = {}
     for each in schema.TABLES:
         stored = columns.get(each.name, set())
-        if not stored and each not in ADDED_TABLES:
+        if not stored and each.name not in ADDED_TABLES:
             continue
         parts = [_column_sql(each, column, stored, is_old=is_old) for column in each.columns]
         if parts != list(each.names):

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexinspect.core.errors import TraceWriteError
+from flexinspect.trace.file.connections import HEADER_BYTES, is_trace_header
 from flexinspect.trace.file.ownership import recording_pid
 from flexinspect.trace.file.side_files import LAST_CALL_SUFFIX, STOP_SUFFIX
-from flexinspect.trace.schema import APPLICATION_ID
 
 NETWORK_FILE_SYSTEMS = frozenset(
     {
@@ -111,38 +111,25 @@ def _remove_companions(path: Path) -> None:
 
 def _is_trace_file(path: Path) -> bool:
     with path.open("rb") as file:
-        head = file.read(100)
-    return not head or head[68:72] == APPLICATION_ID.to_bytes(4, "big")
+        head = file.read(HEADER_BYTES)
+    return not head or is_trace_header(head)
 
 
 def _path_error(path: Path, error: OSError) -> TraceWriteError:
-    where = f"The trace cannot be written to {path}"
     match error:
         case FileExistsError():
-            return TraceWriteError(
-                f"{where}: the file exists already.",
-                hint="Choose another name, or ask to overwrite it.",
-            )
+            reason, hint = "the file exists already", "Choose another name, or ask to overwrite it."
         case FileNotFoundError() | NotADirectoryError() if not path.parent.is_dir():
-            return TraceWriteError(
-                f"{where}: there is no folder {path.parent}.",
-                hint="Create the folder first, or choose another one.",
-            )
+            reason = f"there is no folder {path.parent}"
+            hint = "Create the folder first, or choose another one."
         case PermissionError() | FileNotFoundError():  # the latter in /proc
-            return TraceWriteError(
-                f"{where}: permission denied.",
-                hint="Choose a writable folder.",
-            )
+            reason, hint = "permission denied", "Choose a writable folder."
         case OSError(errno=errno.EROFS):
-            return TraceWriteError(
-                f"{where}: the file system is read-only.",
-                hint="Choose a writable folder.",
-            )
+            reason, hint = "the file system is read-only", "Choose a writable folder."
         case _:
             reason = error.strerror or str(error)
-            return TraceWriteError(
-                f"{where}: {reason}.", hint="Choose another folder, on a disk with space left."
-            )
+            hint = "Choose another folder, on a disk with space left."
+    return TraceWriteError(f"The trace cannot be written to {path}: {reason}.", hint=hint)
 
 
 def temporary_trace_path(path: Path) -> Path:
