@@ -124,10 +124,8 @@ def check_mask_mod_spec(spec: str) -> None:
     if function and module_exists(module):
         return
     what = f"there is no module {module}" if function and module else "a part of the name is empty"
-    raise MaskError(
-        f"--mask {spec} cannot be loaded: {what}.",
-        hint="Write --mask package.module:function, importable from the current folder.",
-    )
+    hint = "Write --mask package.module:function, importable from the current folder."
+    raise MaskError(f"--mask {spec} cannot be loaded: {what}.", hint=hint)
 
 
 def module_exists(module: str) -> bool:

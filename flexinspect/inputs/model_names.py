@@ -82,10 +82,8 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
     if expand_user(name).is_dir():
         return _folder(name, expand_user(name))
     if _looks_like_path(name):
-        raise ModelError(
-            f"There is no model folder {name}.",
-            hint="Use a folder that contains config.json, or a name from `flexinspect models`.",
-        )
+        hint = "Use a folder that contains config.json, or a name from `flexinspect models`."
+        raise ModelError(f"There is no model folder {name}.", hint=hint)
     if _HUB_ID.fullmatch(name):
         return _hub(name)
     raise _unknown_model(name, config)
@@ -93,10 +91,8 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
 
 def _demo() -> ModelSource:
     if not (DEMO / "config.json").is_file():
-        raise ModelError(
-            "The demo model is missing from this installation.",
-            hint="Reinstall flexinspect, or run `make demo-model` in a clone to train it.",
-        )
+        hint = "Reinstall flexinspect, or run `make demo-model` in a clone to train it."
+        raise ModelError("The demo model is missing from this installation.", hint=hint)
     return ModelSource("demo", "demo", None, DEMO, None, "here")
 
 
@@ -118,10 +114,8 @@ def _user_alias(entry: ModelAlias) -> ModelSource:
 
 def _folder(name: str, folder: Path) -> ModelSource:
     if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"The folder {folder} is not a model: it has no config.json.",
-            hint="Use a folder that `save_pretrained` wrote, or one downloaded from the hub.",
-        )
+        hint = "Use a folder that `save_pretrained` wrote, or one downloaded from the hub."
+        raise ModelError(f"The folder {folder} is not a model: it has no config.json.", hint=hint)
     return ModelSource(name, "folder", None, folder.resolve(), None, "here")
 
 

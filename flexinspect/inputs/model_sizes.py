@@ -204,10 +204,8 @@ def _tensors(header: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _damaged(path: Path) -> ModelError:
-    return ModelError(
-        f"The weight file {path} is damaged or not a safetensors file.",
-        hint="Fetch the file again: delete it and repeat the download or copy.",
-    )
+    hint = "Fetch the file again: delete it and repeat the download or copy."
+    return ModelError(f"The weight file {path} is damaged or not a safetensors file.", hint=hint)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

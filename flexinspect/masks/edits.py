@@ -311,10 +311,8 @@ def find_segment(name: str, segments: Sequence[Segment]) -> int:
     if key.isascii() and key.isdecimal() and int(key) < len(segments):
         return int(key)
     near = difflib.get_close_matches(key, labels, 1)
-    raise MaskError(
-        f"There is no segment '{name.strip()}'.",
-        hint=f"Did you mean '{near[0]}'?" if near else f"The segments are {', '.join(labels)}.",
-    )
+    hint = f"Did you mean '{near[0]}'?" if near else f"The segments are {', '.join(labels)}."
+    raise MaskError(f"There is no segment '{name.strip()}'.", hint=hint)
 
 
 def _segment_spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, int]]:

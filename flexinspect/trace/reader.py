@@ -570,10 +570,8 @@ class TraceReader:
         try:
             yield
         except codec.DamagedValueError as damage:
-            raise TraceError(
-                f"{self.path} is damaged: {damage}.",
-                hint="Other steps may still be readable; copy the file again if you can.",
-            ) from None
+            hint = "Other steps may still be readable; copy the file again if you can."
+            raise TraceError(f"{self.path} is damaged: {damage}.", hint=hint) from None
 
 
 _MASK_ORDER = "ORDER BY generation, branch, step, fingerprint"

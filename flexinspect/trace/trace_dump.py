@@ -44,17 +44,13 @@ class DumpSelection:
         """Raise `UsageError` when there is no such generation or step."""
         path = self.reader.path
         if self.generation is not None and not self.generations():
-            raise UsageError(
-                f"{path} has no generation {self.generation}.",
-                hint=f"It has {len(self.reader.generations())}, numbered from 0.",
-            )
+            hint = f"It has {len(self.reader.generations())}, numbered from 0."
+            raise UsageError(f"{path} has no generation {self.generation}.", hint=hint)
         if self.step is not None and not any(True for b in self.branches() for _ in self.steps(b)):
             lasts = [self.reader.last_step(b.generation, b.branch) for b in self.branches()]
             last = max((each for each in lasts if each is not None), default=-1)
-            raise UsageError(
-                f"{path} has no step {self.step}.",
-                hint=f"Its steps go from 0 to {last}." if last >= 0 else "It has no steps yet.",
-            )
+            hint = f"Its steps go from 0 to {last}." if last >= 0 else "It has no steps yet."
+            raise UsageError(f"{path} has no step {self.step}.", hint=hint)
 
     def generations(self) -> list[GenerationRow]:
         """Return the selected generations."""

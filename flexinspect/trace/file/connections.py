@@ -353,10 +353,8 @@ def trace_error(path: Path, error: sqlite3.Error) -> TraceError:
         hint = "Close that program and try again."
         return TraceError(f"{path} is locked by another program.", hint=hint)
     if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and _wal_bytes(path):
-        return TraceError(
-            f"{path} was not finished, and its -wal file cannot be read in this folder.",
-            hint="Copy both files to a writable folder and open the copy.",
-        )
+        what = f"{path} was not finished, and its -wal file cannot be read in this folder."
+        return TraceError(what, hint="Copy both files to a writable folder and open the copy.")
     if name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
         return TraceError(f"{path} cannot be opened ({error}).", hint="Check its permissions.")
     return TraceError(f"{path} is damaged: {printable_error(error)}.", hint=_COPY_HINT)

@@ -69,10 +69,8 @@ def create_trace_file(path: Path, *, overwrite: bool) -> None:
     """
     try:
         if path.is_dir():
-            raise TraceWriteError(
-                f"The trace cannot be written to {path}: that is a folder.",
-                hint="Name a file in it, for instance run.flextrace.",
-            )
+            what = f"The trace cannot be written to {path}: that is a folder."
+            raise TraceWriteError(what, hint="Name a file in it, for instance run.flextrace.")
         if overwrite and path.exists():
             _remove_old_trace(path)
         path.open("xb").close()
@@ -83,16 +81,12 @@ def create_trace_file(path: Path, *, overwrite: bool) -> None:
 
 def _remove_old_trace(path: Path) -> None:
     if not stat.S_ISREG(path.stat().st_mode) or not _is_trace_file(path):
-        raise TraceWriteError(
-            f"{path} is not a trace, so it is not overwritten.",
-            hint="Choose another name, or remove the file yourself.",
-        )
+        hint = "Choose another name, or remove the file yourself."
+        raise TraceWriteError(f"{path} is not a trace, so it is not overwritten.", hint=hint)
     pid = recording_pid(path)
     if pid is not None and pid != os.getpid():
-        raise TraceWriteError(
-            f"{path} is being recorded by process {pid}, so it is not overwritten.",
-            hint="Choose another name, or stop that run first.",
-        )
+        what = f"{path} is being recorded by process {pid}, so it is not overwritten."
+        raise TraceWriteError(what, hint="Choose another name, or stop that run first.")
     path.open("r+b").close()  # fails for a read-only file, which must not be replaced either
     path.unlink()
 

@@ -344,10 +344,8 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
     Raises `TraceWriteError`, with the file removed, when that fails.
     """
     if sqlite3.sqlite_version_info < (3, 37):
-        raise TraceWriteError(
-            f"This Python has SQLite {sqlite3.sqlite_version}; a trace needs 3.37 or newer.",
-            hint="Use a Python of 2022 or later.",
-        )
+        what = f"This Python has SQLite {sqlite3.sqlite_version}; a trace needs 3.37 or newer."
+        raise TraceWriteError(what, hint="Use a Python of 2022 or later.")
     db = None
     try:
         db = sqlite3.connect(
@@ -487,10 +485,8 @@ def review_statements(reviews: Iterable[RuleReview]) -> dict[ReviewKey, list[Sta
 
 
 def _append_error(path: Path, why: str) -> TraceWriteError:
-    return TraceWriteError(
-        f"The findings are not stored in {path}: {why}.",
-        hint="The findings are complete; they are computed again each time the trace is opened.",
-    )
+    hint = "The findings are complete; they are computed again each time the trace is opened."
+    return TraceWriteError(f"The findings are not stored in {path}: {why}.", hint=hint)
 
 
 def add_run_facts(path: Path, facts: Mapping[str, Any], event: EventRecord) -> None:
