@@ -2,26 +2,9 @@
 
 The project settings are the nearest file from the current folder upwards. They override the
 per-user file `~/.config/flexinspect/config.toml` (in `XDG_CONFIG_HOME` or, on Windows, `APPDATA` if
-set). There are four sections:
-
-    [models]
-    my_model = "org/name"                              # a hub id, an alias, or
-    local = "checkpoints/step-1000"                    # a folder, relative to this file
-    big = { path = "org/name", dtype = "bfloat16" }    # with the dtype to run in
-
-    [keys]                                             # keys of the interface's actions
-    "step.next" = "w"
-    "step.previous" = ["e", "left"]
-
-    [breakpoints]                                      # for every run: see docs/breakpoints.md
-    leaks = "finding mask.* >= warning"
-    unsure = "entropy > 3 and step > 2 [once]"
-
-    [debugging]                                        # switches of the training debuggers
-    gradient_norms = true                              # the others are off
-
-    [debugging.production]                             # switches of a named profile
-    memory_usage = true
+set). There are four sections: `[models]` (see `flexinspect models --help`), `[keys]`
+(docs/interface.md), `[breakpoints]` (docs/breakpoints.md), and `[debugging]` with a subsection per
+profile (docs/debugger-api.md).
 """
 
 from __future__ import annotations

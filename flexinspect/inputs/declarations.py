@@ -1,18 +1,7 @@
-"""Declaration files: the segments of a program's prompts, and the declared mask.
+"""Declaration files, TOML or JSON: the segments of a program's prompts, and the declared mask.
 
-    mask = "segment-isolation"        # a preset
-    separators = "attached"           # or "isolated"
-
-    [[segments]]                      # a span of positions in the input ids
-    start = 1
-    stop = 12
-    label = "paraphrase 1"
-
-    [[segments]]                      # or a text, which is searched in the input
-    text = "What is the capital of France?"
-    kind = "paraphrase"
-
-A JSON file has the same keys.
+A segment is a span of positions in the input ids, or a text that is searched in the input;
+`docs/own-code.md` has an example.
 """
 
 from __future__ import annotations

@@ -1,14 +1,4 @@
-"""Edits of a mask in text form.
-
-    preset causal                        use another preset over the same segments
-    drop paraphrase 2                    no other segment attends to it or to its separator
-    join paraphrase 1 and paraphrase 2   the two attend to each other
-    let paraphrase 3 see paraphrase 1    the first attends to the second
-    let cue not see paraphrase 2         the first no longer attends to the second
-    cell 12 3                            toggle row 12, key 3
-    cell 12 3 open                       open it (or close)
-    row 12                               toggle between all keys up to row 12 and row 12 alone
-    row 12 close                         attend to itself alone (or open: to all keys up to itself)
+"""Edits of a mask in text form; `docs/branches.md` lists them.
 
 Segments are named by their label or their number. A mask stays causal: a cell above the diagonal
 cannot be opened, as the key does not exist yet when a generated row is computed.
@@ -131,8 +121,8 @@ class Edit:
                 return f"let {self.names[0]} {verb} {self.names[1]}"
             case "preset" | "drop":
                 return f"{self.kind} {self.names[0]}"
-        verb = {None: (), True: ("open",), False: ("close",)}[self.is_open]
-        return " ".join(map(str, (self.kind, *self.indices, *verb)))
+        words = {None: (), True: ("open",), False: ("close",)}[self.is_open]
+        return " ".join(map(str, (self.kind, *self.indices, *words)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the edit as plain data."""

@@ -368,11 +368,8 @@ class TraceReader:
         Without `library` it is a DataFrame of pandas if that is installed, of polars otherwise.
         Raises `UsageError` for an unknown table, and when neither is installed.
         """
-        query = data_frames.frame_query(table, generation=generation, branch=branch, step=step)
-        build = data_frames.frame_builder(library)
-        rows = self._query(query.sql, query.params)
-        with self._damage_as_error():
-            return build(query.values(rows))
+        place = {"generation": generation, "branch": branch, "step": step}
+        return data_frames.read_frame(self, table, library, place)
 
     def findings(
         self, generation: int | None = None, step: int | None = None, branch: int = 0

@@ -115,25 +115,14 @@ def take_last_call(trace: Path) -> LastKernelCall | None:
     try:
         data = path.read_bytes()
         path.unlink()
-        state, generation, step, layer, q_len, kv_len, n_bytes = _HEADER.unpack_from(data)
+        state, *place, q_len, kv_len, n_bytes = _HEADER.unpack_from(data)
     except (OSError, struct.error):
         return None
     what = data[_HEADER.size :][: max(n_bytes, 0)].decode("utf-8", "replace")
     if not what:
         return None
-    return LastKernelCall(
-        is_running=bool(state),
-        generation=_none_if_negative(generation),
-        step=_none_if_negative(step),
-        layer=_none_if_negative(layer),
-        q_len=q_len,
-        kv_len=kv_len,
-        description=what,
-    )
-
-
-def _none_if_negative(number: int) -> int | None:
-    return None if number < 0 else number
+    generation, step, layer = (None if number < 0 else number for number in place)
+    return LastKernelCall(bool(state), generation, step, layer, q_len, kv_len, what)
 
 
 STOP_SUFFIX = "-debugger-stop"
@@ -157,17 +146,16 @@ class DebuggerStop:
     def sentence(self, now: float | None = None) -> str:
         """Return "held by debugpy in attend (model.py:12) for 40 s: entropy > 3"."""
         seconds = max((now or time.time()) - self.since, 0)
-        return f"{self._location()} for {seconds:.0f} s{self._reason_text()}"
+        return self._sentence(f" for {seconds:.0f} s")
 
     def sentence_without_time(self) -> str:
         """Return the sentence without the duration, so that it does not change with time."""
-        return self._location() + self._reason_text()
+        return self._sentence("")
 
-    def _location(self) -> str:
-        return f"held by {self.debugger} in {self.function} ({Path(self.file).name}:{self.line})"
-
-    def _reason_text(self) -> str:
-        return f": {self.reason}" if self.reason else ""
+    def _sentence(self, time: str) -> str:
+        where = f"{self.function} ({Path(self.file).name}:{self.line})"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"held by {self.debugger} in {where}{time}{reason}"
 
 
 def stop_path(trace: Path) -> Path:

@@ -11,8 +11,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +32,12 @@ from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.codec import Statement, bindable
 from flexinspect.trace.file import location
-from flexinspect.trace.file.connections import ReviewKey, check_header
+from flexinspect.trace.file.connections import (
+    ReviewKey,
+    check_header,
+    printable_error,
+    wal_path,
+)
 from flexinspect.trace.file.ownership import recording_pid
 from flexinspect.trace.file.salvage import is_repaired_copy
 
@@ -158,11 +163,7 @@ class TraceWriter:
         of objects), after which recording may continue.
         """
         with self._lock:
-            if self._is_stopped():
-                return
-            what = f"step {record.step} of generation {record.generation}"
-            if self._commit(codec.encode_step(record, self._known_masks), what):
-                self._known_masks.update(mask.fingerprint for mask in record.masks)
+            self._write_batch([record])
 
     def write_steps(self, records: Sequence[StepRecord]) -> None:
         """Record several waiting steps in one transaction.
@@ -172,27 +173,27 @@ class TraceWriter:
         the same: the error's `stored` has their indices. The error is that of the first refused
         record, or the one that ended the recording; `others` has the messages of further ones.
         """
-        if len(records) == 1:
-            self.write_step(records[0])
-            return
         with self._lock:
-            if self._is_stopped():
-                return
             try:
                 self._write_batch(records)
                 return
             except TraceWriteError:
-                if self.failed:
+                if self.failed or len(records) == 1:
                     raise
         self._write_one_by_one(records)
 
     def _write_batch(self, records: Sequence[StepRecord]) -> None:
+        if self._is_stopped():
+            return
         known = set(self._known_masks)
         statements: list[Statement] = []
         for record in records:
             statements += codec.encode_step(record, known)
             known.update(mask.fingerprint for mask in record.masks)
-        self._commit(statements, f"steps {records[0].step} to {records[-1].step}")
+        first, last = records[0], records[-1]
+        one = f"step {first.step} of generation {first.generation}"
+        several = f"steps {first.step} to {last.step}"
+        self._commit(statements, one if len(records) == 1 else several)
         self._known_masks = known
 
     def _write_one_by_one(self, records: Sequence[StepRecord]) -> None:
@@ -286,22 +287,14 @@ class TraceWriter:
         self._transaction([(sql, list(map(bindable, params))) for sql, params in statements])
 
     def _transaction(self, statements: Sequence[Statement]) -> None:
-        execute = self._db.execute
-        execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(self._db):
             for sql, params in statements:
-                execute(sql, params)
-            execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):
-                if self._db.in_transaction:
-                    execute("ROLLBACK")
-            raise
+                self._db.execute(sql, params)
 
     def _checkpoint_wal(self) -> None:
         """Fold a long WAL into the file, between generations, when no step waits for it."""
-        wal = self.recording_path.with_name(self.recording_path.name + "-wal")
         with suppress(sqlite3.Error, OSError):
+            wal = wal_path(self.recording_path)
             if not self._is_stopped() and wal.stat().st_size > WAL_TIDY_PAGES * 4096:
                 self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
@@ -382,6 +375,20 @@ def _create_tables(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
     db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT_PAGES}")
 
 
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Run the body in one transaction, which an exception rolls back."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        raise
+
+
 def recording_error(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
     """Return the error for an error of SQLite that ends a recording at `what`."""
     reason, remedy = _write_problem(error)
@@ -415,7 +422,7 @@ def _write_problem(error: sqlite3.Error) -> tuple[str, str]:
     for names, reason, remedy in _PROBLEMS:
         if name.startswith(names):
             return reason.format(error), remedy
-    return "".join(char if char.isprintable() else "?" for char in str(error)), ""
+    return printable_error(error), ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,17 +466,11 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
 
 def _write_reviews(db: sqlite3.Connection, reviews: Iterable[RuleReview]) -> None:
     db.execute("PRAGMA trusted_schema = OFF")
-    db.execute("BEGIN IMMEDIATE")
-    try:
+    with transaction(db):
         done = set(db.execute("SELECT rule, generation FROM reviews"))
         for key, parts in review_statements(reviews).items():
             for sql, params in () if key in done else parts:
                 db.execute(sql, params)
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
 
 
 def review_statements(reviews: Iterable[RuleReview]) -> dict[ReviewKey, list[Statement]]:
@@ -495,8 +496,6 @@ def add_run_facts(path: Path, facts: Mapping[str, Any], event: EventRecord) -> N
     Raises `sqlite3.Error`; only for a trace that this program has just made.
     """
     out = codec.encode_run_facts(facts) + codec.encode_events((event,))
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("BEGIN IMMEDIATE")
+    with closing(sqlite3.connect(path, isolation_level=None)) as db, transaction(db):
         for sql, params in out:
             db.execute(sql, params)
-        db.execute("COMMIT")
