@@ -19,14 +19,9 @@ import psutil
 from flexinspect.core.errors import ModelError, UsageError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_DTYPE_NAMES = {
-    **{name: name for name in DTYPE_BYTES},
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "float": "float32",
-    "half": "float16",
-}
+_DTYPE_NAMES = {name: name for name in DTYPE_BYTES}
+_DTYPE_NAMES |= {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPE_NAMES |= {"float": "float32", "half": "float16"}
 # The limit of the safetensors format; a larger number means that the file is damaged.
 _MAX_HEADER = 100_000_000
 
@@ -39,9 +34,8 @@ def canonical_dtype(name: str) -> str:
     try:
         return _DTYPE_NAMES[name.strip().lower().removeprefix("torch.")]
     except KeyError:
-        raise UsageError(
-            f"The dtype {name!r} is unknown.", hint="Use float32, bfloat16 or float16."
-        ) from None
+        hint = "Use float32, bfloat16 or float16."
+        raise UsageError(f"The dtype {name!r} is unknown.", hint=hint) from None
 
 
 def check_dtype(name: str) -> None:
@@ -185,27 +179,27 @@ def read_header(path: Path) -> dict[str, Any]:
 
     Reads no tensor. Raises `ModelError` when the file is truncated or not a safetensors file.
     """
+    damaged = ModelError(
+        f"The weight file {path} is damaged or not a safetensors file.",
+        hint="Fetch the file again: delete it and repeat the download or copy.",
+    )
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header: Any = json.loads(file.read(length)) if length <= _MAX_HEADER else None
-        ends = [(int(t["data_offsets"][1]), math.prod(t["shape"])) for _, t in _tensors(header)]
+        # The shapes are computed so that a header without valid ones is refused here.
+        ends = [(int(t["data_offsets"][1]), math.prod(t["shape"])) for t in _tensors(header)]
         is_damaged = path.stat().st_size < 8 + length + max(ends, default=(0, 0))[0]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise _damaged(path) from error
+        raise damaged from error
     if is_damaged:
-        raise _damaged(path)
+        raise damaged
     tensors: dict[str, Any] = header
     return tensors
 
 
-def _tensors(header: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(name, tensor) for name, tensor in header.items() if name != "__metadata__"]
-
-
-def _damaged(path: Path) -> ModelError:
-    hint = "Fetch the file again: delete it and repeat the download or copy."
-    return ModelError(f"The weight file {path} is damaged or not a safetensors file.", hint=hint)
+def _tensors(header: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [tensor for name, tensor in header.items() if name != "__metadata__"]
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -232,7 +226,7 @@ def stored_parameter_count(folder: Path) -> int:
     Raises `ModelError` when a file is missing or damaged.
     """
     headers = (read_header(path) for path in weight_files(folder))
-    return sum(math.prod(t["shape"]) for header in headers for _, t in _tensors(header))
+    return sum(math.prod(t["shape"]) for header in headers for t in _tensors(header))
 
 
 def human_count(n: int | None) -> str:

@@ -82,6 +82,7 @@ class LseCheck:
 
 
 UNCHECKED = LseCheck()
+"""The check of a row without a recorded log-sum-exp or output."""
 
 
 def recorded_check(call: CallRecord) -> LseCheck:
@@ -89,21 +90,16 @@ def recorded_check(call: CallRecord) -> LseCheck:
     return LseCheck(call.lse_error, call.check_kind, call.dtype)
 
 
-"""The check of a row without a recorded log-sum-exp or output."""
-
-
 def worst_check(checks: Sequence[LseCheck]) -> LseCheck:
     """Return the worst check: a failed one, else one without a value, else the largest."""
-    if not checks:
-        return UNCHECKED
-    return max(checks, key=_check_order)
 
+    def order(check: LseCheck) -> tuple[int, float]:
+        if check.value is None:
+            return 1, 0.0
+        value = math.inf if math.isnan(check.value) else check.value
+        return (2, value) if check.is_failed else (0, value)
 
-def _check_order(check: LseCheck) -> tuple[int, float]:
-    if check.value is None:
-        return 1, 0.0
-    value = math.inf if math.isnan(check.value) else check.value
-    return (2, value) if check.is_failed else (0, value)
+    return max(checks, key=order, default=UNCHECKED)
 
 
 @dataclass(frozen=True, slots=True)

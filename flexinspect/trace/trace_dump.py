@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -19,7 +20,6 @@ from flexinspect.trace.codec import plain_json
 from flexinspect.trace.query_results import (
     BranchRow,
     EventRow,
-    FindingRow,
     GenerationRow,
     OutputRow,
     StepRow,
@@ -67,7 +67,9 @@ class DumpSelection:
         place = (branch.generation, branch.branch)
         first, stop = (0, None) if self.step is None else (self.step, self.step + 1)
         return self._pages(
-            lambda start: self.reader.steps(*place, start, stop, limit=PAGE_ROWS), "step", first
+            lambda after: self.reader.steps(*place, after + 1, stop, limit=PAGE_ROWS),
+            "step",
+            first - 1,
         )
 
     def tokens(self, branch: BranchRow) -> Iterator[records.TokenRecord]:
@@ -75,7 +77,9 @@ class DumpSelection:
         place = (branch.generation, branch.branch)
         if self.step is not None:
             return iter(self.reader.step_tokens(place[0], self.step, place[1]))
-        return self._pages(lambda start: self.reader.tokens(*place, start, limit=PAGE_ROWS), "pos")
+        return self._pages(
+            lambda after: self.reader.tokens(*place, after + 1, limit=PAGE_ROWS), "pos"
+        )
 
     def masks(self) -> Iterator[records.MaskRecord]:
         """Yield the masks, with arrays, that the selected steps introduced or used."""
@@ -96,45 +100,35 @@ class DumpSelection:
 
     def findings(self) -> Iterator[Finding]:
         """Yield the findings of the selected generations and steps."""
-        if self.generation is None and self.step is None:
-            places: list[dict[str, Any]] = [{}]
-        else:
-            places = [
-                {"generation": branch.generation, "branch": branch.branch, "step": self.step}
-                for branch in self.branches()
-            ]
+        places: Iterable[dict[str, Any]] = [{}]
+        if self.generation is not None or self.step is not None:
+            places = (_place(branch) | {"step": self.step} for branch in self.branches())
         for place in places:
-            for row in self._findings(place):
+            fetch = partial(self.reader.finding_rows, limit=PAGE_ROWS, **place)
+            for row in self._pages(fetch, "id"):
                 yield row.finding
-
-    def _findings(self, place: Mapping[str, Any]) -> Iterator[FindingRow]:
-        return self._pages(
-            lambda start: self.reader.finding_rows(start - 1, limit=PAGE_ROWS, **place), "id"
-        )
 
     def events(self) -> Iterator[EventRow]:
         """Return the events of the selected generations and steps."""
-        place = {"generation": self.generation, "step": self.step}
-        return self._pages(
-            lambda start: self.reader.events(start - 1, limit=PAGE_ROWS, **place), "id"
-        )
+        fetch = partial(self.reader.events, generation=self.generation, step=self.step)
+        return self._pages(partial(fetch, limit=PAGE_ROWS), "id")
 
     def output(self) -> Iterator[OutputRow]:
         """Yield the program's output: all of it, or what was printed in the selected steps."""
         wanted = (self.generation, self.step)
-        for row in self._pages(lambda start: self.reader.output(start - 1, limit=PAGE_ROWS), "id"):
+        for row in self._pages(partial(self.reader.output, limit=PAGE_ROWS), "id"):
             place = (row.output.generation, row.output.step)
             if all(want in (None, have) for want, have in zip(wanted, place, strict=True)):
                 yield row
 
-    def _pages(self, fetch: Callable[[int], list[T]], key: str, start: int = 0) -> Iterator[T]:
+    def _pages(self, fetch: Callable[[int], list[T]], key: str, after: int = -1) -> Iterator[T]:
         """Yield all rows; each page is read from the key after the last one of the page before."""
-        while page := fetch(start):
+        while page := fetch(after):
             yield from page
             last = attrgetter(key)(page[-1])
-            if last < start:  # only with a damaged index, and would never end
+            if last <= after:  # only with a damaged index, and would never end
                 raise TraceError(f"{self.reader.path} is damaged: its rows are out of order.")
-            start = last + 1
+            after = last
 
 
 def dump_json(what: DumpSelection) -> Iterator[str]:

@@ -104,13 +104,8 @@ _COLUMNS_SQL = (
     "SELECT m.name, p.name FROM main.sqlite_schema m JOIN pragma_table_info(m.name, 'main') p "
     "WHERE m.type = 'table'"
 )
-_DEFAULT_LITERALS = {
-    "int": "0",
-    "bool": "0",
-    "text": "''",
-    "object": "'{}'",
-    **dict.fromkeys(("texts", "ints", "floats", "runs"), "'[]'"),
-}
+_DEFAULT_LITERALS = {"int": "0", "bool": "0", "text": "''", "object": "'{}'"}
+_DEFAULT_LITERALS |= dict.fromkeys(("texts", "ints", "floats", "runs"), "'[]'")
 
 
 def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
