@@ -244,8 +244,7 @@ def local_rows(path: Path) -> Iterator[DatasetRow]:
     return _read_rows(path, reader)
 
 
-_Objects = Iterator[tuple[str, int, Any]]
-"""The stored objects of a file: location, number, object."""
+_Objects = Iterator[tuple[str, int, Any]]  # the stored objects of a file: location, number, object
 
 
 def _read_rows(path: Path, reader: Callable[[Path], _Objects]) -> Iterator[DatasetRow]:

@@ -81,8 +81,7 @@ class LseCheck:
         return f"{checked} error {self.value:.0e}{note}"
 
 
-UNCHECKED = LseCheck()
-"""The check of a row without a recorded log-sum-exp or output."""
+UNCHECKED = LseCheck()  # the check of a row without a recorded log-sum-exp or output
 
 
 def recorded_check(call: CallRecord) -> LseCheck:

@@ -18,10 +18,7 @@ from flexinspect.masks.algebra import IntArray, MaskSpec
 PackedMask = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
 Tiles = npt.NDArray[np.uint8]
-
-TILE = 8
-"""Rows and keys of a tile, so that a byte of a packed row lies in one tile."""
-
+TILE = 8  # rows and keys of a tile, so that a byte of a packed row lies in one tile
 CHUNK_ROWS = 248
 """Rows that are counted at once: fewer than 256, so that their sums fit into a byte."""
 

@@ -20,8 +20,7 @@ from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.records.prompt import Segment, SegmentKind
 
-OPEN_END = algebra.UNREACHABLE
-"""A `stop` beyond every position."""
+OPEN_END = algebra.UNREACHABLE  # a `stop` beyond every position
 
 EDIT_HINT = (
     "Write 'preset NAME', 'drop SEGMENT', 'join SEGMENT and SEGMENT', "

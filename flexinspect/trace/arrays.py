@@ -16,12 +16,8 @@ import zstandard
 from flexinspect.core.errors import TraceError, TraceWriteError
 from flexinspect.records.step import Array
 
-CHUNK_BYTES = 1 << 20
-"""Bytes of stored data in one row at most."""
-
-MIN_COMPRESS_BYTES = 512
-"""Packed bytes below which compressing costs more than it saves."""
-
+CHUNK_BYTES = 1 << 20  # bytes of stored data in one row at most
+MIN_COMPRESS_BYTES = 512  # packed bytes below which compressing costs more than it saves
 CODECS = ("raw", "bits", "bits+zstd")
 
 STORED_DTYPES = {

@@ -123,12 +123,8 @@ def _untag(value: dict[str, Any]) -> Any:
     return float(value[_FLOAT]) if value.keys() == {_FLOAT} else value
 
 
-Statement = tuple[str, Sequence[Any]]
-"""SQL and its parameters."""
-
-RowKey = tuple[int, int, int]
-"""Generation, branch, step."""
-
+Statement = tuple[str, Sequence[Any]]  # SQL and its parameters
+RowKey = tuple[int, int, int]  # generation, branch, step
 SqlRow = Sequence[Any]
 E = TypeVar("E", bound=Enum)
 R = TypeVar("R")

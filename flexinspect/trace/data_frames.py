@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from flexinspect.trace.reader import TraceReader
 
 Library: TypeAlias = Literal["pandas", "polars"]
-
-FRAME_LIBRARIES = ("pandas", "polars")
-"""Supported libraries, the preferred one first."""
+FRAME_LIBRARIES = ("pandas", "polars")  # supported libraries, the preferred one first
 
 
 def read_frame(

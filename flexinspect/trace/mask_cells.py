@@ -25,12 +25,8 @@ from flexinspect.trace import arrays, codec
 from flexinspect.trace.reader import TraceReader
 
 PackedMask = npt.NDArray[np.uint8]
-
-MAX_UNPACKED_CELLS = 1 << 22
-"""Cells that are unpacked at once."""
-
-_MASKS_PER_QUERY = 16
-"""Masks whose arrays are read with one query."""
+MAX_UNPACKED_CELLS = 1 << 22  # cells that are unpacked at once
+_MASKS_PER_QUERY = 16  # masks whose arrays are read with one query
 
 _MASK_ARRAYS_FROM = (
     "FROM masks m JOIN arrays a ON a.generation = m.generation AND a.branch = m.branch "

@@ -85,8 +85,7 @@ class Table:
         return "INTEGER" if is_rowid else SQL_TYPES[column.kind]
 
 
-TABLES: list[Table] = []
-"""All tables, in the order in which an empty trace gets them."""
+TABLES: list[Table] = []  # all tables, in the order in which an empty trace gets them
 
 
 def define_table(name: str, key: str, columns: str, *, clustered: bool = True) -> Table:
@@ -257,9 +256,7 @@ OUTPUT = define_table(
 )
 
 
-APPLICATION_ID = 0x464C5854
-"""`PRAGMA application_id` of every trace: the letters FLXT."""
-
+APPLICATION_ID = 0x464C5854  # `PRAGMA application_id` of every trace: the letters FLXT
 VERSION = 2
 """`PRAGMA user_version`. It rises when a table, column, stream or kind of event is renamed, removed
 or changes meaning. `flexinspect.trace.file.earlier_versions` reads traces of version 1."""

@@ -21,11 +21,8 @@ from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH
 if TYPE_CHECKING:
     from flexinspect.trace.reader import TraceReader
 
-STEPS_PER_READ = 64
-"""Steps that `load_steps` reads at most, by default."""
-
-ALL_STREAMS = ("*",)
-"""The streams that mean all arrays of a step."""
+STEPS_PER_READ = 64  # steps that `load_steps` reads at most, by default
+ALL_STREAMS = ("*",)  # the streams that mean all arrays of a step
 
 _ROWS_OF_STEP: Mapping[str, codec.RowFormat[Any]] = {
     "candidates": codec.CANDIDATE_ROWS,

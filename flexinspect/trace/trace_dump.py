@@ -27,9 +27,7 @@ from flexinspect.trace.query_results import (
 from flexinspect.trace.reader import TraceReader
 
 T = TypeVar("T")
-
-PAGE_ROWS = 256
-"""Rows that are read at a time."""
+PAGE_ROWS = 256  # rows that are read at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,19 +15,13 @@ from flexinspect.core.errors import TraceError, TruncatedTraceError
 from flexinspect.trace.file.earlier_versions import OLDEST_VERSION, compatibility_selects
 from flexinspect.trace.schema import APPLICATION_ID, EVENTS, FINDINGS, REVIEWS, VERSION
 
-ReviewKey = tuple[str, int]
-"""A rule and a generation that it has reviewed."""
-
+ReviewKey = tuple[str, int]  # a rule and a generation that it has reviewed
 Overlay = Mapping[ReviewKey, Sequence[tuple[str, Sequence[Any]]]]
 """By review, the statements that would write it and its findings."""
 
-READ_BUSY_S = 2.0
-"""How long a query waits for a program that has locked the file exclusively."""
-
+READ_BUSY_S = 2.0  # how long a query waits for a program that has locked the file exclusively
 _NO_OVERLAY: Overlay = {}
-HEADER_BYTES = 100
-"""Bytes at the start of the first page: the header of a SQLite file."""
-
+HEADER_BYTES = 100  # bytes at the start of the first page: the header of a SQLite file
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _COPY_HINT = (
     "Copy it again from where it was recorded, with the -wal file beside it if there is one."

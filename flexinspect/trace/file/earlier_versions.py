@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from flexinspect.trace import schema
 from flexinspect.trace.schema import Column, Table
 
-OLDEST_VERSION = 1
-"""The oldest version that can be read."""
-
+OLDEST_VERSION = 1  # the oldest version that can be read
 Names = Mapping[str, str]
 
 ADDED_TABLES = ("inputs", "builds", "gradients", "training_steps", "reviews", "output")

@@ -27,9 +27,7 @@ def recording_pid(path: Path) -> int | None:
     return pid if live else None
 
 
-CLOSE_BUSY_MS = 500
-"""How long closing the trace of a dead process waits for another program."""
-
+CLOSE_BUSY_MS = 500  # how long closing the trace of a dead process waits for another program
 ExplainEnd = Callable[[int | None, int | None], tuple[EventRecord, Sequence[Finding]] | None]
 """Explains how a process ended, given the generation and step that were written last."""
 

@@ -23,22 +23,12 @@ from flexinspect.trace.file.connections import (
     page_bytes,
 )
 
-MAX_COPIED_BYTES = 2 << 30
-"""Size in bytes above which a damaged file is not copied."""
-
-MAX_COUNTING_S = 2.0
-"""Seconds spent at most on counting the readable rows of a file."""
-
+MAX_COPIED_BYTES = 2 << 30  # size in bytes above which a damaged file is not copied
+MAX_COUNTING_S = 2.0  # seconds spent at most on counting the readable rows of a file
 _COPY_PREFIX = "flexinspect-left-"
-
-_COPY_CHUNK = 8 << 20
-"""Bytes that are copied at once."""
-
-_SCHEMA_BYTES = 1 << 20
-"""Bytes at the beginning of a trace that hold its schema."""
-
-_PROGRESS_INTERVAL = 10_000
-"""Instructions of SQLite between two checks of the clock."""
+_COPY_CHUNK = 8 << 20  # bytes that are copied at once
+_SCHEMA_BYTES = 1 << 20  # bytes at the beginning of a trace that hold its schema
+_PROGRESS_INTERVAL = 10_000  # instructions of SQLite between two checks of the clock
 
 
 def is_repairable(path: Path) -> bool:
@@ -202,11 +192,8 @@ def _count_rows(db: sqlite3.Connection, table: str) -> int:
     return number
 
 
-_SCHEMA_COOKIE = slice(40, 44)
-"""Bytes of the header that count the changes of the schema."""
-
-_INTERIOR_PAGE, _LEAF_PAGE = 5, 13
-"""Types of a table's pages."""
+_SCHEMA_COOKIE = slice(40, 44)  # bytes of the header that count the changes of the schema
+_INTERIOR_PAGE, _LEAF_PAGE = 5, 13  # types of a table's pages
 
 
 def missing_schema_pages(available: bytes, page: int) -> dict[int, bytes] | None:

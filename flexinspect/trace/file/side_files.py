@@ -27,10 +27,7 @@ LAST_CALL_SUFFIX = "-last-call"
 _HEADER = struct.Struct("<B3x6i")
 _SIZE = 512
 _MAX_TEXT_BYTES = _SIZE - _HEADER.size
-
-CallPlace = tuple[int, int, int]
-"""Generation, step and layer, -1 for what is not known."""
-
+CallPlace = tuple[int, int, int]  # generation, step and layer, -1 for what is not known
 NO_PLACE: CallPlace = (-1, -1, -1)
 
 

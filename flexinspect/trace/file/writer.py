@@ -47,15 +47,9 @@ WAL_TIDY_PAGES = 1_024
 WAL_LIMIT_PAGES = 16_384
 """Pages (64 MiB) of WAL above which a commit folds them into the file, even within a generation."""
 
-READER_WAIT_S = 1.5
-"""How long closing waits for readers to release the WAL."""
-
-WRITE_BUSY_S = 10.0
-"""How long a commit waits for another program that has locked the file."""
-
-APPEND_BUSY_S = 5.0
-"""How long an addition waits for another program that writes at the same time."""
-
+READER_WAIT_S = 1.5  # how long closing waits for readers to release the WAL
+WRITE_BUSY_S = 10.0  # how long a commit waits for another program that has locked the file
+APPEND_BUSY_S = 5.0  # how long an addition waits for another program that writes at the same time
 _UNBINDABLE = (sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError, UnicodeEncodeError)
 
 # Numpy scalars are bound as blobs, which a STRICT column refuses as a constraint.

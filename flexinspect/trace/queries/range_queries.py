@@ -292,9 +292,7 @@ Statistic = Literal["norm", "max", "mean", "std", "bad"]
 """A column of the layer statistics: "max" is the largest absolute value, "bad" counts NaN and Inf.
 """
 
-MAX_STAT_ROWS = 1 << 16
-"""Rows of layer statistics that one query returns at most."""
-
+MAX_STAT_ROWS = 1 << 16  # rows of layer statistics that one query returns at most
 _STEP_RANGE_SQL = f"{WHERE_BRANCH} AND step >= ? AND step < ?"
 _STATISTIC_SQL: dict[Statistic, str] = {
     "norm": "norm",
