@@ -74,7 +74,10 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
     config = config or Config()
     name = name.strip()
     if name == "demo":
-        return _demo()
+        if not (DEMO / "config.json").is_file():
+            hint = "Reinstall flexinspect, or run `make demo-model` in a clone to train it."
+            raise ModelError("The demo model is missing from this installation.", hint=hint)
+        return ModelSource("demo", "demo", None, DEMO, None, "here")
     if name in config.models:
         return _user_alias(config.models[name])
     if name in ALIASES:
@@ -87,13 +90,6 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
     if _HUB_ID.fullmatch(name):
         return _hub(name)
     raise _unknown_model(name, config)
-
-
-def _demo() -> ModelSource:
-    if not (DEMO / "config.json").is_file():
-        hint = "Reinstall flexinspect, or run `make demo-model` in a clone to train it."
-        raise ModelError("The demo model is missing from this installation.", hint=hint)
-    return ModelSource("demo", "demo", None, DEMO, None, "here")
 
 
 def _user_alias(entry: ModelAlias) -> ModelSource:
@@ -123,15 +119,10 @@ def _hub(repo_id: str) -> ModelSource:
     snapshot = cached_snapshot(repo_id)
     complete = snapshot is not None and has_all_weights(snapshot)
     alias = next((alias for alias, target in ALIASES.items() if target == repo_id), None)
-    return ModelSource(
-        repo_id,
-        "hub",
-        repo_id,
-        snapshot if complete else None,
-        None if alias is None else ARCHITECTURES / f"{alias}.json",
-        "cached" if complete else "download",
-        gated=repo_id.startswith(_GATED),
-    )
+    config = None if alias is None else ARCHITECTURES / f"{alias}.json"
+    path, where = (snapshot, "cached") if complete else (None, "download")
+    is_gated = repo_id.startswith(_GATED)
+    return ModelSource(repo_id, "hub", repo_id, path, config, where, gated=is_gated)
 
 
 def cached_snapshot(repo_id: str, file: str = "config.json") -> Path | None:

@@ -146,20 +146,13 @@ def row_weights(scores: Floats, visible: Bools, lse: float | None = None) -> Att
     """
     with np.errstate(all="ignore"):
         masked = np.where(visible, scores, -np.inf)
-        own = _logsumexp(masked)
+        own = float(np.logaddexp.reduce(masked))
         used = own if lse is None else lse
         shift = 0.0 if used == -math.inf else used
         weights: Floats = np.where(visible, np.exp(masked - shift), 0.0)
         total = float(weights.sum())
     expected = 0.0 if used == -math.inf else 1.0
     return AttentionRow(weights, total, own, None if lse is None else abs(total - expected))
-
-
-def _logsumexp(scores: Floats) -> float:
-    top = float(scores.max(initial=-math.inf))
-    if not math.isfinite(top):
-        return top
-    return top + math.log(float(np.exp(scores - top).sum()))
 
 
 def entropy(weights: Floats) -> float:

@@ -159,9 +159,8 @@ def count_cells(
     """
     groups = groups or PositionGroups()
     n_rows = len(positions)
-    counter = {"open": _CellCounter(n_rows, n_keys, first_row % TILE)}
-    if declared is not None:
-        counter |= {name: _CellCounter(n_rows, n_keys, first_row % TILE) for name in _DIFFERENCES}
+    names = ("open",) if declared is None else ("open", "lost", "leaked")
+    counter = {name: _CellCounter(n_rows, n_keys, first_row % TILE) for name in names}
     columns = np.zeros(n_keys, np.int32)
     table = np.zeros((len(groups.starts), len(groups.starts)), np.int64)
     of_row = groups.group_of(positions)
@@ -175,9 +174,6 @@ def count_cells(
     return MaskCounts(
         key_counts=columns, group_counts=table, **{name: c.result() for name, c in counter.items()}
     )
-
-
-_DIFFERENCES = ("lost", "leaked")
 
 
 def _add_key_counts(
@@ -214,7 +210,8 @@ class _CellCounter:
         self._rows[row : row + len(packed)] = counts
         if self._tiles is None:
             self._tiles = np.zeros(self._shape, np.uint8)
-            self._first = _first_cell(row, packed, counts)
+            at = int(np.flatnonzero(counts)[0])
+            self._first = row + at, int(np.flatnonzero(np.unpackbits(packed[at]))[0])
         tile = (self._tile_offset + row + np.arange(len(packed))) // TILE
         edges = np.flatnonzero(np.diff(tile, prepend=-1))
         sums = np.add.reduceat(ones, edges, axis=0, dtype=np.uint8)
@@ -223,8 +220,3 @@ class _CellCounter:
     def result(self) -> CellCounts:
         """Return the counts."""
         return CellCounts(self._rows, self._tiles, self._first)
-
-
-def _first_cell(row: int, packed: PackedMask, counts: npt.NDArray[np.int32]) -> tuple[int, int]:
-    at = int(np.flatnonzero(counts)[0])
-    return row + at, int(np.flatnonzero(np.unpackbits(packed[at]))[0])

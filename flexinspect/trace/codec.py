@@ -161,9 +161,8 @@ def decode_values(kinds: Sequence[str], row: SqlRow, name: str) -> list[Any]:
     try:
         return [_READERS_BY_KIND[kind](value) for kind, value in zip(kinds, row, strict=False)]
     except (ValueError, TypeError) as error:
-        raise DamagedValueError(
-            f"a row of {name} holds a value of a wrong type ({error})"
-        ) from None
+        what = f"a row of {name} holds a value of a wrong type ({error})"
+        raise DamagedValueError(what) from None
 
 
 def decode_column(kind: str, values: SqlRow, name: str) -> list[Any]:
@@ -261,26 +260,14 @@ _READERS_BY_KIND |= {f"{kind}?": _or_none(_READERS_BY_KIND[kind]) for kind in sc
 
 
 # The text of a list of numbers is JSON already, at a third of the price of `json.dumps`.
-
-
-def _ints_to_json(values: Iterable[int]) -> str:
-    return str([*map(int, values)])
-
-
-def _floats_to_json(values: Sequence[float]) -> str:
-    return str([*values]) if all(map(math.isfinite, values)) else to_json([*values])
-
-
-def _runs_to_json(values: Iterable[Sequence[int]]) -> str:
-    return str([[int(first), int(n)] for first, n in values])
-
-
 _WRITERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
     "bool": int,
     **dict.fromkeys(schema.JSON_KINDS, to_json),
-    "ints": _ints_to_json,
-    "floats": _floats_to_json,
-    "runs": _runs_to_json,
+    "ints": lambda values: str([*map(int, values)]),
+    "floats": lambda values: (
+        str([*values]) if all(map(math.isfinite, values)) else to_json([*values])
+    ),
+    "runs": lambda values: str([[int(first), int(n)] for first, n in values]),
 }
 """What makes a field into a value of a column, for kinds that do not store it as it is."""
 _WRITERS_BY_KIND |= {f"{kind}?": _or_none(_WRITERS_BY_KIND[kind]) for kind in schema.NULLABLE_KINDS}
@@ -315,8 +302,8 @@ class RowFormat(Generic[R]):
         if not {*fields_}.issuperset(self._names):
             raise TypeError(f"the columns of {table.name} are not the fields of {record.__name__}")
         self._is_positional = self._names == tuple(fields_[: len(self._names)])
-        plain = {c.name: _WRITERS_BY_KIND[c.kind] for c in columns if c.kind in _WRITERS_BY_KIND}
-        writers = plain | {name: write for name, (write, _) in conversions.items()}
+        writers = {c.name: _WRITERS_BY_KIND[c.kind] for c in columns if c.kind in _WRITERS_BY_KIND}
+        writers |= {name: write for name, (write, _) in conversions.items()}
         self._writers = [(self._names.index(name), write) for name, write in writers.items()]
         self._readers = [(self._names.index(n), read) for n, (_, read) in conversions.items()]
         self._nan_columns = [i for i, column in enumerate(columns) if column.kind == "real?"]
@@ -365,15 +352,11 @@ def _enum_conversion(kind: type[E]) -> tuple[Callable[[Any], str], Callable[[str
     return str, read
 
 
-def _read_origin(value: Mapping[str, Any] | None) -> AnomalyOrigin | None:
+def _read_origin(value: Mapping[str, Any]) -> AnomalyOrigin:
     try:
-        return None if value is None else AnomalyOrigin(**value)
+        return AnomalyOrigin(**value)
     except TypeError as error:
         raise DamagedValueError(f"not an anomaly origin ({error})") from None
-
-
-def _write_origin(origin: AnomalyOrigin | None) -> str | None:
-    return None if origin is None else to_json(asdict(origin))
 
 
 _FIRST_LOGITS_COLUMN = schema.STEPS.names.index("entropy")
@@ -394,9 +377,11 @@ MEMORY_ROWS = RowFormat(step_records.MemoryRecord, schema.MEMORY, skip=3)
 MASK_ROWS = RowFormat(step_records.MaskRecord, schema.MASKS, skip=3)
 GRADIENT_ROWS = RowFormat(GradientRecord, schema.GRADIENTS)
 GRADIENT_STAT_ROWS = RowFormat(token_gradients.GradientStat, schema.GRADS, skip=3)
-_ORIGIN = (_write_origin, _read_origin)
 TRAINING_ROWS = RowFormat(
-    training_step.TrainingStepRecord, schema.TRAINING_STEPS, skip=3, anomaly_origin=_ORIGIN
+    training_step.TrainingStepRecord,
+    schema.TRAINING_STEPS,
+    skip=3,
+    anomaly_origin=(_or_none(lambda origin: to_json(asdict(origin))), _or_none(_read_origin)),
 )
 _OUTPUT_ROWS = RowFormat(OutputRecord, schema.OUTPUT, skip=1)
 _PARAMETER_ROWS = RowFormat(ParameterGradient, schema.GRADS, skip=3, stop=8)
@@ -568,8 +553,8 @@ def encode_repeats(records: Iterable[Repeat], key: RowKey) -> list[Statement]:
     for record in records:
         news = (record.sentence or None, to_json(record.evidence) if record.evidence else None)
         within = generation if record.generation is None else record.generation
-        row = [step, *news, within, branch, record.id, record.series]
-        out.append((schema.REPEAT_FINDING, row))
+        which = (within, branch, record.id, record.series)
+        out.append((schema.REPEAT_FINDING, [step, *news, *which]))
     return out
 
 

@@ -12,7 +12,7 @@ from flexinspect.core.environment import is_recorder_alive
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord
 from flexinspect.trace import codec
-from flexinspect.trace.codec import Statement, from_json, to_json
+from flexinspect.trace.codec import from_json, to_json
 
 
 def recording_pid(path: Path) -> int | None:
@@ -46,10 +46,10 @@ def close_dead_trace(path: Path, reason: str, pid: int, explain: ExplainEnd | No
         if known != {"pid": to_json(pid), "state": to_json("recording")}:
             return False
         facts = {"ended_at": time.time(), "reason": reason}
-        for sql, params in (
-            *_explanation_statements(db, explain),
-            *codec.encode_trace_end("failed", facts),
-        ):
+        last_step = db.execute(_LAST_STEP_SQL).fetchone() or (None, None)
+        event, findings = (explain(*last_step) if explain else None) or (None, ())
+        statements = codec.encode_events([event] if event else []) + codec.encode_findings(findings)
+        for sql, params in statements + codec.encode_trace_end("failed", facts):
             db.execute(sql, params)
         db.execute("COMMIT")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -60,12 +60,3 @@ def close_dead_trace(path: Path, reason: str, pid: int, explain: ExplainEnd | No
 _LAST_STEP_SQL = (
     "SELECT generation, step FROM steps ORDER BY generation DESC, branch DESC, step DESC LIMIT 1"
 )
-
-
-def _explanation_statements(db: sqlite3.Connection, explain: ExplainEnd | None) -> list[Statement]:
-    last_step = db.execute(_LAST_STEP_SQL).fetchone() or (None, None)
-    explanation = explain(*last_step) if explain is not None else None
-    if explanation is None:
-        return []
-    event, findings = explanation
-    return codec.encode_events((event,)) + codec.encode_findings(findings)

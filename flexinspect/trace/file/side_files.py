@@ -70,7 +70,9 @@ class LastCallWriter:
             return
         assert self._map is not None
         if what != self._what:
-            self._write_text(what)
+            text = what.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
+            self._map[_HEADER.size : _HEADER.size + len(text)] = text
+            self._what, self._n_bytes = what, len(text)
         _HEADER.pack_into(self._map, 0, 1, *place, q_len, kv_len, self._n_bytes)
 
     def leave(self) -> None:
@@ -98,12 +100,6 @@ class LastCallWriter:
         except (OSError, ValueError):
             self._is_closed = True
         return self._map is not None
-
-    def _write_text(self, what: str) -> None:
-        assert self._map is not None
-        text = what.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
-        self._map[_HEADER.size : _HEADER.size + len(text)] = text
-        self._what, self._n_bytes = what, len(text)
 
 
 def take_last_call(trace: Path) -> LastKernelCall | None:
