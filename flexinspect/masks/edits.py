@@ -125,8 +125,8 @@ class Edit:
 
     def to_json(self) -> dict[str, Any]:
         """Return the edit as plain data."""
-        lists = {"names": list(self.names), "places": list(self.indices)}
-        return {"kind": self.kind, **lists, "open": self.is_open}
+        names, places = list(self.names), list(self.indices)
+        return {"kind": self.kind, "names": names, "places": places, "open": self.is_open}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Edit:

@@ -119,11 +119,7 @@ def select_sql(table: Table, rest: str = "", *, skip: int = 0, stop: int | None 
     return f"SELECT {', '.join(table.names[skip:stop])} FROM {table.name} {rest}"
 
 
-RUN = define_table(
-    "run",
-    "key",
-    "key text, value json",
-)
+RUN = define_table("run", "key", "key text, value json")
 GENERATIONS = define_table(
     "generations",
     "generation",
@@ -237,9 +233,7 @@ FINDINGS = define_table(
     clustered=False,
 )
 REVIEWS = define_table(
-    "reviews",
-    "rule generation",
-    "rule text, generation int, at real, wall_ms real",
+    "reviews", "rule generation", "rule text, generation int, at real, wall_ms real"
 )
 EVENTS = define_table(
     "events",

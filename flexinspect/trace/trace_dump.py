@@ -17,13 +17,7 @@ from flexinspect.records.finding import Finding
 from flexinspect.records.step import MASK_ARRAYS, TRAIN
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.trace.codec import plain_json
-from flexinspect.trace.query_results import (
-    BranchRow,
-    EventRow,
-    GenerationRow,
-    OutputRow,
-    StepRow,
-)
+from flexinspect.trace.query_results import BranchRow, EventRow, GenerationRow, OutputRow, StepRow
 from flexinspect.trace.reader import TraceReader
 
 T = TypeVar("T")
@@ -165,13 +159,11 @@ def mask_facts(mask: records.MaskRecord) -> dict[str, dict[str, Any] | None]:
     None stands for an array that was not captured. The non-zero elements of `mask_mod_blocks` are
     the blocks in which the mask_mod opens at least one cell.
     """
-    arrays = {name: getattr(mask, name) for name in MASK_ARRAYS}
-    return {
-        name: None
-        if array is None
-        else {"shape": list(array.shape), "open": int((array != 0).sum())}
-        for name, array in arrays.items()
-    }
+    facts: dict[str, dict[str, Any] | None] = dict.fromkeys(MASK_ARRAYS)
+    for name in MASK_ARRAYS:
+        if (array := getattr(mask, name)) is not None:
+            facts[name] = {"shape": list(array.shape), "open": int((array != 0).sum())}
+    return facts
 
 
 def _json_section(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -332,7 +332,7 @@ def trace_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise trace_error(path, error) from error
+        raise _trace_error(path, error) from error
     except UnicodeError as error:  # SQLite quoted a part of the file in its message
         what = f"{path} is damaged: its text is not readable."
         raise TraceError(what, hint=_COPY_HINT) from error
@@ -340,8 +340,7 @@ def trace_errors(path: Path) -> Iterator[None]:
         raise TraceError(f"{path} cannot be read: {error}.", hint=_COPY_HINT) from error
 
 
-def trace_error(path: Path, error: sqlite3.Error) -> TraceError:
-    """Return the `TraceError` for an error of SQLite."""
+def _trace_error(path: Path, error: sqlite3.Error) -> TraceError:
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         hint = "Close that program and try again."

@@ -32,12 +32,7 @@ from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.codec import Statement, bindable
 from flexinspect.trace.file import location
-from flexinspect.trace.file.connections import (
-    ReviewKey,
-    check_header,
-    printable_error,
-    wal_path,
-)
+from flexinspect.trace.file.connections import ReviewKey, check_header, printable_error, wal_path
 from flexinspect.trace.file.ownership import recording_pid
 from flexinspect.trace.file.salvage import is_repaired_copy
 
@@ -179,16 +174,18 @@ class TraceWriter:
     def _write_batch(self, records: Sequence[StepRecord]) -> None:
         if self._is_stopped():
             return
-        known = set(self._known_masks)
+        what = f"step {records[0].step} of generation {records[0].generation}"
+        known = self._known_masks
+        if len(records) > 1:
+            what = f"steps {records[0].step} to {records[-1].step}"
+            known = set(known)  # a batch that is refused leaves no masks behind
         statements: list[Statement] = []
         for record in records:
             statements += codec.encode_step(record, known)
-            known.update(mask.fingerprint for mask in record.masks)
-        first, last = records[0], records[-1]
-        one = f"step {first.step} of generation {first.generation}"
-        several = f"steps {first.step} to {last.step}"
-        self._commit(statements, one if len(records) == 1 else several)
-        self._known_masks = known
+            if known is not self._known_masks:
+                known.update(mask.fingerprint for mask in record.masks)
+        self._commit(statements, what)
+        self._known_masks.update(mask.fingerprint for each in records for mask in each.masks)
 
     def _write_one_by_one(self, records: Sequence[StepRecord]) -> None:
         refused: list[TraceWriteError] = []

@@ -209,10 +209,7 @@ _FINDING_ORDER = ("coalesce(layer, -1)", "coalesce(head, -1)", "finding")
 
 
 def _finding_in_step(
-    reader: TraceReader,
-    key: tuple[int, int, int | None],
-    direction: int,
-    after: Sequence[int] = (),
+    reader: TraceReader, key: tuple[int, int, int | None], direction: int, after: Sequence[int] = ()
 ) -> FindingRow | None:
     sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
     test = f"AND ({', '.join(_FINDING_ORDER)}) {sign} (?, ?, ?)" if after else ""
@@ -228,19 +225,17 @@ def _next_step_with_findings(
     generation, branch, step = key
     sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
     by = f"ORDER BY generation {order}, branch {order}, step {order} LIMIT 1"
-    tries: list[tuple[str, Sequence[int]]] = []
+    tries: list[tuple[str, Sequence[int | None]]] = []
     if step is not None:
-        tries.append((f"{WHERE_BRANCH} AND step {sign} ?", (generation, branch, step)))
-    elif direction > 0:
-        tries.append((f"{WHERE_BRANCH} AND step IS NOT NULL", (generation, branch)))
-    if step is not None and direction < 0:
-        tries.append((f"{WHERE_BRANCH} AND step IS NULL", (generation, branch)))
+        tries.append((f"{WHERE_BRANCH} AND step {sign} ?", key))
+    if (step is None) == (direction > 0):
+        some = "IS NOT NULL" if direction > 0 else "IS NULL"
+        tries.append((f"{WHERE_BRANCH} AND step {some}", (generation, branch)))
     tries.append((f"WHERE (generation, branch) {sign} (?, ?)", (generation, branch)))
     for where, params in tries:
-        rows = reader._query(f"SELECT generation, branch, step FROM findings {where} {by}", params)
-        if rows:
-            found: tuple[int, int, int | None] = tuple(rows[0])
-            return found
+        sql = f"SELECT generation, branch, step FROM findings {where} {by}"
+        for found in reader._read_values(("int", "int", "int?"), sql, params, "findings"):
+            return found[0], found[1], found[2]
     return None
 
 
