@@ -95,8 +95,6 @@ def load_config(start: Path | None = None) -> Config:
     return Config(models, joined, breakpoints, debugging, tuple(files))
 
 
-# -- the files -------------------------------------------------------------------------------------
-
 _SECTIONS = {
     "models": ("alias = path", "See `flexinspect models --help` for the form."),
     "keys": (
@@ -168,9 +166,8 @@ def _load_settings(file: Path, *path: str) -> _SettingsFile:
         line = re.search(r"at line (\d+)", str(error))
         where = f"{file}:{line[1]}" if line else f"{file}, at its end"
         what = re.sub(r" \(at .*\)$", "", str(error))
-        raise UsageError(
-            f"{where}: this is not valid TOML ({what}).", hint="Correct that line."
-        ) from error
+        hint = "Correct that line."
+        raise UsageError(f"{where}: this is not valid TOML ({what}).", hint=hint) from error
     for name in path:
         settings = settings.get(name, {} if name != path[-1] else None)
     source = _SettingsFile(file, text, settings)
@@ -182,9 +179,6 @@ def _load_settings(file: Path, *path: str) -> _SettingsFile:
             hint = did_you_mean(f"[{name}]", known, f"The sections are {', '.join(known)}.")
             raise source.error("models", name, f"the section {name!r} is unknown", hint)
     return source
-
-
-# -- the sections ----------------------------------------------------------------------------------
 
 
 def _read_model(source: _SettingsFile, alias: str, value: object) -> ModelAlias:

@@ -443,9 +443,8 @@ def _add_paraphrases(
     templates = _first_field(fields, "templates", "template")
     if templates is None or not isinstance(subject, str):
         hint = f"The fields are {', '.join(fields) or 'none'}."
-        raise DatasetError(
-            f"{where}: `template` and `sub_ent` (or `subject`) are needed.", hint=hint
-        )
+        what = f"{where}: `template` and `sub_ent` (or `subject`) are needed."
+        raise DatasetError(what, hint=hint)
     is_manual = str(fields.get("is_manual", True)).lower() in ("true", "1")
     texts = manual if is_manual else automatic
     for template in check_texts(templates, where, "template"):

@@ -173,9 +173,8 @@ def read_config_file(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"The model configuration {file} cannot be read.", hint="Fetch the file again."
-        ) from error
+        what = f"The model configuration {file} cannot be read."
+        raise ModelError(what, hint="Fetch the file again.") from error
     if not isinstance(config, dict):
         raise ModelError(f"The model configuration {file} is not a JSON object.")
     return config

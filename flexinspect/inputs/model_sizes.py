@@ -215,9 +215,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return tuple(folder / Path(name).name for name in sorted(names))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"The weight index {index} cannot be read.", hint="Fetch the file again."
-        ) from error
+        what = f"The weight index {index} cannot be read."
+        raise ModelError(what, hint="Fetch the file again.") from error
 
 
 def stored_parameter_count(folder: Path) -> int:

@@ -80,9 +80,8 @@ def preset(name: str, segments: Sequence[Segment], *, separators: str = "attache
     """
     check_preset(name)
     if separators not in SEPARATOR_MODES:
-        raise MaskError(
-            f"--separators {separators} is unknown; use {' or '.join(SEPARATOR_MODES)}."
-        )
+        what = f"--separators {separators} is unknown; use {' or '.join(SEPARATOR_MODES)}."
+        raise MaskError(what)
     intervals = [
         (0, UNREACHABLE)
         if segment.kind is SegmentKind.SEPARATOR and separators == "isolated"

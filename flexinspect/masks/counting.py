@@ -28,9 +28,6 @@ BIT_COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(
 )
 
 
-# -- packed rows ----------------------------------------------------------------------------------
-
-
 def shift_keys(packed: PackedMask, n_keys: int, offset: int) -> PackedMask:
     """Return packed rows of `n_keys` with `offset` masked keys before them."""
     if offset == 0:
@@ -87,9 +84,6 @@ def _pack_region(prefix_stop: int, local_start: int, n_keys: int) -> PackedMask:
     _set_leading_bits(every, n_keys)
     visible: PackedMask = prefix | (every & ~hidden)
     return visible
-
-
-# -- counting -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

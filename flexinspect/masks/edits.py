@@ -94,9 +94,6 @@ def changed_rows(before: PatchedMask, after: PatchedMask, n_rows: int) -> npt.ND
     return np.flatnonzero(changed)
 
 
-# -- the edits -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Edit:
     """One edit. `kind` is preset, drop, join, see, cell or row.
@@ -286,9 +283,6 @@ def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:
         return edit
     labels = tuple(segments[find_segment(name, segments)].label for name in edit.names)
     return replace(edit, names=labels)
-
-
-# -- segments --------------------------------------------------------------------------------------
 
 
 def find_segment(name: str, segments: Sequence[Segment]) -> int:

@@ -150,8 +150,6 @@ def pixel_sizes(grid: PixelGrid, known: Iterable[tuple[int, int]], n_keys: int) 
     return rows[:, None] * np.diff(edge)[None]
 
 
-# -- pixels as states -----------------------------------------------------------------------------
-
 CLOSED, OPEN, UNKNOWN, LOST, LEAKED, BOTH, APPLIED = 0, 6, 7, 8, 9, 10, 11
 """States of a pixel; 1 to 5 are shares between closed and open. `APPLIED` is a partial block, in
 which the `mask_mod` decides."""

@@ -558,11 +558,6 @@ def encode_repeats(records: Iterable[Repeat], key: RowKey) -> list[Statement]:
     return out
 
 
-def encode_review(rule: str, generation: int, at: float, wall_ms: float) -> Statement:
-    """Return the statement that records that a rule has reviewed a generation."""
-    return insert_sql(schema.REVIEWS, 1), [rule, generation, at, wall_ms]
-
-
 def encode_events(records: Iterable[EventRecord], key: RowKey | None = None) -> list[Statement]:
     """Return the statements of events. Those of a step (`key`) take missing places from it."""
     out: list[Statement] = []

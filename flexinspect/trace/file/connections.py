@@ -321,9 +321,8 @@ def declared_bytes(head: bytes) -> int:
 
 
 def _cut_short_error(path: Path, size: int) -> TruncatedTraceError:
-    return TruncatedTraceError(
-        f"{path} is damaged: it is cut short at {size} bytes.", path, hint=_COPY_HINT
-    )
+    what = f"{path} is damaged: it is cut short at {size} bytes."
+    return TruncatedTraceError(what, path, hint=_COPY_HINT)
 
 
 @contextmanager

@@ -256,9 +256,8 @@ class TraceWriter:
         try:
             self._bind_and_run(statements)
         except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
-            raise TraceWriteError(
-                f"The trace refuses {what}: {error}.", hint="The recording itself continues."
-            ) from error
+            hint = "The recording itself continues."
+            raise TraceWriteError(f"The trace refuses {what}: {error}.", hint=hint) from error
         except sqlite3.Error as error:
             self.failed = True
             ended = recording_error(self.recording_path, what, error)
@@ -446,34 +445,30 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
     if not os.access(path, os.W_OK):
         raise _append_error(path, "it is read-only")
     try:
-        uri = f"{path.absolute().as_uri()}?mode=rw"
-        with closing(
-            sqlite3.connect(uri, uri=True, timeout=APPEND_BUSY_S, isolation_level=None)
-        ) as db:
-            _write_reviews(db, reviews)
+        uri, timeout = f"{path.absolute().as_uri()}?mode=rw", APPEND_BUSY_S
+        db = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
+        with closing(db):
+            db.execute("PRAGMA trusted_schema = OFF")
+            with transaction(db):
+                done = set(db.execute("SELECT rule, generation FROM reviews"))
+                for key, parts in review_statements(reviews).items():
+                    for sql, params in () if key in done else parts:
+                        db.execute(sql, params)
     except sqlite3.Error as error:
         raise _append_error(path, _write_problem(error)[0]) from error
 
 
-def _write_reviews(db: sqlite3.Connection, reviews: Iterable[RuleReview]) -> None:
-    db.execute("PRAGMA trusted_schema = OFF")
-    with transaction(db):
-        done = set(db.execute("SELECT rule, generation FROM reviews"))
-        for key, parts in review_statements(reviews).items():
-            for sql, params in () if key in done else parts:
-                db.execute(sql, params)
-
-
 def review_statements(reviews: Iterable[RuleReview]) -> dict[ReviewKey, list[Statement]]:
     """Return the statements that write these reviews, by rule and generation."""
-    out: dict[ReviewKey, list[Statement]] = {}
-    for each in reviews:
-        out[each.rule, each.generation] = [
+    insert = schema.insert_sql(schema.REVIEWS, 1)
+    return {
+        (each.rule, each.generation): [
             *codec.encode_findings(each.findings),
             *codec.encode_events(each.events),
-            codec.encode_review(each.rule, each.generation, each.at, each.wall_ms),
+            (insert, (each.rule, each.generation, each.at, each.wall_ms)),
         ]
-    return out
+        for each in reviews
+    }
 
 
 def _append_error(path: Path, why: str) -> TraceWriteError:
