@@ -56,30 +56,22 @@ def parameter_count(config: Mapping[str, Any]) -> int | None:
     kind = config.get("model_type")
     if kind not in ("llama", "mistral", "qwen2", "qwen3"):
         return None
-    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    embedding = int(config["vocab_size"]) * hidden
-    per_layer = _attention_parameters(config, kind) + _mlp_parameters(config, kind) + 2 * hidden
-    head = 0 if config.get("tie_word_embeddings", False) else embedding
-    return embedding + layers * per_layer + hidden + head
-
-
-def _attention_parameters(config: Mapping[str, Any], kind: str) -> int:
-    hidden = int(config["hidden_size"])
+    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     q = int(config["num_attention_heads"]) * _head_dim(config)
     kv = _kv_heads(config) * _head_dim(config)
-    bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
-    count = hidden * (q + 2 * kv) + q * hidden
-    if bias or kind == "qwen2":
-        count += q + 2 * kv
-    if bias:
-        count += hidden
-    return count + (2 * _head_dim(config) if kind == "qwen3" else 0)
-
-
-def _mlp_parameters(config: Mapping[str, Any], kind: str) -> int:
-    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    bias = kind == "llama" and config.get("mlp_bias", False)
-    return 3 * hidden * inner + (2 * inner + hidden if bias else 0)
+    layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * inner + 2 * hidden
+    has_bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
+    if has_bias or kind == "qwen2":
+        layer += q + 2 * kv
+    if has_bias:
+        layer += hidden
+    if kind == "qwen3":
+        layer += 2 * _head_dim(config)
+    if kind == "llama" and config.get("mlp_bias", False):
+        layer += 2 * inner + hidden
+    embedding = int(config["vocab_size"]) * hidden
+    head = 0 if config.get("tie_word_embeddings", False) else embedding
+    return embedding + int(config["num_hidden_layers"]) * layer + hidden + head
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:

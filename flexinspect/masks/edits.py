@@ -262,19 +262,16 @@ def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
     """Return whether a patch changes a cell; endless rows are checked up to the last region."""
     last = patch.row_stop - 1
     if patch.row_stop == OPEN_END:
-        last = max(patch.row_start, _last_region_start(mask))
+        starts = mask.base.starts if isinstance(mask.base, MaskSpec) else ()
+        edges = [edge for each in mask.patches for edge in (each.row_start, each.key_stop)]
+        last = max((*starts, *(edge for edge in edges if edge < OPEN_END), 0)) + 1
+        last = max(patch.row_start, last)
     for start, stop in algebra.row_chunks(last + 1 - patch.row_start):
         first = patch.row_start + start
         cells = mask.dense(stop - start, last + 1, q_offset=first)
         if (cells != apply_patches(cells, [patch], q_offset=first)).any():
             return True
     return False
-
-
-def _last_region_start(mask: PatchedMask) -> int:
-    starts = mask.base.starts if isinstance(mask.base, MaskSpec) else ()
-    edges = [edge for patch in mask.patches for edge in (patch.row_start, patch.key_stop)]
-    return max((*starts, *(edge for edge in edges if edge < OPEN_END), 0)) + 1
 
 
 def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:

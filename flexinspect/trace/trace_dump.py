@@ -481,7 +481,9 @@ def _table_lines(
     """Yield the lines of a table: numbers right-aligned, text left-aligned, two spaces between."""
     if not rows:
         return
-    to_right = [all(_is_number(row[i]) for row in rows) for i in range(len(rows[0]))]
+    to_right = [
+        all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(rows[0]))
+    ]
     cells = [[_format_cell(value) for value in row] for row in rows]
     lines = [list(heads), *cells] if heads else cells
     widths = [max(len(line[i]) for line in lines) for i in range(len(to_right))]
@@ -491,7 +493,3 @@ def _table_lines(
             for cell, width, right in zip(line, widths, to_right, strict=True)
         ]
         yield " " * indent + "  ".join(parts)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)

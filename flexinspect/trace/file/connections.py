@@ -159,11 +159,11 @@ class TraceConnections:
             remove_stray_wal(self.path)
 
     def _thread_connection(self) -> _ThreadConnection:
-        handle: _ThreadConnection | None = getattr(self._local, "handle", None)
-        if handle is None:
-            handle = self._local.handle = _ThreadConnection()
+        if not hasattr(self._local, "handle"):
+            self._local.handle = _ThreadConnection()
             with self._guard:
-                self._handles.add(handle)
+                self._handles.add(self._local.handle)
+        handle: _ThreadConnection = self._local.handle
         return handle
 
     def _open_connection(self, handle: _ThreadConnection) -> sqlite3.Connection:
