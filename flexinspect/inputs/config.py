@@ -261,22 +261,20 @@ def _read_breakpoints(source: _SettingsFile) -> dict[str, str]:
 
 def _read_debugging(source: _SettingsFile) -> dict[str, dict[str, bool]]:
     """Return the switches of each profile; "" is the section itself."""
+    from flexinspect.records.debug_switches import parse_switch
+
     table = source.section("debugging")
     profiles = {name: value for name, value in table.items() if isinstance(value, dict)}
     base = {name: value for name, value in table.items() if name not in profiles}
-    return {
-        profile: dict(_read_switch(source, *switch) for switch in switches.items())
-        for profile, switches in {"": base, **profiles}.items()
-    }
-
-
-def _read_switch(source: _SettingsFile, name: str, value: object) -> tuple[str, bool]:
-    from flexinspect.records.debug_switches import parse_switch
-
-    try:
-        switch = parse_switch(name)
-    except UsageError as error:
-        raise source.error("debugging", name, error.message.rstrip(".")) from None
-    if not isinstance(value, bool):
-        raise source.error("debugging", name, f"the switch {name!r} must be true or false")
-    return switch, value
+    found: dict[str, dict[str, bool]] = {}
+    for profile, switches in {"": base, **profiles}.items():
+        found[profile] = {}
+        for name, value in switches.items():
+            try:
+                switch = parse_switch(name)
+            except UsageError as error:
+                raise source.error("debugging", name, error.message.rstrip(".")) from None
+            if not isinstance(value, bool):
+                raise source.error("debugging", name, f"the switch {name!r} must be true or false")
+            found[profile][switch] = value
+    return found

@@ -551,9 +551,8 @@ class TraceReader:
         return self._select(make, rows.table, rest, params, skip=2)
 
     def _facts(self, rest: str) -> dict[str, Any]:
-        columns = schema.RUN.names
-        sql = f"SELECT {', '.join(columns)} FROM run {rest}"
-        return dict(self._read_values(schema.RUN.kinds(), sql, (), "run"))
+        sql = f"SELECT key, value FROM run {rest}"
+        return dict(self._read_values(("text", "json"), sql, (), "run"))
 
     def _step_arrays(
         self, key: tuple[int, int, int], condition: str, params: Sequence[Any] = ()

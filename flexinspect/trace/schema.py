@@ -60,10 +60,6 @@ class Table:
         """The names of the columns, in order."""
         return tuple(column.name for column in self.columns)
 
-    def kinds(self, *, skip: int = 0) -> tuple[str, ...]:
-        """Return the kinds of the columns after the first `skip`."""
-        return tuple(column.kind for column in self.columns[skip:])
-
     @property
     def is_numbered_by_sqlite(self) -> bool:
         """Whether the key is a row id, which SQLite assigns."""
@@ -74,15 +70,13 @@ class Table:
 
         It has no prose in it: a truncated trace is repaired with the schema of this build.
         """
-        lines = [f"  {column.name} {self._sql_type(column)}," for column in self.columns]
+        # INTEGER alone (not "INTEGER NOT NULL") is what makes a single key the rowid itself.
+        rowid = self.key[0] if self.is_numbered_by_sqlite else None
+        types = {c.name: "INTEGER" if c.name == rowid else SQL_TYPES[c.kind] for c in self.columns}
+        lines = [f"  {name} {type_}," for name, type_ in types.items()]
         options = "STRICT, WITHOUT ROWID" if self.clustered else "STRICT"
         key = f"  PRIMARY KEY ({', '.join(self.key)})"
         return "\n".join([f"CREATE TABLE {self.name} (", *lines, key, f") {options}"])
-
-    def _sql_type(self, column: Column) -> str:
-        # INTEGER alone (not "INTEGER NOT NULL") is what makes a single key the rowid itself.
-        is_rowid = self.is_numbered_by_sqlite and column.name in self.key
-        return "INTEGER" if is_rowid else SQL_TYPES[column.kind]
 
 
 TABLES: list[Table] = []  # all tables, in the order in which an empty trace gets them

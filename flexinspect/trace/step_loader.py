@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect.records.step import MASK_ARRAYS, TRAIN, ArrayRecord, MaskRecord, StepRecord
 from flexinspect.trace import arrays, codec, schema
-from flexinspect.trace.arrays import ArrayChunk
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH
 
@@ -101,7 +100,11 @@ def read_arrays(
     Raises `TraceError` when a part, a checksum or a length is wrong.
     """
     sql = f"{schema.READ_ARRAYS} {where} {schema.ARRAY_ORDER}"
-    rows = reader._read(_decode_array_row, sql, params)
+
+    def make(row: Sequence[Any]) -> tuple[list[Any], arrays.ArrayChunk]:
+        return codec.decode_values(_ARRAY_KEY_KINDS, row[:6], "arrays"), codec.decode_chunk(row[6:])
+
+    rows = reader._read(make, sql, params)
     for (step, _), group in itertools.groupby(rows, key=lambda row: row[0][:2]):
         keys, chunks = zip(*group, strict=True)
         _, _, stream, layer, owner, _ = keys[0]
@@ -111,10 +114,6 @@ def read_arrays(
         array, dtype = arrays.decode_array(chunks, name)
         true_dtype = None if dtype == array.dtype.name else dtype
         yield StoredArray(step, owner, ArrayRecord(stream, array, layer, true_dtype))
-
-
-def _decode_array_row(row: Sequence[Any]) -> tuple[list[Any], ArrayChunk]:
-    return codec.decode_values(_ARRAY_KEY_KINDS, row[:6], "arrays"), codec.decode_chunk(row[6:])
 
 
 def with_arrays(mask: MaskRecord, stored: Iterable[StoredArray]) -> MaskRecord:

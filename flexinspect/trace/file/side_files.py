@@ -35,7 +35,7 @@ NO_PLACE: CallPlace = (-1, -1, -1)
 class LastKernelCall:
     """A kernel call: its place, its lengths, and a description.
 
-    `entered` is whether the call had not returned. `generation`, `step` and `layer` are None
+    `is_running` is whether the call had not returned. `generation`, `step` and `layer` are None
     outside of a model's forward.
     """
 

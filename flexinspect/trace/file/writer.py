@@ -260,9 +260,10 @@ class TraceWriter:
             raise TraceWriteError(f"The trace refuses {what}: {error}.", hint=hint) from error
         except sqlite3.Error as error:
             self.failed = True
-            ended = recording_error(self.recording_path, what, error)
-            self._reason = ended.message
-            raise ended from error
+            reason, remedy = _write_problem(error)
+            self._reason = f"Recording to {self.recording_path} stopped at {what}: {reason}."
+            kept = "Everything recorded so far stays readable; the generation itself continues."
+            raise TraceWriteError(self._reason, hint=f"{kept} {remedy}".rstrip()) from error
         return True
 
     def _bind_and_run(self, statements: Sequence[Statement]) -> None:
@@ -345,7 +346,9 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
             db.close()
         with suppress(OSError):
             path.unlink()
-        raise creation_error(path, error) from error
+        reason, remedy = _write_problem(error)  # nothing has run yet
+        what = f"The trace {path} cannot be created: {reason}."
+        raise TraceWriteError(what, hint=remedy or None) from error
     return db
 
 
@@ -377,20 +380,6 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
             if db.in_transaction:
                 db.execute("ROLLBACK")
         raise
-
-
-def recording_error(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
-    """Return the error for an error of SQLite that ends a recording at `what`."""
-    reason, remedy = _write_problem(error)
-    kept = "Everything recorded so far stays readable; the generation itself continues."
-    hint = f"{kept} {remedy}".rstrip()
-    return TraceWriteError(f"Recording to {path} stopped at {what}: {reason}.", hint=hint)
-
-
-def creation_error(path: Path, error: sqlite3.Error) -> TraceWriteError:
-    """Return the error for an error of SQLite at the first write, when nothing has run yet."""
-    reason, remedy = _write_problem(error)
-    return TraceWriteError(f"The trace {path} cannot be created: {reason}.", hint=remedy or None)
 
 
 _PROBLEMS = (
