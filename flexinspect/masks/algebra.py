@@ -59,10 +59,10 @@ class MaskSpec:
 
 def spec_entries(spec: MaskSpec) -> dict[str, Any]:
     """Return the entries of a declaration that describe a mask; see `declared_spec`."""
-    return {"preset": spec.name, **{name: getattr(spec, name) for name in _SPEC_FIELDS}}
+    return {"preset": spec.name, **{name: getattr(spec, name) for name in SPEC_FIELDS}}
 
 
-_SPEC_FIELDS = ("starts", "prefix_stops", "local_starts")
+SPEC_FIELDS = ("starts", "prefix_stops", "local_starts")
 
 
 def causal() -> MaskSpec:
@@ -93,7 +93,7 @@ def preset(name: str, segments: Sequence[Segment], *, separators: str = "attache
 
 def declared_spec(declared: Mapping[str, Any]) -> MaskSpec | None:
     """Return the mask of a declaration, None if it describes none (a user's own `mask_mod`)."""
-    columns = [declared.get(name) for name in _SPEC_FIELDS]
+    columns = [declared.get(name) for name in SPEC_FIELDS]
     if not all(isinstance(c, list | tuple) and all(type(n) is int for n in c) for c in columns):
         return None
     starts, prefix_stops, local_starts = (tuple(column or ()) for column in columns)

@@ -55,35 +55,21 @@ def pack_spec(
         rows &= ~_pack_leading(positions + 1 - window - kv_offset, n_keys)
     regions = np.maximum(np.searchsorted(spec.starts, positions, side="right") - 1, 0)
     for region in np.unique(regions).tolist():
-        rows[regions == region] &= _pack_region(
-            spec.prefix_stops[region] - kv_offset, spec.local_starts[region] - kv_offset, n_keys
-        )
+        stops = np.array((spec.prefix_stops[region], spec.local_starts[region])) - kv_offset
+        prefix, hidden = _pack_leading(stops, n_keys)
+        rows[regions == region] &= prefix | ~hidden
     return rows
 
 
 def _pack_leading(stops: npt.NDArray[np.integer], n_keys: int) -> PackedMask:
     """Return packed rows that see the keys below `stops`, one stop per row."""
     rows = np.zeros((len(stops), -(-n_keys // 8)), np.uint8)
-    for row, stop in zip(rows, stops.tolist(), strict=True):
-        _set_leading_bits(row, min(stop, n_keys))
+    for row, stop in zip(rows, np.clip(stops, 0, n_keys).tolist(), strict=True):
+        full, rest = divmod(stop, 8)
+        row[:full] = 0xFF
+        if rest:
+            row[full] = _LEADING_BITS[rest]
     return rows
-
-
-def _set_leading_bits(row: PackedMask, stop: int) -> None:
-    full, rest = divmod(max(stop, 0), 8)
-    row[:full] = 0xFF
-    if rest:
-        row[full] = _LEADING_BITS[rest]
-
-
-def _pack_region(prefix_stop: int, local_start: int, n_keys: int) -> PackedMask:
-    """Return the keys below `prefix_stop` and those from `local_start` on, packed."""
-    prefix, hidden, every = (np.zeros(-(-n_keys // 8), np.uint8) for _ in range(3))
-    _set_leading_bits(prefix, min(prefix_stop, n_keys))
-    _set_leading_bits(hidden, min(local_start, n_keys))
-    _set_leading_bits(every, n_keys)
-    visible: PackedMask = prefix | (every & ~hidden)
-    return visible
 
 
 @dataclass(frozen=True, slots=True)

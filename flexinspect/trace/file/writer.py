@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from flexinspect.core.errors import TraceWriteError
@@ -232,12 +231,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         self.close("interrupted" if interrupted else "failed" if kind else "finished")
 

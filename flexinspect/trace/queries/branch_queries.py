@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flexinspect.masks.algebra import SPEC_FIELDS
 from flexinspect.trace.queries.range_queries import lineage
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import Lineage, TraceReader
 
-MASK_KEYS = frozenset(
-    {"preset", "separators", "starts", "prefix_stops", "local_starts", "mask_mod"}
-)
+MASK_KEYS = frozenset({"preset", "separators", *SPEC_FIELDS, "mask_mod"})
 """The keys of a declaration that describe the declared mask."""
 
 
