@@ -89,7 +89,14 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
         raise ModelError(f"There is no model folder {name}.", hint=hint)
     if _HUB_ID.fullmatch(name):
         return _hub(name)
-    raise _unknown_model(name, config)
+    known = ["demo", *config.models, *ALIASES]
+    lower = {alias.lower(): alias for alias in known}
+    near = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.5)
+    nearest = "The nearest names are " + ", ".join(lower[n] for n in near) + ". " if near else ""
+    listed = (
+        "`flexinspect models` lists all; a hub id is written owner/name, a local folder ./name."
+    )
+    raise ModelError(f"The model {name!r} is unknown.", hint=nearest + listed)
 
 
 def _user_alias(entry: ModelAlias) -> ModelSource:
@@ -143,18 +150,6 @@ def has_all_weights(folder: Path) -> bool:
 
 def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
-
-
-def _unknown_model(name: str, config: Config) -> ModelError:
-    known = ["demo", *config.models, *ALIASES]
-    lower = {alias.lower(): alias for alias in known}
-    near = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.5)
-    nearest = "The nearest names are " + ", ".join(lower[n] for n in near) + ". " if near else ""
-    return ModelError(
-        f"The model {name!r} is unknown.",
-        hint=f"{nearest}`flexinspect models` lists all; a hub id is written owner/name, "
-        "a local folder ./name.",
-    )
 
 
 def read_config(source: ModelSource) -> dict[str, Any] | None:

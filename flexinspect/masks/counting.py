@@ -23,9 +23,7 @@ CHUNK_ROWS = 248
 """Rows that are counted at once: fewer than 256, so that their sums fit into a byte."""
 
 _LEADING_BITS = np.array([0x00, 0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF], np.uint8)
-BIT_COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(
-    axis=1, dtype=np.uint8
-)
+BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 
 
 def shift_keys(packed: PackedMask, n_keys: int, offset: int) -> PackedMask:

@@ -165,16 +165,6 @@ def decode_values(kinds: Sequence[str], row: SqlRow, name: str) -> list[Any]:
         raise DamagedValueError(what) from None
 
 
-def decode_column(kind: str, values: SqlRow, name: str) -> list[Any]:
-    """Return the values of a column of the table `name`, NaN restored, JSON as the text it is.
-
-    Raises `DamagedValueError` for a wrong type.
-    """
-    if kind.removesuffix("?") in schema.JSON_KINDS:
-        kind = "text?" if kind.endswith("?") else "text"
-    return decode_values((kind,) * len(values), values, name)
-
-
 def _reader_of_types(*types: type) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
         if type(value) not in types:
@@ -389,7 +379,8 @@ _FINDING_ROWS = RowFormat(Finding, schema.FINDINGS, skip=1, severity=_enum_conve
 _EVENT_ROWS = RowFormat(EventRecord, schema.EVENTS, skip=4)
 _STEP_ROWS = RowFormat(query_results.StepRow, schema.STEPS, stop=_HISTOGRAM_COLUMNS)
 _LOGITS_ROWS = RowFormat(step_records.LogitsRecord, schema.STEPS, skip=_FIRST_LOGITS_COLUMN)
-_step_values = attrgetter(*schema.STEPS.names[: schema.STEPS.names.index("first_pos")])
+STEP_SCALARS = schema.STEPS.names[: schema.STEPS.names.index("first_pos")]
+_step_values = attrgetter(*STEP_SCALARS)
 
 
 def _insert(rows: RowFormat[Any], key: Sequence[Any], records: Sequence[Any]) -> list[Statement]:

@@ -51,8 +51,12 @@ def read_frame(
     rows = reader._query(sql, tuple(where.values()))
     by_column = zip(*rows, strict=True) if rows else ((),) * len(kinds)
     pairs = zip(kinds.items(), by_column, strict=True)
+    values = {}
     with reader._damage_as_error():
-        values = {column: codec.decode_column(kind, each, name) for (column, kind), each in pairs}
+        for (column, kind), stored in pairs:
+            is_json = kind.removesuffix("?") in schema.JSON_KINDS
+            read_as = f"text{'?' * kind.endswith('?')}" if is_json else kind
+            values[column] = codec.decode_values([read_as] * len(stored), stored, name)
     build = _pandas_array if module.__name__ == "pandas" else _polars_series
     return module.DataFrame({c: build(module, kinds[c], each) for c, each in values.items()})
 

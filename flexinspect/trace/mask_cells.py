@@ -59,11 +59,6 @@ class StoredCells:
     n_keys: int
     codec: str
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all heads as they are packed in the trace."""
-        return -(-self.heads * self.n_rows * self.n_keys // 8)
-
 
 def find_mask_cells(reader: TraceReader, fingerprint: str) -> StoredCells | None:
     """Return where a mask's cells are stored, None when they were not recorded.
@@ -120,7 +115,7 @@ class _BitStream:
         if cells.codec == "bits+zstd":
             with self._decompression_errors():
                 n_bytes = zstandard.frame_content_size(chunks.peek())
-            if n_bytes != cells.n_bytes:
+            if n_bytes != -(-cells.heads * cells.n_rows * cells.n_keys // 8):
                 what = "it does not decompress to the size of its shape"
                 raise arrays.damaged_array(self._where, what)
             self._source = zstandard.ZstdDecompressor().stream_reader(chunks)

@@ -21,17 +21,9 @@ from flexinspect.records.prompt import Segment
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.records.training_step import ParameterGradient, TrainingStepRecord
 from flexinspect.trace import arrays, codec, data_frames, schema
+from flexinspect.trace import query_results as results
 from flexinspect.trace.codec import RowFormat, Statement
 from flexinspect.trace.file.connections import ReviewKey, TraceConnections, in_wal_mode
-from flexinspect.trace.query_results import (
-    ArrayInfo,
-    BranchRow,
-    EventRow,
-    FindingRow,
-    GenerationRow,
-    OutputRow,
-    StepRow,
-)
 from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH, WHERE_STEP, Table, select_sql
 from flexinspect.trace.step_loader import ALL_STREAMS, load_steps, read_arrays, with_arrays
 
@@ -163,12 +155,12 @@ class TraceReader:
         model = next(named, run.get("model"))
         return model if isinstance(model, dict) else {}
 
-    def generations(self) -> list[GenerationRow]:
+    def generations(self) -> list[results.GenerationRow]:
         """Return all generations, in order."""
         sql = f"{schema.READ_GENERATIONS} ORDER BY g.generation"
         return self._read(codec.decode_generation, sql)
 
-    def generation(self, generation: int) -> GenerationRow:
+    def generation(self, generation: int) -> results.GenerationRow:
         """Return one generation. Raises `TraceError` when there is no such generation."""
         sql = f"{schema.READ_GENERATIONS} WHERE g.generation = ?"
         rows = self._read(codec.decode_generation, sql, (generation,))
@@ -176,7 +168,7 @@ class TraceReader:
             raise TraceError(f"{self.path} has no generation {generation}.")
         return rows[0]
 
-    def branches(self, generation: int) -> list[BranchRow]:
+    def branches(self, generation: int) -> list[results.BranchRow]:
         """Return the branches of a generation, in order."""
         rest = "WHERE generation = ? ORDER BY branch"
         return self._records(codec.BRANCH_ROWS, rest, (generation,))
@@ -230,13 +222,13 @@ class TraceReader:
         stop: int | None = None,
         *,
         limit: int = -1,
-    ) -> list[StepRow]:
+    ) -> list[results.StepRow]:
         """Return the steps `start <= step < stop` (None: to the end), at most `limit` of them."""
         rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
         params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
         return self._select(codec.decode_step, schema.STEPS, rest, params, stop=-3)
 
-    def step(self, generation: int, step: int, branch: int = 0) -> StepRow | None:
+    def step(self, generation: int, step: int, branch: int = 0) -> results.StepRow | None:
         """Return one step, None when it is not recorded."""
         rows = self.steps(generation, branch, step, step + 1)
         return rows[0] if rows else None
@@ -320,7 +312,7 @@ class TraceReader:
         where = f"{WHERE_STEP} AND owner = ?"
         return with_arrays(summary, read_arrays(self, key[0], where, (*key, fingerprint)))
 
-    def arrays(self, generation: int, step: int, branch: int = 0) -> list[ArrayInfo]:
+    def arrays(self, generation: int, step: int, branch: int = 0) -> list[results.ArrayInfo]:
         """Return the arrays of a step without their data; arrays of masks are not listed."""
         key = (generation, branch, step)
         return self._read(codec.decode_array_info, schema.LIST_ARRAYS, key)
@@ -386,7 +378,7 @@ class TraceReader:
         step: int | None = None,
         branch: int = 0,
         limit: int = -1,
-    ) -> list[FindingRow]:
+    ) -> list[results.FindingRow]:
         """Return findings with their numbers, those above `after_id`, at most `limit`."""
         where, params = _place_condition(generation, branch, step)
         rest = f"{where or 'WHERE true'} AND finding > ? ORDER BY finding LIMIT ?"
@@ -419,7 +411,7 @@ class TraceReader:
         generation: int | None = None,
         step: int | None = None,
         limit: int = -1,
-    ) -> list[EventRow]:
+    ) -> list[results.EventRow]:
         """Return events whose number is above `after_id`, in order.
 
         All of them, or those of a generation or of one step of it; at most `limit`.
@@ -430,7 +422,7 @@ class TraceReader:
         rest = f"WHERE {' AND '.join(used)} ORDER BY event LIMIT ?"
         return self._select(codec.decode_event, schema.EVENTS, rest, params)
 
-    def output(self, after_id: int = 0, *, limit: int = -1) -> list[OutputRow]:
+    def output(self, after_id: int = 0, *, limit: int = -1) -> list[results.OutputRow]:
         """Return the pieces of printed output whose number is above `after_id`, in order."""
         rest = "WHERE number > ? ORDER BY number LIMIT ?"
         return self._select(codec.decode_output, schema.OUTPUT, rest, (after_id, limit))

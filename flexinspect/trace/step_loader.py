@@ -32,10 +32,6 @@ _ROWS_OF_STEP: Mapping[str, codec.RowFormat[Any]] = {
     "memory": codec.MEMORY_ROWS,
     "masks": codec.MASK_ROWS,
 }
-_STEP_SCALARS = (
-    *("generation", "branch", "step", "phase", "q_len", "kv_before", "kv_after"),
-    *("started_at", "wall_ms", "capture_ms"),
-)
 _SEVERAL_PER_STEP = ("tokens", "calls", "builds", "layer_stats", "arrays", "events")
 _ONE_PER_STEP = ("inputs", "memory")
 """The fields of a step's record: of its own row, several of another table, and at most one."""
@@ -80,7 +76,7 @@ def load_steps(
     found = []
     for step, logits in rows:
         of = {name: tuple(by_step.get(step.step, ())) for name, by_step in tables.items()}
-        fields: dict[str, Any] = {name: getattr(step, name) for name in _STEP_SCALARS}
+        fields: dict[str, Any] = {name: getattr(step, name) for name in codec.STEP_SCALARS}
         fields |= {name: of[name] for name in _SEVERAL_PER_STEP}
         fields |= {name: next(iter(of[name]), None) for name in _ONE_PER_STEP}
         fields["masks"] = tuple(with_arrays(mask, of["stored"]) for mask in of["masks"])

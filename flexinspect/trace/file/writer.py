@@ -32,7 +32,6 @@ from flexinspect.trace import codec, schema
 from flexinspect.trace.codec import Statement, bindable
 from flexinspect.trace.file import location
 from flexinspect.trace.file.connections import ReviewKey, check_header, printable_error, wal_path
-from flexinspect.trace.file.ownership import recording_pid
 from flexinspect.trace.file.salvage import is_repaired_copy
 
 WAL_TIDY_PAGES = 1_024
@@ -122,7 +121,10 @@ class TraceWriter:
     def begin_generation(self, record: GenerationRecord) -> None:
         """Record the prompt of a new generation. Raises `TraceWriteError`."""
         with self._lock:
-            self._checkpoint_wal()
+            wal = wal_path(self.recording_path)
+            with suppress(sqlite3.Error, OSError):  # between generations no step waits for it
+                if not self._is_stopped() and wal.stat().st_size > WAL_TIDY_PAGES * 4096:
+                    self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
             self._commit(codec.encode_generation_start(record), f"generation {record.generation}")
 
     def begin_branch(
@@ -218,7 +220,11 @@ class TraceWriter:
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
-            self._write_end(state)
+            facts: dict[str, Any] = {"ended_at": time.time()}
+            if self.failed:
+                state, facts["reason"] = "failed", self._reason
+            with suppress(sqlite3.Error):
+                self._transaction(codec.encode_trace_end(state, facts))
             folded = self._fold_wal()
             self._db.close()
             self._move_to_target(folded)
@@ -275,21 +281,6 @@ class TraceWriter:
         with transaction(self._db):
             for sql, params in statements:
                 self._db.execute(sql, params)
-
-    def _checkpoint_wal(self) -> None:
-        """Fold a long WAL into the file, between generations, when no step waits for it."""
-        with suppress(sqlite3.Error, OSError):
-            wal = wal_path(self.recording_path)
-            if not self._is_stopped() and wal.stat().st_size > WAL_TIDY_PAGES * 4096:
-                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-    def _write_end(self, state: str) -> None:
-        """Write the final state, if the file can still be written."""
-        facts: dict[str, Any] = {"ended_at": time.time()}
-        if self.failed:
-            state, facts["reason"] = "failed", self._reason
-        with suppress(sqlite3.Error):
-            self._transaction(codec.encode_trace_end(state, facts))
 
     def _fold_wal(self) -> bool:
         """Fold the WAL into the file; return False when a reader or the disk prevents it."""
@@ -422,7 +413,7 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
         raise _append_error(path, f"it has version {version} of the format, which is only read")
     if is_repaired_copy(path):
         raise _append_error(path, "it is a repaired copy of a damaged trace")
-    pid = recording_pid(path)
+    pid = location.recording_pid(path)
     if pid is not None:
         raise _append_error(path, f"process {pid} is recording it")
     if not os.access(path, os.W_OK):
