@@ -93,10 +93,9 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
     lower = {alias.lower(): alias for alias in known}
     near = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.5)
     nearest = "The nearest names are " + ", ".join(lower[n] for n in near) + ". " if near else ""
-    listed = (
-        "`flexinspect models` lists all; a hub id is written owner/name, a local folder ./name."
-    )
-    raise ModelError(f"The model {name!r} is unknown.", hint=nearest + listed)
+    forms = "a hub id is written owner/name, a local folder ./name."
+    hint = f"{nearest}`flexinspect models` lists all; {forms}"
+    raise ModelError(f"The model {name!r} is unknown.", hint=hint)
 
 
 def _user_alias(entry: ModelAlias) -> ModelSource:
