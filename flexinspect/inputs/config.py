@@ -2,26 +2,9 @@
 
 The project settings are the nearest file from the current folder upwards. They override the
 per-user file `~/.config/flexinspect/config.toml` (in `XDG_CONFIG_HOME` or, on Windows, `APPDATA` if
-set). There are four sections:
-
-    [models]
-    my_model = "org/name"                              # a hub id, an alias, or
-    local = "checkpoints/step-1000"                    # a folder, relative to this file
-    big = { path = "org/name", dtype = "bfloat16" }    # with the dtype to run in
-
-    [keys]                                             # keys of the interface's actions
-    "step.next" = "w"
-    "step.previous" = ["e", "left"]
-
-    [breakpoints]                                      # for every run: see docs/breakpoints.md
-    leaks = "finding mask.* >= warning"
-    unsure = "entropy > 3 and step > 2 [once]"
-
-    [debugging]                                        # switches of the training debuggers
-    gradient_norms = true                              # the others are off
-
-    [debugging.production]                             # switches of a named profile
-    memory_usage = true
+set). There are four sections: `[models]` (see `flexinspect models --help`), `[keys]`
+(docs/interface.md), `[breakpoints]` (docs/breakpoints.md), and `[debugging]` with a subsection per
+profile (docs/debugger-api.md).
 """
 
 from __future__ import annotations
@@ -112,8 +95,6 @@ def load_config(start: Path | None = None) -> Config:
     return Config(models, joined, breakpoints, debugging, tuple(files))
 
 
-# -- the files -------------------------------------------------------------------------------------
-
 _SECTIONS = {
     "models": ("alias = path", "See `flexinspect models --help` for the form."),
     "keys": (
@@ -185,9 +166,8 @@ def _load_settings(file: Path, *path: str) -> _SettingsFile:
         line = re.search(r"at line (\d+)", str(error))
         where = f"{file}:{line[1]}" if line else f"{file}, at its end"
         what = re.sub(r" \(at .*\)$", "", str(error))
-        raise UsageError(
-            f"{where}: this is not valid TOML ({what}).", hint="Correct that line."
-        ) from error
+        hint = "Correct that line."
+        raise UsageError(f"{where}: this is not valid TOML ({what}).", hint=hint) from error
     for name in path:
         settings = settings.get(name, {} if name != path[-1] else None)
     source = _SettingsFile(file, text, settings)
@@ -199,9 +179,6 @@ def _load_settings(file: Path, *path: str) -> _SettingsFile:
             hint = did_you_mean(f"[{name}]", known, f"The sections are {', '.join(known)}.")
             raise source.error("models", name, f"the section {name!r} is unknown", hint)
     return source
-
-
-# -- the sections ----------------------------------------------------------------------------------
 
 
 def _read_model(source: _SettingsFile, alias: str, value: object) -> ModelAlias:
@@ -284,22 +261,20 @@ def _read_breakpoints(source: _SettingsFile) -> dict[str, str]:
 
 def _read_debugging(source: _SettingsFile) -> dict[str, dict[str, bool]]:
     """Return the switches of each profile; "" is the section itself."""
+    from flexinspect.records.debug_switches import parse_switch
+
     table = source.section("debugging")
     profiles = {name: value for name, value in table.items() if isinstance(value, dict)}
     base = {name: value for name, value in table.items() if name not in profiles}
-    return {
-        profile: dict(_read_switch(source, *switch) for switch in switches.items())
-        for profile, switches in {"": base, **profiles}.items()
-    }
-
-
-def _read_switch(source: _SettingsFile, name: str, value: object) -> tuple[str, bool]:
-    from flexinspect.records.debug_switches import parse_switch
-
-    try:
-        switch = parse_switch(name)
-    except UsageError as error:
-        raise source.error("debugging", name, error.message.rstrip(".")) from None
-    if not isinstance(value, bool):
-        raise source.error("debugging", name, f"the switch {name!r} must be true or false")
-    return switch, value
+    found: dict[str, dict[str, bool]] = {}
+    for profile, switches in {"": base, **profiles}.items():
+        found[profile] = {}
+        for name, value in switches.items():
+            try:
+                switch = parse_switch(name)
+            except UsageError as error:
+                raise source.error("debugging", name, error.message.rstrip(".")) from None
+            if not isinstance(value, bool):
+                raise source.error("debugging", name, f"the switch {name!r} must be true or false")
+            found[profile][switch] = value
+    return found

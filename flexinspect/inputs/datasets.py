@@ -7,15 +7,12 @@
 * `webqa` and `myriadlama`: from the hub, through the extra `flexinspect[datasets]`;
 * `webqa:PATH` and `myriadlama:PATH`: the same from a local .jsonl, .json or .csv file, or from a
   folder written by `Dataset.save_to_disk` (needs the extra);
-* a name registered with `register_dataset`, or in the entry-point group
-  `flexinspect.inputs.datasets`;
+* a name registered with `register_dataset`, or in the group `ENTRY_POINTS` of entry points;
 * `package.module:Class`: the user's own class, see `ParaphraseDataset`.
 
-Files of the user (`plain_samples`) hold one object per row:
-
-* `paraphrases`: list of texts, or `question`: text (both: the question is paraphrase 0);
-* `answers`: list of texts or one text, or `answer`: text; optional;
-* `id` (or `uuid`): text or number; default: the row number. All other fields go to `meta`.
+Files of the user hold one object per row: `paraphrases` (a list of texts), `question` (a text) or
+both (the question is paraphrase 0); optional `answers` or `answer` (texts or a text) and `id` or
+`uuid` (default: the row number). All other fields go to `meta`.
 
 In a CSV file a list is written as JSON (`["a", "b"]`) or separated by bars (`a|b`).
 """
@@ -86,9 +83,8 @@ def register_dataset(name: str, dataset: Callable[[], Any]) -> None:
     Its result has a method `load_dataset()`. Raises `UsageError` for a built-in name.
     """
     if name in _BUILT_IN or ":" in name:
-        raise UsageError(
-            f"The dataset name {name!r} is built in or has a colon; choose another name."
-        )
+        what = "is built in or has a colon; choose another name."
+        raise UsageError(f"The dataset name {name!r} {what}")
     _registered[name] = dataset
 
 
@@ -107,9 +103,8 @@ def load(spec: str, *, max_samples: int | None = None) -> list[Sample]:
         raise UsageError(f"--max-samples {max_samples} is not possible; use 1 or more.")
     samples = list(islice(_samples(spec.strip(), max_samples), max_samples))
     if not samples:
-        raise DatasetError(
-            f"The dataset {spec} is empty.", hint="Use a dataset with at least one question."
-        )
+        hint = "Use a dataset with at least one question."
+        raise DatasetError(f"The dataset {spec} is empty.", hint=hint)
     return samples
 
 
@@ -144,10 +139,8 @@ def _import(spec: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise DatasetError(
-            f"The module {module_name} ({module.__file__}) has no {attribute}.",
-            hint="Check the name after the colon.",
-        ) from None
+        what = f"The module {module_name} ({module.__file__}) has no {attribute}."
+        raise DatasetError(what, hint="Check the name after the colon.") from None
 
 
 def _user_samples(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
@@ -176,21 +169,17 @@ def choose_paraphrases(
     """
     available = len(sample.paraphrases)
     chosen = list(range(available)) if indices is None else _parse_indices(indices)
+    has = f"The sample {sample.id} has"
     beyond = next((index for index in chosen if index >= available), None)
     if beyond is not None:
-        raise DatasetError(
-            f"The sample {sample.id} has {available} paraphrases, counted from 0: there is no "
-            f"number {beyond}.",
-            hint=f"Use --indices between 0 and {available - 1}.",
-        )
+        what = f"{has} {available} paraphrases, counted from 0: there is no number {beyond}."
+        raise DatasetError(what, hint=f"Use --indices between 0 and {available - 1}.")
     if num_paraphrases is not None and num_paraphrases < 1:
         raise UsageError(f"--num-paraphrases {num_paraphrases} is not possible; use 1 or more.")
     if num_paraphrases is not None and num_paraphrases > len(chosen):
-        raise DatasetError(
-            f"The sample {sample.id} has {len(chosen)} paraphrases to choose from, not "
-            f"{num_paraphrases}.",
-            hint=f"Use --num-paraphrases {len(chosen)} or less, or a dataset with more.",
-        )
+        what = f"{has} {len(chosen)} paraphrases to choose from, not {num_paraphrases}."
+        hint = f"Use --num-paraphrases {len(chosen)} or less, or a dataset with more."
+        raise DatasetError(what, hint=hint)
     paraphrases = tuple(sample.paraphrases[index] for index in chosen[:num_paraphrases])
     return replace(sample, paraphrases=paraphrases)
 
@@ -200,10 +189,8 @@ def _parse_indices(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise UsageError(
-                f"--indices {text!r} is not a list of paraphrases.",
-                hint="Write numbers from 0 with commas, or ranges: 0,1,2 or 0-2.",
-            )
+            hint = "Write numbers from 0 with commas, or ranges: 0,1,2 or 0-2."
+            raise UsageError(f"--indices {text!r} is not a list of paraphrases.", hint=hint)
         first, last = int(match[1]), int(match[2] or match[1])
         chosen.extend(range(first, min(last, first + 10_000) + 1))
     return chosen
@@ -215,9 +202,8 @@ def from_prompts(prompts: Sequence[str]) -> Sample:
     Raises `DatasetError` if there is no prompt, or an empty one.
     """
     if not prompts or not all(prompt.strip() for prompt in prompts):
-        raise DatasetError(
-            "A prompt is empty.", hint="Give --prompt TEXT, once per paraphrase, each with text."
-        )
+        hint = "Give --prompt TEXT, once per paraphrase, each with text."
+        raise DatasetError("A prompt is empty.", hint=hint)
     return Sample("prompt", tuple(prompts), (), {"source": "--prompt"})
 
 
@@ -253,40 +239,39 @@ def local_rows(path: Path) -> Iterator[DatasetRow]:
     if not path.is_file():
         raise DatasetError(f"There is no dataset file {path}.", hint="Check the path.")
     if reader is None:
-        raise DatasetError(
-            f"The dataset file {path} has an unknown format {path.suffix!r}.",
-            hint="Use .jsonl, .json or .csv.",
-        )
+        what = f"The dataset file {path} has an unknown format {path.suffix!r}."
+        raise DatasetError(what, hint="Use .jsonl, .json or .csv.")
     return _read_rows(path, reader)
 
 
-def _read_rows(path: Path, reader: Callable[[Path], Iterator[DatasetRow]]) -> Iterator[DatasetRow]:
+_Objects = Iterator[tuple[str, int, Any]]  # the stored objects of a file: location, number, object
+
+
+def _read_rows(path: Path, reader: Callable[[Path], _Objects]) -> Iterator[DatasetRow]:
     try:
-        yield from reader(path)
+        for where, number, fields in reader(path):
+            yield DatasetRow(where, number, _check_object(fields, where))
     except UnicodeDecodeError as error:
         raise DatasetError(f"The dataset file {path} is not UTF-8 text.") from error
     except (OSError, csv.Error) as error:
         raise DatasetError(f"The dataset file {path} cannot be read: {error}.") from error
 
 
-def _jsonl(path: Path) -> Iterator[DatasetRow]:
+def _jsonl(path: Path) -> _Objects:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            where = f"{path}:{number}"
             try:
-                fields = json.loads(line)
+                yield f"{path}:{number}", number, json.loads(line)
             except ValueError as error:
-                raise DatasetError(
-                    f"{where}: this line is not valid JSON ({error}).",
-                    hint="Each line is one object, such as "
-                    '{"question": "...", "paraphrases": ["..."], "answers": ["..."]}.',
-                ) from error
-            yield DatasetRow(where, number, _check_object(fields, where))
+                what = f"{path}:{number}: this line is not valid JSON ({error})."
+                example = '{"question": "...", "paraphrases": ["..."], "answers": ["..."]}'
+                hint = f"Each line is one object, such as {example}."
+                raise DatasetError(what, hint=hint) from error
 
 
-def _json(path: Path) -> Iterator[DatasetRow]:
+def _json(path: Path) -> _Objects:
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
@@ -296,11 +281,10 @@ def _json(path: Path) -> Iterator[DatasetRow]:
     if not isinstance(data, list):
         raise DatasetError(f"{path}: expected a list of objects, or an object that contains one.")
     for number, fields in enumerate(data, start=1):
-        where = f"{path}, entry {number}"
-        yield DatasetRow(where, number, _check_object(fields, where))
+        yield f"{path}, entry {number}", number, fields
 
 
-def _csv(path: Path) -> Iterator[DatasetRow]:
+def _csv(path: Path) -> _Objects:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         for number, fields in enumerate(reader, start=1):
@@ -309,18 +293,12 @@ def _csv(path: Path) -> Iterator[DatasetRow]:
                 for key, value in fields.items()
                 if key and value
             }
-            yield DatasetRow(f"{path}:{reader.line_num}", number, row)
+            yield f"{path}:{reader.line_num}", number, row
 
 
 _LIST_COLUMNS = (
-    "paraphrases",
-    "answers",
-    "templates",
-    "obj_aliases",
-    "object_aliases",
-    "obj_ents",
-    "manual_paraphrases",
-    "auto_paraphrases",
+    *("paraphrases", "answers", "templates", "obj_aliases", "object_aliases", "obj_ents"),
+    *("manual_paraphrases", "auto_paraphrases"),
 )
 _QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'" + r'|"((?:[^"\\]|\\.)*)"')
 
@@ -332,9 +310,11 @@ def _parse_list_cell(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         # pandas writes the repr of a list, or of an array, which has no commas.
-        return [
-            re.sub(r"\\(.)", r"\1", single or double) for single, double in _QUOTED.findall(text)
-        ]
+        return [_unescape(single or double) for single, double in _QUOTED.findall(text)]
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text)
 
 
 def _check_object(fields: Any, where: str) -> Mapping[str, Any]:
@@ -355,10 +335,8 @@ def sample_from(fields: Any, where: str, default_id: str) -> Sample:
     used = ("id", "uuid", "question", "paraphrases", "answers", "answer")
     question, paraphrases = fields.get("question"), fields.get("paraphrases")
     if question is None and paraphrases is None:
-        raise DatasetError(
-            f"{where}: there is neither `question` nor `paraphrases`.",
-            hint=f"The fields are {', '.join(fields) or 'none'}.",
-        )
+        hint = f"The fields are {', '.join(fields) or 'none'}."
+        raise DatasetError(f"{where}: there is neither `question` nor `paraphrases`.", hint=hint)
     texts = check_texts(paraphrases, where, "paraphrases") if paraphrases is not None else ()
     if question is not None:
         first = check_texts(question, where, "question")
@@ -378,15 +356,13 @@ def sample_from(fields: Any, where: str, default_id: str) -> Sample:
 def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
     """Return one text, or a list of texts, as a tuple. Raises `DatasetError` for an empty text."""
     value = [value] if isinstance(value, str) else value
-    if not isinstance(value, (list, tuple)):
-        raise DatasetError(
-            f"{where}: `{name}` must be a text or a list of texts, not {type(value).__name__}."
-        )
+    if not isinstance(value, list | tuple):
+        what = f"must be a text or a list of texts, not {type(value).__name__}"
+        raise DatasetError(f"{where}: `{name}` {what}.")
     for index, text in enumerate(value):
         if not isinstance(text, str) or not text.strip():
-            raise DatasetError(
-                f"{where}: `{name}` number {index} must be a non-empty text, not {text!r}."
-            )
+            what = f"number {index} must be a non-empty text, not {text!r}"
+            raise DatasetError(f"{where}: `{name}` {what}.")
     return tuple(value)
 
 
@@ -402,20 +378,17 @@ def webqa_samples(rows: Iterable[DatasetRow], _limit: int | None = None) -> Iter
         if "utterance" in fields:
             fields["question"] = fields.pop("utterance")
             fields["answers"] = _target_values(str(fields.pop("targetValue", "")))
-        numbered = sorted(
-            (key for key in fields if re.fullmatch(r"paraphrase\d+", key)),
-            key=lambda key: int(key.removeprefix("paraphrase")),
-        )
+        numbered = [key for key in fields if re.fullmatch(r"paraphrase\d+", key)]
+        numbered.sort(key=lambda key: int(key.removeprefix("paraphrase")))
         if numbered:
             # Generated paraphrases can be empty; the others are still valid.
-            listed = [fields.pop(key) for key in numbered]
-            fields["paraphrases"] = [text for text in listed if text]
+            fields["paraphrases"] = [*filter(None, map(fields.pop, numbered))]
         yield sample_from(fields, row.where, f"webqa-{row.number}")
 
 
 def _target_values(text: str) -> list[str]:
     matches = re.findall(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()]*))\)', text)
-    return [re.sub(r"\\(.)", r"\1", quoted) or bare.strip() for quoted, bare in matches]
+    return [_unescape(quoted) or bare.strip() for quoted, bare in matches]
 
 
 def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> Iterator[Sample]:
@@ -435,28 +408,26 @@ def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> 
             _, manual, automatic = facts.setdefault(key, (row, [], []))
             _add_paraphrases(row, subject, manual, automatic)
     for key, (row, manual, automatic) in facts.items():
-        yield _fact_sample(key, row, manual, automatic)
+        if not (manual or automatic):
+            raise DatasetError(f"{row.where}: there is no template.")
+        names = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
+        answers = _flatten(_first_field(row.fields, *names))
+        if answers is None:
+            what = "there is neither `obj_aliases` nor another object field"
+            raise DatasetError(f"{row.where}: {what}.")
+        subject, relation = _subject_and_relation(row.fields)
+        n_manual = len(dict.fromkeys(manual))
+        yield Sample(
+            id=key,
+            paraphrases=tuple(dict.fromkeys((*manual, *automatic))),
+            answers=tuple(dict.fromkeys(check_texts(answers, row.where, "answers"))),
+            meta={"relation": relation, "subject": subject, "manual": n_manual},
+        )
 
 
 def _subject_and_relation(fields: Mapping[str, Any]) -> tuple[Any, Any]:
     subject = _first_field(fields, "sub_ent", "subject", "sub_label", "sub_uri")
     return subject, _first_field(fields, "rel_uri", "rel", "relation", "predicate_id")
-
-
-def _fact_sample(key: str, row: DatasetRow, manual: list[str], automatic: list[str]) -> Sample:
-    if not (manual or automatic):
-        raise DatasetError(f"{row.where}: there is no template.")
-    names = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
-    answers = _flatten(_first_field(row.fields, *names))
-    if answers is None:
-        raise DatasetError(f"{row.where}: there is neither `obj_aliases` nor another object field.")
-    subject, relation = _subject_and_relation(row.fields)
-    return Sample(
-        id=key,
-        paraphrases=tuple(dict.fromkeys((*manual, *automatic))),
-        answers=tuple(dict.fromkeys(check_texts(answers, row.where, "answers"))),
-        meta={"relation": relation, "subject": subject, "manual": len(dict.fromkeys(manual))},
-    )
 
 
 def _add_paraphrases(
@@ -471,15 +442,13 @@ def _add_paraphrases(
         return
     templates = _first_field(fields, "templates", "template")
     if templates is None or not isinstance(subject, str):
-        raise DatasetError(
-            f"{where}: `template` and `sub_ent` (or `subject`) are needed.",
-            hint=f"The fields are {', '.join(fields) or 'none'}.",
-        )
+        hint = f"The fields are {', '.join(fields) or 'none'}."
+        what = f"{where}: `template` and `sub_ent` (or `subject`) are needed."
+        raise DatasetError(what, hint=hint)
     is_manual = str(fields.get("is_manual", True)).lower() in ("true", "1")
-    (manual if is_manual else automatic).extend(
-        template.replace("[X]", subject).replace("[Y]", "[MASK]")
-        for template in check_texts(templates, where, "template")
-    )
+    texts = manual if is_manual else automatic
+    for template in check_texts(templates, where, "template"):
+        texts.append(template.replace("[X]", subject).replace("[Y]", "[MASK]"))
 
 
 def _first_field(fields: Mapping[str, Any], *keys: str) -> Any:
@@ -488,7 +457,7 @@ def _first_field(fields: Mapping[str, Any], *keys: str) -> Any:
 
 def _flatten(value: Any) -> Any:
     """Flatten a list of lists (one list of aliases per object)."""
-    if isinstance(value, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in value):
+    if isinstance(value, list | tuple) and any(isinstance(item, list | tuple) for item in value):
         return [text for item in value for text in ([item] if isinstance(item, str) else item)]
     return value
 
@@ -531,10 +500,8 @@ def _library_rows(
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
-        raise DatasetError(
-            f"The dataset {source} needs the package `datasets`, which is not installed.",
-            hint="Run: pip install 'flexinspect[datasets]'",
-        ) from error
+        what = f"The dataset {source} needs the package `datasets`, which is not installed."
+        raise DatasetError(what, hint="Run: pip install 'flexinspect[datasets]'") from error
     try:
         items = read(library)
     except Exception as error:

@@ -1,18 +1,7 @@
-"""Declaration files: the segments of a program's prompts, and the declared mask.
+"""Declaration files, TOML or JSON: the segments of a program's prompts, and the declared mask.
 
-    mask = "segment-isolation"        # a preset
-    separators = "attached"           # or "isolated"
-
-    [[segments]]                      # a span of positions in the input ids
-    start = 1
-    stop = 12
-    label = "paraphrase 1"
-
-    [[segments]]                      # or a text, which is searched in the input
-    text = "What is the capital of France?"
-    kind = "paraphrase"
-
-A JSON file has the same keys.
+A segment is a span of positions in the input ids, or a text that is searched in the input;
+`docs/own-code.md` has an example.
 """
 
 from __future__ import annotations
@@ -60,15 +49,17 @@ class _DeclarationFile(Struct, forbid_unknown_fields=True):
 
 def read_declaration(file: Path) -> Declaration:
     """Return the declaration in a file. Raises `UsageError` with the file and the invalid key."""
-    said = convert(_DeclarationFile, _parse_file(file), f"The declaration {file}")
-    specs = tuple(_segment_spec(f"{file}: segments[{n}]", e) for n, e in enumerate(said.segments))
+    declared = convert(_DeclarationFile, _parse_file(file), f"The declaration {file}")
+    specs = tuple(
+        _segment_spec(f"{file}: segments[{n}]", e) for n, e in enumerate(declared.segments)
+    )
     _check_overlaps(file, specs)
-    if said.mask is not None:
+    if declared.mask is not None:
         try:
-            algebra.check_preset(said.mask)
+            algebra.check_preset(declared.mask)
         except MaskError as error:
             raise UsageError(f"{file}: {error.message}", hint=error.hint) from error
-    return Declaration(specs, said.mask, said.separators)
+    return Declaration(specs, declared.mask, declared.separators)
 
 
 def _parse_file(file: Path) -> Any:
@@ -83,13 +74,13 @@ def _parse_file(file: Path) -> Any:
 
 
 def _segment_spec(where: str, entry: object) -> SegmentSpec:
-    said = convert(_Segment, {"text": entry} if isinstance(entry, str) else entry, where)
-    label, start, stop = _label(said), said.start, said.stop
-    if said.text is not None:
+    declared = convert(_Segment, {"text": entry} if isinstance(entry, str) else entry, where)
+    label, start, stop = _label(declared), declared.start, declared.stop
+    if declared.text is not None:
         if start is not None or stop is not None:
             what = "has both a text and positions; use one of the two"
             raise UsageError(f"{where} {what}.", hint=_SEGMENT_HINT)
-        return (said.text, label) if label else said.text
+        return (declared.text, label) if label else declared.text
     if start is None or stop is None:
         missing = "start" if start is None else "stop"
         raise UsageError(f"{where}.{missing} is missing.", hint=_SEGMENT_HINT)
@@ -99,12 +90,12 @@ def _segment_spec(where: str, entry: object) -> SegmentSpec:
     return start, stop, label or f"span {start}-{stop}"
 
 
-def _label(said: _Segment) -> str:
+def _label(declared: _Segment) -> str:
     """Return the label, with the kind as its first word, where `Declaration` keeps it."""
-    first = (said.label.split() or [""])[0].lower()
+    first = (declared.label.split() or [""])[0].lower()
     named = first if first in get_args(_Kind) else str(SegmentKind.PARAPHRASE)
-    has_kind = said.kind in (None, named)
-    return said.label if has_kind else f"{said.kind} {said.label}".rstrip()
+    has_kind = declared.kind in (None, named)
+    return declared.label if has_kind else f"{declared.kind} {declared.label}".rstrip()
 
 
 def _check_overlaps(file: Path, segments: tuple[SegmentSpec, ...]) -> None:
@@ -124,10 +115,8 @@ def check_mask_mod_spec(spec: str) -> None:
     if function and module_exists(module):
         return
     what = f"there is no module {module}" if function and module else "a part of the name is empty"
-    raise MaskError(
-        f"--mask {spec} cannot be loaded: {what}.",
-        hint="Write --mask package.module:function, importable from the current folder.",
-    )
+    hint = "Write --mask package.module:function, importable from the current folder."
+    raise MaskError(f"--mask {spec} cannot be loaded: {what}.", hint=hint)
 
 
 def module_exists(module: str) -> bool:

@@ -74,7 +74,10 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
     config = config or Config()
     name = name.strip()
     if name == "demo":
-        return _demo()
+        if not (DEMO / "config.json").is_file():
+            hint = "Reinstall flexinspect, or run `make demo-model` in a clone to train it."
+            raise ModelError("The demo model is missing from this installation.", hint=hint)
+        return ModelSource("demo", "demo", None, DEMO, None, "here")
     if name in config.models:
         return _user_alias(config.models[name])
     if name in ALIASES:
@@ -82,22 +85,17 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
     if expand_user(name).is_dir():
         return _folder(name, expand_user(name))
     if _looks_like_path(name):
-        raise ModelError(
-            f"There is no model folder {name}.",
-            hint="Use a folder that contains config.json, or a name from `flexinspect models`.",
-        )
+        hint = "Use a folder that contains config.json, or a name from `flexinspect models`."
+        raise ModelError(f"There is no model folder {name}.", hint=hint)
     if _HUB_ID.fullmatch(name):
         return _hub(name)
-    raise _unknown_model(name, config)
-
-
-def _demo() -> ModelSource:
-    if not (DEMO / "config.json").is_file():
-        raise ModelError(
-            "The demo model is missing from this installation.",
-            hint="Reinstall flexinspect, or run `make demo-model` in a clone to train it.",
-        )
-    return ModelSource("demo", "demo", None, DEMO, None, "here")
+    known = ["demo", *config.models, *ALIASES]
+    lower = {alias.lower(): alias for alias in known}
+    near = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.5)
+    nearest = "The nearest names are " + ", ".join(lower[n] for n in near) + ". " if near else ""
+    forms = "a hub id is written owner/name, a local folder ./name."
+    hint = f"{nearest}`flexinspect models` lists all; {forms}"
+    raise ModelError(f"The model {name!r} is unknown.", hint=hint)
 
 
 def _user_alias(entry: ModelAlias) -> ModelSource:
@@ -118,10 +116,8 @@ def _user_alias(entry: ModelAlias) -> ModelSource:
 
 def _folder(name: str, folder: Path) -> ModelSource:
     if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"The folder {folder} is not a model: it has no config.json.",
-            hint="Use a folder that `save_pretrained` wrote, or one downloaded from the hub.",
-        )
+        hint = "Use a folder that `save_pretrained` wrote, or one downloaded from the hub."
+        raise ModelError(f"The folder {folder} is not a model: it has no config.json.", hint=hint)
     return ModelSource(name, "folder", None, folder.resolve(), None, "here")
 
 
@@ -129,15 +125,10 @@ def _hub(repo_id: str) -> ModelSource:
     snapshot = cached_snapshot(repo_id)
     complete = snapshot is not None and has_all_weights(snapshot)
     alias = next((alias for alias, target in ALIASES.items() if target == repo_id), None)
-    return ModelSource(
-        repo_id,
-        "hub",
-        repo_id,
-        snapshot if complete else None,
-        None if alias is None else ARCHITECTURES / f"{alias}.json",
-        "cached" if complete else "download",
-        gated=repo_id.startswith(_GATED),
-    )
+    config = None if alias is None else ARCHITECTURES / f"{alias}.json"
+    path, where = (snapshot, "cached") if complete else (None, "download")
+    is_gated = repo_id.startswith(_GATED)
+    return ModelSource(repo_id, "hub", repo_id, path, config, where, gated=is_gated)
 
 
 def cached_snapshot(repo_id: str, file: str = "config.json") -> Path | None:
@@ -160,18 +151,6 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
 
 
-def _unknown_model(name: str, config: Config) -> ModelError:
-    known = ["demo", *config.models, *ALIASES]
-    lower = {alias.lower(): alias for alias in known}
-    near = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.5)
-    nearest = "The nearest names are " + ", ".join(lower[n] for n in near) + ". " if near else ""
-    return ModelError(
-        f"The model {name!r} is unknown.",
-        hint=f"{nearest}`flexinspect models` lists all; a hub id is written owner/name, "
-        "a local folder ./name.",
-    )
-
-
 def read_config(source: ModelSource) -> dict[str, Any] | None:
     """Return the configuration if it is available without a download, else None.
 
@@ -188,9 +167,8 @@ def read_config_file(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"The model configuration {file} cannot be read.", hint="Fetch the file again."
-        ) from error
+        what = f"The model configuration {file} cannot be read."
+        raise ModelError(what, hint="Fetch the file again.") from error
     if not isinstance(config, dict):
         raise ModelError(f"The model configuration {file} is not a JSON object.")
     return config

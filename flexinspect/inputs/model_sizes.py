@@ -19,14 +19,9 @@ import psutil
 from flexinspect.core.errors import ModelError, UsageError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_DTYPE_NAMES = {
-    **{name: name for name in DTYPE_BYTES},
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "float": "float32",
-    "half": "float16",
-}
+_DTYPE_NAMES = {name: name for name in DTYPE_BYTES}
+_DTYPE_NAMES |= {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPE_NAMES |= {"float": "float32", "half": "float16"}
 # The limit of the safetensors format; a larger number means that the file is damaged.
 _MAX_HEADER = 100_000_000
 
@@ -39,9 +34,8 @@ def canonical_dtype(name: str) -> str:
     try:
         return _DTYPE_NAMES[name.strip().lower().removeprefix("torch.")]
     except KeyError:
-        raise UsageError(
-            f"The dtype {name!r} is unknown.", hint="Use float32, bfloat16 or float16."
-        ) from None
+        hint = "Use float32, bfloat16 or float16."
+        raise UsageError(f"The dtype {name!r} is unknown.", hint=hint) from None
 
 
 def check_dtype(name: str) -> None:
@@ -62,30 +56,22 @@ def parameter_count(config: Mapping[str, Any]) -> int | None:
     kind = config.get("model_type")
     if kind not in ("llama", "mistral", "qwen2", "qwen3"):
         return None
-    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    embedding = int(config["vocab_size"]) * hidden
-    per_layer = _attention_parameters(config, kind) + _mlp_parameters(config, kind) + 2 * hidden
-    head = 0 if config.get("tie_word_embeddings", False) else embedding
-    return embedding + layers * per_layer + hidden + head
-
-
-def _attention_parameters(config: Mapping[str, Any], kind: str) -> int:
-    hidden = int(config["hidden_size"])
+    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     q = int(config["num_attention_heads"]) * _head_dim(config)
     kv = _kv_heads(config) * _head_dim(config)
-    bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
-    count = hidden * (q + 2 * kv) + q * hidden
-    if bias or kind == "qwen2":
-        count += q + 2 * kv
-    if bias:
-        count += hidden
-    return count + (2 * _head_dim(config) if kind == "qwen3" else 0)
-
-
-def _mlp_parameters(config: Mapping[str, Any], kind: str) -> int:
-    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    bias = kind == "llama" and config.get("mlp_bias", False)
-    return 3 * hidden * inner + (2 * inner + hidden if bias else 0)
+    layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * inner + 2 * hidden
+    has_bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
+    if has_bias or kind == "qwen2":
+        layer += q + 2 * kv
+    if has_bias:
+        layer += hidden
+    if kind == "qwen3":
+        layer += 2 * _head_dim(config)
+    if kind == "llama" and config.get("mlp_bias", False):
+        layer += 2 * inner + hidden
+    embedding = int(config["vocab_size"]) * hidden
+    head = 0 if config.get("tie_word_embeddings", False) else embedding
+    return embedding + int(config["num_hidden_layers"]) * layer + hidden + head
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:
@@ -185,29 +171,27 @@ def read_header(path: Path) -> dict[str, Any]:
 
     Reads no tensor. Raises `ModelError` when the file is truncated or not a safetensors file.
     """
+    damaged = ModelError(
+        f"The weight file {path} is damaged or not a safetensors file.",
+        hint="Fetch the file again: delete it and repeat the download or copy.",
+    )
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header: Any = json.loads(file.read(length)) if length <= _MAX_HEADER else None
-        ends = [(int(t["data_offsets"][1]), math.prod(t["shape"])) for _, t in _tensors(header)]
+        # The shapes are computed so that a header without valid ones is refused here.
+        ends = [(int(t["data_offsets"][1]), math.prod(t["shape"])) for t in _tensors(header)]
         is_damaged = path.stat().st_size < 8 + length + max(ends, default=(0, 0))[0]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise _damaged(path) from error
+        raise damaged from error
     if is_damaged:
-        raise _damaged(path)
+        raise damaged
     tensors: dict[str, Any] = header
     return tensors
 
 
-def _tensors(header: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(name, tensor) for name, tensor in header.items() if name != "__metadata__"]
-
-
-def _damaged(path: Path) -> ModelError:
-    return ModelError(
-        f"The weight file {path} is damaged or not a safetensors file.",
-        hint="Fetch the file again: delete it and repeat the download or copy.",
-    )
+def _tensors(header: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [tensor for name, tensor in header.items() if name != "__metadata__"]
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -223,9 +207,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return tuple(folder / Path(name).name for name in sorted(names))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"The weight index {index} cannot be read.", hint="Fetch the file again."
-        ) from error
+        what = f"The weight index {index} cannot be read."
+        raise ModelError(what, hint="Fetch the file again.") from error
 
 
 def stored_parameter_count(folder: Path) -> int:
@@ -234,7 +217,7 @@ def stored_parameter_count(folder: Path) -> int:
     Raises `ModelError` when a file is missing or damaged.
     """
     headers = (read_header(path) for path in weight_files(folder))
-    return sum(math.prod(t["shape"]) for header in headers for _, t in _tensors(header))
+    return sum(math.prod(t["shape"]) for header in headers for t in _tensors(header))
 
 
 def human_count(n: int | None) -> str:

@@ -17,8 +17,7 @@ from flexinspect.rules.attention.kernel_failures import (
     FailuresRule,
 )
 from flexinspect.rules.engine import RuleRunner
-from flexinspect.trace.file.location import delete_trace
-from flexinspect.trace.file.ownership import close_dead_trace
+from flexinspect.trace.file.location import close_dead_trace, delete_trace
 from flexinspect.trace.file.side_files import LastKernelCall, take_last_call
 
 _CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")

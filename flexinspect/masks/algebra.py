@@ -25,9 +25,7 @@ BlockStates = npt.NDArray[np.uint8]
 UNREACHABLE = 2**31 - 1
 """A local start beyond every key (the largest int32, as kernels index in int32): an empty row."""
 
-BLOCK_SIZE = 128
-"""Tokens per block of a block mask, the default of `create_block_mask`."""
-
+BLOCK_SIZE = 128  # tokens per block of a block mask, the default of `create_block_mask`
 SEPARATOR_MODES = ("attached", "isolated")
 
 
@@ -61,12 +59,10 @@ class MaskSpec:
 
 def spec_entries(spec: MaskSpec) -> dict[str, Any]:
     """Return the entries of a declaration that describe a mask; see `declared_spec`."""
-    return {
-        "preset": spec.name,
-        "starts": spec.starts,
-        "prefix_stops": spec.prefix_stops,
-        "local_starts": spec.local_starts,
-    }
+    return {"preset": spec.name, **{name: getattr(spec, name) for name in SPEC_FIELDS}}
+
+
+SPEC_FIELDS = ("starts", "prefix_stops", "local_starts")
 
 
 def causal() -> MaskSpec:
@@ -84,17 +80,20 @@ def preset(name: str, segments: Sequence[Segment], *, separators: str = "attache
     """
     check_preset(name)
     if separators not in SEPARATOR_MODES:
-        raise MaskError(
-            f"--separators {separators} is unknown; use {' or '.join(SEPARATOR_MODES)}."
-        )
-    interval_of = PRESETS[name]
-    intervals = [_visible_interval(interval_of, segments, s, separators) for s in segments]
+        what = f"--separators {separators} is unknown; use {' or '.join(SEPARATOR_MODES)}."
+        raise MaskError(what)
+    intervals = [
+        (0, UNREACHABLE)
+        if segment.kind is SegmentKind.SEPARATOR and separators == "isolated"
+        else PRESETS[name](segments, segments[segment.owner])
+        for segment in segments
+    ]
     return _build_spec(name, [segment.start for segment in segments], intervals)
 
 
 def declared_spec(declared: Mapping[str, Any]) -> MaskSpec | None:
     """Return the mask of a declaration, None if it describes none (a user's own `mask_mod`)."""
-    columns = [declared.get(name) for name in ("starts", "prefix_stops", "local_starts")]
+    columns = [declared.get(name) for name in SPEC_FIELDS]
     if not all(isinstance(c, list | tuple) and all(type(n) is int for n in c) for c in columns):
         return None
     starts, prefix_stops, local_starts = (tuple(column or ()) for column in columns)
@@ -124,12 +123,8 @@ _ALL_KEYS: Interval = (0, 0)
 _UNRESTRICTED_KINDS = (SegmentKind.CUE, SegmentKind.GENERATED)
 
 
-def _isolation(segments: Sequence[Segment], owner: Segment) -> Interval:
-    return _prefix_interval(_last_stop(segments, SegmentKind.BOS), owner)
-
-
-def _shared_prefix(segments: Sequence[Segment], owner: Segment) -> Interval:
-    return _prefix_interval(_last_stop(segments, SegmentKind.BOS, SegmentKind.SHARED), owner)
+def _prefix(*kinds: SegmentKind) -> Callable[[Sequence[Segment], Segment], Interval]:
+    return lambda segments, owner: _prefix_interval(_last_stop(segments, *kinds), owner)
 
 
 def _anchor_first(segments: Sequence[Segment], owner: Segment) -> Interval:
@@ -142,20 +137,15 @@ def _anchor_first(segments: Sequence[Segment], owner: Segment) -> Interval:
 def _document(segments: Sequence[Segment], owner: Segment) -> Interval:
     bos_stop = _last_stop(segments, SegmentKind.BOS)
     if owner.kind in _UNRESTRICTED_KINDS:
-        return bos_stop, max(
-            (s.start for s in segments if s.kind is SegmentKind.PARAPHRASE), default=0
-        )
+        starts = (s.start for s in segments if s.kind is SegmentKind.PARAPHRASE)
+        return bos_stop, max(starts, default=0)
     return _prefix_interval(bos_stop, owner)
 
 
-def _causal(segments: Sequence[Segment], owner: Segment) -> Interval:
-    return _ALL_KEYS
-
-
 PRESETS: dict[str, Callable[[Sequence[Segment], Segment], Interval]] = {
-    "segment-isolation": _isolation,
-    "shared-prefix": _shared_prefix,
-    "causal": _causal,
+    "segment-isolation": _prefix(SegmentKind.BOS),
+    "shared-prefix": _prefix(SegmentKind.BOS, SegmentKind.SHARED),
+    "causal": lambda segments, owner: _ALL_KEYS,
     "anchor-first": _anchor_first,
     "document": _document,
 }
@@ -174,17 +164,6 @@ def _prefix_interval(prefix_stop: int, owner: Segment) -> Interval:
     return min(prefix_stop, owner.start), owner.start
 
 
-def _visible_interval(
-    interval_of: Callable[[Sequence[Segment], Segment], Interval],
-    segments: Sequence[Segment],
-    segment: Segment,
-    separators: str,
-) -> Interval:
-    if segment.kind is SegmentKind.SEPARATOR and separators == "isolated":
-        return 0, UNREACHABLE
-    return interval_of(segments, segments[segment.owner])
-
-
 def _build_spec(name: str, starts: Sequence[int], intervals: Sequence[Interval]) -> MaskSpec:
     """Merge adjacent segments with the same visible keys, which saves comparisons in the kernel."""
     merged: list[tuple[int, int, int]] = []
@@ -192,12 +171,8 @@ def _build_spec(name: str, starts: Sequence[int], intervals: Sequence[Interval])
         interval = _ALL_KEYS if prefix_stop >= local_start else (prefix_stop, local_start)
         if not merged or merged[-1][1:] != interval:
             merged.append((start if merged else 0, *interval))
-    return MaskSpec(
-        name,
-        starts=tuple(start for start, _, _ in merged),
-        prefix_stops=tuple(prefix_stop for _, prefix_stop, _ in merged),
-        local_starts=tuple(local_start for _, _, local_start in merged),
-    )
+    starts, prefix_stops, local_starts = zip(*merged, strict=True) if merged else ((),) * 3
+    return MaskSpec(name, starts, prefix_stops, local_starts)
 
 
 def row_chunks(n_rows: int, size: int = BLOCK_SIZE) -> Iterator[tuple[int, int]]:
@@ -222,10 +197,9 @@ def block_tables(spec: MaskSpec, n_q: int, n_kv: int, *, q_offset: int = 0) -> B
 
     A block that extends beyond the mask is never full, as in `create_block_mask`.
     """
-    chunks = (
+    return stack_block_rows(
         spec.dense(stop - start, n_kv, q_offset=q_offset + start) for start, stop in row_chunks(n_q)
     )
-    return stack_block_rows(chunks)
 
 
 def row_block_tables(spec: MaskSpec, q_idx: int, n_kv: int) -> BlockTables:

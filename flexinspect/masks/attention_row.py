@@ -81,7 +81,7 @@ class LseCheck:
         return f"{checked} error {self.value:.0e}{note}"
 
 
-UNCHECKED = LseCheck()
+UNCHECKED = LseCheck()  # the check of a row without a recorded log-sum-exp or output
 
 
 def recorded_check(call: CallRecord) -> LseCheck:
@@ -89,21 +89,16 @@ def recorded_check(call: CallRecord) -> LseCheck:
     return LseCheck(call.lse_error, call.check_kind, call.dtype)
 
 
-"""The check of a row without a recorded log-sum-exp or output."""
-
-
 def worst_check(checks: Sequence[LseCheck]) -> LseCheck:
     """Return the worst check: a failed one, else one without a value, else the largest."""
-    if not checks:
-        return UNCHECKED
-    return max(checks, key=_check_order)
 
+    def order(check: LseCheck) -> tuple[int, float]:
+        if check.value is None:
+            return 1, 0.0
+        value = math.inf if math.isnan(check.value) else check.value
+        return (2, value) if check.is_failed else (0, value)
 
-def _check_order(check: LseCheck) -> tuple[int, float]:
-    if check.value is None:
-        return 1, 0.0
-    value = math.inf if math.isnan(check.value) else check.value
-    return (2, value) if check.is_failed else (0, value)
+    return max(checks, key=order, default=UNCHECKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,20 +146,13 @@ def row_weights(scores: Floats, visible: Bools, lse: float | None = None) -> Att
     """
     with np.errstate(all="ignore"):
         masked = np.where(visible, scores, -np.inf)
-        own = _logsumexp(masked)
+        own = float(np.logaddexp.reduce(masked))
         used = own if lse is None else lse
         shift = 0.0 if used == -math.inf else used
         weights: Floats = np.where(visible, np.exp(masked - shift), 0.0)
         total = float(weights.sum())
     expected = 0.0 if used == -math.inf else 1.0
     return AttentionRow(weights, total, own, None if lse is None else abs(total - expected))
-
-
-def _logsumexp(scores: Floats) -> float:
-    top = float(scores.max(initial=-math.inf))
-    if not math.isfinite(top):
-        return top
-    return top + math.log(float(np.exp(scores - top).sum()))
 
 
 def entropy(weights: Floats) -> float:

@@ -18,20 +18,12 @@ from flexinspect.masks.algebra import IntArray, MaskSpec
 PackedMask = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
 Tiles = npt.NDArray[np.uint8]
-
-TILE = 8
-"""Rows and keys of a tile, so that a byte of a packed row lies in one tile."""
-
+TILE = 8  # rows and keys of a tile, so that a byte of a packed row lies in one tile
 CHUNK_ROWS = 248
 """Rows that are counted at once: fewer than 256, so that their sums fit into a byte."""
 
 _LEADING_BITS = np.array([0x00, 0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF], np.uint8)
-BIT_COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(
-    axis=1, dtype=np.uint8
-)
-
-
-# -- packed rows ----------------------------------------------------------------------------------
+BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 
 
 def shift_keys(packed: PackedMask, n_keys: int, offset: int) -> PackedMask:
@@ -61,38 +53,21 @@ def pack_spec(
         rows &= ~_pack_leading(positions + 1 - window - kv_offset, n_keys)
     regions = np.maximum(np.searchsorted(spec.starts, positions, side="right") - 1, 0)
     for region in np.unique(regions).tolist():
-        rows[regions == region] &= _pack_region(
-            spec.prefix_stops[region] - kv_offset, spec.local_starts[region] - kv_offset, n_keys
-        )
+        stops = np.array((spec.prefix_stops[region], spec.local_starts[region])) - kv_offset
+        prefix, hidden = _pack_leading(stops, n_keys)
+        rows[regions == region] &= prefix | ~hidden
     return rows
 
 
 def _pack_leading(stops: npt.NDArray[np.integer], n_keys: int) -> PackedMask:
     """Return packed rows that see the keys below `stops`, one stop per row."""
     rows = np.zeros((len(stops), -(-n_keys // 8)), np.uint8)
-    for row, stop in zip(rows, stops.tolist(), strict=True):
-        _set_leading_bits(row, min(stop, n_keys))
+    for row, stop in zip(rows, np.clip(stops, 0, n_keys).tolist(), strict=True):
+        full, rest = divmod(stop, 8)
+        row[:full] = 0xFF
+        if rest:
+            row[full] = _LEADING_BITS[rest]
     return rows
-
-
-def _set_leading_bits(row: PackedMask, stop: int) -> None:
-    full, rest = divmod(max(stop, 0), 8)
-    row[:full] = 0xFF
-    if rest:
-        row[full] = _LEADING_BITS[rest]
-
-
-def _pack_region(prefix_stop: int, local_start: int, n_keys: int) -> PackedMask:
-    """Return the keys below `prefix_stop` and those from `local_start` on, packed."""
-    prefix, hidden, every = (np.zeros(-(-n_keys // 8), np.uint8) for _ in range(3))
-    _set_leading_bits(prefix, min(prefix_stop, n_keys))
-    _set_leading_bits(hidden, min(local_start, n_keys))
-    _set_leading_bits(every, n_keys)
-    visible: PackedMask = prefix | (every & ~hidden)
-    return visible
-
-
-# -- counting -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +137,8 @@ def count_cells(
     """
     groups = groups or PositionGroups()
     n_rows = len(positions)
-    counter = {"open": _CellCounter(n_rows, n_keys, first_row % TILE)}
-    if declared is not None:
-        counter |= {name: _CellCounter(n_rows, n_keys, first_row % TILE) for name in _DIFFERENCES}
+    names = ("open",) if declared is None else ("open", "lost", "leaked")
+    counter = {name: _CellCounter(n_rows, n_keys, first_row % TILE) for name in names}
     columns = np.zeros(n_keys, np.int32)
     table = np.zeros((len(groups.starts), len(groups.starts)), np.int64)
     of_row = groups.group_of(positions)
@@ -178,9 +152,6 @@ def count_cells(
     return MaskCounts(
         key_counts=columns, group_counts=table, **{name: c.result() for name, c in counter.items()}
     )
-
-
-_DIFFERENCES = ("lost", "leaked")
 
 
 def _add_key_counts(
@@ -217,7 +188,8 @@ class _CellCounter:
         self._rows[row : row + len(packed)] = counts
         if self._tiles is None:
             self._tiles = np.zeros(self._shape, np.uint8)
-            self._first = _first_cell(row, packed, counts)
+            at = int(np.flatnonzero(counts)[0])
+            self._first = row + at, int(np.flatnonzero(np.unpackbits(packed[at]))[0])
         tile = (self._tile_offset + row + np.arange(len(packed))) // TILE
         edges = np.flatnonzero(np.diff(tile, prepend=-1))
         sums = np.add.reduceat(ones, edges, axis=0, dtype=np.uint8)
@@ -226,8 +198,3 @@ class _CellCounter:
     def result(self) -> CellCounts:
         """Return the counts."""
         return CellCounts(self._rows, self._tiles, self._first)
-
-
-def _first_cell(row: int, packed: PackedMask, counts: npt.NDArray[np.int32]) -> tuple[int, int]:
-    at = int(np.flatnonzero(counts)[0])
-    return row + at, int(np.flatnonzero(np.unpackbits(packed[at]))[0])

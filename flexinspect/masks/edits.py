@@ -1,14 +1,4 @@
-"""Edits of a mask in text form.
-
-    preset causal                        use another preset over the same segments
-    drop paraphrase 2                    no other segment attends to it or to its separator
-    join paraphrase 1 and paraphrase 2   the two attend to each other
-    let paraphrase 3 see paraphrase 1    the first attends to the second
-    let cue not see paraphrase 2         the first no longer attends to the second
-    cell 12 3                            toggle row 12, key 3
-    cell 12 3 open                       open it (or close)
-    row 12                               toggle between all keys up to row 12 and row 12 alone
-    row 12 close                         attend to itself alone (or open: to all keys up to itself)
+"""Edits of a mask in text form; `docs/branches.md` lists them.
 
 Segments are named by their label or their number. A mask stays causal: a cell above the diagonal
 cannot be opened, as the key does not exist yet when a generated row is computed.
@@ -18,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,8 +20,7 @@ from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.records.prompt import Segment, SegmentKind
 
-OPEN_END = algebra.UNREACHABLE
-"""A `stop` beyond every position."""
+OPEN_END = algebra.UNREACHABLE  # a `stop` beyond every position
 
 EDIT_HINT = (
     "Write 'preset NAME', 'drop SEGMENT', 'join SEGMENT and SEGMENT', "
@@ -67,9 +56,8 @@ class PatchedMask:
 
     def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
         """Return the mask, bool (n_q, n_kv), for the rows from `q_offset` on."""
-        return apply_patches(
-            self.base.dense(n_q, n_kv, q_offset=q_offset), self.patches, q_offset=q_offset
-        )
+        cells = self.base.dense(n_q, n_kv, q_offset=q_offset)
+        return apply_patches(cells, self.patches, q_offset=q_offset)
 
 
 def apply_patches(
@@ -77,18 +65,15 @@ def apply_patches(
 ) -> BoolArray:
     """Return cells (..., rows, keys) with patches applied; row 0 is position `q_offset`."""
     out = cells.copy()
-    n_rows, n_keys = out.shape[-2:]
-    q_idx = np.arange(q_offset, q_offset + n_rows)
+    q_idx = np.arange(q_offset, q_offset + out.shape[-2])
+    kv_idx = np.arange(out.shape[-1])
     for patch in patches:
-        rows = slice(
-            *(min(max(at - q_offset, 0), n_rows) for at in (patch.row_start, patch.row_stop))
-        )
-        keys = slice(min(patch.key_start, n_keys), min(patch.key_stop, n_keys))
-        if not patch.is_open:
+        rows = slice(max(patch.row_start - q_offset, 0), max(patch.row_stop - q_offset, 0))
+        keys = slice(patch.key_start, patch.key_stop)
+        if patch.is_open:
+            out[..., rows, keys] |= kv_idx[None, keys] <= q_idx[rows, None]
+        else:
             out[..., rows, keys] = False
-            continue
-        causal = np.arange(n_keys)[None, keys] <= q_idx[rows, None]
-        out[..., rows, keys] |= causal
     return out
 
 
@@ -98,28 +83,15 @@ def changed_rows(before: PatchedMask, after: PatchedMask, n_rows: int) -> npt.ND
     Of a mask that is not a `MaskSpec` only some heads may be known, so every row under a new patch
     counts as changed.
     """
+    changed = np.zeros(n_rows, np.bool_)
     if not isinstance(before.base, MaskSpec) and before.base is after.base:
-        new = after.patches[len(before.patches) :]
-        touched = np.zeros(n_rows, np.bool_)
-        for patch in new:
-            touched[patch.row_start : patch.row_stop] = True
-        return np.flatnonzero(touched)
-    rows = [
-        start + np.flatnonzero(_differing_rows(before, after, start, stop, n_rows))
-        for start, stop in algebra.row_chunks(n_rows)
-    ]
-    return np.concatenate(rows) if rows else np.zeros(0, np.intp)
-
-
-def _differing_rows(
-    before: PatchedMask, after: PatchedMask, start: int, stop: int, n_rows: int
-) -> npt.NDArray[np.bool_]:
-    old, new = (mask.dense(stop - start, n_rows, q_offset=start) for mask in (before, after))
-    differs: npt.NDArray[np.bool_] = (old != new).any(axis=1)
-    return differs
-
-
-# -- the edits -------------------------------------------------------------------------------------
+        for patch in after.patches[len(before.patches) :]:
+            changed[patch.row_start : patch.row_stop] = True
+        return np.flatnonzero(changed)
+    for start, stop in algebra.row_chunks(n_rows):
+        old, new = (mask.dense(stop - start, n_rows, q_offset=start) for mask in (before, after))
+        changed[start:stop] = (old != new).any(axis=1)
+    return np.flatnonzero(changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +117,13 @@ class Edit:
                 return f"let {self.names[0]} {verb} {self.names[1]}"
             case "preset" | "drop":
                 return f"{self.kind} {self.names[0]}"
-        verb = {None: "", True: " open", False: " close"}[self.is_open]
-        return f"{self.kind} {' '.join(map(str, self.indices))}{verb}"
+        words = {None: (), True: ("open",), False: ("close",)}[self.is_open]
+        return " ".join(map(str, (self.kind, *self.indices, *words)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the edit as plain data."""
-        lists = {"names": list(self.names), "places": list(self.indices)}
-        return {"kind": self.kind, **lists, "open": self.is_open}
+        names, places = list(self.names), list(self.indices)
+        return {"kind": self.kind, "names": names, "places": places, "open": self.is_open}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Edit:
@@ -160,10 +132,8 @@ class Edit:
             is_open = data.get("open")
             names = tuple(str(name) for name in data.get("names", ()))
             indices = tuple(int(index) for index in data.get("places", ()))
-            edit = cls(
-                str(data["kind"]), names, indices, None if is_open is None else bool(is_open)
-            )
-            return parse_edit(str(edit))
+            is_open = None if is_open is None else bool(is_open)
+            return parse_edit(str(cls(str(data["kind"]), names, indices, is_open)))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise MaskError(f"{data!r} is not an edit of a mask.", hint=EDIT_HINT) from error
 
@@ -206,40 +176,40 @@ def apply_edits(
     """
     after = mask
     for edit in edits:
-        after = _APPLY_BY_KIND[edit.kind](edit, after, segments)
+        if edit.kind == "preset":
+            name, _, separators = edit.names[0].partition("/")
+            spec = algebra.preset(name, segments, separators=separators or "attached")
+            after = after if after == PatchedMask(spec) else PatchedMask(spec)
+            continue
+        patches = _PATCHES_BY_KIND[edit.kind](edit, after, segments)
+        if any(_changes_cells(after, patch) for patch in patches):
+            after = PatchedMask(after.base, (*after.patches, *patches))
     if after is mask:
         listed = "; ".join(str(edit) for edit in edits)
         raise MaskError(f"'{listed}' does not change the mask.")
     return after
 
 
-def _apply_preset(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
-    name, _, separators = edit.names[0].partition("/")
-    preset = PatchedMask(algebra.preset(name, segments, separators=separators or "attached"))
-    return mask if mask == preset else preset
-
-
-def _apply_drop(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+def _drop(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
     number = find_segment(edit.names[0], segments)
     if segments[number].kind is SegmentKind.GENERATED:
         raise MaskError("The generated segment cannot be dropped: its rows choose the tokens.")
     spans = _segment_spans(number, segments)
-    others = _rows_outside(spans)
-    return _with_patches(
-        mask, [MaskPatch(*rows, *keys, False) for keys in spans for rows in others]
-    )
+    # Rows before the first span are causal anyway.
+    stops = [*(start for start, _ in spans[1:]), OPEN_END]
+    others = [(row, stop) for (_, row), stop in zip(spans, stops, strict=True) if row < stop]
+    return [MaskPatch(*rows, *keys, False) for keys in spans for rows in others]
 
 
-def _apply_join(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+def _join(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
     first, second = (find_segment(name, segments) for name in edit.names)
     if first == second:
         raise MaskError(f"'{edit}' names one segment twice.")
-    return _with_patches(
-        mask, _opening_patches(first, second, segments) + _opening_patches(second, first, segments)
-    )
+    both = ((first, second), (second, first))
+    return [patch for pair in both for patch in _opening_patches(*pair, segments)]
 
 
-def _apply_see(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+def _see(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
     query, key = (find_segment(name, segments) for name in edit.names)
     if segments[query].stop <= segments[key].start:
         raise MaskError(
@@ -248,9 +218,7 @@ def _apply_see(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> Pa
             hint=f"Swap the two segments, or use 'drop {segments[query].label}'.",
         )
     patches = _opening_patches(query, key, segments)
-    if edit.is_open is False:
-        patches = [replace(patch, is_open=False) for patch in patches]
-    return _with_patches(mask, patches)
+    return [replace(patch, is_open=edit.is_open is not False) for patch in patches]
 
 
 def _opening_patches(query: int, key: int, segments: Sequence[Segment]) -> list[MaskPatch]:
@@ -259,7 +227,7 @@ def _opening_patches(query: int, key: int, segments: Sequence[Segment]) -> list[
     return [MaskPatch(*rows, *keys, True) for rows, keys in pairs if keys[0] < rows[1]]
 
 
-def _apply_cell(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+def _cell(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
     row, key = edit.indices
     if key > row:
         raise MaskError(f"Row {row} comes before key {key}, and a row attends to no later key.")
@@ -267,19 +235,19 @@ def _apply_cell(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> P
     is_open = edit.is_open
     if is_open is None:
         is_open = not mask.dense(1, row + 1, q_offset=row)[0, key]
-    return _with_patches(mask, [MaskPatch(row, row + 1, key, key + 1, is_open)])
+    return [MaskPatch(row, row + 1, key, key + 1, is_open)]
 
 
-def _apply_row(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+def _row(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
     row = edit.indices[0]
     _check_row(row, segments)
     is_open = edit.is_open
     if is_open is None:
         is_open = not mask.dense(1, row + 1, q_offset=row).all()
     if is_open:
-        return _with_patches(mask, [MaskPatch(row, row + 1, 0, row + 1, True)])
+        return [MaskPatch(row, row + 1, 0, row + 1, True)]
     itself = MaskPatch(row, row + 1, row, row + 1, True)
-    return _with_patches(mask, [MaskPatch(row, row + 1, 0, OPEN_END, False), itself])
+    return [MaskPatch(row, row + 1, 0, OPEN_END, False), itself]
 
 
 def _check_row(row: int, segments: Sequence[Segment]) -> None:
@@ -287,31 +255,17 @@ def _check_row(row: int, segments: Sequence[Segment]) -> None:
         raise MaskError(f"There is no row {row}: the last row is {segments[-1].stop - 1}.")
 
 
-_APPLY_BY_KIND: dict[str, Callable[[Edit, PatchedMask, Sequence[Segment]], PatchedMask]] = {
-    "preset": _apply_preset,
-    "drop": _apply_drop,
-    "join": _apply_join,
-    "see": _apply_see,
-    "cell": _apply_cell,
-    "row": _apply_row,
-}
-
-
-def _with_patches(mask: PatchedMask, patches: Sequence[MaskPatch]) -> PatchedMask:
-    """Return the mask with patches, or `mask` itself if they change no cell."""
-    needed = tuple(patch for patch in patches if _changes_cells(mask, patch))
-    if not needed:
-        return mask
-    return PatchedMask(mask.base, (*mask.patches, *patches))
+_PATCHES_BY_KIND = {"drop": _drop, "join": _join, "see": _see, "cell": _cell, "row": _row}
 
 
 def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
     """Return whether a patch changes a cell; endless rows are checked up to the last region."""
-    last = (
-        patch.row_stop - 1
-        if patch.row_stop < OPEN_END
-        else max(patch.row_start, _last_region_start(mask))
-    )
+    last = patch.row_stop - 1
+    if patch.row_stop == OPEN_END:
+        starts = mask.base.starts if isinstance(mask.base, MaskSpec) else ()
+        edges = [edge for each in mask.patches for edge in (each.row_start, each.key_stop)]
+        last = max((*starts, *(edge for edge in edges if edge < OPEN_END), 0)) + 1
+        last = max(patch.row_start, last)
     for start, stop in algebra.row_chunks(last + 1 - patch.row_start):
         first = patch.row_start + start
         cells = mask.dense(stop - start, last + 1, q_offset=first)
@@ -320,21 +274,12 @@ def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
     return False
 
 
-def _last_region_start(mask: PatchedMask) -> int:
-    starts = mask.base.starts if isinstance(mask.base, MaskSpec) else ()
-    edges = [edge for patch in mask.patches for edge in (patch.row_start, patch.key_stop)]
-    return max((*starts, *(edge for edge in edges if edge < OPEN_END), 0)) + 1
-
-
 def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:
     """Return the edit with segments named by label. Raises `MaskError` for an unknown segment."""
     if edit.kind == "preset":
         return edit
     labels = tuple(segments[find_segment(name, segments)].label for name in edit.names)
     return replace(edit, names=labels)
-
-
-# -- segments --------------------------------------------------------------------------------------
 
 
 def find_segment(name: str, segments: Sequence[Segment]) -> int:
@@ -346,10 +291,8 @@ def find_segment(name: str, segments: Sequence[Segment]) -> int:
     if key.isascii() and key.isdecimal() and int(key) < len(segments):
         return int(key)
     near = difflib.get_close_matches(key, labels, 1)
-    raise MaskError(
-        f"There is no segment '{name.strip()}'.",
-        hint=f"Did you mean '{near[0]}'?" if near else f"The segments are {', '.join(labels)}.",
-    )
+    hint = f"Did you mean '{near[0]}'?" if near else f"The segments are {', '.join(labels)}."
+    raise MaskError(f"There is no segment '{name.strip()}'.", hint=hint)
 
 
 def _segment_spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, int]]:
@@ -363,10 +306,3 @@ def _segment_spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, 
         else:
             spans.append((segment.start, stop))
     return spans
-
-
-def _rows_outside(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the rows after the first span that are in no span; earlier rows are causal anyway."""
-    starts = [stop for _, stop in spans]
-    stops = [*(start for start, _ in spans[1:]), OPEN_END]
-    return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

@@ -53,14 +53,8 @@ class PixelGrid:
         return np.zeros((self.height, self.width), np.int64)
 
 
-SCALES: tuple[int, ...] = (
-    *range(1, 8),
-    8,
-    16,
-    24,
-    32,
-    *(m << k for k in range(20) for m in (40, 48, 56, 64)),
-)
+_OCTAVE = (40, 48, 56, 64)
+SCALES: tuple[int, ...] = (*range(1, 9), 16, 24, 32, *(m << k for k in range(20) for m in _OCTAVE))
 """Cells per side of a pixel; from `TILE` on multiples of it, so that tiles can be summed."""
 
 
@@ -96,27 +90,21 @@ def _fold(
     keys = _axis_pixels(at[1], values.shape[1], start[1], scale[1], out.shape[1])
     if rows is None or keys is None:
         return
-    sums = np.add.reduceat(values[rows.low : rows.high], rows.edges, axis=0, dtype=np.int32)
-    sums = np.add.reduceat(sums[:, keys.low : keys.high], keys.edges, axis=1, dtype=np.int64)
-    out[rows.first : rows.first + len(sums), keys.first : keys.first + sums.shape[1]] += sums
+    (row_span, row_edges, row), (key_span, key_edges, key) = rows, keys
+    sums = np.add.reduceat(values[row_span], row_edges, axis=0, dtype=np.int32)
+    sums = np.add.reduceat(sums[:, key_span], key_edges, axis=1, dtype=np.int64)
+    out[row : row + len(sums), key : key + sums.shape[1]] += sums
 
 
-@dataclass(frozen=True, slots=True)
-class _AxisPixels:
-    """The values `low` to `high` of an axis; each edge starts a pixel, from pixel `first` on."""
-
-    low: int
-    high: int
-    edges: npt.NDArray[np.intp]
-    first: int
-
-
-def _axis_pixels(at: int, length: int, start: int, scale: int, n_pixels: int) -> _AxisPixels | None:
+def _axis_pixels(
+    at: int, length: int, start: int, scale: int, n_pixels: int
+) -> tuple[slice, npt.NDArray[np.intp], int] | None:
+    """Return the values of an axis that are in view, where each pixel starts, and the first one."""
     low, high = max(start - at, 0), min(start + scale * n_pixels - at, length)
     if low >= high:
         return None
     pixel = (np.arange(low, high) + (at - start)) // scale
-    return _AxisPixels(low, high, np.flatnonzero(np.diff(pixel, prepend=-1)), int(pixel[0]))
+    return slice(low, high), np.flatnonzero(np.diff(pixel, prepend=-1)), int(pixel[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +149,6 @@ def pixel_sizes(grid: PixelGrid, known: Iterable[tuple[int, int]], n_keys: int) 
     edge = np.minimum(grid.key + grid.key_scale * np.arange(grid.width + 1), n_keys)
     return rows[:, None] * np.diff(edge)[None]
 
-
-# -- pixels as states -----------------------------------------------------------------------------
 
 CLOSED, OPEN, UNKNOWN, LOST, LEAKED, BOTH, APPLIED = 0, 6, 7, 8, 9, 10, 11
 """States of a pixel; 1 to 5 are shares between closed and open. `APPLIED` is a partial block, in

@@ -40,7 +40,7 @@ from flexinspect.panels.timeline import (
     timeline_columns,
 )
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
-from flexinspect.trace.reader_queries import CurvePoint
+from flexinspect.trace.reader import CurvePoint
 
 LEARNING_RATE = "learning rate"
 CURVE_NAMES = ("loss", LEARNING_RATE, "gradient norm")

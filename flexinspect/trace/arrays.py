@@ -16,12 +16,8 @@ import zstandard
 from flexinspect.core.errors import TraceError, TraceWriteError
 from flexinspect.records.step import Array
 
-CHUNK_BYTES = 1 << 20
-"""Bytes of stored data in one row at most."""
-
-MIN_COMPRESS_BYTES = 512
-"""Packed bytes below which compressing costs more than it saves."""
-
+CHUNK_BYTES = 1 << 20  # bytes of stored data in one row at most
+MIN_COMPRESS_BYTES = 512  # packed bytes below which compressing costs more than it saves
 CODECS = ("raw", "bits", "bits+zstd")
 
 STORED_DTYPES = {
@@ -57,7 +53,7 @@ class EncodedArray:
     item: str
     shape: str
     codec: str
-    chunks: tuple[bytes | memoryview, ...]
+    chunks: tuple[memoryview, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +82,9 @@ def encode_array(array: Array, dtype: str | None = None) -> EncodedArray:
         codec, data = _encode_bits(array)
     else:
         codec, data = "raw", np.asarray(array, STORED_DTYPES[item]).tobytes()
-    return EncodedArray(dtype or item, item, str(list(array.shape)), codec, _split_chunks(data))
+    starts = range(0, max(len(data), 1), CHUNK_BYTES)
+    chunks = tuple(memoryview(data)[start : start + CHUNK_BYTES] for start in starts)
+    return EncodedArray(dtype or item, item, str(list(array.shape)), codec, chunks)
 
 
 def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, str]:
@@ -103,9 +101,13 @@ def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, 
         if zlib.crc32(chunk.data) != chunk.checksum:
             raise damaged_array(array_name, "a checksum does not match its bytes")
     data = first.data if len(chunks) == 1 else b"".join(chunk.data for chunk in chunks)
-    if first.codec == "raw":
-        return _decode_raw(data, item, shape, array_name), first.dtype
-    return _decode_bits(data, first.codec, shape, array_name), first.dtype
+    if first.codec != "raw":
+        return _decode_bits(data, first.codec, shape, array_name), first.dtype
+    if len(data) != math.prod(shape) * item.itemsize:
+        what = f"{len(data)} bytes are not {list(shape)} of {item.name}"
+        raise damaged_array(array_name, what)
+    array = np.frombuffer(data, item).reshape(shape)
+    return array.astype(item.newbyteorder("="), copy=False), first.dtype
 
 
 def widen_bfloat16(array: Array, dtype: str) -> Array:
@@ -132,13 +134,6 @@ def _encode_bits(array: Array) -> tuple[str, bytes]:
     return ("bits+zstd", squeezed) if len(squeezed) < len(bits) else ("bits", bits)
 
 
-def _split_chunks(data: bytes) -> tuple[bytes | memoryview, ...]:
-    if len(data) <= CHUNK_BYTES:
-        return (data,)
-    view = memoryview(data)
-    return tuple(view[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))
-
-
 def _parse_shape(text: str, where: str) -> tuple[int, ...]:
     try:
         shape = json.loads(text)
@@ -149,14 +144,6 @@ def _parse_shape(text: str, where: str) -> tuple[int, ...]:
     if any(type(length) is not int or not 0 <= length < _MAX_BYTES for length in shape):
         raise damaged_array(where, "its shape holds something that is not a length")
     return tuple(shape)
-
-
-def _decode_raw(
-    data: bytes, item: np.dtype[np.generic], shape: tuple[int, ...], where: str
-) -> Array:
-    if len(data) != math.prod(shape) * item.itemsize:
-        raise damaged_array(where, f"{len(data)} bytes are not {list(shape)} of {item.name}")
-    return np.frombuffer(data, item).reshape(shape).astype(item.newbyteorder("="), copy=False)
 
 
 def _decode_bits(data: bytes, codec: str, shape: tuple[int, ...], where: str) -> Array:

@@ -13,52 +13,25 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from enum import Enum
-from itertools import chain
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from flexinspect.records import step as step_records
+from flexinspect.records import token_gradients, training_step
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.records.step import (
-    MASK_ARRAYS,
-    BuildRecord,
-    CallRecord,
-    Candidate,
-    EventRecord,
-    GenerationEnd,
-    GenerationRecord,
-    InputsRecord,
-    LayerStatRecord,
-    LogitsRecord,
-    MaskRecord,
-    MemoryRecord,
-    OutputRecord,
-    StepRecord,
-    TokenRecord,
-)
-from flexinspect.records.token_gradients import GradientRecord, GradientStat
-from flexinspect.records.training_step import (
-    AnomalyOrigin,
-    ParameterGradient,
-    TrainingStepRecord,
-    group_of,
-)
-from flexinspect.trace import schema
-from flexinspect.trace.query_results import (
-    ArrayInfo,
-    BranchRow,
-    EventRow,
-    FindingRow,
-    GenerationRow,
-    OutputRow,
-    StepRow,
-)
+from flexinspect.records.step import EventRecord, GenerationEnd, OutputRecord, StepRecord
+from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient
+from flexinspect.trace import query_results, schema
+from flexinspect.trace.query_results import BranchRow, EventRow, FindingRow, OutputRow
 from flexinspect.trace.schema import Table, insert_sql
 
 if TYPE_CHECKING:
-    from flexinspect.trace.arrays import ArrayChunk, EncodedArray
+    from flexinspect.trace.arrays import ArrayChunk
 
 _FLOAT = "$float"
 _DEPTH = 40
@@ -71,10 +44,14 @@ def to_json(value: Any) -> str:
     numpy arrays become lists, numpy scalars numbers, anything else its `str`.
     """
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_json_default)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_with_tagged_floats)
     except (ValueError, TypeError, RecursionError):
-        text = json.dumps(simplify(value, _tagged_float), ensure_ascii=False, allow_nan=False)
-    return text if text.isascii() or _is_utf8(text) else _to_ascii(text)
+        text = json.dumps(_with_tagged_floats(value), ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(json.loads(text))  # a lone surrogate needs an escape
+    return text
 
 
 def from_json(text: str) -> Any:
@@ -124,16 +101,15 @@ def _is_numpy(value: Any, *, scalar: bool = False) -> bool:
     return isinstance(value, numpy.generic) or (not scalar and isinstance(value, numpy.ndarray))
 
 
-def bindable(params: Iterable[Any]) -> list[Any]:
-    """Return replacements that SQLite accepts for parameters that it refused.
+_with_tagged_floats = partial(simplify, on_float=lambda value: {_FLOAT: float_name(value)})
+
+
+def bindable(value: Any) -> Any:
+    """Return a replacement that SQLite accepts for a parameter that it refused.
 
     numpy scalars become numbers, integers beyond 64 bits and unknown objects become text, and lone
     surrogates, which UTF-8 cannot encode, become backslash escapes.
     """
-    return [_bindable(param) for param in params]
-
-
-def _bindable(value: Any) -> Any:
     if _is_numpy(value, scalar=True):
         value = value.item()
     if value is None or isinstance(value, float | bytes | bytearray | memoryview):
@@ -143,40 +119,12 @@ def _bindable(value: Any) -> Any:
     return str(value).encode("utf-8", "backslashreplace").decode()
 
 
-def _json_default(value: Any) -> Any:
-    if _is_numpy(value):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, set | frozenset) else str(value)
-
-
-def _tagged_float(value: float) -> dict[str, str]:
-    return {_FLOAT: float_name(value)}
-
-
 def _untag(value: dict[str, Any]) -> Any:
     return float(value[_FLOAT]) if value.keys() == {_FLOAT} else value
 
 
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _to_ascii(text: str) -> str:
-    return json.dumps(json.loads(text))
-
-
-Statement = tuple[str, Sequence[Any]]
-"""SQL and its parameters."""
-
-RowKey = tuple[int, int, int]
-"""Generation, branch, step."""
-
+Statement = tuple[str, Sequence[Any]]  # SQL and its parameters
+RowKey = tuple[int, int, int]  # generation, branch, step
 SqlRow = Sequence[Any]
 E = TypeVar("E", bound=Enum)
 R = TypeVar("R")
@@ -198,16 +146,6 @@ _NAN_TEXT = "nan"
 """A NaN in a column of kind "real?", because NULL, as which SQLite would store it, means "none"."""
 
 
-def decode_row(table: Table, row: SqlRow, *, skip: int = 0) -> list[Any]:
-    """Return the values of a row, NaN and JSON restored.
-
-    Raises `DamagedValueError` for a wrong type.
-
-    `row` begins with the column number `skip` of the table and may stop before its end.
-    """
-    return decode_values(table.kinds(skip=skip), row, table.name)
-
-
 def decode_int(value: Any) -> int:
     """Return a value that must be an integer. Raises `DamagedValueError`."""
     if type(value) is not int:
@@ -216,26 +154,15 @@ def decode_int(value: Any) -> int:
 
 
 def decode_values(kinds: Sequence[str], row: SqlRow, name: str) -> list[Any]:
-    """Return the values of a row of these kinds, or of the first of them.
+    """Return the values of a row of these kinds, or of the first of them, NaN and JSON restored.
 
     Raises `DamagedValueError` for a wrong type.
     """
     try:
         return [_READERS_BY_KIND[kind](value) for kind, value in zip(kinds, row, strict=False)]
     except (ValueError, TypeError) as error:
-        raise DamagedValueError(
-            f"a row of {name} holds a value of a wrong type ({error})"
-        ) from None
-
-
-def decode_column(kind: str, values: SqlRow, name: str) -> list[Any]:
-    """Return the values of a column of the table `name`, NaN restored, JSON as the text it is.
-
-    Raises `DamagedValueError` for a wrong type.
-    """
-    if kind.removesuffix("?") in schema.JSON_KINDS:
-        kind = "text?" if kind.endswith("?") else "text"
-    return decode_values((kind,) * len(values), values, name)
+        what = f"a row of {name} holds a value of a wrong type ({error})"
+        raise DamagedValueError(what) from None
 
 
 def _reader_of_types(*types: type) -> Callable[[Any], Any]:
@@ -323,26 +250,14 @@ _READERS_BY_KIND |= {f"{kind}?": _or_none(_READERS_BY_KIND[kind]) for kind in sc
 
 
 # The text of a list of numbers is JSON already, at a third of the price of `json.dumps`.
-
-
-def _ints_to_json(values: Iterable[int]) -> str:
-    return str([*map(int, values)])
-
-
-def _floats_to_json(values: Sequence[float]) -> str:
-    return str([*values]) if all(map(math.isfinite, values)) else to_json([*values])
-
-
-def _runs_to_json(values: Iterable[Sequence[int]]) -> str:
-    return str([[int(first), int(n)] for first, n in values])
-
-
 _WRITERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
     "bool": int,
     **dict.fromkeys(schema.JSON_KINDS, to_json),
-    "ints": _ints_to_json,
-    "floats": _floats_to_json,
-    "runs": _runs_to_json,
+    "ints": lambda values: str([*map(int, values)]),
+    "floats": lambda values: (
+        str([*values]) if all(map(math.isfinite, values)) else to_json([*values])
+    ),
+    "runs": lambda values: str([[int(first), int(n)] for first, n in values]),
 }
 """What makes a field into a value of a column, for kinds that do not store it as it is."""
 _WRITERS_BY_KIND |= {f"{kind}?": _or_none(_WRITERS_BY_KIND[kind]) for kind in schema.NULLABLE_KINDS}
@@ -370,14 +285,15 @@ class RowFormat(Generic[R]):
     ) -> None:
         self.table, self.skip, self.stop = table, skip, stop
         self._record = record
+        self._kinds = tuple(column.kind for column in table.columns[skip:])
         columns = table.columns[skip:stop]
         self._names = tuple(column.name for column in columns)
         fields_ = [field.name for field in fields(cast(Any, record))]
         if not {*fields_}.issuperset(self._names):
             raise TypeError(f"the columns of {table.name} are not the fields of {record.__name__}")
         self._is_positional = self._names == tuple(fields_[: len(self._names)])
-        plain = {c.name: _WRITERS_BY_KIND[c.kind] for c in columns if c.kind in _WRITERS_BY_KIND}
-        writers = plain | {name: write for name, (write, _) in conversions.items()}
+        writers = {c.name: _WRITERS_BY_KIND[c.kind] for c in columns if c.kind in _WRITERS_BY_KIND}
+        writers |= {name: write for name, (write, _) in conversions.items()}
         self._writers = [(self._names.index(name), write) for name, write in writers.items()]
         self._readers = [(self._names.index(n), read) for n, (_, read) in conversions.items()]
         self._nan_columns = [i for i, column in enumerate(columns) if column.kind == "real?"]
@@ -399,12 +315,18 @@ class RowFormat(Generic[R]):
                 row[index] = _NAN_TEXT
         return row
 
-    def decode(self, values: SqlRow, **others: Any) -> R:
-        """Return the record of cleaned columns; `others` are its fields that are no columns."""
-        if self._readers:
-            values = [*values]
-            for index, read in self._readers:
-                values[index] = read(values[index])
+    def read_values(self, row: SqlRow) -> list[Any]:
+        """Return the values of the columns from `skip` on, of which the last may be missing."""
+        return decode_values(self._kinds, row, self.table.name)
+
+    def decode(self, row: SqlRow, **others: Any) -> R:
+        """Return the record of a row; `others` are its fields that are no columns."""
+        return self.build(self.read_values(row), **others)
+
+    def build(self, values: list[Any], **others: Any) -> R:
+        """Return the record of values that `read_values` returned."""
+        for index, read in self._readers:
+            values[index] = read(values[index])
         if self._is_positional:
             return self._record(*values, **others)
         return self._record(**dict(zip(self._names, values, strict=True)), **others)
@@ -420,15 +342,11 @@ def _enum_conversion(kind: type[E]) -> tuple[Callable[[Any], str], Callable[[str
     return str, read
 
 
-def _read_origin(value: Mapping[str, Any] | None) -> AnomalyOrigin | None:
+def _read_origin(value: Mapping[str, Any]) -> AnomalyOrigin:
     try:
-        return None if value is None else AnomalyOrigin(**value)
+        return AnomalyOrigin(**value)
     except TypeError as error:
         raise DamagedValueError(f"not an anomaly origin ({error})") from None
-
-
-def _write_origin(origin: AnomalyOrigin | None) -> str | None:
-    return None if origin is None else to_json(asdict(origin))
 
 
 _FIRST_LOGITS_COLUMN = schema.STEPS.names.index("entropy")
@@ -436,62 +354,58 @@ _CHOSEN_COLUMN = schema.STEPS.names.index("chosen_id")
 _HISTOGRAM_COLUMNS = schema.STEPS.names.index("histogram_min")
 _N_LOGITS_COLUMNS = len(schema.STEPS.names) - _FIRST_LOGITS_COLUMN
 
-GENERATION_ROWS = RowFormat(GenerationRow, schema.GENERATIONS)
+GENERATION_ROWS = RowFormat(query_results.GenerationRow, schema.GENERATIONS)
 BRANCH_ROWS = RowFormat(BranchRow, schema.BRANCHES)
 SEGMENT_ROWS = RowFormat(Segment, schema.SEGMENTS, skip=3, kind=_enum_conversion(SegmentKind))
-TOKEN_ROWS = RowFormat(TokenRecord, schema.TOKENS, skip=2)
-CANDIDATE_ROWS = RowFormat(Candidate, schema.CANDIDATES, skip=3)
-INPUTS_ROWS = RowFormat(InputsRecord, schema.INPUTS, skip=3)
-CALL_ROWS = RowFormat(CallRecord, schema.CALLS, skip=4)
-BUILD_ROWS = RowFormat(BuildRecord, schema.BUILDS, skip=4)
-LAYER_STAT_ROWS = RowFormat(LayerStatRecord, schema.LAYER_STATS, skip=4)
-MEMORY_ROWS = RowFormat(MemoryRecord, schema.MEMORY, skip=3)
-MASK_ROWS = RowFormat(MaskRecord, schema.MASKS, skip=3)
+TOKEN_ROWS = RowFormat(step_records.TokenRecord, schema.TOKENS, skip=2)
+CANDIDATE_ROWS = RowFormat(step_records.Candidate, schema.CANDIDATES, skip=3)
+INPUTS_ROWS = RowFormat(step_records.InputsRecord, schema.INPUTS, skip=3)
+CALL_ROWS = RowFormat(step_records.CallRecord, schema.CALLS, skip=4)
+BUILD_ROWS = RowFormat(step_records.BuildRecord, schema.BUILDS, skip=4)
+LAYER_STAT_ROWS = RowFormat(step_records.LayerStatRecord, schema.LAYER_STATS, skip=4)
+MEMORY_ROWS = RowFormat(step_records.MemoryRecord, schema.MEMORY, skip=3)
+MASK_ROWS = RowFormat(step_records.MaskRecord, schema.MASKS, skip=3)
 GRADIENT_ROWS = RowFormat(GradientRecord, schema.GRADIENTS)
-GRADIENT_STAT_ROWS = RowFormat(GradientStat, schema.GRADS, skip=3)
+GRADIENT_STAT_ROWS = RowFormat(token_gradients.GradientStat, schema.GRADS, skip=3)
 TRAINING_ROWS = RowFormat(
-    TrainingStepRecord,
+    training_step.TrainingStepRecord,
     schema.TRAINING_STEPS,
     skip=3,
-    anomaly_origin=(_write_origin, _read_origin),
+    anomaly_origin=(_or_none(lambda origin: to_json(asdict(origin))), _or_none(_read_origin)),
 )
-OUTPUT_ROWS = RowFormat(OutputRecord, schema.OUTPUT, skip=1)
+_OUTPUT_ROWS = RowFormat(OutputRecord, schema.OUTPUT, skip=1)
 _PARAMETER_ROWS = RowFormat(ParameterGradient, schema.GRADS, skip=3, stop=8)
-_FINDING_ROWS = RowFormat(Finding, schema.FINDINGS, skip=4, severity=_enum_conversion(Severity))
+_FINDING_ROWS = RowFormat(Finding, schema.FINDINGS, skip=1, severity=_enum_conversion(Severity))
 _EVENT_ROWS = RowFormat(EventRecord, schema.EVENTS, skip=4)
-_STEP_ROWS = RowFormat(StepRow, schema.STEPS, stop=_HISTOGRAM_COLUMNS)
-_LOGITS_ROWS = RowFormat(LogitsRecord, schema.STEPS, skip=_FIRST_LOGITS_COLUMN)
-_step_values = attrgetter(*schema.STEPS.names[: schema.STEPS.names.index("first_pos")])
+_STEP_ROWS = RowFormat(query_results.StepRow, schema.STEPS, stop=_HISTOGRAM_COLUMNS)
+_LOGITS_ROWS = RowFormat(step_records.LogitsRecord, schema.STEPS, skip=_FIRST_LOGITS_COLUMN)
+STEP_SCALARS = schema.STEPS.names[: schema.STEPS.names.index("first_pos")]
+_step_values = attrgetter(*STEP_SCALARS)
 
 
-def _add_rows(
-    out: list[Statement], rows: RowFormat[Any], key: Sequence[Any], records: Sequence[Any]
-) -> None:
-    """Add the INSERT of records, numbered from 0 if their table has a column for it."""
-    first = 1 if rows.table.is_numbered_by_sqlite else 0
-    is_numbered = rows.skip - first > len(key)
+def _insert(rows: RowFormat[Any], key: Sequence[Any], records: Sequence[Any]) -> list[Statement]:
+    """Return the INSERTs of records, numbered from 0 if their table has a column for it.
+
+    `key` may have more values than the rows need.
+    """
+    n_key = rows.skip - rows.table.is_numbered_by_sqlite
+    is_numbered = n_key > len(key)
     flat: list[Any] = []
     for number, record in enumerate(records):
-        flat += (*key, number) if is_numbered else key
+        flat += (*key, number) if is_numbered else key[:n_key]
         flat += rows.encode(record)
-    _add_insert(out, rows.table, flat, len(records))
+    return _insert_values(rows.table, flat)
 
 
-def _add_insert(
-    out: list[Statement],
-    table: Table,
-    flat: list[Any],
-    n_rows: int,
-    *,
-    batch: int = MAX_ROWS_PER_INSERT,
-) -> None:
-    """Add the INSERT of `n_rows` rows, whose values follow each other in `flat`."""
-    skip = 1 if table.is_numbered_by_sqlite else 0
+def _insert_values(
+    table: Table, flat: list[Any], *, batch: int = MAX_ROWS_PER_INSERT
+) -> list[Statement]:
+    """Return the INSERTs of rows, whose values follow each other in `flat`."""
+    skip = int(table.is_numbered_by_sqlite)
     width = len(table.columns) - skip
-    for start in range(0, n_rows, batch):
-        n = min(batch, n_rows - start)
-        part = flat if n == n_rows else flat[start * width : (start + n) * width]
-        out.append((insert_sql(table, n, skip=skip), part))
+    size = batch * width
+    parts = [flat[i : i + size] for i in range(0, len(flat), size)] if len(flat) > size else [flat]
+    return [(insert_sql(table, len(part) // width, skip=skip), part) for part in parts if part]
 
 
 # -- statements that write records ----------------------------------------------------------------
@@ -500,93 +414,81 @@ def _add_insert(
 def encode_step(record: StepRecord, known_masks: Collection[str]) -> list[Statement]:
     """Return the statements of a step, without masks whose fingerprint is in `known_masks`."""
     key = (record.generation, record.branch, record.step)
-    out: list[Statement] = []
+    logits, training = record.logits, record.training
     positions = [token.pos for token in record.tokens]
     row = [*_step_values(record), min(positions, default=None), max(positions, default=None)]
-    row += _LOGITS_ROWS.encode(record.logits) if record.logits else (None,) * _N_LOGITS_COLUMNS
-    _add_insert(out, schema.STEPS, row, 1)
-    _add_rows(out, TOKEN_ROWS, key[:2], record.tokens)
-    if record.logits is not None:
-        _add_rows(out, CANDIDATE_ROWS, key, record.logits.candidates)
-    if record.inputs is not None:
-        _add_rows(out, INPUTS_ROWS, key, (record.inputs,))
-    _add_rows(out, CALL_ROWS, key, record.calls)
-    _add_rows(out, BUILD_ROWS, key, record.builds)
-    _add_rows(out, LAYER_STAT_ROWS, key, record.layer_stats)
-    if record.memory is not None:
-        _add_rows(out, MEMORY_ROWS, key, (record.memory,))
-    if record.training is not None:
-        _add_rows(out, TRAINING_ROWS, key, (record.training,))
-        _add_rows(out, _PARAMETER_ROWS, key, record.training.gradients)
+    row += _LOGITS_ROWS.encode(logits) if logits else (None,) * _N_LOGITS_COLUMNS
+    out = _insert_values(schema.STEPS, row)
+    for rows, records in (
+        (TOKEN_ROWS, record.tokens),
+        (CANDIDATE_ROWS, logits.candidates if logits else ()),
+        (INPUTS_ROWS, (record.inputs,) if record.inputs else ()),
+        (CALL_ROWS, record.calls),
+        (BUILD_ROWS, record.builds),
+        (LAYER_STAT_ROWS, record.layer_stats),
+        (MEMORY_ROWS, (record.memory,) if record.memory else ()),
+        (TRAINING_ROWS, (training,) if training else ()),
+        (_PARAMETER_ROWS, training.gradients if training else ()),
+    ):
+        if records:
+            out += _insert(rows, key, records)
     if record.masks or record.arrays:
-        _add_masks_and_arrays(out, key, record, known_masks)
+        out += _insert_masks_and_arrays(key, record, known_masks)
     out += encode_findings(record.findings, key)
     out += encode_repeats(record.repeats, key)
     out += encode_events(record.events, key)
     return out
 
 
-def _add_masks_and_arrays(
-    out: list[Statement], key: RowKey, record: StepRecord, known_masks: Collection[str]
-) -> None:
-    from flexinspect.trace.arrays import encode_array
-
+def _insert_masks_and_arrays(
+    key: RowKey, record: StepRecord, known_masks: Collection[str]
+) -> list[Statement]:
     masks = {m.fingerprint: m for m in record.masks if m.fingerprint not in known_masks}
-    flat: list[Any] = []
-    owned = (
+    arrays: list[tuple[Any, ...]] = [
         (f"mask.{name}", None, mask.fingerprint, getattr(mask, name), None)
         for mask in masks.values()
-        for name in MASK_ARRAYS
-    )
-    of_step = ((each.stream, each.layer, None, each.array, each.dtype) for each in record.arrays)
-    number = 0
-    for stream, layer, owner, array, dtype in chain(owned, of_step):
-        if array is not None:
-            _add_array(flat, (*key, number), (stream, layer, owner), encode_array(array, dtype))
-            number += 1
-    _add_rows(out, MASK_ROWS, key, [*masks.values()])
-    _add_arrays(out, flat)
+        for name in step_records.MASK_ARRAYS
+    ]
+    arrays += ((each.stream, each.layer, None, each.array, each.dtype) for each in record.arrays)
+    return _insert(MASK_ROWS, key, [*masks.values()]) + _insert_arrays(key, arrays)
 
 
-def _add_array(
-    flat: list[Any], key: Sequence[int], about: Sequence[Any], stored: EncodedArray
-) -> None:
-    form = (stored.dtype, stored.item, stored.shape, stored.codec)
-    for number, data in enumerate(stored.chunks):
-        flat += (*key, number, *about, *form, zlib.crc32(data), data)
+def _insert_arrays(
+    key: RowKey, arrays: Iterable[tuple[Any, ...]], first_number: int = 0
+) -> list[Statement]:
+    """Return the INSERTs of arrays (stream, layer, owner, array, dtype), without None."""
+    from flexinspect.trace.arrays import encode_array
 
-
-def _add_arrays(out: list[Statement], flat: list[Any]) -> None:
-    n_rows = len(flat) // len(schema.ARRAYS.columns)
-    _add_insert(out, schema.ARRAYS, flat, n_rows, batch=_MAX_ARRAYS_PER_INSERT)
+    flat: list[Any] = []
+    present = (each for each in arrays if each[3] is not None)
+    for number, (*about, array, dtype) in enumerate(present, first_number):
+        stored = encode_array(array, dtype)
+        form = (stored.dtype, stored.item, stored.shape, stored.codec)
+        for chunk, data in enumerate(stored.chunks):
+            flat += (*key, number, chunk, *about, *form, zlib.crc32(data), data)
+    return _insert_values(schema.ARRAYS, flat, batch=_MAX_ARRAYS_PER_INSERT)
 
 
 def encode_gradients(record: GradientRecord) -> list[Statement]:
     """Return the statements of a token's gradients; its step may have been written long ago."""
-    from flexinspect.trace.arrays import encode_array
-
     key = (record.generation, record.branch, record.step)
-    out: list[Statement] = []
-    _add_rows(out, GRADIENT_ROWS, (), (record,))
-    _add_rows(out, GRADIENT_STAT_ROWS, key, record.stats)
-    flat: list[Any] = []
-    for number, name in enumerate(("tokens", "layers"), schema.FIRST_GRADIENT_ARRAY):
-        array = getattr(record, name)
-        if array is not None:
-            about = (f"grads.{name}", None, None)
-            _add_array(flat, (*key, number), about, encode_array(array))
-    _add_arrays(out, flat)
-    return out
+    names = ("tokens", "layers")
+    arrays = ((f"grads.{name}", None, None, getattr(record, name), None) for name in names)
+    return [
+        *_insert(GRADIENT_ROWS, (), (record,)),
+        *_insert(GRADIENT_STAT_ROWS, key, record.stats),
+        *_insert_arrays(key, arrays, schema.FIRST_GRADIENT_ARRAY),
+    ]
 
 
-def encode_generation_start(record: GenerationRecord) -> list[Statement]:
+def encode_generation_start(record: step_records.GenerationRecord) -> list[Statement]:
     """Return the statements of a new generation with its first branch."""
     place = (record.generation, 0)
-    out: list[Statement] = []
-    _add_rows(out, GENERATION_ROWS, (), (record,))
-    out += encode_branch_start(*place, None, None, record.started_at, segments=record.segments)
-    _add_rows(out, TOKEN_ROWS, place, record.tokens)
-    return out
+    return [
+        *_insert(GENERATION_ROWS, (), (record,)),
+        *encode_branch_start(*place, None, None, record.started_at, segments=record.segments),
+        *_insert(TOKEN_ROWS, place, record.tokens),
+    ]
 
 
 def encode_branch_start(
@@ -599,22 +501,9 @@ def encode_branch_start(
     segments: Sequence[Segment] = (),
 ) -> list[Statement]:
     """Return the statements of a new branch."""
-    row = BranchRow(
-        generation=generation,
-        branch=branch,
-        parent=parent,
-        fork_step=fork_step,
-        state="recording",
-        answer="",
-        stop_reason="",
-        started_at=at,
-        ended_at=None,
-        change=change or {},
-    )
-    out: list[Statement] = []
-    _add_rows(out, BRANCH_ROWS, (), (row,))
-    _add_rows(out, SEGMENT_ROWS, (generation, branch), segments)
-    return out
+    place, state = (generation, branch, parent, fork_step), ("recording", "", "")
+    row = BranchRow(*place, *state, started_at=at, ended_at=None, change=change or {})
+    return _insert(BRANCH_ROWS, (), (row,)) + _insert(SEGMENT_ROWS, place[:2], segments)
 
 
 def encode_generation_end(record: GenerationEnd) -> list[Statement]:
@@ -625,8 +514,7 @@ def encode_generation_end(record: GenerationEnd) -> list[Statement]:
     out: list[Statement] = [(schema.END_BRANCH, [*how, *which])]
     if record.segments:
         out.append((schema.DROP_SEGMENTS, which))
-        _add_rows(out, SEGMENT_ROWS, which, record.segments)
-    return out
+    return out + _insert(SEGMENT_ROWS, which, record.segments)
 
 
 def encode_trace_end(state: str, facts: Mapping[str, Any]) -> list[Statement]:
@@ -642,13 +530,11 @@ def encode_run_facts(facts: Mapping[str, Any]) -> list[Statement]:
 
 def encode_findings(records: Iterable[Finding], key: RowKey | None = None) -> list[Statement]:
     """Return the statements of findings. Those of a step (`key`) take their place from it."""
-    out: list[Statement] = []
-    for record in records:
-        place = (record.generation, record.branch, record.step)
-        if key is not None:
-            place = (*key[:2], key[2] if record.step is None else record.step)
-        _add_rows(out, _FINDING_ROWS, place, (record,))
-    return out
+    if key is not None:
+        generation, branch, own = key
+        steps = ((each, own if each.step is None else each.step) for each in records)
+        records = [replace(r, generation=generation, branch=branch, step=s) for r, s in steps]
+    return _insert(_FINDING_ROWS, (), [*records])
 
 
 def encode_repeats(records: Iterable[Repeat], key: RowKey) -> list[Statement]:
@@ -658,15 +544,9 @@ def encode_repeats(records: Iterable[Repeat], key: RowKey) -> list[Statement]:
     for record in records:
         news = (record.sentence or None, to_json(record.evidence) if record.evidence else None)
         within = generation if record.generation is None else record.generation
-        row = [step, *news, within, branch, record.id, record.series]
-        out.append((schema.REPEAT_FINDING, row))
+        which = (within, branch, record.id, record.series)
+        out.append((schema.REPEAT_FINDING, [step, *news, *which]))
     return out
-
-
-def encode_review(rule: str, generation: int, at: float, wall_ms: float) -> Statement:
-    """Return the statement that records that a rule has reviewed a generation."""
-    row = [rule, generation, at, wall_ms]
-    return insert_sql(schema.REVIEWS, 1), row
 
 
 def encode_events(records: Iterable[EventRecord], key: RowKey | None = None) -> list[Statement]:
@@ -677,91 +557,82 @@ def encode_events(records: Iterable[EventRecord], key: RowKey | None = None) -> 
         if key is not None:
             generation = key[0] if generation is None else generation
             branch, step = key[1], key[2] if step is None else step
-        _add_rows(out, _EVENT_ROWS, (generation, branch, step), (record,))
+        out += _insert(_EVENT_ROWS, (generation, branch, step), (record,))
     return out
 
 
 def encode_output(records: Iterable[OutputRecord]) -> list[Statement]:
     """Return the statements of what the program printed."""
-    out: list[Statement] = []
-    _add_rows(out, OUTPUT_ROWS, (), [*records])
-    return out
+    return _insert(_OUTPUT_ROWS, (), [*records])
 
 
-# -- records from cleaned rows --------------------------------------------------------------------
+# -- records from rows ----------------------------------------------------------------------------
 
 
-def decode_generation(values: SqlRow) -> GenerationRow:
-    """Return a generation from all its cleaned columns, then all of its first branch."""
+def decode_generation(row: SqlRow) -> query_results.GenerationRow:
+    """Return a generation from its columns, then those of its first branch."""
     n_columns = len(schema.GENERATIONS.columns)
-    branch = BRANCH_ROWS.decode(values[n_columns:])
-    return GENERATION_ROWS.decode(
-        values[:n_columns],
-        state=branch.state,
-        answer=branch.answer,
-        stop_reason=branch.stop_reason,
-        ended_at=branch.ended_at,
-    )
+    branch = BRANCH_ROWS.decode(row[n_columns:])
+    names = ("state", "answer", "stop_reason", "ended_at")
+    of_branch = {name: getattr(branch, name) for name in names}
+    return GENERATION_ROWS.decode(row[:n_columns], **of_branch)
 
 
-def decode_step(values: SqlRow) -> StepRow:
-    """Return a step from its cleaned columns, at least those up to `n_inf`."""
-    row = list(values[:_HISTOGRAM_COLUMNS])
-    if not has_logits(values):
-        row[_FIRST_LOGITS_COLUMN:] = [None] * (_HISTOGRAM_COLUMNS - _FIRST_LOGITS_COLUMN)
-    return _STEP_ROWS.decode(row)
+def decode_step(row: SqlRow) -> query_results.StepRow:
+    """Return a step from its columns, at least those up to `n_inf`."""
+    values = _STEP_ROWS.read_values(row[:_HISTOGRAM_COLUMNS])
+    if values[_CHOSEN_COLUMN] is None:
+        values[_FIRST_LOGITS_COLUMN:] = [None] * (_HISTOGRAM_COLUMNS - _FIRST_LOGITS_COLUMN)
+    return _STEP_ROWS.build(values)
 
 
-def has_logits(values: SqlRow) -> bool:
-    """Tell from the cleaned columns of a step whether its logits were captured."""
-    return values[_CHOSEN_COLUMN] is not None
-
-
-def decode_logits(values: SqlRow, candidates: tuple[Candidate, ...]) -> LogitsRecord:
-    """Return the distribution of a step from all its cleaned columns."""
-    row = values[_FIRST_LOGITS_COLUMN:]
-    if None in row:
+def decode_logits(row: SqlRow) -> step_records.LogitsRecord | None:
+    """Return the distribution of a step without its candidates, None if it was not captured."""
+    if row[_CHOSEN_COLUMN] is None:
+        return None
+    values = _LOGITS_ROWS.read_values(row[_FIRST_LOGITS_COLUMN:])
+    if None in values:
         raise DamagedValueError("a row of steps has only a part of its logits")
-    return _LOGITS_ROWS.decode(row, candidates=candidates)
+    return _LOGITS_ROWS.build(values, candidates=())
 
 
-def decode_finding(values: SqlRow) -> FindingRow:
-    """Return a finding from all its cleaned columns."""
-    number, generation, branch, step, *rest = values
-    place = {"generation": generation, "branch": branch, "step": step}
-    return FindingRow(number, _FINDING_ROWS.decode(rest, **place))
+def decode_finding(row: SqlRow) -> FindingRow:
+    """Return a finding from all its columns."""
+    return FindingRow(decode_int(row[0]), _FINDING_ROWS.decode(row[1:]))
 
 
-def decode_event(values: SqlRow) -> EventRow:
-    """Return an event from all its cleaned columns."""
-    number, generation, branch, step, *rest = values
-    return EventRow(number, branch, _EVENT_ROWS.decode(rest, generation=generation, step=step))
+def decode_event(row: SqlRow) -> EventRow:
+    """Return an event from all its columns."""
+    number, generation, branch, step = decode_values(_EVENT_KEY_KINDS, row[:4], "events")
+    return EventRow(number, branch, _EVENT_ROWS.decode(row[4:], generation=generation, step=step))
 
 
-def decode_output(values: SqlRow) -> OutputRow:
-    """Return a piece of output from all its cleaned columns."""
-    return OutputRow(values[0], OUTPUT_ROWS.decode(values[1:]))
+_EVENT_KEY_KINDS = tuple(column.kind for column in schema.EVENTS.columns[:4])
 
 
-def decode_array_info(values: SqlRow) -> ArrayInfo:
+def decode_output(row: SqlRow) -> OutputRow:
+    """Return a piece of output from all its columns."""
+    return OutputRow(decode_int(row[0]), _OUTPUT_ROWS.decode(row[1:]))
+
+
+def decode_array_info(row: SqlRow) -> query_results.ArrayInfo:
     """Return an array's facts from a row of `schema.LIST_ARRAYS`."""
     kinds = ("int", "text", "int?", "text", "ints", "text", "int")
-    return ArrayInfo(*decode_values(kinds, values, "arrays"))
+    return query_results.ArrayInfo(*decode_values(kinds, row, "arrays"))
 
 
-def decode_chunk(values: SqlRow) -> ArrayChunk:
+def decode_chunk(row: SqlRow) -> ArrayChunk:
     """Return a chunk from dtype, item, shape (still text), codec, checksum and data."""
     from flexinspect.trace.arrays import ArrayChunk
 
-    if [type(value) for value in values] != [str, str, str, str, int, bytes]:
+    if [type(value) for value in row] != [str, str, str, str, int, bytes]:
         raise DamagedValueError("a row of arrays holds a value of a wrong type")
-    return ArrayChunk(*values)
+    return ArrayChunk(*row)
 
 
 def decode_parameter_gradient(row: SqlRow) -> ParameterGradient:
-    """Return a parameter's gradient from the columns `name` to `n_inf` as they are stored."""
-    name, norm, largest, n_nan, n_inf = decode_row(schema.GRADS, row, skip=3)
+    """Return a parameter's gradient from the columns `name` to `n_inf`."""
+    name, norm, largest, n_nan, n_inf = _PARAMETER_ROWS.read_values(row)
     is_missing = largest != largest and not n_nan
-    return ParameterGradient(
-        name, norm, None if is_missing else largest, n_nan, n_inf, group_of(name)
-    )
+    group = training_step.group_of(name)
+    return ParameterGradient(name, norm, None if is_missing else largest, n_nan, n_inf, group)

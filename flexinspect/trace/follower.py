@@ -44,30 +44,25 @@ class TraceFollower:
     """Polls a growing trace and returns each event, step and generation once, in order."""
 
     def __init__(self, path: Path) -> None:
-        self._reader = TraceReader(path)
+        self.reader = TraceReader(path)
         self._last_event = 0
         self._generation = 0
         self._next_step = 0
         self._is_announced = False
         self._is_first_poll = True
 
-    @property
-    def reader(self) -> TraceReader:
-        """The reader of the followed trace."""
-        return self._reader
-
     def close(self) -> None:
         """Close the trace."""
-        self._reader.close()
+        self.reader.close()
 
     def poll(self) -> TraceUpdates:
         """Return what is new; cheap when nothing is."""
-        if not self._is_first_poll and not self._reader.changed():
+        if not self._is_first_poll and not self.reader.changed():
             return TraceUpdates()
         self._is_first_poll = False
         updates = TraceUpdates()
-        with self._reader.snapshot():
-            updates.events = self._reader.events(self._last_event)
+        with self.reader.snapshot():
+            updates.events = self.reader.events(self._last_event)
             if updates.events:
                 self._last_event = updates.events[-1].id
             while self._read_generation(updates):
@@ -76,16 +71,16 @@ class TraceFollower:
 
     def _read_generation(self, updates: TraceUpdates) -> bool:
         """Read the current generation; True when it has ended and there may be a next one."""
-        rows = self._reader.generations()
+        rows = self.reader.generations()
         if len(rows) <= self._generation:
             return False
         row = rows[self._generation]
         if not self._is_announced:
             updates.changes.append(NewGeneration(row))
             self._is_announced = True
-        steps = self._reader.steps(self._generation, start=self._next_step)
+        steps = self.reader.steps(self._generation, start=self._next_step)
         for step in steps:
-            tokens = self._reader.step_tokens(self._generation, step.step)
+            tokens = self.reader.step_tokens(self._generation, step.step)
             updates.changes.append(NewStep(step, tokens))
             self._next_step = step.step + 1
         if row.state == "recording":

@@ -7,10 +7,13 @@ each other without padding. Also here: small arrays of many masks, and the masks
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,17 +21,12 @@ import numpy.typing as npt
 import zstandard
 
 from flexinspect.records.step import Array
-from flexinspect.trace import arrays
-from flexinspect.trace import codec as decode
+from flexinspect.trace import arrays, codec
 from flexinspect.trace.reader import TraceReader
 
 PackedMask = npt.NDArray[np.uint8]
-
-MAX_UNPACKED_CELLS = 1 << 22
-"""Cells that are unpacked at once."""
-
-_MASKS_PER_QUERY = 16
-"""Masks whose arrays are read with one query."""
+MAX_UNPACKED_CELLS = 1 << 22  # cells that are unpacked at once
+_MASKS_PER_QUERY = 16  # masks whose arrays are read with one query
 
 _MASK_ARRAYS_FROM = (
     "FROM masks m JOIN arrays a ON a.generation = m.generation AND a.branch = m.branch "
@@ -55,16 +53,11 @@ class StoredCells:
     """Where a trace stores the cells of a mask, and their shape."""
 
     fingerprint: str
-    key: tuple[int, int, int, int]
+    key: tuple[int, ...]
     heads: int
     n_rows: int
     n_keys: int
     codec: str
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all heads as they are packed in the trace."""
-        return -(-self.heads * self.n_rows * self.n_keys // 8)
 
 
 def find_mask_cells(reader: TraceReader, fingerprint: str) -> StoredCells | None:
@@ -72,25 +65,21 @@ def find_mask_cells(reader: TraceReader, fingerprint: str) -> StoredCells | None
 
     Raises `TraceError` when the stored array cannot be a mask.
     """
-    rows = reader._query(_FIND_CELLS_SQL, (fingerprint,))
+    kinds = ("int", "int", "int", "int", "text", "json", "text")
+    rows = reader._read_values(kinds, _FIND_CELLS_SQL, (fingerprint,), "arrays")
     if not rows:
         return None
-    kinds = ("int", "int", "int", "int", "text", "json", "text")
-    generation, branch, step, number, item, shape, codec = reader._decode(
-        lambda row: decode.decode_values(kinds, row, "arrays"), rows[0]
-    )
+    *key, item, shape, form = rows[0]
     lengths_ok = (
         isinstance(shape, list)
         and len(shape) == 3
         and all(type(length) is int and 0 <= length < 1 << 40 for length in shape)
     )
-    if item != "bool" or codec not in ("bits", "bits+zstd") or not lengths_ok:
-        raise arrays.damaged_array(
-            _cells_name(reader, fingerprint), "it does not have the form of a mask"
-        )
+    if item != "bool" or form not in ("bits", "bits+zstd") or not lengths_ok:
+        where = _cells_name(reader, fingerprint)
+        raise arrays.damaged_array(where, "it does not have the form of a mask")
     heads, n_rows, n_keys = shape
-    key = (generation, branch, step, number)
-    return StoredCells(fingerprint, key, heads, n_rows, n_keys, codec)
+    return StoredCells(fingerprint, tuple(key), heads, n_rows, n_keys, form)
 
 
 def _cells_name(reader: TraceReader, fingerprint: str) -> str:
@@ -121,22 +110,17 @@ class _BitStream:
 
     def __init__(self, reader: TraceReader, cells: StoredCells) -> None:
         self._where = _cells_name(reader, cells.fingerprint)
-        self._source: Any = _ChunkFile(reader, cells, self._where)
+        chunks = io.BufferedReader(_ChunkFile(reader, cells, self._where))
+        self._source: Any = chunks
         if cells.codec == "bits+zstd":
-            self._source = self._decompressed(cells.n_bytes)
+            with self._decompression_errors():
+                n_bytes = zstandard.frame_content_size(chunks.peek())
+            if n_bytes != -(-cells.heads * cells.n_rows * cells.n_keys // 8):
+                what = "it does not decompress to the size of its shape"
+                raise arrays.damaged_array(self._where, what)
+            self._source = zstandard.ZstdDecompressor().stream_reader(chunks)
         self._bit = 0
         self._partial_byte = b""
-
-    def _decompressed(self, n_bytes: int) -> Any:
-        head = self._source.peek()
-        try:
-            if zstandard.frame_content_size(head) != n_bytes:
-                raise arrays.damaged_array(
-                    self._where, "it does not decompress to the size of its shape"
-                )
-        except zstandard.ZstdError:
-            raise arrays.damaged_array(self._where, "its bytes do not decompress") from None
-        return zstandard.ZstdDecompressor().stream_reader(self._source)
 
     def skip(self, n_bits: int) -> None:
         """Skip `n_bits`; only at the beginning of the stream."""
@@ -159,28 +143,27 @@ class _BitStream:
 
     def check_end(self) -> None:
         """Raise `TraceError` if bytes are left."""
-        if self._read_some(1):
+        with self._decompression_errors():
+            rest = self._source.read(1)
+        if rest:
             raise arrays.damaged_array(self._where, "it is longer than its shape")
 
     def _read(self, n_bytes: int) -> bytes:
-        parts: list[bytes] = []
-        left = n_bytes
-        while left > 0:
-            part = self._read_some(left)
-            if not part:
-                raise arrays.damaged_array(self._where, "it ends too early")
-            parts.append(part)
-            left -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        with self._decompression_errors():
+            data = bytes(self._source.read(n_bytes))
+        if len(data) < n_bytes:
+            raise arrays.damaged_array(self._where, "it ends too early")
+        return data
 
-    def _read_some(self, n_bytes: int) -> bytes:
+    @contextmanager
+    def _decompression_errors(self) -> Iterator[None]:
         try:
-            return bytes(self._source.read(n_bytes))
+            yield
         except (zstandard.ZstdError, MemoryError):
             raise arrays.damaged_array(self._where, "its bytes do not decompress") from None
 
 
-class _ChunkFile:
+class _ChunkFile(io.RawIOBase):
     """The stored bytes of an array as a file, one checked chunk in memory at a time."""
 
     def __init__(self, reader: TraceReader, cells: StoredCells, where: str) -> None:
@@ -188,32 +171,25 @@ class _ChunkFile:
         self._next_chunk = 0
         self._data = memoryview(b"")
 
-    def peek(self) -> bytes:
-        """Return some of the next bytes without consuming them."""
-        self._fill()
-        return bytes(self._data[:32])
+    def readable(self) -> bool:
+        return True
 
-    def read(self, size: int = -1) -> bytes:
-        """Return at most `size` bytes (-1: some), none at the end."""
-        self._fill()
-        size = len(self._data) if size < 0 else size
-        part, self._data = bytes(self._data[:size]), self._data[size:]
-        return part
+    def readinto(self, buffer: Any) -> int:
+        if not self._data:
+            self._load_chunk()
+        size = min(len(buffer), len(self._data))
+        buffer[:size], self._data = self._data[:size], self._data[size:]
+        return size
 
-    def _fill(self) -> None:
-        if self._data or self._next_chunk < 0:
-            return
-        rows = self._reader._query(_CHUNK_SQL, (*self._key, self._next_chunk))
-        if not rows:
-            if self._next_chunk == 0:
-                raise arrays.damaged_array(self._where, "a part of it is missing")
-            self._next_chunk = -1
-            return
-        chunk = self._reader._decode(decode.decode_chunk, rows[0])
-        if zlib.crc32(chunk.data) != chunk.checksum:
-            raise arrays.damaged_array(self._where, "a checksum does not match its bytes")
-        self._data = memoryview(chunk.data)
-        self._next_chunk += 1
+    def _load_chunk(self) -> None:
+        key = (*self._key, self._next_chunk)
+        for chunk in self._reader._read(codec.decode_chunk, _CHUNK_SQL, key):
+            if zlib.crc32(chunk.data) != chunk.checksum:
+                raise arrays.damaged_array(self._where, "a checksum does not match its bytes")
+            self._data = memoryview(chunk.data)
+            self._next_chunk += 1
+        if self._next_chunk == 0:
+            raise arrays.damaged_array(self._where, "a part of it is missing")
 
 
 def read_mask_arrays(
@@ -224,15 +200,19 @@ def read_mask_arrays(
     Masks without such an array are left out. Raises `TraceError` for damaged bytes.
     """
     names = list(dict.fromkeys(fingerprints))
+
+    def make(row: Sequence[Any]) -> tuple[str, int, arrays.ArrayChunk]:
+        return str(row[0]), row[1], codec.decode_chunk(row[2:])
+
     for start in range(0, len(names), _MASKS_PER_QUERY):
         some = names[start : start + _MASKS_PER_QUERY]
-        rows = reader._query(_MASK_ARRAYS_SQL.format(", ".join("?" * len(some))), (*some, stream))
-        for name, group in groupby(rows, key=lambda row: str(row[0])):
-            part = list(group)
+        sql = _MASK_ARRAYS_SQL.format(", ".join("?" * len(some)))
+        rows = reader._read(make, sql, (*some, stream))
+        for name, group in groupby(rows, key=itemgetter(0)):
+            _, numbers, chunks = zip(*group, strict=True)
             where = f"{stream!r} of mask {name!r} in {reader.path}"
-            if [row[1] for row in part] != list(range(len(part))):
+            if list(numbers) != list(range(len(numbers))):
                 raise arrays.damaged_array(where, "a part of it is missing")
-            chunks = [reader._decode(decode.decode_chunk, row[2:]) for row in part]
             yield name, arrays.decode_array(chunks, where)[0]
 
 
@@ -272,10 +252,9 @@ def read_step_calls(
     """
     found: list[StepCalls] = []
     kinds = ("int", "int", "int", "int", "int?", "text?", "int?")
-    for raw in reader._query(_STEP_CALLS_SQL, (generation, branch, start, stop)):
-        step, q_len, before, after, layer, mask, kv_len = reader._decode(
-            lambda row: decode.decode_values(kinds, row, "calls"), raw
-        )
+    params = (generation, branch, start, stop)
+    rows = reader._read_values(kinds, _STEP_CALLS_SQL, params, "calls")
+    for step, q_len, before, after, layer, mask, kv_len in rows:
         if not found or found[-1].step != step:
             found.append(StepCalls(step, q_len, before, after, {}))
         if layer is not None and kv_len is not None:

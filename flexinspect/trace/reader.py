@@ -7,40 +7,74 @@ those before its `fork_step` are its parent's. A `limit` of -1 means all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from flexinspect.core.errors import TraceError
+from flexinspect.records import step as records
+from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import (
-    Array,
-    ArrayRecord,
-    BuildRecord,
-    CallRecord,
-    Candidate,
-    InputsRecord,
-    LayerStatRecord,
-    LogitsRecord,
-    MaskRecord,
-    MemoryRecord,
-    StepRecord,
-    TokenRecord,
-)
 from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.training_step import ParameterGradient, TrainingStepRecord
 from flexinspect.trace import arrays, codec, data_frames, schema
-from flexinspect.trace.data_frames import Library
-from flexinspect.trace.file.connections import in_wal_mode
-from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, WHERE_STEP, place_condition
-from flexinspect.trace.query_results import ArrayInfo, BranchRow, GenerationRow, StepRow
-from flexinspect.trace.reader_queries import TrainingQueries
+from flexinspect.trace import query_results as results
+from flexinspect.trace.codec import RowFormat, Statement
+from flexinspect.trace.file.connections import ReviewKey, TraceConnections, in_wal_mode
+from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH, WHERE_STEP, Table, select_sql
 from flexinspect.trace.step_loader import ALL_STREAMS, load_steps, read_arrays, with_arrays
+
+T = TypeVar("T")
 
 Lineage = tuple[tuple[int, int, int | None], ...]
 """(branch, first step, step after the last) of a branch and its parents, newest first."""
+
+_RATE_SQL = ", max(json_extract(learning_rates, '$[{}]'))"
+_CURVE_SQL = (
+    "SELECT (step - ?) * ? / ? AS bucket, min(step), max(loss), max(total_norm), "
+    "max(loss IS NULL AND loss_source <> ''), max(n_nonfinite > 0){} "
+    f"FROM training_steps {WHERE_BRANCH} GROUP BY bucket ORDER BY bucket"
+)
+_NONFINITE_STEPS_SQL = (
+    "SELECT step FROM (SELECT step, row_number() OVER "
+    "(PARTITION BY (step - ?) * ? / ? ORDER BY step) AS nth "
+    f"FROM training_steps {WHERE_BRANCH} AND n_nonfinite > 0) WHERE nth <= ?"
+)
+_GROUP_NORMS_SQL = (
+    "SELECT (step - ?) * ? / ? AS bucket, key, max(value), max(type = 'object') "
+    f"FROM training_steps, json_each(group_norms) {WHERE_BRANCH} "
+    f"AND (step % ? = 0 OR n_exploding > 0 OR step IN ({_NONFINITE_STEPS_SQL})) "
+    "GROUP BY bucket, key"
+)
+_NEWEST_GROUPS_SQL = (
+    "SELECT key, value FROM json_each((SELECT json_extract(data, '$.groups') FROM events "
+    "WHERE generation = ? AND kind = 'parameters-changed' ORDER BY event DESC LIMIT 1)) ORDER BY "
+    "key"
+)
+MAX_RATES = 8
+"""Number of parameter groups of an optimizer whose learning rates are read for a curve."""
+MAX_STEPS_READ = 4096
+"""Steps whose norms by group are read for a plot. Of a longer run these are evenly spread steps,
+steps with large norms, and as many steps with NaN or Inf (a run may end with only such steps)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """The highest values of some consecutive steps, the first of which is `step`.
+
+    None where nothing was recorded. `rates` are the learning rates of the optimizer's groups. In a
+    step that a loss scaler skipped the gradients are non-finite, and the loss is finite.
+    """
+
+    step: int
+    loss: float | None
+    norm: float | None
+    has_nonfinite_loss: bool
+    has_nonfinite_gradient: bool
+    rates: tuple[float | None, ...] = ()
 
 
 def open_trace(path: str | Path) -> TraceReader:
@@ -51,7 +85,7 @@ def open_trace(path: str | Path) -> TraceReader:
     return TraceReader(path)
 
 
-class TraceReader(TrainingQueries):
+class TraceReader:
     """A trace, read only. Any thread may use it: each thread gets its own connection.
 
     While a run is recorded, every call sees all committed steps; `changed` tells when to read
@@ -59,8 +93,9 @@ class TraceReader(TrainingQueries):
     """
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
+        self.path = Path(path).absolute()
         self.known_lineages: dict[tuple[int, int], Lineage] = {}
+        self._connections = TraceConnections(self.path)
         self._added = False
         self._live = self.state == "recording"
         if not self._live and in_wal_mode(self.path):
@@ -69,12 +104,7 @@ class TraceReader(TrainingQueries):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -109,36 +139,36 @@ class TraceReader(TrainingQueries):
     @property
     def state(self) -> str:
         """recording, finished, interrupted or failed. The state of a killed run stays recording."""
-        rows = self._select(schema.RUN, "WHERE key = 'state'")
-        return str(rows[0][1]) if rows else ""
+        return str(self._facts("WHERE key = 'state'").get("state", ""))
 
     def run(self) -> dict[str, Any]:
         """Return the manifest: the facts of the run by name."""
-        return dict(self._select(schema.RUN, "ORDER BY key"))
+        return self._facts("ORDER BY key")
 
     def model(self, generation: int) -> dict[str, Any]:
         """Return the manifest's facts of a generation's model, empty when it has none."""
         run = self.run()
         rows = self._query("SELECT model FROM generations WHERE generation = ?", (generation,))
         listed = run.get("models")
-        for facts in listed if isinstance(listed, list) and rows else ():
-            if isinstance(facts, dict) and facts.get("name") == rows[0][0]:
-                return facts
-        model = run.get("model")
+        several = listed if isinstance(listed, list) and rows else []
+        named = (m for m in several if isinstance(m, dict) and m.get("name") == rows[0][0])
+        model = next(named, run.get("model"))
         return model if isinstance(model, dict) else {}
 
-    def generations(self) -> list[GenerationRow]:
+    def generations(self) -> list[results.GenerationRow]:
         """Return all generations, in order."""
-        return [self._decode(codec.decode_generation, row) for row in self._generation_rows("", ())]
+        sql = f"{schema.READ_GENERATIONS} ORDER BY g.generation"
+        return self._read(codec.decode_generation, sql)
 
-    def generation(self, generation: int) -> GenerationRow:
+    def generation(self, generation: int) -> results.GenerationRow:
         """Return one generation. Raises `TraceError` when there is no such generation."""
-        rows = self._generation_rows("WHERE g.generation = ?", (generation,))
+        sql = f"{schema.READ_GENERATIONS} WHERE g.generation = ?"
+        rows = self._read(codec.decode_generation, sql, (generation,))
         if not rows:
             raise TraceError(f"{self.path} has no generation {generation}.")
-        return self._decode(codec.decode_generation, rows[0])
+        return rows[0]
 
-    def branches(self, generation: int) -> list[BranchRow]:
+    def branches(self, generation: int) -> list[results.BranchRow]:
         """Return the branches of a generation, in order."""
         rest = "WHERE generation = ? ORDER BY branch"
         return self._records(codec.BRANCH_ROWS, rest, (generation,))
@@ -156,13 +186,13 @@ class TraceReader(TrainingQueries):
         stop: int | None = None,
         *,
         limit: int = -1,
-    ) -> list[TokenRecord]:
+    ) -> list[records.TokenRecord]:
         """Return the tokens at `start <= pos < stop` (None: to the end), at most `limit`."""
         rest = f"{WHERE_BRANCH} AND pos >= ? AND pos < ? ORDER BY pos LIMIT ?"
         params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
         return self._records(codec.TOKEN_ROWS, rest, params)
 
-    def step_tokens(self, generation: int, step: int, branch: int = 0) -> list[TokenRecord]:
+    def step_tokens(self, generation: int, step: int, branch: int = 0) -> list[records.TokenRecord]:
         """Return the tokens that a step chose."""
         row = self.step(generation, step, branch)
         if row is None or row.first_pos is None or row.last_pos is None:
@@ -176,13 +206,13 @@ class TraceReader(TrainingQueries):
         if last is None:
             return 0
         sql = f"SELECT step FROM steps {WHERE_BRANCH} ORDER BY step LIMIT 1"
-        first = self._query_int(sql, (generation, branch))
+        first = self._read_int(sql, (generation, branch))
         return 0 if first is None else last - first + 1
 
     def last_step(self, generation: int, branch: int = 0) -> int | None:
         """Return the number of the last step recorded so far, None when there is none."""
         sql = f"SELECT step FROM steps {WHERE_BRANCH} ORDER BY step DESC LIMIT 1"
-        return self._query_int(sql, (generation, branch))
+        return self._read_int(sql, (generation, branch))
 
     def steps(
         self,
@@ -192,84 +222,87 @@ class TraceReader(TrainingQueries):
         stop: int | None = None,
         *,
         limit: int = -1,
-    ) -> list[StepRow]:
+    ) -> list[results.StepRow]:
         """Return the steps `start <= step < stop` (None: to the end), at most `limit` of them."""
         rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
         params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
-        return self._made(codec.decode_step, schema.STEPS, rest, params, stop=-3)
+        return self._select(codec.decode_step, schema.STEPS, rest, params, stop=-3)
 
-    def step(self, generation: int, step: int, branch: int = 0) -> StepRow | None:
+    def step(self, generation: int, step: int, branch: int = 0) -> results.StepRow | None:
         """Return one step, None when it is not recorded."""
         rows = self.steps(generation, branch, step, step + 1)
         return rows[0] if rows else None
 
-    def candidates(self, generation: int, step: int, branch: int = 0) -> list[Candidate]:
+    def candidates(self, generation: int, step: int, branch: int = 0) -> list[records.Candidate]:
         """Return the top-k tokens of a step, best first."""
         return self._records_of_step(codec.CANDIDATE_ROWS, generation, step, branch)
 
-    def logits(self, generation: int, step: int, branch: int = 0) -> LogitsRecord | None:
+    def logits(self, generation: int, step: int, branch: int = 0) -> records.LogitsRecord | None:
         """Return the distribution of a step with its candidates, None when not captured."""
         key = (generation, branch, step)
-        rows = self._select(schema.STEPS, f"{WHERE_STEP} AND chosen_id IS NOT NULL", key)
-        if not rows:
-            return None
-        candidates = tuple(self.candidates(generation, step, branch))
-        return self._decode(lambda row: codec.decode_logits(row, candidates), rows[0])
+        found = next(iter(self._select(codec.decode_logits, schema.STEPS, WHERE_STEP, key)), None)
+        candidates = self.candidates(generation, step, branch) if found is not None else ()
+        return found and replace(found, candidates=tuple(candidates))
 
-    def inputs(self, generation: int, step: int, branch: int = 0) -> InputsRecord | None:
+    def inputs(self, generation: int, step: int, branch: int = 0) -> records.InputsRecord | None:
         """Return a step's forward input and cached lengths, None when not captured."""
-        rows = self._records_of_step(codec.INPUTS_ROWS, generation, step, branch)
-        return rows[0] if rows else None
+        return next(iter(self._records_of_step(codec.INPUTS_ROWS, generation, step, branch)), None)
 
-    def calls(self, generation: int, step: int, branch: int = 0) -> list[CallRecord]:
+    def calls(self, generation: int, step: int, branch: int = 0) -> list[records.CallRecord]:
         """Return the attention calls of a step, in the order they ran."""
         return self._records_of_step(codec.CALL_ROWS, generation, step, branch)
 
-    def builds(self, generation: int, step: int, branch: int = 0) -> list[BuildRecord]:
+    def builds(self, generation: int, step: int, branch: int = 0) -> list[records.BuildRecord]:
         """Return the block masks that user code built for a step, in order."""
         return self._records_of_step(codec.BUILD_ROWS, generation, step, branch)
 
-    def layer_stats(self, generation: int, step: int, branch: int = 0) -> list[LayerStatRecord]:
+    def layer_stats(
+        self, generation: int, step: int, branch: int = 0
+    ) -> list[records.LayerStatRecord]:
         """Return the statistics of a step's modules, in the order captured."""
         return self._records_of_step(codec.LAYER_STAT_ROWS, generation, step, branch)
 
-    def memory(self, generation: int, step: int, branch: int = 0) -> MemoryRecord | None:
+    def memory(self, generation: int, step: int, branch: int = 0) -> records.MemoryRecord | None:
         """Return the memory at the end of a step, None when not captured."""
-        rows = self._records_of_step(codec.MEMORY_ROWS, generation, step, branch)
-        return rows[0] if rows else None
+        return next(iter(self._records_of_step(codec.MEMORY_ROWS, generation, step, branch)), None)
 
     def gradients(self, generation: int, step: int, branch: int = 0) -> GradientRecord | None:
         """Return the gradients of the token that a step generated, None when not recorded."""
-        return read_gradients(self, generation, step, branch)
+        key = (generation, branch, step)
+        found = self._records(codec.GRADIENT_ROWS, WHERE_STEP, key)
+        if not found:
+            return None
+        stats = self._records(codec.GRADIENT_STAT_ROWS, f"{WHERE_STEP} ORDER BY layer, name", key)
+        condition = "owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
+        by_stream = {each.stream: each.array for each in self._step_arrays(key, condition)}
+        tokens, layers = by_stream.get("grads.tokens"), by_stream.get("grads.layers")
+        return replace(found[0], stats=tuple(stats), tokens=tokens, layers=layers)
 
     def mask_summaries(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
-    ) -> list[MaskRecord]:
+    ) -> list[records.MaskRecord]:
         """Return masks without their arrays, in the order in which they first occurred.
 
         All masks of the trace, or those that first occurred in a branch of a generation, or in one
         step of it.
         """
-        rest, params = place_condition(generation, branch, step)
-        rest += " ORDER BY generation, branch, step, fingerprint"
-        return self._records(codec.MASK_ROWS, rest, params)
+        where, params = _place_condition(generation, branch, step)
+        return self._records(codec.MASK_ROWS, f"{where} {_MASK_ORDER}", params)
 
     def fingerprints(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
     ) -> list[str]:
         """Return only the fingerprints of the masks that `mask_summaries` returns."""
-        where, params = place_condition(generation, branch, step)
-        sql = (
-            f"SELECT fingerprint FROM masks {where} ORDER BY generation, branch, step, fingerprint"
-        )
-        return [str(name) for (name,) in self._query(sql, params)]
+        where, params = _place_condition(generation, branch, step)
+        rows = self._query(f"SELECT fingerprint FROM masks {where} {_MASK_ORDER}", params)
+        return [str(name) for (name,) in rows]
 
-    def mask_summary(self, fingerprint: str) -> MaskRecord | None:
+    def mask_summary(self, fingerprint: str) -> records.MaskRecord | None:
         """Return a mask without its arrays, None for an unknown fingerprint."""
-        rows = self._records(codec.MASK_ROWS, "WHERE fingerprint = ?", (fingerprint,))
-        return rows[0] if rows else None
+        found = self._records(codec.MASK_ROWS, "WHERE fingerprint = ?", (fingerprint,))
+        return found[0] if found else None
 
-    def mask(self, fingerprint: str) -> MaskRecord | None:
+    def mask(self, fingerprint: str) -> records.MaskRecord | None:
         """Return a mask with the arrays that were captured, None for an unknown fingerprint."""
         summary = self.mask_summary(fingerprint)
         if summary is None:
@@ -279,27 +312,29 @@ class TraceReader(TrainingQueries):
         where = f"{WHERE_STEP} AND owner = ?"
         return with_arrays(summary, read_arrays(self, key[0], where, (*key, fingerprint)))
 
-    def arrays(self, generation: int, step: int, branch: int = 0) -> list[ArrayInfo]:
+    def arrays(self, generation: int, step: int, branch: int = 0) -> list[results.ArrayInfo]:
         """Return the arrays of a step without their data; arrays of masks are not listed."""
-        rows = self._query(schema.LIST_ARRAYS, (generation, branch, step))
-        return [self._decode(codec.decode_array_info, row) for row in rows]
+        key = (generation, branch, step)
+        return self._read(codec.decode_array_info, schema.LIST_ARRAYS, key)
 
     def array(
         self, generation: int, step: int, stream: str, layer: int | None = None, branch: int = 0
-    ) -> Array | None:
+    ) -> records.Array | None:
         """Return an array of a step, None when there is none; bfloat16 is widened to float32.
 
         Raises `TraceError` when its checksum is wrong.
         """
         condition = "owner IS NULL AND stream = ? AND layer IS ?"
-        records = self._step_arrays((generation, branch, step), condition, (stream, layer))
-        return arrays.widen_bfloat16(records[0].array, records[0].dtype or "") if records else None
+        found = self._step_arrays((generation, branch, step), condition, (stream, layer))
+        return arrays.widen_bfloat16(found[0].array, found[0].dtype or "") if found else None
 
-    def array_records(self, generation: int, step: int, branch: int = 0) -> list[ArrayRecord]:
+    def array_records(
+        self, generation: int, step: int, branch: int = 0
+    ) -> list[records.ArrayRecord]:
         """Return all arrays of a step as they were recorded (bfloat16 as uint16)."""
         return self._step_arrays((generation, branch, step), "owner IS NULL")
 
-    def record(self, generation: int, step: int, branch: int = 0) -> StepRecord | None:
+    def record(self, generation: int, step: int, branch: int = 0) -> records.StepRecord | None:
         """Return a step as one record, None when it is not recorded.
 
         It is what `TraceWriter.write_step` received, with the places of findings and events filled
@@ -308,14 +343,13 @@ class TraceReader(TrainingQueries):
         steps = load_steps(self, generation, branch, step, step + 1, streams=ALL_STREAMS)
         if not steps:
             return None
-        findings = self.findings(generation, step, branch)
-        return replace(steps[0], findings=tuple(findings))
+        return replace(steps[0], findings=tuple(self.findings(generation, step, branch)))
 
     def frame(
         self,
         table: str,
         *,
-        library: Library | None = None,
+        library: data_frames.Library | None = None,
         generation: int | None = None,
         branch: int | None = None,
         step: int | None = None,
@@ -326,49 +360,240 @@ class TraceReader(TrainingQueries):
         Without `library` it is a DataFrame of pandas if that is installed, of polars otherwise.
         Raises `UsageError` for an unknown table, and when neither is installed.
         """
-        query = data_frames.frame_query(table, generation=generation, branch=branch, step=step)
-        build = data_frames.frame_builder(library)
-        return build(self._decode(query.values, self._query(query.sql, query.params)))
+        place = {"generation": generation, "branch": branch, "step": step}
+        return data_frames.read_frame(self, table, library, place)
+
+    def findings(
+        self, generation: int | None = None, step: int | None = None, branch: int = 0
+    ) -> list[Finding]:
+        """Return findings in order: all, those of one branch, or those of one step of it."""
+        rows = self.finding_rows(generation=generation, step=step, branch=branch)
+        return [row.finding for row in rows]
+
+    def finding_rows(
+        self,
+        after_id: int = 0,
+        *,
+        generation: int | None = None,
+        step: int | None = None,
+        branch: int = 0,
+        limit: int = -1,
+    ) -> list[results.FindingRow]:
+        """Return findings with their numbers, those above `after_id`, at most `limit`."""
+        where, params = _place_condition(generation, branch, step)
+        rest = f"{where or 'WHERE true'} AND finding > ? ORDER BY finding LIMIT ?"
+        params = (*params, after_id, limit)
+        return self._select(codec.decode_finding, schema.FINDINGS, rest, params)
+
+    def reviews(self) -> list[tuple[str, int]]:
+        """Return (rule, generation) of each review: a rule that ran after the recording."""
+        sql = "SELECT rule, generation FROM reviews ORDER BY rule, generation"
+        rows = self._read_values(("text", "int"), sql, (), "reviews")
+        return [(rule, generation) for rule, generation in rows]
+
+    def add_reviews(self, reviews: Mapping[ReviewKey, Sequence[Statement]]) -> None:
+        """Add findings, events and reviews to what this reader returns, without writing them.
+
+        `reviews` maps rule and generation to the statements that would write a review. If the file
+        holds a review of the same rule and generation, the stored one is returned instead.
+        """
+        self._connections.add_overlay(reviews)
+        self._added = True
+
+    def remove_added_reviews(self) -> None:
+        """Return only what the file holds again, without added reviews."""
+        self._connections.remove_overlay()
+
+    def events(
+        self,
+        after_id: int = 0,
+        *,
+        generation: int | None = None,
+        step: int | None = None,
+        limit: int = -1,
+    ) -> list[results.EventRow]:
+        """Return events whose number is above `after_id`, in order.
+
+        All of them, or those of a generation or of one step of it; at most `limit`.
+        """
+        conditions = {"event > ?": after_id, "generation = ?": generation, "step = ?": step}
+        used = {sql: value for sql, value in conditions.items() if value is not None}
+        params = [*used.values(), limit]
+        rest = f"WHERE {' AND '.join(used)} ORDER BY event LIMIT ?"
+        return self._select(codec.decode_event, schema.EVENTS, rest, params)
+
+    def output(self, after_id: int = 0, *, limit: int = -1) -> list[results.OutputRow]:
+        """Return the pieces of printed output whose number is above `after_id`, in order."""
+        rest = "WHERE number > ? ORDER BY number LIMIT ?"
+        return self._select(codec.decode_output, schema.OUTPUT, rest, (after_id, limit))
+
+    def training_steps(
+        self, generation: int, branch: int = 0, start: int = 0, stop: int | None = None
+    ) -> dict[int, TrainingStepRecord]:
+        """Return the training steps `start <= step < stop` by number, without their gradients."""
+        rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step"
+        params = (generation, branch, start, OPEN_END if stop is None else stop)
+        return dict(self._records_by_step(codec.TRAINING_ROWS, rest, params))
+
+    def training_step(
+        self, generation: int, step: int, branch: int = 0
+    ) -> TrainingStepRecord | None:
+        """Return one training step with its gradients, None when it is not recorded."""
+        found = self.training_steps(generation, branch, step, step + 1).get(step)
+        gradients = self.training_gradients(generation, step, branch) if found is not None else ()
+        return found and replace(found, gradients=tuple(gradients))
+
+    def training_gradients(
+        self, generation: int, step: int, branch: int = 0
+    ) -> list[ParameterGradient]:
+        """Return the parameter gradients that were recorded for a training step."""
+        sql = f"SELECT name, norm, max, n_nan, n_inf FROM grads {WHERE_STEP} ORDER BY name"
+        return self._read(codec.decode_parameter_gradient, sql, (generation, branch, step))
+
+    def training_curve(
+        self,
+        generation: int,
+        first: int,
+        n_steps: int,
+        n_points: int,
+        branch: int = 0,
+        *,
+        n_rates: int = 1,
+    ) -> dict[int, CurvePoint]:
+        """Return at most `n_points` points of the `n_steps` steps from `first` on, by number.
+
+        Points without any recorded step are missing. Each has the learning rates of the optimizer's
+        first `n_rates` groups.
+        """
+        params = (first, n_points, n_steps, generation, branch)
+        rates = "".join(_RATE_SQL.format(group) for group in range(min(n_rates, MAX_RATES)))
+        return {row[0]: _curve_point(row) for row in self._query(_CURVE_SQL.format(rates), params)}
+
+    def group_curve(
+        self, generation: int, first: int, n_steps: int, n_points: int, branch: int = 0
+    ) -> dict[tuple[int, int], float]:
+        """Return the highest norm by (point, group), NaN where a norm was non-finite."""
+        stride = max(n_steps // MAX_STEPS_READ, 1)
+        key = (first, n_points, n_steps, generation, branch)
+        params = (*key, stride, *key, max(MAX_STEPS_READ // n_points, 1))
+        return {
+            (row[0], row[1]): math.nan if row[3] else float(row[2])
+            for row in self._query(_GROUP_NORMS_SQL, params)
+        }
+
+    def added_groups(self, generation: int) -> tuple[str, ...]:
+        """Return all groups of parameters as last reported, empty if none were added.
+
+        They begin with the groups that the run declared at its start.
+        """
+        return tuple(str(name) for _, name in self._query(_NEWEST_GROUPS_SQL, (generation,)))
+
+    def _query(self, sql: str, params: Sequence[Any] = ()) -> list[Any]:
+        return self._connections.query(sql, params)
+
+    def _read(
+        self, make: Callable[[Sequence[Any]], T], sql: str, params: Sequence[Any] = ()
+    ) -> list[T]:
+        """Return what `make` makes of each row of a query."""
+        rows = self._query(sql, params)
+        with self._damage_as_error():
+            return [make(row) for row in rows]
+
+    def _read_values(
+        self, kinds: Sequence[str], sql: str, params: Sequence[Any], table: str
+    ) -> list[list[Any]]:
+        """Return the values of the rows of a query of `table`, by the kinds of its columns."""
+        return self._read(lambda row: codec.decode_values(kinds, row, table), sql, params)
+
+    def _read_int(self, sql: str, params: Sequence[Any] = ()) -> int | None:
+        """Return the integer that a query selects, None when it has no row."""
+        return next(iter(self._read(lambda row: codec.decode_int(row[0]), sql, params)), None)
+
+    def _select(
+        self,
+        make: Callable[[Sequence[Any]], T],
+        table: Table,
+        rest: str,
+        params: Sequence[Any] = (),
+        *,
+        skip: int = 0,
+        stop: int | None = None,
+    ) -> list[T]:
+        """Return what `make` makes of the rows of a table that `rest` (behind FROM) selects."""
+        return self._read(make, select_sql(table, rest, skip=skip, stop=stop), params)
+
+    def _records(self, rows: RowFormat[T], rest: str, params: Sequence[Any] = ()) -> list[T]:
+        return self._select(rows.decode, rows.table, rest, params, skip=rows.skip)
+
+    def _records_of_step(
+        self, rows: RowFormat[T], generation: int, step: int, branch: int
+    ) -> list[T]:
+        """Return the records of a step, in the order of their key."""
+        order = ", ".join(rows.table.key[2:])
+        return self._records(rows, f"{WHERE_STEP} ORDER BY {order}", (generation, branch, step))
+
+    def _records_by_step(
+        self, rows: RowFormat[T], rest: str, params: Sequence[Any]
+    ) -> list[tuple[int, T]]:
+        """Return records with their steps."""
+
+        def make(row: Sequence[Any]) -> tuple[int, T]:
+            return codec.decode_int(row[0]), rows.decode(row[rows.skip - 2 :])
+
+        return self._select(make, rows.table, rest, params, skip=2)
+
+    def _facts(self, rest: str) -> dict[str, Any]:
+        sql = f"SELECT key, value FROM run {rest}"
+        return dict(self._read_values(("text", "json"), sql, (), "run"))
 
     def _step_arrays(
         self, key: tuple[int, int, int], condition: str, params: Sequence[Any] = ()
-    ) -> list[ArrayRecord]:
+    ) -> list[records.ArrayRecord]:
         """Return the arrays of a step for which `condition` holds as well."""
         where = f"{WHERE_STEP} AND {condition}"
         return [each.record for each in read_arrays(self, key[0], where, (*key, *params))]
 
-    def _generation_rows(self, where: str, params: Sequence[Any]) -> list[list[Any]]:
-        rows = self._query(f"{schema.READ_GENERATIONS} {where} ORDER BY g.generation", params)
-        width = len(schema.GENERATIONS.columns)
-        return [
-            self._decode_row(schema.GENERATIONS, row[:width], 0)
-            + self._decode_row(schema.BRANCHES, row[width:], 0)
-            for row in rows
-        ]
+    @contextmanager
+    def _damage_as_error(self) -> Iterator[None]:
+        try:
+            yield
+        except codec.DamagedValueError as damage:
+            hint = "Other steps may still be readable; copy the file again if you can."
+            raise TraceError(f"{self.path} is damaged: {damage}.", hint=hint) from None
 
 
-_GRADIENT_ARRAYS = "owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
+_MASK_ORDER = "ORDER BY generation, branch, step, fingerprint"
 
 
-def read_gradients(
-    reader: TraceReader, generation: int, step: int, branch: int = 0
-) -> GradientRecord | None:
-    """Return the gradients of the token that a step generated, None when there are none."""
-    key = (generation, branch, step)
-    rows = reader._select(schema.GRADIENTS, WHERE_STEP, key)
-    if not rows:
-        return None
-    rest = f"{WHERE_STEP} ORDER BY layer, name"
-    stats = reader._records(codec.GRADIENT_STAT_ROWS, rest, key)
-    arrays_by_stream = {
-        record.stream: record.array for record in reader._step_arrays(key, _GRADIENT_ARRAYS)
-    }
-    others = {
-        "stats": tuple(stats),
-        "tokens": arrays_by_stream.get("grads.tokens"),
-        "layers": arrays_by_stream.get("grads.layers"),
-    }
-    return reader._decode(lambda row: codec.GRADIENT_ROWS.decode(row, **others), rows[0])
+def _place_condition(
+    generation: int | None, branch: int, step: int | None
+) -> tuple[str, Sequence[int]]:
+    """Return the SQL condition for all rows, one branch or one step of it, and its parameters."""
+    if generation is None:
+        return "", ()
+    if step is None:
+        return WHERE_BRANCH, (generation, branch)
+    return WHERE_STEP, (generation, branch, step)
+
+
+def _curve_point(row: Sequence[Any]) -> CurvePoint:
+    _, step, loss, norm, has_nonfinite_loss, has_nonfinite_gradient, *rates = row
+    return CurvePoint(
+        step=step,
+        loss=_curve_value(loss),
+        norm=_curve_value(norm),
+        has_nonfinite_loss=bool(has_nonfinite_loss),
+        has_nonfinite_gradient=bool(has_nonfinite_gradient),
+        # A learning rate of NaN is unknown.
+        rates=tuple(None if isinstance(rate, str) else _curve_value(rate) for rate in rates),
+    )
+
+
+def _curve_value(value: Any) -> float | None:
+    """Return a number of the trace: NULL stands for None, and text for NaN."""
+    if isinstance(value, str):
+        return math.nan
+    return None if value is None else float(value)
 
 
 def steps_with_gradients(reader: TraceReader, generation: int, branch: int = 0) -> list[int]:
@@ -382,6 +607,6 @@ def read_all_gradients(
 ) -> Iterator[GradientRecord]:
     """Yield the gradients of a branch, step by step."""
     for step in steps_with_gradients(reader, generation, branch):
-        record = read_gradients(reader, generation, step, branch)
+        record = reader.gradients(generation, step, branch)
         if record is not None:
             yield record

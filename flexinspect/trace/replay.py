@@ -12,14 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flexinspect.core.errors import TraceError
-from flexinspect.records.step import (
-    STANDALONE_CALLS,
-    STANDALONE_MASKS,
-    STANDALONE_RAISED,
-    EventRecord,
-    GenerationRecord,
-    StepRecord,
-)
+from flexinspect.records import step as steps
+from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.trace.queries.branch_queries import generation_in_branch
@@ -33,7 +27,8 @@ from flexinspect.trace.step_loader import load_steps
 def is_standalone(generation: GenerationRow) -> bool:
     """Tell whether a generation holds standalone calls of FlexAttention, outside of any model."""
     name = generation.sample_id
-    return name in (STANDALONE_MASKS, STANDALONE_RAISED) or name.startswith(STANDALONE_CALLS)
+    outside = (steps.STANDALONE_MASKS, steps.STANDALONE_RAISED)
+    return name in outside or name.startswith(steps.STANDALONE_CALLS)
 
 
 def generation_at_start(reader: TraceReader, row: GenerationRow) -> GenerationRecord:
@@ -62,12 +57,15 @@ def replay(
     `replay_steps` yields the steps of other branches. Of the steps' own arrays only those of
     `streams` are loaded (`ALL_STREAMS`: all); findings are left out. Raises `TraceError`.
     """
-    events = _PendingEvents(reader, generation)
+    rows = reader.events(generation=generation)
+    events = deque(row.event for row in rows if row.branch is None)
     for step in replay_steps(reader, generation, 0, streams):
-        yield from events.before(step)
+        ended_at = step.started_at + step.wall_ms / 1e3
+        while events and not events[0].at > ended_at:
+            yield events.popleft()
         yield step
     yield from read_all_gradients(reader, generation)
-    yield from events.remaining()
+    yield from events
 
 
 def replay_steps(
@@ -78,25 +76,6 @@ def replay_steps(
     while steps := load_steps(reader, generation, branch, start, streams=streams):
         yield from steps
         start = steps[-1].step + 1
-
-
-class _PendingEvents:
-    """The events of a generation that were not written with a step."""
-
-    def __init__(self, reader: TraceReader, generation: int) -> None:
-        rows = reader.events(generation=generation)
-        self._events = deque(row.event for row in rows if row.branch is None)
-
-    def before(self, step: StepRecord) -> Iterator[EventRecord]:
-        """Yield, once, the events up to the end of a step."""
-        ended_at = step.started_at + step.wall_ms / 1e3
-        while self._events and not self._events[0].at > ended_at:
-            yield self._events.popleft()
-
-    def remaining(self) -> Iterator[EventRecord]:
-        """Yield the events that are left."""
-        while self._events:
-            yield self._events.popleft()
 
 
 def replay_parents_from_path(

@@ -5,37 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.text import escape_unprintable
+from flexinspect.records import step as records
 from flexinspect.records.finding import Finding
-from flexinspect.records.step import (
-    MASK_ARRAYS,
-    TRAIN,
-    InputsRecord,
-    LogitsRecord,
-    MaskRecord,
-    MemoryRecord,
-    TokenRecord,
-)
-from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.step import MASK_ARRAYS, TRAIN
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.trace.codec import plain_json
-from flexinspect.trace.query_results import (
-    BranchRow,
-    EventRow,
-    GenerationRow,
-    OutputRow,
-    StepRow,
-)
+from flexinspect.trace.query_results import BranchRow, EventRow, GenerationRow, OutputRow, StepRow
 from flexinspect.trace.reader import TraceReader
 
 T = TypeVar("T")
-
-PAGE_ROWS = 256
-"""Rows that are read at a time."""
+PAGE_ROWS = 256  # rows that are read at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +36,13 @@ class DumpSelection:
         """Raise `UsageError` when there is no such generation or step."""
         path = self.reader.path
         if self.generation is not None and not self.generations():
-            raise UsageError(
-                f"{path} has no generation {self.generation}.",
-                hint=f"It has {len(self.reader.generations())}, numbered from 0.",
-            )
+            hint = f"It has {len(self.reader.generations())}, numbered from 0."
+            raise UsageError(f"{path} has no generation {self.generation}.", hint=hint)
         if self.step is not None and not any(True for b in self.branches() for _ in self.steps(b)):
-            last = max((self._last(branch) for branch in self.branches()), default=-1)
-            raise UsageError(
-                f"{path} has no step {self.step}.",
-                hint=f"Its steps go from 0 to {last}." if last >= 0 else "It has no steps yet.",
-            )
-
-    def _last(self, branch: BranchRow) -> int:
-        last = self.reader.last_step(branch.generation, branch.branch)
-        return -1 if last is None else last
+            lasts = [self.reader.last_step(b.generation, b.branch) for b in self.branches()]
+            last = max((each for each in lasts if each is not None), default=-1)
+            hint = f"Its steps go from 0 to {last}." if last >= 0 else "It has no steps yet."
+            raise UsageError(f"{path} has no step {self.step}.", hint=hint)
 
     def generations(self) -> list[GenerationRow]:
         """Return the selected generations."""
@@ -76,31 +55,27 @@ class DumpSelection:
             yield from self.reader.branches(row.generation)
 
     def steps(self, branch: BranchRow) -> Iterator[StepRow]:
-        """Yield the selected steps of a branch."""
+        """Return the selected steps of a branch."""
         place = (branch.generation, branch.branch)
-        if self.step is not None:
-            yield from self.reader.steps(*place, self.step, self.step + 1)
-            return
-        yield from self._pages(
-            lambda start: self.reader.steps(*place, start, limit=PAGE_ROWS), lambda row: row.step
+        first, stop = (0, None) if self.step is None else (self.step, self.step + 1)
+        return self._pages(
+            lambda after: self.reader.steps(*place, after + 1, stop, limit=PAGE_ROWS),
+            "step",
+            first - 1,
         )
 
-    def tokens(self, branch: BranchRow) -> Iterator[TokenRecord]:
-        """Yield the tokens of a branch, of the selected step only if one is selected."""
+    def tokens(self, branch: BranchRow) -> Iterator[records.TokenRecord]:
+        """Return the tokens of a branch, of the selected step only if one is selected."""
         place = (branch.generation, branch.branch)
         if self.step is not None:
-            yield from self.reader.step_tokens(place[0], self.step, place[1])
-            return
-        yield from self._pages(
-            lambda start: self.reader.tokens(*place, start, limit=PAGE_ROWS), lambda row: row.pos
+            return iter(self.reader.step_tokens(place[0], self.step, place[1]))
+        return self._pages(
+            lambda after: self.reader.tokens(*place, after + 1, limit=PAGE_ROWS), "pos"
         )
 
-    def masks(self) -> Iterator[MaskRecord]:
+    def masks(self) -> Iterator[records.MaskRecord]:
         """Yield the masks, with arrays, that the selected steps introduced or used."""
-        for fingerprint in self._fingerprints():
-            mask = self.reader.mask(fingerprint)
-            if mask is not None:
-                yield mask
+        yield from filter(None, map(self.reader.mask, self._fingerprints()))
 
     def _fingerprints(self) -> Iterable[str]:
         reader = self.reader
@@ -117,48 +92,35 @@ class DumpSelection:
 
     def findings(self) -> Iterator[Finding]:
         """Yield the findings of the selected generations and steps."""
-        if self.generation is None and self.step is None:
-            yield from self._findings({})
-            return
-        for branch in self.branches():
-            place = {"generation": branch.generation, "branch": branch.branch}
-            yield from self._findings({**place, "step": self.step})
-
-    def _findings(self, place: Mapping[str, Any]) -> Iterator[Finding]:
-        for row in self._pages(
-            lambda start: self.reader.finding_rows(start - 1, limit=PAGE_ROWS, **place),
-            lambda row: row.id,
-        ):
-            yield row.finding
+        places: Iterable[dict[str, Any]] = [{}]
+        if self.generation is not None or self.step is not None:
+            places = (_place(branch) | {"step": self.step} for branch in self.branches())
+        for place in places:
+            fetch = partial(self.reader.finding_rows, limit=PAGE_ROWS, **place)
+            for row in self._pages(fetch, "id"):
+                yield row.finding
 
     def events(self) -> Iterator[EventRow]:
-        """Yield the events of the selected generations and steps."""
-        yield from self._pages(
-            lambda start: self.reader.events(
-                start - 1, generation=self.generation, step=self.step, limit=PAGE_ROWS
-            ),
-            lambda row: row.id,
-        )
+        """Return the events of the selected generations and steps."""
+        fetch = partial(self.reader.events, generation=self.generation, step=self.step)
+        return self._pages(partial(fetch, limit=PAGE_ROWS), "id")
 
     def output(self) -> Iterator[OutputRow]:
         """Yield the program's output: all of it, or what was printed in the selected steps."""
-        for row in self._pages(
-            lambda start: self.reader.output(start - 1, limit=PAGE_ROWS), lambda row: row.id
-        ):
+        wanted = (self.generation, self.step)
+        for row in self._pages(partial(self.reader.output, limit=PAGE_ROWS), "id"):
             place = (row.output.generation, row.output.step)
-            wanted = (self.generation, self.step)
             if all(want in (None, have) for want, have in zip(wanted, place, strict=True)):
                 yield row
 
-    def _pages(self, fetch: Callable[[int], list[T]], key: Callable[[T], int]) -> Iterator[T]:
+    def _pages(self, fetch: Callable[[int], list[T]], key: str, after: int = -1) -> Iterator[T]:
         """Yield all rows; each page is read from the key after the last one of the page before."""
-        start = 0
-        while page := fetch(start):
+        while page := fetch(after):
             yield from page
-            last = key(page[-1])
-            if last < start:  # only with a damaged index, and would never end
+            last = attrgetter(key)(page[-1])
+            if last <= after:  # only with a damaged index, and would never end
                 raise TraceError(f"{self.reader.path} is damaged: its rows are out of order.")
-            start = last + 1
+            after = last
 
 
 def dump_json(what: DumpSelection) -> Iterator[str]:
@@ -168,36 +130,40 @@ def dump_json(what: DumpSelection) -> Iterator[str]:
     step or generation that does not exist, `TraceError` for a damaged trace.
     """
     what.check()
-    branches = list(what.branches())
-    yield f'{{"run": {plain_json(what.reader.run())}'
-    yield from _json_section("generations", (_record_fields(row) for row in what.generations()))
-    yield from _json_section("branches", (_record_fields(row) for row in branches))
-    yield from _json_section("segments", (row for b in branches for row in _segment_dicts(what, b)))
-    yield from _json_section("tokens", (row for b in branches for row in _token_dicts(what, b)))
-    steps = (_step_dict(what.reader, row) for b in branches for row in what.steps(b))
-    yield from _json_section("steps", steps)
-    yield from _json_section("masks", (_mask_dict(mask) for mask in what.masks()))
-    yield from _json_section("findings", (_record_fields(row) for row in what.findings()))
-    yield from _json_section("events", (_event_dict(row) for row in what.events()))
-    yield from _json_section(
-        "output", ({"id": r.id, **_record_fields(r.output)} for r in what.output())
+    reader, branches = what.reader, list(what.branches())
+    yield f'{{"run": {plain_json(reader.run())}'
+    yield from _json_section("generations", map(_fields, what.generations()))
+    yield from _json_section("branches", map(_fields, branches))
+    segments = (
+        _place(branch) | {"segment": number} | _fields(row)
+        for branch in branches
+        for number, row in enumerate(reader.segments(branch.generation, branch.branch))
     )
+    yield from _json_section("segments", segments)
+    tokens = (_place(branch) | _fields(row) for branch in branches for row in what.tokens(branch))
+    yield from _json_section("tokens", tokens)
+    steps = (_step_dict(reader, row) for branch in branches for row in what.steps(branch))
+    yield from _json_section("steps", steps)
+    masks = (_fields(mask, without=MASK_ARRAYS) | mask_facts(mask) for mask in what.masks())
+    yield from _json_section("masks", masks)
+    yield from _json_section("findings", map(_fields, what.findings()))
+    events = ({"id": r.id} | _fields(r.event) | {"branch": r.branch} for r in what.events())
+    yield from _json_section("events", events)
+    yield from _json_section("output", ({"id": r.id} | _fields(r.output) for r in what.output()))
     yield "}\n"
 
 
-def mask_facts(mask: MaskRecord) -> dict[str, dict[str, Any] | None]:
+def mask_facts(mask: records.MaskRecord) -> dict[str, dict[str, Any] | None]:
     """Return the shape of each array of a mask and how many elements are not 0.
 
     None stands for an array that was not captured. The non-zero elements of `mask_mod_blocks` are
     the blocks in which the mask_mod opens at least one cell.
     """
-    arrays = {name: getattr(mask, name) for name in MASK_ARRAYS}
-    return {
-        name: None
-        if array is None
-        else {"shape": list(array.shape), "open": int((array != 0).sum())}
-        for name, array in arrays.items()
-    }
+    facts: dict[str, dict[str, Any] | None] = dict.fromkeys(MASK_ARRAYS)
+    for name in MASK_ARRAYS:
+        if (array := getattr(mask, name)) is not None:
+            facts[name] = {"shape": list(array.shape), "open": int((array != 0).sum())}
+    return facts
 
 
 def _json_section(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -209,65 +175,40 @@ def _json_section(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     yield "]"
 
 
-def _record_fields(record: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def _fields(record: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     names = type(record).__slots__  # all records have them; `fields` is slower
     return {name: getattr(record, name) for name in names if name not in without}
 
 
-def _branch_place(branch: BranchRow) -> dict[str, int]:
+def _place(branch: BranchRow) -> dict[str, Any]:
     return {"generation": branch.generation, "branch": branch.branch}
-
-
-def _segment_dicts(what: DumpSelection, branch: BranchRow) -> Iterator[dict[str, Any]]:
-    rows = what.reader.segments(branch.generation, branch.branch)
-    for number, row in enumerate(rows):
-        yield {**_branch_place(branch), "segment": number, **_record_fields(row)}
-
-
-def _token_dicts(what: DumpSelection, branch: BranchRow) -> Iterator[dict[str, Any]]:
-    for row in what.tokens(branch):
-        yield {**_branch_place(branch), **_record_fields(row)}
 
 
 def _step_dict(reader: TraceReader, row: StepRow) -> dict[str, Any]:
     key = (row.generation, row.step, row.branch)
-    logits = reader.logits(*key)
+    logits, gradients = reader.logits(*key), reader.gradients(*key)
     memory, inputs = reader.memory(*key), reader.inputs(*key)
     training = reader.training_step(*key) if row.phase == TRAIN else None
+    gradient_fields = gradients and {
+        **_fields(gradients, without=("stats", "tokens", "layers")),
+        "parameters": list(map(_fields, gradients.stats)),
+    }
     return {
-        **_record_fields(row),
-        "logits": logits and _record_fields(logits, without=("candidates",)),
-        "candidates": [_record_fields(each) for each in logits.candidates] if logits else [],
-        "inputs": inputs and _record_fields(inputs),
-        "calls": [_record_fields(each) for each in reader.calls(*key)],
-        "builds": [_record_fields(each) for each in reader.builds(*key)],
-        "layer_stats": [_record_fields(each) for each in reader.layer_stats(*key)],
-        "memory": memory and _record_fields(memory),
-        "gradients": _gradients_dict(reader, key),
+        **_fields(row),
+        "logits": logits and _fields(logits, without=("candidates",)),
+        "candidates": list(map(_fields, logits.candidates if logits else ())),
+        "inputs": inputs and _fields(inputs),
+        "calls": list(map(_fields, reader.calls(*key))),
+        "builds": list(map(_fields, reader.builds(*key))),
+        "layer_stats": list(map(_fields, reader.layer_stats(*key))),
+        "memory": memory and _fields(memory),
+        "gradients": gradient_fields,
         "training": training and asdict(training),
-        "arrays": [_record_fields(each) for each in reader.arrays(*key)],
+        "arrays": list(map(_fields, reader.arrays(*key))),
     }
 
 
-def _gradients_dict(reader: TraceReader, key: tuple[int, int, int]) -> dict[str, Any] | None:
-    found = reader.gradients(*key)
-    if found is None:
-        return None
-    stats = [_record_fields(each) for each in found.stats]
-    return {**_record_fields(found, without=("stats", "tokens", "layers")), "parameters": stats}
-
-
-def _mask_dict(mask: MaskRecord) -> dict[str, Any]:
-    return {**_record_fields(mask, without=MASK_ARRAYS), **mask_facts(mask)}
-
-
-def _event_dict(row: EventRow) -> dict[str, Any]:
-    return {"id": row.id, **_record_fields(row.event), "branch": row.branch}
-
-
-TableRows = Iterable[Sequence[Any]]
-
-_TEXT_FIELDS = ("token", "text")
+_QUOTED_FIELDS = ("token", "text", "answer", "anomaly")
 """Fields that are quoted, because spaces in them count."""
 
 
@@ -288,22 +229,23 @@ def quote_visible(text: str) -> str:
 
 
 def _trace_lines(what: DumpSelection) -> Iterator[str]:
-    yield f"trace  version {what.reader.format_version}  {escape_unprintable(what.reader.state)}"
+    reader = what.reader
+    yield f"trace  version {reader.format_version}  {escape_unprintable(reader.state)}"
     yield ""
     yield "run"
-    run = [(escape_unprintable(key), plain_json(value)) for key, value in what.reader.run().items()]
+    run = [(escape_unprintable(key), plain_json(value)) for key, value in reader.run().items()]
     yield from _table_lines((), run, indent=2)
     for generation in what.generations():
         yield ""
         yield from _generation_lines(generation)
-        for branch in what.reader.branches(generation.generation):
+        for branch in reader.branches(generation.generation):
             yield from _branch_lines(what, branch)
     yield from _titled_lines("masks", (line for mask in what.masks() for line in _mask_lines(mask)))
     yield from _titled_lines(
         "findings", (line for found in what.findings() for line in _finding_lines(found))
     )
-    yield from _titled_lines("events", (_event_line(row) for row in what.events()))
-    yield from _titled_lines("output", (_output_line(row) for row in what.output()))
+    yield from _titled_lines("events", map(_event_line, what.events()))
+    yield from _titled_lines("output", map(_output_line, what.output()))
 
 
 def _titled_lines(title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -314,23 +256,48 @@ def _titled_lines(title: str, lines: Iterable[str]) -> Iterator[str]:
         yield "  " + line
 
 
+def _fill(template: str, record: Any, **others: Any) -> str:
+    """Return a template with fields of a record as cells; `others` are inserted as they are."""
+    return template.format_map(_Cells(record, others))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """The cells of a record's fields, by name."""
+
+    record: Any
+    others: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> str:
+        if name in self.others:
+            return str(self.others[name])
+        value = getattr(self.record, name)
+        if name == "at" or name.endswith("_at"):
+            return _format_time(value)
+        if isinstance(value, Mapping):
+            return plain_json(dict(value))
+        return _format_cell(_field_cell(name, value))
+
+
 def _generation_lines(row: GenerationRow) -> Iterator[str]:
-    about = f"sample {escape_unprintable(row.sample_id)}  mask {escape_unprintable(row.mask)}"
-    about += f"  model {escape_unprintable(row.model)}" if row.model else ""
-    yield f"generation {row.generation}  {about}  positions {escape_unprintable(row.positions)}"
-    yield f"  started   {_format_time(row.started_at)}"
-    yield f"  expected  {' | '.join(quote_visible(answer) for answer in row.expected)}"
-    yield f"  declared  {plain_json(row.declared)}"
+    model = "  model {model}" if row.model else ""
+    yield _fill(
+        f"generation {{generation}}  sample {{sample_id}}  mask {{mask}}{model}  "
+        "positions {positions}",
+        row,
+    )
+    yield _fill("  started   {started_at}", row)
+    yield f"  expected  {' | '.join(map(quote_visible, row.expected))}"
+    yield _fill("  declared  {declared}", row)
 
 
 def _branch_lines(what: DumpSelection, branch: BranchRow) -> Iterator[str]:
-    fork = "" if branch.parent is None else f"  from {branch.parent} at step {branch.fork_step}"
-    state, stop_reason = map(escape_unprintable, (branch.state, branch.stop_reason))
-    yield f"  branch {branch.branch}{fork}  {state}  {stop_reason}"
-    yield f"    started  {_format_time(branch.started_at)}  ended  {_format_time(branch.ended_at)}"
-    yield f"    answer   {quote_visible(branch.answer)}"
+    fork = "" if branch.parent is None else "  from {parent} at step {fork_step}"
+    yield _fill(f"  branch {{branch}}{fork}  {{state}}  {{stop_reason}}", branch)
+    yield _fill("    started  {started_at}  ended  {ended_at}", branch)
+    yield _fill("    answer   {answer}", branch)
     if branch.change:
-        yield f"    change   {plain_json(branch.change)}"
+        yield _fill("    change   {change}", branch)
     segments = [
         (number, row.start, row.stop, row.owner, row.kind.value, escape_unprintable(row.label))
         for number, row in enumerate(what.reader.segments(branch.generation, branch.branch))
@@ -343,58 +310,75 @@ def _branch_lines(what: DumpSelection, branch: BranchRow) -> Iterator[str]:
         yield from _step_lines(what.reader, row)
 
 
+_LOGITS_LINE = (
+    "      logits   entropy {entropy}  margin {margin}  chosen {chosen_id}  rank {chosen_rank}  "
+    "logprob {chosen_logprob}  nan {n_nan}  inf {n_inf}"
+)
+_MEMORY_LINE = (
+    "      memory   rss {rss}  model {model}  kv cache {kv_cache}  "
+    "cuda allocated {cuda_allocated}  reserved {cuda_reserved}  peak {cuda_peak}"
+)
+_GRADIENTS_LINE = (
+    "      gradients  of the {target} of {token_id}{to}, {value}  {path}  "
+    "error {logits_error} of {tolerance}  at the logits {scale}  {wall_ms} ms  "
+    "unreached {n_unreached}"
+)
+_CALL_NAMES = (
+    "layer path backend mask batch q_heads kv_heads q_len kv_len head_dim dtype scale "
+    "lse_error check_kind mask_passed_to_layer suppressed_exception causal window"
+)
+
+
 def _step_lines(reader: TraceReader, row: StepRow) -> Iterator[str]:
     key = (row.generation, row.step, row.branch)
-    lengths = f"q {row.q_len}  kv {row.kv_before} → {row.kv_after}"
-    times = f"wall {_format_cell(row.wall_ms)} ms  capture {_format_cell(row.capture_ms)} ms"
-    yield f"    step {row.step}  {escape_unprintable(row.phase)}  {lengths}  {times}"
-    yield f"      started  {_format_time(row.started_at)}"
-    logits = reader.logits(*key)
-    if logits is not None:
-        yield from _logits_lines(logits)
-    memory = reader.memory(*key)
-    if memory is not None:
-        yield "      " + _memory_line(memory)
-    inputs = reader.inputs(*key)
-    if inputs is not None:
+    lengths = "q {q_len}  kv {kv_before} → {kv_after}"
+    times = "wall {wall_ms} ms  capture {capture_ms} ms"
+    yield _fill(f"    step {{step}}  {{phase}}  {lengths}  {times}", row)
+    yield _fill("      started  {started_at}", row)
+    if logits := reader.logits(*key):
+        yield _fill(_LOGITS_LINE, logits)
+        counts = " ".join(map(str, logits.histogram))
+        line = "      histogram  {histogram_min} to {histogram_max}  {counts}"
+        yield _fill(line, logits, counts=counts)
+        names = "rank token_id logit logprob score score_logprob text"
+        yield from _record_table("candidates", names, logits.candidates, indent=6)
+    if memory := reader.memory(*key):
+        yield _fill(_MEMORY_LINE, memory)
+    if inputs := reader.inputs(*key):
         yield from _inputs_lines(inputs)
-    training = reader.training_step(*key) if row.phase == TRAIN else None
-    if training is not None:
+    if row.phase == TRAIN and (training := reader.training_step(*key)):
         yield from _training_lines(training)
-    names = (
-        "layer path backend mask batch q_heads kv_heads q_len kv_len head_dim dtype scale "
-        "lse_error check_kind mask_passed_to_layer suppressed_exception causal window"
-    )
-    yield from _record_table("calls", names, reader.calls(*key), indent=6)
+    yield from _record_table("calls", _CALL_NAMES, reader.calls(*key), indent=6)
     names = "layer batch heads q_len kv_len wall_ms peak_growth mask_mod"
     yield from _record_table("builds", names, reader.builds(*key), indent=6)
     names = "layer module n_nan n_inf bad_row min max mean std norm"
     yield from _record_table("layer_stats", names, reader.layer_stats(*key), indent=6)
-    gradients = reader.gradients(*key)
-    if gradients is not None:
-        yield from _gradients_lines(gradients)
+    if gradients := reader.gradients(*key):
+        to = "" if gradients.runner_up_id is None else f" to {gradients.runner_up_id}"
+        yield _fill(_GRADIENTS_LINE, gradients, to=to)
+        if gradients.anomaly is not None:
+            yield _fill("      anomaly  {anomaly}", gradients)
+        names = "layer part name norm max n_nan n_inf"
+        yield from _record_table("grads", names, gradients.stats, indent=6)
     names = "number stream layer dtype shape codec n_bytes"
     yield from _record_table("arrays", names, reader.arrays(*key), indent=6)
 
 
 def _training_lines(row: TrainingStepRecord) -> Iterator[str]:
     rates = " ".join(_format_cell(None if one != one else one) for one in row.learning_rates) or "-"
-    loss = (
-        f"{_format_cell(row.loss)} ({escape_unprintable(row.loss_source)})" if row.has_loss else "-"
+    loss = "{loss} ({loss_source})" if row.has_loss else "-"
+    yield _fill(f"      training loss {loss}  lr {rates}  detail {{detail}}", row)
+    yield _fill(
+        "      norm     {total_norm}  before clipping {norm_before_clip}  limit {max_norm}", row
     )
-    yield f"      training loss {loss}  lr {rates}  detail {escape_unprintable(row.detail)}"
-    norms = (row.total_norm, row.norm_before_clip, row.max_norm)
-    total, before, limit = map(_format_cell, norms)
-    yield f"      norm     {total}  before clipping {before}  limit {limit}"
-    counts = f"{row.n_exploding} explode  {row.n_vanishing} vanish  {row.n_dead} dead"
-    yield f"      params   {row.n_parameters}  {counts}  {row.n_nonfinite} not finite"
+    counts = "{n_exploding} explode  {n_vanishing} vanish  {n_dead} dead"
+    yield _fill(f"      params   {{n_parameters}}  {counts}  {{n_nonfinite}} not finite", row)
     if row.anomaly_origin is not None:
-        kind, name = map(escape_unprintable, (row.anomaly_origin.kind, row.anomaly_origin.name))
-        yield f"      origin   {kind} {name}  affected {row.anomaly_origin.n_affected}"
+        yield _fill("      origin   {kind} {name}  affected {n_affected}", row.anomaly_origin)
     yield from _record_table("grads", "name norm max n_nan n_inf", row.gradients, indent=6)
 
 
-def _inputs_lines(row: InputsRecord) -> Iterator[str]:
+def _inputs_lines(row: records.InputsRecord) -> Iterator[str]:
     runs = " ".join(
         f"{first}-{first + n - 1}" if n > 1 else str(first) for first, n in row.positions
     )
@@ -405,69 +389,29 @@ def _inputs_lines(row: InputsRecord) -> Iterator[str]:
     yield f"      cached   before {before}  after {after}"
 
 
-def _logits_lines(row: LogitsRecord) -> Iterator[str]:
-    logprob = _format_cell(row.chosen_logprob)
-    chosen = f"chosen {row.chosen_id}  rank {row.chosen_rank}  logprob {logprob}"
-    shape = f"entropy {_format_cell(row.entropy)}  margin {_format_cell(row.margin)}"
-    yield f"      logits   {shape}  {chosen}  nan {row.n_nan}  inf {row.n_inf}"
-    counts = " ".join(map(str, row.histogram))
-    ends = f"{_format_cell(row.histogram_min)} to {_format_cell(row.histogram_max)}"
-    yield f"      histogram  {ends}  {counts}"
-    names = "rank token_id logit logprob score score_logprob text"
-    yield from _record_table("candidates", names, row.candidates, indent=6)
-
-
-def _memory_line(row: MemoryRecord) -> str:
-    cuda = (row.cuda_allocated, row.cuda_reserved, row.cuda_peak)
-    allocated, reserved, peak = map(_format_cell, cuda)
-    return (
-        f"memory   rss {row.rss}  model {row.model}  kv cache {row.kv_cache}  "
-        f"cuda allocated {allocated}  reserved {reserved}  peak {peak}"
-    )
-
-
-def _gradients_lines(row: GradientRecord) -> Iterator[str]:
-    to = "" if row.runner_up_id is None else f" to {row.runner_up_id}"
-    target, path = escape_unprintable(row.target), escape_unprintable(row.path)
-    numbers = (row.value, row.logits_error, row.tolerance, row.scale, row.wall_ms)
-    value, error, tolerance, scale, wall_ms = map(_format_cell, numbers)
-    yield (
-        f"      gradients  of the {target} of {row.token_id}{to}, {value}  {path}  "
-        f"error {error} of {tolerance}  at the logits {scale}  {wall_ms} ms  "
-        f"unreached {row.n_unreached}"
-    )
-    if row.anomaly is not None:
-        yield f"      anomaly  {quote_visible(row.anomaly)}"
-    names = "layer part name norm max n_nan n_inf"
-    yield from _record_table("grads", names, row.stats, indent=6)
-
-
-def _mask_lines(mask: MaskRecord) -> Iterator[str]:
-    size = f"batch {mask.batch}  heads {mask.heads}  q {mask.q_len}  kv {mask.kv_len}"
-    blocks = f"blocks {_format_cell(mask.block_q)} × {_format_cell(mask.block_kv)}"
+def _mask_lines(mask: records.MaskRecord) -> Iterator[str]:
+    size = "batch {batch}  heads {heads}  q {q_len}  kv {kv_len}  offset {q_offset}"
+    keys = "  keys from {kv_offset}" if mask.kv_offset else ""
     how = "compiled" if mask.compiled else "uncompiled"
-    keys = f"  keys from {mask.kv_offset}" if mask.kv_offset else ""
-    yield (
-        f"{escape_unprintable(mask.fingerprint)}  {escape_unprintable(mask.kind)}  {size}  "
-        f"offset {mask.q_offset}{keys}  {blocks}  {how}"
-    )
-    mask_mod, source = map(_visible_cell, (mask.mask_mod, mask.mask_mod_source))
-    yield f"  mask_mod  {mask_mod or '-'}  {source or '-'}"
+    blocks = f"blocks {{block_q}} × {{block_kv}}  {how}"
+    yield _fill(f"{{fingerprint}}  {{kind}}  {size}{keys}  {blocks}", mask)
+    yield _fill("  mask_mod  {mask_mod}  {mask_mod_source}", mask)
     for name, facts in mask_facts(mask).items():
         yield f"  {name:15}  " + (f"{facts['shape']}  {facts['open']} open" if facts else "-")
 
 
 def _finding_lines(found: Finding) -> Iterator[str]:
     names = ("generation", "branch", "step", "layer", "head")
-    where = "  ".join(f"{n} {getattr(found, n)}" for n in names if getattr(found, n) is not None)
-    yield f"{found.severity.value}  {escape_unprintable(found.id)}  {where}"
-    yield f"  {escape_unprintable(found.sentence)}"
-    yield f"  positions {list(found.positions)}  evidence {plain_json(dict(found.evidence))}"
+    where = _place_text(**{name: getattr(found, name) for name in names})
+    yield _fill("{severity}  {id}{where}", found, where=where)
+    yield _fill("  {sentence}", found)
+    positions = list(found.positions)
+    yield _fill("  positions {positions}  evidence {evidence}", found, positions=positions)
     if found.layers or found.times > 1:
-        until = "" if found.last_step is None else f", the last in step {found.last_step}"
-        yield f"  layers {list(found.layers)}  {found.times} times{until}"
+        until = "" if found.last_step is None else ", the last in step {last_step}"
+        yield _fill(f"  layers {list(found.layers)}  {{times}} times{until}", found)
     if found.query:
-        yield f"  query {escape_unprintable(found.query)}"
+        yield _fill("  query {query}", found)
 
 
 def _place_text(**places: int | None) -> str:
@@ -475,22 +419,15 @@ def _place_text(**places: int | None) -> str:
 
 
 def _output_line(row: OutputRow) -> str:
-    out = row.output
-    where = _place_text(generation=out.generation, step=out.step)
-    stream, text = escape_unprintable(out.stream), quote_visible(out.text)
-    return f"{row.id}  {_format_time(out.at)}{where}  {stream}  {text}"
+    where = _place_text(generation=row.output.generation, step=row.output.step)
+    return _fill("{number}  {at}{where}  {stream}  {text}", row.output, number=row.id, where=where)
 
 
 def _event_line(row: EventRow) -> str:
     event = row.event
     where = _place_text(generation=event.generation, branch=row.branch, step=event.step)
-    data = plain_json(dict(event.data))
-    kind, text = escape_unprintable(event.kind), escape_unprintable(event.text)
-    return f"{row.id}  {_format_time(event.at)}{where}  {kind}  {text}  {data}"
-
-
-def _visible_cell(value: Any) -> Any:
-    return escape_unprintable(value) if isinstance(value, str) else value
+    others = {"number": row.id, "where": where, "text": escape_unprintable(event.text)}
+    return _fill("{number}  {at}{where}  {kind}  {text}  {data}", event, **others)
 
 
 def _format_cell(value: Any) -> str:
@@ -516,17 +453,17 @@ def _record_table(title: str, names: str, records: Iterable[Any], *, indent: int
 
 
 def _field_cell(name: str, value: Any) -> Any:
-    if name in _TEXT_FIELDS:
+    if name in _QUOTED_FIELDS:
         return quote_visible(value)
     if name == "shape":
         return " × ".join(map(str, value)) or "scalar"
     if name == "special":
         return "special" if value else "-"
-    return _visible_cell(value)
+    return escape_unprintable(value) if isinstance(value, str) else value
 
 
 def _titled_table(
-    title: str, heads: Sequence[str], rows: TableRows, *, indent: int
+    title: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], *, indent: int
 ) -> Iterator[str]:
     """Yield a titled table in pages, so that it may be long; nothing when there are no rows."""
     remaining = iter(rows)
@@ -544,7 +481,9 @@ def _table_lines(
     """Yield the lines of a table: numbers right-aligned, text left-aligned, two spaces between."""
     if not rows:
         return
-    to_right = [all(_is_number(row[i]) for row in rows) for i in range(len(rows[0]))]
+    to_right = [
+        all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(rows[0]))
+    ]
     cells = [[_format_cell(value) for value in row] for row in rows]
     lines = [list(heads), *cells] if heads else cells
     widths = [max(len(line[i]) for line in lines) for i in range(len(to_right))]
@@ -554,7 +493,3 @@ def _table_lines(
             for cell, width, right in zip(line, widths, to_right, strict=True)
         ]
         yield " " * indent + "  ".join(parts)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)

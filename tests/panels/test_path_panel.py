@@ -361,7 +361,7 @@ def test_a_fork_takes_the_steps_before_it_from_its_parent(tmp_path: Path) -> Non
         writer.begin_branch(0, 1, parent=0, fork_step=2)
         writer.write_step(step(2, [call(0, "sdpa")], branch=1))
     reader = open_trace(path)
-    assert lineage(reader, 0, 1) == [(1, 2, None), (0, 0, 2)]
+    assert lineage(reader, 0, 1) == ((1, 2, None), (0, 0, 2))
     found = step_paths(reader, 0, 0, 3, branch=1)
     assert [(one.step, one.path) for one in found] == [
         (0, "flex compiled"),

@@ -34,8 +34,7 @@ from flexinspect.records.step import (
 )
 from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient, TrainingStepRecord
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect.trace.reader import open_trace
-from flexinspect.trace.reader_queries import CurvePoint
+from flexinspect.trace.reader import CurvePoint, open_trace
 from flexinspect.tui import saved_state
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_layout import TRAINING_PANELS, Slot
@@ -166,7 +165,7 @@ def test_a_curve_of_many_steps_shows_the_highest_of_each_column(source: Source) 
 def test_of_steps_too_many_to_read_those_with_nan_or_large_norms_are_read(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinspect.trace.reader_queries.MAX_STEPS_READ", 1)
+    monkeypatch.setattr("flexinspect.trace.reader.MAX_STEPS_READ", 1)
     curve = source.reader.group_curve(0, 0, N_STEPS, 4)
     assert {point for point, _ in curve} == {0, 2, 3}
     assert curve[2, 0] == 100.0

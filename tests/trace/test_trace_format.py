@@ -15,7 +15,7 @@ import pytest
 from support.paths import DOCS
 from support.trace_samples import generation, small_step, step
 
-from flexinspect.records.step import Candidate
+from flexinspect.records.step import MASK_ARRAYS, Candidate
 from flexinspect.trace import codec, schema
 from flexinspect.trace.arrays import CODECS
 from flexinspect.trace.file import connections
@@ -45,17 +45,25 @@ def test_every_table_is_strict_and_narrow_ones_are_clustered(client: sqlite3.Con
     assert found == {table.name: (table.clustered, True) for table in schema.TABLES}
 
 
-def test_the_page_lists_every_table_column_stream_and_codec() -> None:
+STREAMS = (
+    *(f"mask.{name}" for name in MASK_ARRAYS),
+    *("attention.mass", "attention.lse", "attention.entropy", "attention.slots", "logits.row"),
+    *("inputs.ids", "inputs.positions", "inputs.mask", "q", "k", "v", "hidden"),
+    *("grads.tokens", "grads.layers"),
+)
+
+
+def test_the_page_explains_every_table_column_stream_and_codec() -> None:
     page = PAGE.read_text("utf-8")
     for table in schema.TABLES:
         section = page.split(f"### {table.name}\n")[1].split("\n### ")[0]
-        assert table.meaning in section
+        meaning = section.split("\nKey: ")[0].strip()
+        assert meaning.endswith(".")
         assert f"Key: {', '.join(table.key)}." in section
-        for column in table.columns:
-            sql_type = SQL_TYPES[column.kind]
-            assert f"| `{column.name}` | {sql_type} | {column.meaning} |" in section
-    for stream, meaning in schema.STREAMS.items():
-        assert f"| `{stream}` | {meaning} |" in page
+        rows = re.findall(r"^\| `(\w+)` \| ([A-Z ]+) \| (\S.*) \|$", section, re.MULTILINE)
+        assert [row[:2] for row in rows] == [(c.name, SQL_TYPES[c.kind]) for c in table.columns]
+    for stream in STREAMS:
+        assert re.search(rf"^\| `{stream}` \| \S.* \|$", page, re.MULTILINE), stream
     assert all(f"`{codec}`" in page for codec in CODECS)
 
 

@@ -17,7 +17,7 @@ from support.trace_samples import generation, small_step, write
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.trace.file import location
-from flexinspect.trace.file.ownership import close_dead_trace
+from flexinspect.trace.file.location import close_dead_trace
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 

@@ -306,7 +306,7 @@ def _first_step(last: int, step: int) -> int:
 def _load_step_rows(
     source: Source,
     request: MaskViewRequest,
-    owners: list[tuple[int, int, int | None]],
+    owners: Sequence[tuple[int, int, int | None]],
     first: int,
     stop: int,
 ) -> Iterator[tuple[StepMaskRows, ...]]:

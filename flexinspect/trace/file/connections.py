@@ -15,16 +15,13 @@ from flexinspect.core.errors import TraceError, TruncatedTraceError
 from flexinspect.trace.file.earlier_versions import OLDEST_VERSION, compatibility_selects
 from flexinspect.trace.schema import APPLICATION_ID, EVENTS, FINDINGS, REVIEWS, VERSION
 
-ReviewKey = tuple[str, int]
-"""A rule and a generation that it has reviewed."""
-
+ReviewKey = tuple[str, int]  # a rule and a generation that it has reviewed
 Overlay = Mapping[ReviewKey, Sequence[tuple[str, Sequence[Any]]]]
 """By review, the statements that would write it and its findings."""
 
-READ_BUSY_S = 2.0
-"""How long a query waits for a program that has locked the file exclusively."""
-
+READ_BUSY_S = 2.0  # how long a query waits for a program that has locked the file exclusively
 _NO_OVERLAY: Overlay = {}
+HEADER_BYTES = 100  # bytes at the start of the first page: the header of a SQLite file
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _COPY_HINT = (
     "Copy it again from where it was recorded, with the -wal file beside it if there is one."
@@ -45,8 +42,7 @@ class _ThreadConnection:
             self.db.close()
             self.db = None
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
 
 class TraceConnections:
@@ -163,11 +159,11 @@ class TraceConnections:
             remove_stray_wal(self.path)
 
     def _thread_connection(self) -> _ThreadConnection:
-        handle: _ThreadConnection | None = getattr(self._local, "handle", None)
-        if handle is None:
-            handle = self._local.handle = _ThreadConnection()
+        if not hasattr(self._local, "handle"):
+            self._local.handle = _ThreadConnection()
             with self._guard:
-                self._handles.add(handle)
+                self._handles.add(self._local.handle)
+        handle: _ThreadConnection = self._local.handle
         return handle
 
     def _open_connection(self, handle: _ThreadConnection) -> sqlite3.Connection:
@@ -245,15 +241,19 @@ def remove_stray_wal(path: Path) -> None:
     SQLite leaves WAL mode in two steps (it deletes the WAL, then rewrites the header); a reader
     that opens the file between them creates an empty WAL, and SQLite does not remove it.
     """
-    wal = path.with_name(path.name + "-wal")
     with suppress(OSError):
-        if not in_wal_mode(path) and wal.stat().st_size == 0:
-            wal.unlink()
+        if not in_wal_mode(path) and wal_path(path).stat().st_size == 0:
+            wal_path(path).unlink()
+
+
+def wal_path(path: Path) -> Path:
+    """Return the path of the WAL of a trace."""
+    return path.with_name(path.name + "-wal")
 
 
 def _wal_bytes(path: Path) -> int:
     try:
-        return path.with_name(path.name + "-wal").stat().st_size
+        return wal_path(path).stat().st_size
     except OSError:
         return 0
 
@@ -266,24 +266,23 @@ def check_header(path: Path) -> int:
     head, size = _read_header(path)
     if not head:
         raise TraceError(f"{path} is empty.", hint="The recording never started; run it again.")
+    hint = "Traces end in .flextrace and are made by 'flexinspect run'."
     if not head.startswith(_SQLITE_MAGIC):
-        raise TraceError(
-            f"{path} is not a trace: it is not a SQLite file.",
-            hint="Traces end in .flextrace and are made by 'flexinspect run'.",
-        )
-    if len(head) < 100:
+        raise TraceError(f"{path} is not a trace: it is not a SQLite file.", hint=hint)
+    if len(head) < HEADER_BYTES:
         raise _cut_short_error(path, size)
-    if int.from_bytes(head[68:72], "big") != APPLICATION_ID:
-        raise TraceError(
-            f"{path} is a SQLite file of another program, not a trace.",
-            hint="Traces end in .flextrace and are made by 'flexinspect run'.",
-        )
+    if not is_trace_header(head):
+        raise TraceError(f"{path} is a SQLite file of another program, not a trace.", hint=hint)
     version = int.from_bytes(head[60:64], "big")
-    _check_version(path, version)
-    page = int.from_bytes(head[16:18], "big")
-    n_pages = int.from_bytes(head[28:32], "big")
+    which = f"{path} is a trace of version {version}"
+    if version > VERSION:
+        hint = "Update it: pip install --upgrade flexinspect."
+        raise TraceError(f"{which}; this program reads up to {VERSION}.", hint=hint)
+    if version < OLDEST_VERSION:
+        hint = "Read it with the release that recorded it, or record it again."
+        raise TraceError(f"{which}, which this program no longer reads.", hint=hint)
     # In WAL mode the header may be ahead of the file while a writer folds its WAL into it.
-    if head[18] == 1 and size < n_pages * (65536 if page == 1 else page):
+    if head[18] == 1 and size < declared_bytes(head):
         raise _cut_short_error(path, size)
     return version
 
@@ -296,35 +295,34 @@ def _read_header(path: Path) -> tuple[bytes, int]:
         if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait forever
             raise TraceError(f"{path} is not a regular file.", hint="Name a .flextrace file.")
         with path.open("rb") as file:
-            return file.read(100), status.st_size
+            return file.read(HEADER_BYTES), status.st_size
     except FileNotFoundError:
-        raise TraceError(
-            f"There is no trace at {path}.", hint="Check the name; 'ls *.flextrace' lists traces."
-        ) from None
+        hint = "Check the name; 'ls *.flextrace' lists traces."
+        raise TraceError(f"There is no trace at {path}.", hint=hint) from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise TraceError(
-            f"{path} cannot be read: {reason}.", hint="Check its permissions."
-        ) from None
+        what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
+        raise TraceError(what, hint="Check its permissions.") from None
 
 
-def _check_version(path: Path, version: int) -> None:
-    if version > VERSION:
-        raise TraceError(
-            f"{path} is a trace of version {version}; this program reads up to {VERSION}.",
-            hint="Update it: pip install --upgrade flexinspect.",
-        )
-    if version < OLDEST_VERSION:
-        raise TraceError(
-            f"{path} is a trace of version {version}, which this program no longer reads.",
-            hint="Read it with the release that recorded it, or record it again.",
-        )
+def is_trace_header(head: bytes) -> bool:
+    """Tell whether the first bytes of a file are those of a trace."""
+    return head[68:72] == APPLICATION_ID.to_bytes(4, "big")
+
+
+def page_bytes(head: bytes) -> int:
+    """Return the size of a page that the header of a SQLite file declares."""
+    page = int.from_bytes(head[16:18], "big")
+    return 65536 if page == 1 else max(page, 512)
+
+
+def declared_bytes(head: bytes) -> int:
+    """Return the size of a SQLite file that its header declares."""
+    return int.from_bytes(head[28:32], "big") * page_bytes(head)
 
 
 def _cut_short_error(path: Path, size: int) -> TruncatedTraceError:
-    return TruncatedTraceError(
-        f"{path} is damaged: it is cut short at {size} bytes.", path, hint=_COPY_HINT
-    )
+    what = f"{path} is damaged: it is cut short at {size} bytes."
+    return TruncatedTraceError(what, path, hint=_COPY_HINT)
 
 
 @contextmanager
@@ -333,28 +331,27 @@ def trace_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise trace_error(path, error) from error
+        raise _trace_error(path, error) from error
     except UnicodeError as error:  # SQLite quoted a part of the file in its message
-        raise TraceError(
-            f"{path} is damaged: its text is not readable.", hint=_COPY_HINT
-        ) from error
+        what = f"{path} is damaged: its text is not readable."
+        raise TraceError(what, hint=_COPY_HINT) from error
     except (OSError, MemoryError, OverflowError) as error:
         raise TraceError(f"{path} cannot be read: {error}.", hint=_COPY_HINT) from error
 
 
-def trace_error(path: Path, error: sqlite3.Error) -> TraceError:
-    """Return the `TraceError` for an error of SQLite."""
+def _trace_error(path: Path, error: sqlite3.Error) -> TraceError:
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        return TraceError(
-            f"{path} is locked by another program.", hint="Close that program and try again."
-        )
+        hint = "Close that program and try again."
+        return TraceError(f"{path} is locked by another program.", hint=hint)
     if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and _wal_bytes(path):
-        return TraceError(
-            f"{path} was not finished, and its -wal file cannot be read in this folder.",
-            hint="Copy both files to a writable folder and open the copy.",
-        )
+        what = f"{path} was not finished, and its -wal file cannot be read in this folder."
+        return TraceError(what, hint="Copy both files to a writable folder and open the copy.")
     if name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
         return TraceError(f"{path} cannot be opened ({error}).", hint="Check its permissions.")
-    reason = "".join(char if char.isprintable() else "?" for char in str(error))
-    return TraceError(f"{path} is damaged: {reason}.", hint=_COPY_HINT)
+    return TraceError(f"{path} is damaged: {printable_error(error)}.", hint=_COPY_HINT)
+
+
+def printable_error(error: sqlite3.Error) -> str:
+    """Return the message of an error of SQLite, which may quote a damaged file."""
+    return "".join(char if char.isprintable() else "?" for char in str(error))

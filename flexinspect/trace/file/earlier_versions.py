@@ -13,19 +13,10 @@ from collections.abc import Mapping
 from flexinspect.trace import schema
 from flexinspect.trace.schema import Column, Table
 
-OLDEST_VERSION = 1
-"""The oldest version that can be read."""
-
+OLDEST_VERSION = 1  # the oldest version that can be read
 Names = Mapping[str, str]
 
-ADDED_TABLES = (
-    schema.INPUTS,
-    schema.BUILDS,
-    schema.GRADIENTS,
-    schema.TRAINING_STEPS,
-    schema.REVIEWS,
-    schema.OUTPUT,
-)
+ADDED_TABLES = ("inputs", "builds", "gradients", "training_steps", "reviews", "output")
 """Tables that the first traces did not have; the others are in every trace."""
 
 OLD_COLUMNS: Mapping[str, Names] = {
@@ -111,13 +102,8 @@ _COLUMNS_SQL = (
     "SELECT m.name, p.name FROM main.sqlite_schema m JOIN pragma_table_info(m.name, 'main') p "
     "WHERE m.type = 'table'"
 )
-_DEFAULT_LITERALS = {
-    "int": "0",
-    "bool": "0",
-    "text": "''",
-    "object": "'{}'",
-    **dict.fromkeys(("texts", "ints", "floats", "runs"), "'[]'"),
-}
+_DEFAULT_LITERALS = {"int": "0", "bool": "0", "text": "''", "object": "'{}'"}
+_DEFAULT_LITERALS |= dict.fromkeys(("texts", "ints", "floats", "runs"), "'[]'")
 
 
 def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
@@ -129,7 +115,7 @@ def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
     selects: dict[str, str] = {}
     for each in schema.TABLES:
         stored = columns.get(each.name, set())
-        if not stored and each not in ADDED_TABLES:
+        if not stored and each.name not in ADDED_TABLES:
             continue
         parts = [_column_sql(each, column, stored, is_old=is_old) for column in each.columns]
         if parts != list(each.names):

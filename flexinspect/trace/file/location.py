@@ -1,4 +1,8 @@
-"""Where a trace is recorded: checks of the path, and a local folder for network file systems."""
+"""Where a trace is recorded, and by which process.
+
+Checks of the path, a local folder for network file systems, and the end of a trace whose process
+has died.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,22 @@ import errno
 import os
 import re
 import shutil
+import sqlite3
 import stat
 import sys
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
+from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import TraceWriteError
-from flexinspect.trace.file.ownership import recording_pid
+from flexinspect.records.finding import Finding
+from flexinspect.records.step import EventRecord
+from flexinspect.trace import codec
+from flexinspect.trace.file.connections import HEADER_BYTES, is_trace_header
 from flexinspect.trace.file.side_files import LAST_CALL_SUFFIX, STOP_SUFFIX
-from flexinspect.trace.schema import APPLICATION_ID
 
 NETWORK_FILE_SYSTEMS = frozenset(
     {
@@ -69,10 +79,8 @@ def create_trace_file(path: Path, *, overwrite: bool) -> None:
     """
     try:
         if path.is_dir():
-            raise TraceWriteError(
-                f"The trace cannot be written to {path}: that is a folder.",
-                hint="Name a file in it, for instance run.flextrace.",
-            )
+            what = f"The trace cannot be written to {path}: that is a folder."
+            raise TraceWriteError(what, hint="Name a file in it, for instance run.flextrace.")
         if overwrite and path.exists():
             _remove_old_trace(path)
         path.open("xb").close()
@@ -83,16 +91,12 @@ def create_trace_file(path: Path, *, overwrite: bool) -> None:
 
 def _remove_old_trace(path: Path) -> None:
     if not stat.S_ISREG(path.stat().st_mode) or not _is_trace_file(path):
-        raise TraceWriteError(
-            f"{path} is not a trace, so it is not overwritten.",
-            hint="Choose another name, or remove the file yourself.",
-        )
+        hint = "Choose another name, or remove the file yourself."
+        raise TraceWriteError(f"{path} is not a trace, so it is not overwritten.", hint=hint)
     pid = recording_pid(path)
     if pid is not None and pid != os.getpid():
-        raise TraceWriteError(
-            f"{path} is being recorded by process {pid}, so it is not overwritten.",
-            hint="Choose another name, or stop that run first.",
-        )
+        what = f"{path} is being recorded by process {pid}, so it is not overwritten."
+        raise TraceWriteError(what, hint="Choose another name, or stop that run first.")
     path.open("r+b").close()  # fails for a read-only file, which must not be replaced either
     path.unlink()
 
@@ -111,38 +115,25 @@ def _remove_companions(path: Path) -> None:
 
 def _is_trace_file(path: Path) -> bool:
     with path.open("rb") as file:
-        head = file.read(100)
-    return not head or head[68:72] == APPLICATION_ID.to_bytes(4, "big")
+        head = file.read(HEADER_BYTES)
+    return not head or is_trace_header(head)
 
 
 def _path_error(path: Path, error: OSError) -> TraceWriteError:
-    where = f"The trace cannot be written to {path}"
     match error:
         case FileExistsError():
-            return TraceWriteError(
-                f"{where}: the file exists already.",
-                hint="Choose another name, or ask to overwrite it.",
-            )
+            reason, hint = "the file exists already", "Choose another name, or ask to overwrite it."
         case FileNotFoundError() | NotADirectoryError() if not path.parent.is_dir():
-            return TraceWriteError(
-                f"{where}: there is no folder {path.parent}.",
-                hint="Create the folder first, or choose another one.",
-            )
+            reason = f"there is no folder {path.parent}"
+            hint = "Create the folder first, or choose another one."
         case PermissionError() | FileNotFoundError():  # the latter in /proc
-            return TraceWriteError(
-                f"{where}: permission denied.",
-                hint="Choose a writable folder.",
-            )
+            reason, hint = "permission denied", "Choose a writable folder."
         case OSError(errno=errno.EROFS):
-            return TraceWriteError(
-                f"{where}: the file system is read-only.",
-                hint="Choose a writable folder.",
-            )
+            reason, hint = "the file system is read-only", "Choose a writable folder."
         case _:
             reason = error.strerror or str(error)
-            return TraceWriteError(
-                f"{where}: {reason}.", hint="Choose another folder, on a disk with space left."
-            )
+            hint = "Choose another folder, on a disk with space left."
+    return TraceWriteError(f"The trace cannot be written to {path}: {reason}.", hint=hint)
 
 
 def temporary_trace_path(path: Path) -> Path:
@@ -171,3 +162,51 @@ def move_to_target(recorded: Path, path: Path) -> None:
         ) from None
     with suppress(OSError):
         shutil.rmtree(recorded.parent)
+
+
+def recording_pid(path: Path) -> int | None:
+    """Return the id of the process that is recording a trace now, None when there is none."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            rows = db.execute("SELECT key, value FROM run").fetchall()
+        run = {key: codec.from_json(value) for key, value in rows}
+    except (sqlite3.Error, ValueError, OSError):
+        return None
+    pid = run.get("pid")
+    live = run.get("state") == "recording" and isinstance(pid, int) and is_recorder_alive(run)
+    return pid if live else None
+
+
+CLOSE_BUSY_MS = 500  # how long closing the trace of a dead process waits for another program
+ExplainEnd = Callable[[int | None, int | None], tuple[EventRecord, Sequence[Finding]] | None]
+"""Explains how a process ended, given the generation and step that were written last."""
+
+
+def close_dead_trace(path: Path, reason: str, pid: int, explain: ExplainEnd | None = None) -> bool:
+    """Mark the trace of a dead process as failed, and fold in its WAL.
+
+    Only for a trace whose process `pid` is known to be dead. A trace that another process has put
+    in its place, or that has ended, is left alone. The event and findings that `explain` returns
+    are written with it. Returns whether this succeeded; if not, the trace is as readable as before.
+    """
+    with suppress(sqlite3.Error), closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(f"PRAGMA busy_timeout = {CLOSE_BUSY_MS}")
+        db.execute("BEGIN IMMEDIATE")
+        known = dict(db.execute("SELECT key, value FROM run WHERE key IN ('pid', 'state')"))
+        if known != {"pid": codec.to_json(pid), "state": codec.to_json("recording")}:
+            return False
+        facts = {"ended_at": time.time(), "reason": reason}
+        last_step = db.execute(_LAST_STEP_SQL).fetchone() or (None, None)
+        event, findings = (explain(*last_step) if explain else None) or (None, ())
+        statements = codec.encode_events([event] if event else []) + codec.encode_findings(findings)
+        for sql, params in statements + codec.encode_trace_end("failed", facts):
+            db.execute(sql, params)
+        db.execute("COMMIT")
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return bool(db.execute("PRAGMA journal_mode = DELETE").fetchone()[0] == "delete")
+    return False
+
+
+_LAST_STEP_SQL = (
+    "SELECT generation, step FROM steps ORDER BY generation DESC, branch DESC, step DESC LIMIT 1"
+)

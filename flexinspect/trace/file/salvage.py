@@ -16,23 +16,19 @@ from functools import cache
 from pathlib import Path
 
 from flexinspect.trace import schema
+from flexinspect.trace.file.connections import (
+    HEADER_BYTES,
+    declared_bytes,
+    is_trace_header,
+    page_bytes,
+)
 
-MAX_COPIED_BYTES = 2 << 30
-"""Size in bytes above which a damaged file is not copied."""
-
-MAX_COUNTING_S = 2.0
-"""Seconds spent at most on counting the readable rows of a file."""
-
+MAX_COPIED_BYTES = 2 << 30  # size in bytes above which a damaged file is not copied
+MAX_COUNTING_S = 2.0  # seconds spent at most on counting the readable rows of a file
 _COPY_PREFIX = "flexinspect-left-"
-
-_COPY_CHUNK = 8 << 20
-"""Bytes that are copied at once."""
-
-_SCHEMA_BYTES = 1 << 20
-"""Bytes at the beginning of a trace that hold its schema."""
-
-_PROGRESS_INTERVAL = 10_000
-"""Instructions of SQLite between two checks of the clock."""
+_COPY_CHUNK = 8 << 20  # bytes that are copied at once
+_SCHEMA_BYTES = 1 << 20  # bytes at the beginning of a trace that hold its schema
+_PROGRESS_INTERVAL = 10_000  # instructions of SQLite between two checks of the clock
 
 
 def is_repairable(path: Path) -> bool:
@@ -66,16 +62,16 @@ def repair_copy(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | 
         folder = Path(tempfile.mkdtemp(prefix=_COPY_PREFIX))
         copy = folder / path.name
         with path.open("rb") as source, copy.open("wb") as target:
-            head = source.read(100)
+            head = source.read(HEADER_BYTES)
             source.seek(0)
             while (piece := source.read(_COPY_CHUNK)) and not stop():
                 target.write(piece)
-            page = _page_bytes(head)
+            page = page_bytes(head)
             target.truncate(target.tell() // page * page)
             for number, data in (_missing_schema(path) or {}).items():
                 target.seek((number - 1) * page)
                 target.write(data)
-            target.truncate(_declared_bytes(head))
+            target.truncate(declared_bytes(head))
     except OSError:
         copy = None
     if folder is not None and (copy is None or stop()):
@@ -88,35 +84,21 @@ def _missing_bytes(path: Path) -> int:
     """Return by how many bytes a trace is shorter than its header says, 0 for any other file."""
     try:
         with path.open("rb") as file:
-            wanted = _declared_bytes(file.read(100))
+            head = file.read(HEADER_BYTES)
         size = path.stat().st_size
     except OSError:
         return 0
+    wanted = declared_bytes(head) if len(head) == HEADER_BYTES and is_trace_header(head) else 0
     fits = 0 < size <= MAX_COPIED_BYTES and wanted <= 4 * MAX_COPIED_BYTES
     return max(wanted - size, 0) if fits else 0
 
 
-def _declared_bytes(head: bytes) -> int:
-    """Return the size in bytes that the header of a trace declares, 0 for any other file."""
-    if len(head) < 100 or int.from_bytes(head[68:72], "big") != schema.APPLICATION_ID:
-        return 0
-    return int.from_bytes(head[28:32], "big") * _page_bytes(head)
-
-
-def _page_bytes(head: bytes) -> int:
-    page = int.from_bytes(head[16:18], "big")
-    return 65536 if page == 1 else max(page, 512)
-
-
 def _missing_schema(path: Path) -> dict[int, bytes] | None:
-    """Return the `missing_schema_pages` of a file, None when unknown. Raises `OSError`."""
+    """Return the `missing_schema_pages` of a file. Raises `OSError`."""
     with path.open("rb") as file:
         kept = file.read(_SCHEMA_BYTES)
-    page = _page_bytes(kept)
-    try:
-        return missing_schema_pages(kept[: len(kept) // page * page], page)
-    except UnknownSchemaError:
-        return None
+    page = page_bytes(kept)
+    return missing_schema_pages(kept[: len(kept) // page * page], page)
 
 
 def delete_repaired_copy(copy: Path) -> None:
@@ -149,23 +131,30 @@ def describe_readable(path: Path) -> list[str]:
 
 def _count_tables(path: Path) -> tuple[dict[str, str], bool]:
     """Return the number of readable rows by table, as text, and whether the time ran out."""
-    clock = _TimeLimit()
+    end = time.monotonic() + MAX_COUNTING_S
     found: dict[str, str] = {}
+    ran_out = False
+
+    def is_over() -> bool:
+        nonlocal ran_out
+        ran_out = ran_out or time.monotonic() > end
+        return ran_out
+
     try:
         with closing(_open_damaged(path)) as db:
-            db.set_progress_handler(clock.is_exceeded, _PROGRESS_INTERVAL)
+            db.set_progress_handler(is_over, _PROGRESS_INTERVAL)
             db.execute("PRAGMA trusted_schema=OFF")
             # With this pragma SQLite does not refuse a file that is cut short; nothing is written.
             db.execute("PRAGMA writable_schema=ON")
             for table in schema.TABLES:
                 number = _count_rows(db, table.name)
                 if number:
-                    found[table.name] = f"at least {number}" if clock.ran_out else f"{number}"
-                if clock.ran_out:
+                    found[table.name] = f"at least {number}" if ran_out else f"{number}"
+                if ran_out:
                     break
     except (sqlite3.Error, OSError, ValueError):
         pass
-    return found, clock.ran_out
+    return found, ran_out
 
 
 def _open_damaged(path: Path) -> sqlite3.Connection:
@@ -174,7 +163,7 @@ def _open_damaged(path: Path) -> sqlite3.Connection:
     if not lost:
         return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
     kept = path.read_bytes()
-    page = _page_bytes(kept)
+    page = page_bytes(kept)
     whole = bytearray(kept[: len(kept) // page * page].ljust(max(lost) * page, b"\0"))
     for number, data in lost.items():
         whole[(number - 1) * page : number * page] = data
@@ -183,19 +172,6 @@ def _open_damaged(path: Path) -> sqlite3.Connection:
     db.execute("PRAGMA writable_schema=ON")
     db.deserialize(bytes(whole))
     return db
-
-
-class _TimeLimit:
-    """Interrupts queries when `MAX_COUNTING_S` are over."""
-
-    def __init__(self) -> None:
-        self._end = time.monotonic() + MAX_COUNTING_S
-        self.ran_out = False
-
-    def is_exceeded(self) -> bool:
-        """Tell whether the time is over; remembered in `ran_out`."""
-        self.ran_out = self.ran_out or time.monotonic() > self._end
-        return self.ran_out
 
 
 _IS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND rootpage > 0 AND name = ?"
@@ -216,25 +192,15 @@ def _count_rows(db: sqlite3.Connection, table: str) -> int:
     return number
 
 
-_HEADER_BYTES = 100
-"""Bytes at the start of the first page: the file header, which differs between files."""
-
-_SCHEMA_COOKIE = slice(40, 44)
-"""Bytes of the header that count the changes of the schema."""
-
-_INTERIOR_PAGE, _LEAF_PAGE = 5, 13
-"""Types of a table's pages."""
+_SCHEMA_COOKIE = slice(40, 44)  # bytes of the header that count the changes of the schema
+_INTERIOR_PAGE, _LEAF_PAGE = 5, 13  # types of a table's pages
 
 
-class UnknownSchemaError(Exception):
-    """A page of the schema is lost, and the schema is not the one that this build writes."""
-
-
-def missing_schema_pages(available: bytes, page: int) -> dict[int, bytes]:
+def missing_schema_pages(available: bytes, page: int) -> dict[int, bytes] | None:
     """Return the rebuilt pages of the schema that `available` lacks, by number from 1.
 
-    `available` is the beginning of a trace, in whole pages of `page` bytes. Raises
-    `UnknownSchemaError` if a page is lost and the trace has the schema of another build.
+    `available` is the beginning of a trace, in whole pages of `page` bytes. None if a page is lost
+    and the trace has the schema of another build.
     """
     wanted = _schema_page_numbers(available[:page])
     if wanted is not None and max(wanted) * page <= len(available):
@@ -242,14 +208,14 @@ def missing_schema_pages(available: bytes, page: int) -> dict[int, bytes]:
     ours = _empty_trace()
     numbers = _schema_page_numbers(ours[:page])
     alike = all(
-        available[part] == ours[part] for part in (_SCHEMA_COOKIE, slice(_HEADER_BYTES, page))
+        available[part] == ours[part] for part in (_SCHEMA_COOKIE, slice(HEADER_BYTES, page))
     )
     if wanted is None or wanted != numbers or not alike:
-        raise UnknownSchemaError
+        return None
     pages = {number: ours[(number - 1) * page : number * page] for number in numbers}
     present = {number for number in pages if number * page <= len(available)}
     if any(available[(n - 1) * page : n * page] != pages[n] for n in present):
-        raise UnknownSchemaError
+        return None
     return {number: data for number, data in pages.items() if number not in present}
 
 
@@ -266,13 +232,13 @@ def _empty_trace() -> bytes:
 
 def _schema_page_numbers(first: bytes) -> list[int] | None:
     """Return the page numbers of the schema, from the first page; None if it is not readable."""
-    if len(first) <= _HEADER_BYTES + 12 or first[_HEADER_BYTES] not in (_INTERIOR_PAGE, _LEAF_PAGE):
+    if len(first) <= HEADER_BYTES + 12 or first[HEADER_BYTES] not in (_INTERIOR_PAGE, _LEAF_PAGE):
         return None
-    if first[_HEADER_BYTES] == _LEAF_PAGE:
+    if first[HEADER_BYTES] == _LEAF_PAGE:
         return [1]
-    n_cells = _read_int(first, _HEADER_BYTES + 3, 2)
-    cells = (_read_int(first, _HEADER_BYTES + 12 + 2 * index, 2) for index in range(n_cells))
-    return [*(_read_int(first, cell, 4) for cell in cells), _read_int(first, _HEADER_BYTES + 8, 4)]
+    n_cells = _read_int(first, HEADER_BYTES + 3, 2)
+    cells = (_read_int(first, HEADER_BYTES + 12 + 2 * index, 2) for index in range(n_cells))
+    return [*(_read_int(first, cell, 4) for cell in cells), _read_int(first, HEADER_BYTES + 8, 4)]
 
 
 def _read_int(page: bytes, start: int, size: int) -> int:

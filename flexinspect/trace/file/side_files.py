@@ -27,10 +27,7 @@ LAST_CALL_SUFFIX = "-last-call"
 _HEADER = struct.Struct("<B3x6i")
 _SIZE = 512
 _MAX_TEXT_BYTES = _SIZE - _HEADER.size
-
-CallPlace = tuple[int, int, int]
-"""Generation, step and layer, -1 for what is not known."""
-
+CallPlace = tuple[int, int, int]  # generation, step and layer, -1 for what is not known
 NO_PLACE: CallPlace = (-1, -1, -1)
 
 
@@ -38,7 +35,7 @@ NO_PLACE: CallPlace = (-1, -1, -1)
 class LastKernelCall:
     """A kernel call: its place, its lengths, and a description.
 
-    `entered` is whether the call had not returned. `generation`, `step` and `layer` are None
+    `is_running` is whether the call had not returned. `generation`, `step` and `layer` are None
     outside of a model's forward.
     """
 
@@ -73,7 +70,9 @@ class LastCallWriter:
             return
         assert self._map is not None
         if what != self._what:
-            self._write_text(what)
+            text = what.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
+            self._map[_HEADER.size : _HEADER.size + len(text)] = text
+            self._what, self._n_bytes = what, len(text)
         _HEADER.pack_into(self._map, 0, 1, *place, q_len, kv_len, self._n_bytes)
 
     def leave(self) -> None:
@@ -102,12 +101,6 @@ class LastCallWriter:
             self._is_closed = True
         return self._map is not None
 
-    def _write_text(self, what: str) -> None:
-        assert self._map is not None
-        text = what.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
-        self._map[_HEADER.size : _HEADER.size + len(text)] = text
-        self._what, self._n_bytes = what, len(text)
-
 
 def take_last_call(trace: Path) -> LastKernelCall | None:
     """Return the last kernel call of a trace and remove its file; None when there is none."""
@@ -115,25 +108,14 @@ def take_last_call(trace: Path) -> LastKernelCall | None:
     try:
         data = path.read_bytes()
         path.unlink()
-        state, generation, step, layer, q_len, kv_len, n_bytes = _HEADER.unpack_from(data)
+        state, *place, q_len, kv_len, n_bytes = _HEADER.unpack_from(data)
     except (OSError, struct.error):
         return None
     what = data[_HEADER.size :][: max(n_bytes, 0)].decode("utf-8", "replace")
     if not what:
         return None
-    return LastKernelCall(
-        is_running=bool(state),
-        generation=_none_if_negative(generation),
-        step=_none_if_negative(step),
-        layer=_none_if_negative(layer),
-        q_len=q_len,
-        kv_len=kv_len,
-        description=what,
-    )
-
-
-def _none_if_negative(number: int) -> int | None:
-    return None if number < 0 else number
+    generation, step, layer = (None if number < 0 else number for number in place)
+    return LastKernelCall(bool(state), generation, step, layer, q_len, kv_len, what)
 
 
 STOP_SUFFIX = "-debugger-stop"
@@ -157,17 +139,16 @@ class DebuggerStop:
     def sentence(self, now: float | None = None) -> str:
         """Return "held by debugpy in attend (model.py:12) for 40 s: entropy > 3"."""
         seconds = max((now or time.time()) - self.since, 0)
-        return f"{self._location()} for {seconds:.0f} s{self._reason_text()}"
+        return self._sentence(f" for {seconds:.0f} s")
 
     def sentence_without_time(self) -> str:
         """Return the sentence without the duration, so that it does not change with time."""
-        return self._location() + self._reason_text()
+        return self._sentence("")
 
-    def _location(self) -> str:
-        return f"held by {self.debugger} in {self.function} ({Path(self.file).name}:{self.line})"
-
-    def _reason_text(self) -> str:
-        return f": {self.reason}" if self.reason else ""
+    def _sentence(self, time: str) -> str:
+        where = f"{self.function} ({Path(self.file).name}:{self.line})"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"held by {self.debugger} in {where}{time}{reason}"
 
 
 def stop_path(trace: Path) -> Path:

@@ -11,11 +11,10 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from flexinspect.core.errors import TraceWriteError
@@ -32,8 +31,7 @@ from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.codec import Statement, bindable
 from flexinspect.trace.file import location
-from flexinspect.trace.file.connections import ReviewKey, check_header
-from flexinspect.trace.file.ownership import recording_pid
+from flexinspect.trace.file.connections import ReviewKey, check_header, printable_error, wal_path
 from flexinspect.trace.file.salvage import is_repaired_copy
 
 WAL_TIDY_PAGES = 1_024
@@ -42,15 +40,9 @@ WAL_TIDY_PAGES = 1_024
 WAL_LIMIT_PAGES = 16_384
 """Pages (64 MiB) of WAL above which a commit folds them into the file, even within a generation."""
 
-READER_WAIT_S = 1.5
-"""How long closing waits for readers to release the WAL."""
-
-WRITE_BUSY_S = 10.0
-"""How long a commit waits for another program that has locked the file."""
-
-APPEND_BUSY_S = 5.0
-"""How long an addition waits for another program that writes at the same time."""
-
+READER_WAIT_S = 1.5  # how long closing waits for readers to release the WAL
+WRITE_BUSY_S = 10.0  # how long a commit waits for another program that has locked the file
+APPEND_BUSY_S = 5.0  # how long an addition waits for another program that writes at the same time
 _UNBINDABLE = (sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError, UnicodeEncodeError)
 
 # Numpy scalars are bound as blobs, which a STRICT column refuses as a constraint.
@@ -129,7 +121,10 @@ class TraceWriter:
     def begin_generation(self, record: GenerationRecord) -> None:
         """Record the prompt of a new generation. Raises `TraceWriteError`."""
         with self._lock:
-            self._checkpoint_wal()
+            wal = wal_path(self.recording_path)
+            with suppress(sqlite3.Error, OSError):  # between generations no step waits for it
+                if not self._is_stopped() and wal.stat().st_size > WAL_TIDY_PAGES * 4096:
+                    self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
             self._commit(codec.encode_generation_start(record), f"generation {record.generation}")
 
     def begin_branch(
@@ -158,11 +153,7 @@ class TraceWriter:
         of objects), after which recording may continue.
         """
         with self._lock:
-            if self._is_stopped():
-                return
-            what = f"step {record.step} of generation {record.generation}"
-            if self._commit(codec.encode_step(record, self._known_masks), what):
-                self._known_masks.update(mask.fingerprint for mask in record.masks)
+            self._write_batch([record])
 
     def write_steps(self, records: Sequence[StepRecord]) -> None:
         """Record several waiting steps in one transaction.
@@ -172,28 +163,30 @@ class TraceWriter:
         the same: the error's `stored` has their indices. The error is that of the first refused
         record, or the one that ended the recording; `others` has the messages of further ones.
         """
-        if len(records) == 1:
-            self.write_step(records[0])
-            return
         with self._lock:
-            if self._is_stopped():
-                return
             try:
                 self._write_batch(records)
                 return
             except TraceWriteError:
-                if self.failed:
+                if self.failed or len(records) == 1:
                     raise
         self._write_one_by_one(records)
 
     def _write_batch(self, records: Sequence[StepRecord]) -> None:
-        known = set(self._known_masks)
+        if self._is_stopped():
+            return
+        what = f"step {records[0].step} of generation {records[0].generation}"
+        known = self._known_masks
+        if len(records) > 1:
+            what = f"steps {records[0].step} to {records[-1].step}"
+            known = set(known)  # a batch that is refused leaves no masks behind
         statements: list[Statement] = []
         for record in records:
             statements += codec.encode_step(record, known)
-            known.update(mask.fingerprint for mask in record.masks)
-        self._commit(statements, f"steps {records[0].step} to {records[-1].step}")
-        self._known_masks = known
+            if known is not self._known_masks:
+                known.update(mask.fingerprint for mask in record.masks)
+        self._commit(statements, what)
+        self._known_masks.update(mask.fingerprint for each in records for mask in each.masks)
 
     def _write_one_by_one(self, records: Sequence[StepRecord]) -> None:
         refused: list[TraceWriteError] = []
@@ -227,7 +220,11 @@ class TraceWriter:
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
-            self._write_end(state)
+            facts: dict[str, Any] = {"ended_at": time.time()}
+            if self.failed:
+                state, facts["reason"] = "failed", self._reason
+            with suppress(sqlite3.Error):
+                self._transaction(codec.encode_trace_end(state, facts))
             folded = self._fold_wal()
             self._db.close()
             self._move_to_target(folded)
@@ -240,12 +237,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         self.close("interrupted" if interrupted else "failed" if kind else "finished")
 
@@ -264,14 +256,14 @@ class TraceWriter:
         try:
             self._bind_and_run(statements)
         except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
-            raise TraceWriteError(
-                f"The trace refuses {what}: {error}.", hint="The recording itself continues."
-            ) from error
+            hint = "The recording itself continues."
+            raise TraceWriteError(f"The trace refuses {what}: {error}.", hint=hint) from error
         except sqlite3.Error as error:
             self.failed = True
-            ended = recording_error(self.recording_path, what, error)
-            self._reason = ended.message
-            raise ended from error
+            reason, remedy = _write_problem(error)
+            self._reason = f"Recording to {self.recording_path} stopped at {what}: {reason}."
+            kept = "Everything recorded so far stays readable; the generation itself continues."
+            raise TraceWriteError(self._reason, hint=f"{kept} {remedy}".rstrip()) from error
         return True
 
     def _bind_and_run(self, statements: Sequence[Statement]) -> None:
@@ -283,35 +275,12 @@ class TraceWriter:
                 if getattr(error, "sqlite_errorname", "") in _KEY_CONFLICTS:
                     raise
                 self._converts_values = True  # such values usually come again
-        self._transaction([(sql, bindable(params)) for sql, params in statements])
+        self._transaction([(sql, list(map(bindable, params))) for sql, params in statements])
 
     def _transaction(self, statements: Sequence[Statement]) -> None:
-        execute = self._db.execute
-        execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(self._db):
             for sql, params in statements:
-                execute(sql, params)
-            execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):
-                if self._db.in_transaction:
-                    execute("ROLLBACK")
-            raise
-
-    def _checkpoint_wal(self) -> None:
-        """Fold a long WAL into the file, between generations, when no step waits for it."""
-        wal = self.recording_path.with_name(self.recording_path.name + "-wal")
-        with suppress(sqlite3.Error, OSError):
-            if not self._is_stopped() and wal.stat().st_size > WAL_TIDY_PAGES * 4096:
-                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-    def _write_end(self, state: str) -> None:
-        """Write the final state, if the file can still be written."""
-        facts: dict[str, Any] = {"ended_at": time.time()}
-        if self.failed:
-            state, facts["reason"] = "failed", self._reason
-        with suppress(sqlite3.Error):
-            self._transaction(codec.encode_trace_end(state, facts))
+                self._db.execute(sql, params)
 
     def _fold_wal(self) -> bool:
         """Fold the WAL into the file; return False when a reader or the disk prevents it."""
@@ -344,10 +313,8 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
     Raises `TraceWriteError`, with the file removed, when that fails.
     """
     if sqlite3.sqlite_version_info < (3, 37):
-        raise TraceWriteError(
-            f"This Python has SQLite {sqlite3.sqlite_version}; a trace needs 3.37 or newer.",
-            hint="Use a Python of 2022 or later.",
-        )
+        what = f"This Python has SQLite {sqlite3.sqlite_version}; a trace needs 3.37 or newer."
+        raise TraceWriteError(what, hint="Use a Python of 2022 or later.")
     db = None
     try:
         db = sqlite3.connect(
@@ -364,7 +331,9 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
             db.close()
         with suppress(OSError):
             path.unlink()
-        raise creation_error(path, error) from error
+        reason, remedy = _write_problem(error)  # nothing has run yet
+        what = f"The trace {path} cannot be created: {reason}."
+        raise TraceWriteError(what, hint=remedy or None) from error
     return db
 
 
@@ -384,18 +353,18 @@ def _create_tables(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
     db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT_PAGES}")
 
 
-def recording_error(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
-    """Return the error for an error of SQLite that ends a recording at `what`."""
-    reason, remedy = _write_problem(error)
-    kept = "Everything recorded so far stays readable; the generation itself continues."
-    hint = f"{kept} {remedy}".rstrip()
-    return TraceWriteError(f"Recording to {path} stopped at {what}: {reason}.", hint=hint)
-
-
-def creation_error(path: Path, error: sqlite3.Error) -> TraceWriteError:
-    """Return the error for an error of SQLite at the first write, when nothing has run yet."""
-    reason, remedy = _write_problem(error)
-    return TraceWriteError(f"The trace {path} cannot be created: {reason}.", hint=remedy or None)
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Run the body in one transaction, which an exception rolls back."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        raise
 
 
 _PROBLEMS = (
@@ -417,7 +386,7 @@ def _write_problem(error: sqlite3.Error) -> tuple[str, str]:
     for names, reason, remedy in _PROBLEMS:
         if name.startswith(names):
             return reason.format(error), remedy
-    return "".join(char if char.isprintable() else "?" for char in str(error)), ""
+    return printable_error(error), ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,53 +413,41 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
         raise _append_error(path, f"it has version {version} of the format, which is only read")
     if is_repaired_copy(path):
         raise _append_error(path, "it is a repaired copy of a damaged trace")
-    pid = recording_pid(path)
+    pid = location.recording_pid(path)
     if pid is not None:
         raise _append_error(path, f"process {pid} is recording it")
     if not os.access(path, os.W_OK):
         raise _append_error(path, "it is read-only")
     try:
-        uri = f"{path.absolute().as_uri()}?mode=rw"
-        with closing(
-            sqlite3.connect(uri, uri=True, timeout=APPEND_BUSY_S, isolation_level=None)
-        ) as db:
-            _write_reviews(db, reviews)
+        uri, timeout = f"{path.absolute().as_uri()}?mode=rw", APPEND_BUSY_S
+        db = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
+        with closing(db):
+            db.execute("PRAGMA trusted_schema = OFF")
+            with transaction(db):
+                done = set(db.execute("SELECT rule, generation FROM reviews"))
+                for key, parts in review_statements(reviews).items():
+                    for sql, params in () if key in done else parts:
+                        db.execute(sql, params)
     except sqlite3.Error as error:
         raise _append_error(path, _write_problem(error)[0]) from error
 
 
-def _write_reviews(db: sqlite3.Connection, reviews: Iterable[RuleReview]) -> None:
-    db.execute("PRAGMA trusted_schema = OFF")
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        done = set(db.execute("SELECT rule, generation FROM reviews"))
-        for key, parts in review_statements(reviews).items():
-            for sql, params in () if key in done else parts:
-                db.execute(sql, params)
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
-
-
 def review_statements(reviews: Iterable[RuleReview]) -> dict[ReviewKey, list[Statement]]:
     """Return the statements that write these reviews, by rule and generation."""
-    out: dict[ReviewKey, list[Statement]] = {}
-    for each in reviews:
-        out[each.rule, each.generation] = [
+    insert = schema.insert_sql(schema.REVIEWS, 1)
+    return {
+        (each.rule, each.generation): [
             *codec.encode_findings(each.findings),
             *codec.encode_events(each.events),
-            codec.encode_review(each.rule, each.generation, each.at, each.wall_ms),
+            (insert, (each.rule, each.generation, each.at, each.wall_ms)),
         ]
-    return out
+        for each in reviews
+    }
 
 
 def _append_error(path: Path, why: str) -> TraceWriteError:
-    return TraceWriteError(
-        f"The findings are not stored in {path}: {why}.",
-        hint="The findings are complete; they are computed again each time the trace is opened.",
-    )
+    hint = "The findings are complete; they are computed again each time the trace is opened."
+    return TraceWriteError(f"The findings are not stored in {path}: {why}.", hint=hint)
 
 
 def add_run_facts(path: Path, facts: Mapping[str, Any], event: EventRecord) -> None:
@@ -499,8 +456,6 @@ def add_run_facts(path: Path, facts: Mapping[str, Any], event: EventRecord) -> N
     Raises `sqlite3.Error`; only for a trace that this program has just made.
     """
     out = codec.encode_run_facts(facts) + codec.encode_events((event,))
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("BEGIN IMMEDIATE")
+    with closing(sqlite3.connect(path, isolation_level=None)) as db, transaction(db):
         for sql, params in out:
             db.execute(sql, params)
-        db.execute("COMMIT")

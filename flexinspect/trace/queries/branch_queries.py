@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flexinspect.masks.algebra import SPEC_FIELDS
 from flexinspect.trace.queries.range_queries import lineage
 from flexinspect.trace.query_results import GenerationRow
-from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.reader import Lineage, TraceReader
 
-MASK_KEYS = frozenset(
-    {"preset", "separators", "starts", "prefix_stops", "local_starts", "mask_mod"}
-)
+MASK_KEYS = frozenset({"preset", "separators", *SPEC_FIELDS, "mask_mod"})
 """The keys of a declaration that describe the declared mask."""
 
 
@@ -34,9 +33,7 @@ def with_declared_mask(declared: Mapping[str, Any], mask: Mapping[str, Any]) -> 
     return {**rest, **mask}
 
 
-def visible_lineage(
-    reader: TraceReader, generation: int, branch: int, step: int
-) -> list[tuple[int, int, int | None]]:
+def visible_lineage(reader: TraceReader, generation: int, branch: int, step: int) -> Lineage:
     """Return the part of a branch's lineage whose keys are in the cache at a step.
 
     A branch that recomputed all keys, under an edited mask, uses none of its parents' keys.

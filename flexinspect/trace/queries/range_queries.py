@@ -16,9 +16,9 @@ from flexinspect.core import text
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import LayerStatRecord, MemoryRecord
 from flexinspect.trace import codec, schema
-from flexinspect.trace.query_base import WHERE_BRANCH
 from flexinspect.trace.query_results import EventRow, FindingRow, StepRow
-from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.reader import Lineage, TraceReader
+from flexinspect.trace.schema import WHERE_BRANCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,40 +43,35 @@ def step_paths(
         "AND step >= ? AND step < ? GROUP BY step, path, mask"
     )
     kinds = ("int", "text", "text?", "text")
-    found = [
-        StepPath(step, path, mask, reader._decode(_parse_layers, layers))
-        for place in _branch_ranges(reader, generation, start, stop, branch)
-        for step, path, mask, layers in _values(reader, sql, (generation, *place), kinds, "calls")
-    ]
+
+    def make(row: Sequence[Any]) -> StepPath:
+        step, path, mask, layers = codec.decode_values(kinds, row, "calls")
+        return StepPath(step, path, mask, _parse_layers(layers))
+
+    found: list[StepPath] = []
+    for place in _branch_ranges(reader, generation, start, stop, branch):
+        found += reader._read(make, sql, (generation, *place))
     return sorted(found, key=lambda path: (path.step, path.layers))
-
-
-def _values(
-    reader: TraceReader, sql: str, params: Sequence[Any], kinds: Sequence[str], table: str
-) -> Iterator[list[Any]]:
-    """Yield the cleaned values of each row that a query of a table selects."""
-    for row in reader._query(sql, params):
-        yield reader._decode(lambda row: codec.decode_values(kinds, row, table), row)
 
 
 @lru_cache(maxsize=512)
 def _parse_layers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(sorted(int(part) for part in text.split(",")))
+        return tuple(sorted(map(int, text.split(","))))
     except ValueError:
         raise codec.DamagedValueError("a row of calls holds a layer that is not a number") from None
 
 
-def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int, int, int | None]]:
+def lineage(reader: TraceReader, generation: int, branch: int) -> Lineage:
     """Return (branch, first step, step after the last) of a branch and its parents, newest first.
 
     The step after the last of the branch itself is None, because it may still grow. It is read
     once per branch, because the parent and the fork of a branch never change.
     """
     if branch == 0:
-        return [(0, 0, None)]
+        return ((0, 0, None),)
     if known := reader.known_lineages.get((generation, branch)):
-        return list(known)
+        return known
     rows = {row.branch: row for row in reader.branches(generation)}
     found: list[tuple[int, int, int | None]] = []
     here: int | None = branch
@@ -87,7 +82,7 @@ def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int
         here, stop = row.parent, row.fork_step
     if found:
         reader.known_lineages[generation, branch] = tuple(found)
-    return found
+    return tuple(found)
 
 
 # -- findings -------------------------------------------------------------------------------------
@@ -146,10 +141,7 @@ _FINDING_GROUP_KINDS = ("text", "text", *("int",) * 6, *("int?", "int?", "int") 
 
 def finding_groups(reader: TraceReader, *, limit: int = 500) -> list[FindingGroup]:
     """Return the findings of a trace in groups, worst first; counted inside SQLite."""
-    return [
-        reader._decode(_decode_finding_group, row)
-        for row in reader._query(_FINDING_GROUPS_SQL, (limit,))
-    ]
+    return reader._read(_decode_finding_group, _FINDING_GROUPS_SQL, (limit,))
 
 
 def worst_finding(reader: TraceReader, generation: int) -> FindingRow | None:
@@ -162,7 +154,9 @@ def _decode_finding_group(row: Sequence[Any]) -> FindingGroup:
     severity, name, count, first, times, *extents, sentence = codec.decode_values(
         _FINDING_GROUP_KINDS, row, "findings"
     )
-    generations, steps, layers = (_number_range(extents[i : i + 3]) for i in (0, 3, 6))
+    generations, steps, layers = (
+        None if None in extents[i : i + 2] else NumberRange(*extents[i : i + 3]) for i in (0, 3, 6)
+    )
     if severity not in list(Severity) or generations is None:
         raise codec.DamagedValueError(f"{severity!r} is not a severity")
     return FindingGroup(
@@ -170,15 +164,10 @@ def _decode_finding_group(row: Sequence[Any]) -> FindingGroup:
     )
 
 
-def _number_range(values: Sequence[int | None]) -> NumberRange | None:
-    low, high, n = values
-    return NumberRange(low, high, n or 0) if low is not None and high is not None else None
-
-
 def findings_counter(reader: TraceReader) -> int:
     """Return a number that grows with every finding and every repetition; 0 without findings."""
-    rows = reader._query("SELECT max(finding) + sum(times) FROM findings", ())
-    return int(rows[0][0] or 0) if rows else 0
+    ((number,),) = reader._query("SELECT max(finding) + sum(times) FROM findings", ())
+    return int(number or 0)
 
 
 def finding_in_group(reader: TraceReader, group: FindingGroup, index: int) -> FindingRow | None:
@@ -208,27 +197,24 @@ def adjacent_finding(
     reader: TraceReader, here: FindingPosition, direction: int
 ) -> FindingRow | None:
     """Return the finding after (direction 1) or before (-1) `here`, by a few index look-ups."""
-    generation, branch, step = here[:3]
-    found = _finding_in_step(reader, (generation, branch, step), direction, here[3:])
+    key = here[:3]
+    found = _finding_in_step(reader, key, direction, here[3:])
     if found is not None:
         return found
-    beyond = _next_step_with_findings(reader, (generation, branch, step), direction)
+    beyond = _next_step_with_findings(reader, key, direction)
     return _finding_in_step(reader, beyond, direction) if beyond is not None else None
 
 
-_FINDING_ORDER_SQL = "coalesce(layer, -1), coalesce(head, -1), finding"
+_FINDING_ORDER = ("coalesce(layer, -1)", "coalesce(head, -1)", "finding")
 
 
 def _finding_in_step(
-    reader: TraceReader,
-    key: tuple[int, int, int | None],
-    direction: int,
-    after: Sequence[int] = (),
+    reader: TraceReader, key: tuple[int, int, int | None], direction: int, after: Sequence[int] = ()
 ) -> FindingRow | None:
     sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
-    test = f"AND ({_FINDING_ORDER_SQL}) {sign} (?, ?, ?)" if after else ""
-    by = ", ".join(f"{part} {order}" for part in ("coalesce(layer, -1)", "coalesce(head, -1)"))
-    rest = f"{WHERE_BRANCH} AND step IS ? {test} ORDER BY {by}, finding {order} LIMIT 1"
+    test = f"AND ({', '.join(_FINDING_ORDER)}) {sign} (?, ?, ?)" if after else ""
+    by = ", ".join(f"{part} {order}" for part in _FINDING_ORDER)
+    rest = f"{WHERE_BRANCH} AND step IS ? {test} ORDER BY {by} LIMIT 1"
     return _first_finding(reader, rest, (*key, *after))
 
 
@@ -239,25 +225,22 @@ def _next_step_with_findings(
     generation, branch, step = key
     sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
     by = f"ORDER BY generation {order}, branch {order}, step {order} LIMIT 1"
-    tries: list[tuple[str, Sequence[int]]] = []
+    tries: list[tuple[str, Sequence[int | None]]] = []
     if step is not None:
-        tries.append((f"{WHERE_BRANCH} AND step {sign} ?", (generation, branch, step)))
-    elif direction > 0:
-        tries.append((f"{WHERE_BRANCH} AND step IS NOT NULL", (generation, branch)))
-    if step is not None and direction < 0:
-        tries.append((f"{WHERE_BRANCH} AND step IS NULL", (generation, branch)))
+        tries.append((f"{WHERE_BRANCH} AND step {sign} ?", key))
+    if (step is None) == (direction > 0):
+        some = "IS NOT NULL" if direction > 0 else "IS NULL"
+        tries.append((f"{WHERE_BRANCH} AND step {some}", (generation, branch)))
     tries.append((f"WHERE (generation, branch) {sign} (?, ?)", (generation, branch)))
     for where, params in tries:
-        rows = reader._query(f"SELECT generation, branch, step FROM findings {where} {by}", params)
-        if rows:
-            found: tuple[int, int, int | None] = tuple(rows[0])
-            return found
+        sql = f"SELECT generation, branch, step FROM findings {where} {by}"
+        for found in reader._read_values(("int", "int", "int?"), sql, params, "findings"):
+            return found[0], found[1], found[2]
     return None
 
 
 def _first_finding(reader: TraceReader, rest: str, params: Sequence[Any]) -> FindingRow | None:
-    rows = reader._made(codec.decode_finding, schema.FINDINGS, rest, params)
-    return rows[0] if rows else None
+    return next(iter(reader._select(codec.decode_finding, schema.FINDINGS, rest, params)), None)
 
 
 # -- events ---------------------------------------------------------------------------------------
@@ -270,12 +253,8 @@ def step_events(
 
     `like` is a pattern of SQL's LIKE, which ignores case: "%compil%".
     """
-    rest = (
-        "WHERE generation = ? AND step >= ? AND step < ? AND (kind LIKE ? OR text LIKE ?) "
-        "ORDER BY event LIMIT ?"
-    )
-    params = (generation, start, stop, like, like, limit)
-    return reader._made(codec.decode_event, schema.EVENTS, rest, params)
+    where = "generation = ? AND step >= ? AND step < ?"
+    return _matching_events(reader, where, (generation, start, stop), like, limit)
 
 
 def events_between(
@@ -285,12 +264,15 @@ def events_between(
 
     `like` is a pattern for their kind or text.
     """
-    rest = (
-        "WHERE generation IS NULL AND at >= ? AND at < ? AND (kind LIKE ? OR text LIKE ?) "
-        "ORDER BY event LIMIT ?"
-    )
-    params = (start_at, stop_at, like, like, limit)
-    return reader._made(codec.decode_event, schema.EVENTS, rest, params)
+    where = "generation IS NULL AND at >= ? AND at < ?"
+    return _matching_events(reader, where, (start_at, stop_at), like, limit)
+
+
+def _matching_events(
+    reader: TraceReader, where: str, params: Sequence[float], like: str, limit: int
+) -> list[EventRow]:
+    rest = f"WHERE {where} AND (kind LIKE ? OR text LIKE ?) ORDER BY event LIMIT ?"
+    return reader._select(codec.decode_event, schema.EVENTS, rest, (*params, like, like, limit))
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
@@ -305,9 +287,7 @@ Statistic = Literal["norm", "max", "mean", "std", "bad"]
 """A column of the layer statistics: "max" is the largest absolute value, "bad" counts NaN and Inf.
 """
 
-MAX_STAT_ROWS = 1 << 16
-"""Rows of layer statistics that one query returns at most."""
-
+MAX_STAT_ROWS = 1 << 16  # rows of layer statistics that one query returns at most
 _STEP_RANGE_SQL = f"{WHERE_BRANCH} AND step >= ? AND step < ?"
 _STATISTIC_SQL: dict[Statistic, str] = {
     "norm": "norm",
@@ -350,27 +330,19 @@ def step_bounds(reader: TraceReader, generation: int, branch: int = 0) -> tuple[
     last = newest_step(reader, generation, branch)
     if last is None:
         return None
-    family = lineage(reader, generation, branch)
+    oldest = lineage(reader, generation, branch)[-1][0]
     sql = f"SELECT step FROM steps {WHERE_BRANCH} ORDER BY step LIMIT 1"
-    rows = reader._query(sql, (generation, family[-1][0]))
-    return (int(rows[0][0]) if rows else last), last
+    first = reader._read_int(sql, (generation, oldest))
+    return last if first is None else first, last
 
 
 def newest_step(reader: TraceReader, generation: int, branch: int = 0) -> int | None:
     """Return the last recorded step, parents included; None without steps."""
-    for part in lineage(reader, generation, branch):
-        if (step := _last_step(reader, generation, *part)) is not None:
-            return step
+    for number, first, stop in lineage(reader, generation, branch):
+        last = reader.last_step(generation, number)
+        if last is not None and (stop is None or stop > first):
+            return last if stop is None else min(last, stop - 1)
     return None
-
-
-def _last_step(
-    reader: TraceReader, generation: int, branch: int, first: int, stop: int | None
-) -> int | None:
-    last = reader.last_step(generation, branch)
-    if last is None or stop is None:
-        return last
-    return min(last, stop - 1) if stop > first else None
 
 
 def step_range(
@@ -388,11 +360,11 @@ def chosen_tokens(
 ) -> dict[int, int | None]:
     """Return the token that each step `start <= step < stop` chose, None where it is not known."""
     sql = f"SELECT step, chosen_id FROM steps {_STEP_RANGE_SQL}"
-    return {
-        step: chosen
-        for place in _branch_ranges(reader, generation, start, stop, branch)
-        for step, chosen in _values(reader, sql, (generation, *place), ("int", "int?"), "steps")
-    }
+    found: dict[int, int | None] = {}
+    for place in _branch_ranges(reader, generation, start, stop, branch):
+        rows = reader._read_values(("int", "int?"), sql, (generation, *place), "steps")
+        found.update((step, chosen) for step, chosen in rows)
+    return found
 
 
 def decode_phase_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:
@@ -407,11 +379,10 @@ def memory_range(
 ) -> dict[int, MemoryRecord]:
     """Return the memory at the end of each step `start <= step < stop` that has it."""
     rest = f"{_STEP_RANGE_SQL} ORDER BY step"
-    return {
-        step: reader._decode(codec.MEMORY_ROWS.decode, values)
-        for place in _branch_ranges(reader, generation, start, stop, branch)
-        for step, *values in reader._select(schema.MEMORY, rest, (generation, *place), skip=2)
-    }
+    found: dict[int, MemoryRecord] = {}
+    for place in _branch_ranges(reader, generation, start, stop, branch):
+        found.update(reader._records_by_step(codec.MEMORY_ROWS, rest, (generation, *place)))
+    return found
 
 
 def layer_stats_range(
@@ -435,7 +406,8 @@ def layer_stats_range(
     found: list[StatCell] = []
     for place in _branch_ranges(reader, generation, start, stop, branch):
         params = (generation, *place, MAX_STAT_ROWS - len(found))
-        found += [StatCell(*row) for row in _values(reader, sql, params, kinds, "layer_stats")]
+        rows = reader._read_values(kinds, sql, params, "layer_stats")
+        found += [StatCell(*row) for row in rows]
     return found
 
 
@@ -448,11 +420,8 @@ def first_nonfinite_output(
     such step.
     """
     rest = f"{_STEP_RANGE_SQL} AND (n_nan > 0 OR n_inf > 0) ORDER BY step, layer, number LIMIT 1"
-    rows = reader._select(schema.LAYER_STATS, rest, (generation, branch, start, stop), skip=2)
-    if not rows:
-        return None
-    step, _, *values = rows[0]
-    return NonfiniteOutput(step, reader._decode(codec.LAYER_STAT_ROWS.decode, values))
+    rows = reader._records_by_step(codec.LAYER_STAT_ROWS, rest, (generation, branch, start, stop))
+    return NonfiniteOutput(*rows[0]) if rows else None
 
 
 def _branch_ranges(

@@ -5,14 +5,12 @@ from __future__ import annotations
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.queries.range_queries import lineage
-from flexinspect.trace.query_base import OPEN_END, WHERE_BRANCH, TraceQueries
 from flexinspect.trace.query_results import EventRow
-from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.reader import Lineage, TraceReader
+from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH
 
 
-def token_ranges(
-    trace: TraceReader, generation: int, branch: int = 0
-) -> list[tuple[int, int, int | None]]:
+def token_ranges(trace: TraceReader, generation: int, branch: int = 0) -> Lineage:
     """Return (branch, first position, position after the last) of the parts of a sequence.
 
     Oldest parent first; the branch itself comes last and may still grow (None). A parent's tokens
@@ -26,7 +24,7 @@ def token_ranges(
         stop = None if row is None else row.first_pos
         parts.append((number, start, stop))
         start = start if stop is None else stop
-    return [*parts, (branch, start, None)]
+    return (*parts, (branch, start, None))
 
 
 def read_tokens(
@@ -53,21 +51,20 @@ def last_pos(trace: TraceReader, generation: int, branch: int = 0) -> int | None
     """Return the highest position recorded so far, None when there is none."""
     sql = f"SELECT pos FROM tokens {WHERE_BRANCH} AND pos < ? ORDER BY pos DESC LIMIT 1"
     for number, _, stop in reversed(token_ranges(trace, generation, branch)):
-        params = (generation, number, OPEN_END if stop is None else stop)
-        found = trace._query_int(sql, params)
+        found = trace._read_int(sql, (generation, number, OPEN_END if stop is None else stop))
         if found is not None:
             return found
     return None
 
 
-def n_generations(trace: TraceQueries) -> int:
+def n_generations(trace: TraceReader) -> int:
     """Return the number of generations recorded so far."""
     sql = "SELECT generation FROM generations ORDER BY generation DESC LIMIT 1"
-    last = trace._query_int(sql)
+    last = trace._read_int(sql)
     return 0 if last is None else last + 1
 
 
-def n_steps_and_findings(trace: TraceQueries) -> tuple[int, int]:
+def n_steps_and_findings(trace: TraceReader) -> tuple[int, int]:
     """Return how many steps and how many findings are recorded so far."""
     ((steps, findings),) = trace._query(
         "SELECT (SELECT count(*) FROM steps), (SELECT count(*) FROM findings)", ()
@@ -98,19 +95,18 @@ def find_text(
     for low, high in ((after + 1, OPEN_END), (0, after + 1)):
         for number, first, end in parts:
             span = (max(low, first), high if end is None else min(high, end))
-            rows = trace._query(sql, (generation, number, *span, text, text))
-            if rows:
-                pos, step = rows[0]
-                return trace._decode(codec.decode_int, pos), step if type(step) is int else None
+            params = (generation, number, *span, text, text)
+            for pos, step in trace._read_values(("int", "int?"), sql, params, "tokens"):
+                return pos, step
     return None
 
 
-def newest_events(trace: TraceQueries, kind: str, after_id: int, limit: int) -> list[EventRow]:
+def newest_events(trace: TraceReader, kind: str, after_id: int, limit: int) -> list[EventRow]:
     """Return the newest events of a kind whose number is above `after_id`, in order."""
     rest = "WHERE kind = ? AND event > ? ORDER BY event DESC LIMIT ?"
-    return trace._made(codec.decode_event, schema.EVENTS, rest, (kind, after_id, limit))[::-1]
+    return trace._select(codec.decode_event, schema.EVENTS, rest, (kind, after_id, limit))[::-1]
 
 
-def last_output(trace: TraceQueries) -> int | None:
+def last_output(trace: TraceReader) -> int | None:
     """Return the number of the newest piece of output, None when the program printed nothing."""
-    return trace._query_int("SELECT number FROM output ORDER BY number DESC LIMIT 1")
+    return trace._read_int("SELECT number FROM output ORDER BY number DESC LIMIT 1")
