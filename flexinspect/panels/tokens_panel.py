@@ -134,7 +134,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         footer += [pen.line(_format_verdict(data))] if height > 3 else []
         room = height - len(footer)
         strips = [
-            pen.line(*row.spans(theme, current=current, marked=frozenset()))
+            pen.line(*row.spans(theme, current=current))
             for row in _visible_rows(data.window, request, room)
         ]
         strips += [pen.line()] * (room - len(strips))
