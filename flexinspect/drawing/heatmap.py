@@ -232,7 +232,7 @@ def quantise_marked(values: npt.ArrayLike, low: float, high: float, palette: Pal
     return levels
 
 
-def blend(anchors: Sequence[RGB], size: int) -> list[RGB]:
+def blend(anchors: Sequence[Sequence[int]], size: int) -> list[RGB]:
     """Return `size` colours, evenly spaced on straight lines in sRGB between `anchors`."""
     table = np.array(anchors, dtype=np.float64)
     at = np.linspace(0, len(anchors) - 1, size)
@@ -258,9 +258,7 @@ _CIVIDIS_ANCHORS = np.frombuffer(_CIVIDIS_BYTES, np.uint8).reshape(-1, 3).tolist
 # that magnitude is lightness and sign is hue; the middle is a dark grey near the background.
 _DIVERGING_ANCHORS: tuple[RGB, ...] = ((86, 180, 233), (58, 58, 62), (240, 165, 30))
 
-CIVIDIS = Palette(
-    blend(np.frombuffer(_CIVIDIS_ANCHORS, np.uint8).reshape(-1, 3).tolist(), 32), ramp(" ░▒▓█", 32)
-)
+CIVIDIS = Palette(blend(_CIVIDIS_ANCHORS, 32), ramp(" ░▒▓█", 32))
 """32 levels from dark blue to yellow, with the same appearance for colour-blind readers."""
 
 CIVIDIS_MARKED = Palette([*CIVIDIS.rgb, (230, 40, 60)], CIVIDIS.ramp + "!")

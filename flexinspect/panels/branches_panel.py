@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from textual.strip import Strip
 
@@ -22,7 +21,6 @@ from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
-    Cell,
     Help,
     Missing,
     Navigate,
@@ -75,10 +73,10 @@ class BranchesData:
 class BranchesPanel(Panel[BranchesData, NoOptions]):
     """The tree of branches, and below it a branch and its parent side by side."""
 
-    name: ClassVar[str] = "branches"
-    title: ClassVar[str] = "Branches"
-    needs_tokens: ClassVar[bool] = True
-    help: ClassVar[Help] = Help(
+    name = "branches"
+    title = "Branches"
+    needs_tokens = True
+    help = Help(
         "It shows the branches of this generation as a tree, and compares the current branch with "
         "its parent: the tokens that each chose, the distance of their distributions, and the "
         "difference of their masks.",
@@ -88,7 +86,7 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         "Look for the step at which the texts diverge, and whether logits changed before it: then "
         "the fork had an effect before the text showed it.",
     )
-    depends_on_size: ClassVar[bool] = True
+    depends_on_size = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> BranchesData:
         """Read the tree, and the steps of the branch that fit the height."""
@@ -148,10 +146,9 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         return Picture(strips[:height], note)
 
     def on_click(
-        self, at: Cell, data: BranchesData, request: Request[NoOptions]
+        self, x: int, y: int, data: BranchesData, request: Request[NoOptions]
     ) -> Navigate | None:
         """Go to the branch or the step that was clicked."""
-        y = at[1]
         n_nodes = min(len(data.nodes), _tree_height(data, request.height))
         if y < n_nodes:
             return Navigate(branch=data.nodes[y].row.branch)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from rich.cells import cell_len
 from textual.strip import Strip
@@ -19,18 +18,16 @@ from flexinspect.analysis.reports.collect import (
     read_position_texts,
 )
 from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.drawing.text_lines import Pen, clip_text
+from flexinspect.drawing.text_lines import Pen, clip_text, first_visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
     CURSOR_MOVES,
-    Cell,
     Help,
     Navigate,
     Panel,
     Picture,
     Request,
     TracePlace,
-    first_visible,
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
@@ -148,10 +145,10 @@ class FindingsOptions:
 class FindingsPanel(Panel[FindingsData, FindingsOptions]):
     """A list of the classes of findings, with all details of the selected finding."""
 
-    name: ClassVar[str] = "findings"
-    title: ClassVar[str] = "Findings"
-    initial_options: ClassVar[FindingsOptions] = FindingsOptions()
-    help: ClassVar[Help] = Help(
+    name = "findings"
+    title = "Findings"
+    initial_options = FindingsOptions()
+    help = Help(
         "It shows the problems that the rules found in this trace, the worst first, with all "
         "findings of one kind on one line.",
         "Move with shift+up and shift+down, go through the findings of one kind with shift+left "
@@ -159,7 +156,7 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         "Start with the errors (E): each says in one sentence what is wrong, and lists the "
         "evidence and how to confirm it.",
     )
-    actions: ClassVar[tuple[str, ...]] = (*CURSOR_MOVES, "cursor.enter")
+    actions = (*CURSOR_MOVES, "cursor.enter")
 
     def load(self, source: Source, request: Request[FindingsOptions]) -> FindingsData:
         """Count the findings by class, and read the selected one."""
@@ -220,10 +217,9 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         return selection and replace(selection, member=member)
 
     def on_click(
-        self, at: Cell, data: FindingsData, request: Request[FindingsOptions]
+        self, x: int, y: int, data: FindingsData, request: Request[FindingsOptions]
     ) -> FindingsOptions | Navigate | None:
         """Select the line that was clicked; a click on the selected one goes to its place."""
-        y = at[1]
         rows = _visible_rows(data, request.height)
         if not 0 <= y < len(rows):
             return None

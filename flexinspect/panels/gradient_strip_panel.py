@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,6 @@ from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.text_lines import Pen, clip_text, join_blocks
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
-    Cell,
     Help,
     Missing,
     Navigate,
@@ -47,9 +45,9 @@ class GradientStripData:
 class GradientStripPanel(Panel[GradientStripData, NoOptions]):
     """A row of cells for each parameter group, a column for each step or bucket of steps."""
 
-    name: ClassVar[str] = "gradstrip"
-    title: ClassVar[str] = "Gradient strip"
-    help: ClassVar[Help] = Help(
+    name = "gradstrip"
+    title = "Gradient strip"
+    help = Help(
         "It shows the norm of the gradients of each layer or module, from the first step of the "
         "run to the last.",
         "Dark is 1e-6 and below, bright is 10 and above, red is NaN or infinite, grey is not "
@@ -57,7 +55,7 @@ class GradientStripPanel(Panel[GradientStripData, NoOptions]):
         "Look for rows that turn bright before the loss jumps, and for dark rows at the top: "
         "layers that the gradient does not reach.",
     )
-    depends_on_size: ClassVar[bool] = True
+    depends_on_size = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> GradientStripData:
         """Read the norms in as many points as there are columns."""
@@ -107,10 +105,9 @@ class GradientStripPanel(Panel[GradientStripData, NoOptions]):
         return Picture(strips[: request.height], note, alarm=bool(np.isnan(data.norms).any()))
 
     def on_click(
-        self, at: Cell, data: GradientStripData, request: Request[NoOptions]
+        self, x: int, y: int, data: GradientStripData, request: Request[NoOptions]
     ) -> Navigate | None:
         """Go to the step of a column."""
-        x, y = at
         column = x - _label_width(request.width) if y > 0 else -1
         step = data.window.step_at(column, _strip_width(request.width))
         return None if step is None else Navigate(step=step)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from rich.color import Color
@@ -15,20 +15,10 @@ from textual.strip import Strip
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, DIVERGING, Palette, quantise
 from flexinspect.drawing.plots import bar, format_number
-from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text, first_visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, wrap_cells
-from flexinspect.panels.base import (
-    Cell,
-    Help,
-    Missing,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-    first_visible,
-)
+from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import (
     TokenWindow,
@@ -290,11 +280,11 @@ class GradientsOptions:
 class GradientsPanel(Panel[GradientsData, GradientsOptions]):
     """The gradient of the step's token, at the tokens before it and at the model's parameters."""
 
-    name: ClassVar[str] = "gradients"
-    needs_tokens: ClassVar[bool] = True
-    title: ClassVar[str] = "Gradients"
-    initial_options: ClassVar[GradientsOptions] = GradientsOptions()
-    help: ClassVar[Help] = Help(
+    name = "gradients"
+    needs_tokens = True
+    title = "Gradients"
+    initial_options = GradientsOptions()
+    help = Help(
         "It shows the gradient of this token's log-probability (or margin): at each token before "
         "it, summed per segment, and per layer and group of parameters.",
         "m switches between who (orange tokens contribute to the token, blue ones act against it; "
@@ -303,8 +293,8 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         "Look for a paraphrase that acts against the others, for an answer that comes from the cue "
         "alone, and for layers with gradients of 0, NaN, or a hundred times their neighbours'.",
     )
-    depends_on_size: ClassVar[bool] = True
-    actions: ClassVar[tuple[str, ...]] = ("view.flip", "view.measure")
+    depends_on_size = True
+    actions = ("view.flip", "view.measure")
 
     def load(self, source: Source, request: Request[GradientsOptions]) -> GradientsData:
         """Read the gradients of the place's step, and the tokens that fit."""
@@ -366,20 +356,16 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         self, action: str, data: GradientsData, request: Request[GradientsOptions]
     ) -> GradientsOptions | None:
         """`view.flip`: the other side; `view.measure`: colour tokens by the other measure."""
-        options = request.options
         if action == "view.flip":
-            return replace(options, side="where" if options.side == "who" else "who")
-        if action == "view.measure":
-            return replace(options, by="norm" if options.by == "input" else "input")
-        return None
+            return request.with_next("side", ("who", "where"))
+        return request.with_next("by", ("input", "norm")) if action == "view.measure" else None
 
     def on_click(
-        self, at: Cell, data: GradientsData, request: Request[GradientsOptions]
+        self, x: int, y: int, data: GradientsData, request: Request[GradientsOptions]
     ) -> Navigate | None:
         """Go to the clicked layer, or to the step or prompt position of the clicked token."""
         if not data.record.matches_recorded:
             return None
-        x, y = at
         pen = Pen(Theme("none"), request.width)
         top = len(_draw_header(data, pen))
         if request.options.side == "where":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +16,7 @@ from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, CIVIDIS_MISSING
 from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import (
-    Cell,
-    Help,
-    Missing,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-    next_choice,
-)
+from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, drop_cut_span, load_step_window
 from flexinspect.records.step import LayerStatRecord
@@ -258,10 +247,10 @@ class LayersOptions:
 class LayersPanel(Panel[LayersData, LayersOptions]):
     """Layers down, steps across, coloured by a statistic; the first bad output is marked."""
 
-    name: ClassVar[str] = "layers"
-    title: ClassVar[str] = "Layers"
-    initial_options: ClassVar[LayersOptions] = LayersOptions()
-    help: ClassVar[Help] = Help(
+    name = "layers"
+    title = "Layers"
+    initial_options = LayersOptions()
+    help = Help(
         "It shows one statistic of every layer's output at every step: norm, largest absolute "
         "value, mean, standard deviation, or NaN and Inf.",
         "Layers go down and steps across; bright is high, red or ! is NaN or Inf, X marks the "
@@ -269,8 +258,8 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
         "Look for the X: NaN or Inf began in this layer and step, and later layers and steps only "
         "inherit it; look also for a row or column that differs from its neighbours.",
     )
-    depends_on_size: ClassVar[bool] = True
-    actions: ClassVar[tuple[str, ...]] = ("view.measure", "view.flip", "cursor.enter")
+    depends_on_size = True
+    actions = ("view.measure", "view.flip", "cursor.enter")
 
     def load(self, source: Source, request: Request[LayersOptions]) -> LayersData:
         """Read the window of steps that fits, and find the first NaN or Inf of the branch."""
@@ -342,19 +331,17 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
     ) -> LayersOptions | Navigate | None:
         """Change the measure or the module, or go to the first NaN or Inf."""
         if action == "view.measure":
-            measure = next_choice(list(MEASURES), request.options.measure)
-            return replace(request.options, measure=measure)
+            return request.with_next("measure", list(MEASURES))
         if action == "view.flip" and len(data.kinds) > 1:
-            return replace(request.options, module=next_choice(data.kinds, data.kind))
+            return request.with_next("module", data.kinds, data.kind)
         if action == "cursor.enter" and data.first_bad:
             return Navigate(step=data.first_bad.step, layer=data.first_bad.stat.layer)
         return None
 
     def on_click(
-        self, at: Cell, data: LayersData, request: Request[LayersOptions]
+        self, x: int, y: int, data: LayersData, request: Request[LayersOptions]
     ) -> Navigate | None:
         """Go to the step and layer of the cell that was clicked."""
-        x, y = at
         rows = layer_rows(data, _grid_height(data, request.width, request.height))
         step = data.window.step_at(x - _LABEL_WIDTH, _grid_width(request.width))
         if step is None or not 1 <= y <= len(rows):

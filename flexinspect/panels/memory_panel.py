@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import ClassVar
 
 from textual.strip import Strip
 
@@ -15,26 +14,17 @@ from flexinspect.drawing.plots import bar
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes
-from flexinspect.panels.base import (
-    Cell,
-    Help,
-    Missing,
-    Navigate,
-    NoOptions,
-    Panel,
-    Picture,
-    Request,
-)
+from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     Area,
     StepWindow,
+    TimelinePanel,
     draw_beside,
     draw_timeline,
     is_two_column,
     left_width,
     load_step_window,
-    navigate_to_step,
     stack_timelines,
     timeline_columns,
 )
@@ -209,12 +199,12 @@ def figure_texts(data: MemoryData, name: str) -> tuple[str, str, str]:
     )
 
 
-class MemoryPanel(Panel[MemoryData, NoOptions]):
+class MemoryPanel(TimelinePanel[MemoryData]):
     """Memory figures with their growth, the KV cache by segment, and two timelines."""
 
-    name: ClassVar[str] = "memory"
-    title: ClassVar[str] = "Memory"
-    help: ClassVar[Help] = Help(
+    name = "memory"
+    title = "Memory"
+    help = Help(
         "It shows the memory at the end of the step: the process (RSS), the CUDA allocator on a "
         "CUDA device, the model, and the KV cache, also by segment.",
         "'growth' is the change since the step before and 'median' the median growth over the "
@@ -222,7 +212,6 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         "Look for memory that grows faster than the KV cache: the cache grows with every token, "
         "and any other growth means that something else keeps memory.",
     )
-    depends_on_size: ClassVar[bool] = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> MemoryData:
         """Read the memory of the window of steps that fits the width."""
@@ -264,10 +253,7 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         """Draw the figures, then timelines and segments if there is room for them."""
         pen, height = Pen(theme, request.width), request.height
         left_pen = pen.resize(left_width(request.width))
-        areas = memory_areas(data, request.width, height)
-        timelines = [
-            strip for name, area in areas.items() for strip in _draw_figure(data, name, area, theme)
-        ]
+        timelines = self.draw_timelines(data, request, theme)
         left = _draw_figures(data, left_pen)
         if is_two_column(request.width):
             warning = _draw_leak_warning(data, pen.resize(timeline_columns(request.width)))
@@ -280,10 +266,27 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         note = leak.format_note() if leak else data.window.format_steps()
         return Picture(draw_beside(left, timelines, height, pen), note, alarm=leak is not None)
 
-    def on_click(self, at: Cell, data: MemoryData, request: Request[NoOptions]) -> Navigate | None:
-        """Go to the step of a timeline's column."""
-        areas = memory_areas(data, request.width, request.height).values()
-        return navigate_to_step(at, areas, data.window)
+    def timeline_areas(self, data: MemoryData, width: int, height: int) -> dict[str, Area]:
+        """Return the areas of the timelines, without their titles."""
+        main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
+        top = len(_draw_leak_warning(data, Pen(Theme("none"), timeline_columns(width))))
+        if is_two_column(width):
+            return stack_timelines([main, "KV cache"], width, top, height - top)
+        top += len(data.figures) + 1
+        room = min(height - top, max((height - top) * 2 // 3, 6))
+        return stack_timelines([main, "KV cache"], width, top, room, most=4)
+
+    def draw_timeline(self, name: str, data: MemoryData, area: Area, theme: Theme) -> list[Strip]:
+        """Draw a figure over the window, scaled from its lowest value, which the title shows."""
+        values = data.known(name)
+        low, high = min(values.values(), default=0), max(values.values(), default=0)
+        title = [
+            (f"{name} ", "title"),
+            (f"from {human_bytes(low)} up by {human_bytes(high - low)}", "text"),
+            (f"  {data.window.format_steps()}", "muted"),
+        ]
+        heights = (float(values[n] - low) if n in values else None for n in data.window.steps)
+        return draw_timeline(title, heights, data.window, area, theme)
 
 
 def _describe_cache(data: MemoryData) -> list[str]:
@@ -308,17 +311,6 @@ def _describe_range(data: MemoryData, name: str) -> str:
     )
 
 
-def memory_areas(data: MemoryData, width: int, height: int) -> dict[str, Area]:
-    """Return the areas of the timelines in a picture of this size, without their titles."""
-    main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
-    top = len(_draw_leak_warning(data, Pen(Theme("none"), timeline_columns(width))))
-    if is_two_column(width):
-        return stack_timelines([main, "KV cache"], width, top, height - top)
-    top += len(data.figures) + 1
-    room = min(height - top, max((height - top) * 2 // 3, 6))
-    return stack_timelines([main, "KV cache"], width, top, room, most=4)
-
-
 def _draw_leak_warning(data: MemoryData, pen: Pen) -> list[Strip]:
     leak = find_leak(data)
     return pen.paragraph(leak.sentence(data.window), "warn") if leak else []
@@ -327,32 +319,11 @@ def _draw_leak_warning(data: MemoryData, pen: Pen) -> list[Strip]:
 def _draw_figures(data: MemoryData, pen: Pen) -> list[Strip]:
     """Draw the figures of the current step: value, growth, median growth."""
     name_width = min(max(pen.width - 3 * (_BYTES_WIDTH + 1), 4), 16)
-    rows = [(f"step {data.window.current}", ("now", "growth", "median"), ("muted",) * 4)]
     styles = ("title", "strong", "text", "muted")
-    rows += [(name, figure_texts(data, name), styles) for name in data.figures]
-    return [
-        pen.line(
-            (clip_text(name, name_width), styles[0]),
-            *(
-                (f" {align_right(figure, _BYTES_WIDTH)}", style)
-                for figure, style in zip(figures, styles[1:], strict=True)
-            ),
-        )
-        for name, figures, styles in rows
-    ]
-
-
-def _draw_figure(data: MemoryData, name: str, area: Area, theme: Theme) -> list[Strip]:
-    """Draw a figure over the window, scaled from its lowest value, which the title shows."""
-    values = data.known(name)
-    low, high = min(values.values(), default=0), max(values.values(), default=0)
-    title = [
-        (f"{name} ", "title"),
-        (f"from {human_bytes(low)} up by {human_bytes(high - low)}", "text"),
-        (f"  {data.window.format_steps()}", "muted"),
-    ]
-    heights = (float(values[n] - low) if n in values else None for n in data.window.steps)
-    return draw_timeline(title, heights, data.window, area, theme)
+    rows = [((f"step {data.window.current}", "now", "growth", "median"), ("muted",) * 4)]
+    rows += [((name, *figure_texts(data, name)), styles) for name in data.figures]
+    widths = (name_width, *(_BYTES_WIDTH,) * 3)
+    return [pen.row(texts, widths, styles) for texts, styles in rows]
 
 
 def _draw_cache_parts(data: MemoryData, pen: Pen, room: int) -> list[Strip]:

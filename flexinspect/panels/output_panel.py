@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from rich.cells import cell_len, chop_cells
 from textual.strip import Strip
@@ -58,10 +58,10 @@ class OutputData:
 class OutputPanel(Panel[OutputData, OutputOptions]):
     """The lines that the program printed; those of the current step are marked."""
 
-    name: ClassVar[str] = "output"
-    title: ClassVar[str] = "Output"
-    initial_options: ClassVar[OutputOptions] = OutputOptions()
-    help: ClassVar[Help] = Help(
+    name = "output"
+    title = "Output"
+    initial_options = OutputOptions()
+    help = Help(
         "It shows what a program of yours printed, up to the current step; the built-in "
         "generation loop prints nothing.",
         "▸ marks lines of this step, ! lines on stderr; scroll with shift+up and shift+down; the "
@@ -69,7 +69,7 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
         "Look for warnings and for prints of your program near the step at which something went "
         "wrong; a traceback is at the end.",
     )
-    actions: ClassVar[tuple[str, ...]] = ("cursor.up", "cursor.down")
+    actions = ("cursor.up", "cursor.down")
 
     def load(self, source: Source, request: Request[OutputOptions]) -> OutputData:
         """Read the lines; they are cached until there are new ones."""

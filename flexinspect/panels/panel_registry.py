@@ -84,7 +84,7 @@ def _invalid_plugin_error(name: str, why: str) -> FlexInspectError:
 
 def option_names(panel: Panel[Any, Any]) -> tuple[str, ...]:
     """Return the names of a panel's options."""
-    options = panel.options()
+    options = panel.initial_options
     return tuple(field.name for field in fields(options)) if is_dataclass(options) else ()
 
 
@@ -95,7 +95,7 @@ def with_options(panel: Panel[Any, Any], values: Mapping[str, str]) -> Any:
     choice of a `Literal` or `Enum`, "none" for an optional field, or comma-separated values for a
     tuple. Raises `UsageError` for an invalid value.
     """
-    options = panel.options()
+    options = panel.initial_options
     names = [name for name in option_names(panel) if name in values]
     if not names:
         return options

@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import ClassVar
 
 from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.drawing.text_lines import NamedSpan, Pen
+from flexinspect.drawing.text_lines import NamedSpan, Pen, first_visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
-    Cell,
     Help,
     Missing,
     Navigate,
@@ -25,7 +23,6 @@ from flexinspect.panels.base import (
     Picture,
     Request,
     TracePlace,
-    first_visible,
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, step_window
@@ -207,17 +204,17 @@ def merge_layers(data: PathData) -> list[LayerRow]:
 class PathPanel(Panel[PathData, NoOptions]):
     """Layers down, steps across, one letter and colour per kernel path."""
 
-    name: ClassVar[str] = "path"
-    title: ClassVar[str] = "Path"
-    needs_tokens: ClassVar[bool] = True
-    help: ClassVar[Help] = Help(
+    name = "path"
+    title = "Path"
+    needs_tokens = True
+    help = Help(
         "It shows which attention kernel every layer ran at every step, and with which mask.",
         "Layers go down, steps go across; F is uncompiled flex, C compiled flex, S sdpa, E eager, "
         "? another backend, · no call recorded; click a cell to go there.",
         "Look for a letter that differs from the rest of its column: that layer silently fell "
         "back to another kernel, and may not have applied your mask.",
     )
-    depends_on_size: ClassVar[bool] = True
+    depends_on_size = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> PathData:
         """Read the window of steps that fits the width, in one query, and the current step."""
@@ -264,9 +261,10 @@ class PathPanel(Panel[PathData, NoOptions]):
         note = warnings[0] if warnings else data.window.format_steps()
         return Picture(strips[: request.height], escape_unprintable(note), alarm=bool(warnings))
 
-    def on_click(self, at: Cell, data: PathData, request: Request[NoOptions]) -> Navigate | None:
+    def on_click(
+        self, x: int, y: int, data: PathData, request: Request[NoOptions]
+    ) -> Navigate | None:
         """Go to the step and layer of the cell that was clicked."""
-        x, y = at
         room = _map_height(data, request)
         rows, top = shown_rows(data, room)
         column = (x - _LABEL_WIDTH) // _cell_width(data, request.width)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from rich.cells import cell_len, chop_cells, set_cell_size
@@ -335,10 +335,10 @@ class RunOptions:
 class RunPanel(Panel[RunFacts, RunOptions]):
     """The stages of the current generation, and below them the manifest."""
 
-    name: ClassVar[str] = "run"
-    title: ClassVar[str] = "Run"
-    initial_options: ClassVar[RunOptions] = RunOptions()
-    help: ClassVar[Help] = Help(
+    name = "run"
+    title = "Run"
+    initial_options = RunOptions()
+    help = Help(
         "It shows the stages of this generation from the sample to the answer, with the recorded "
         "numbers of each stage, and below them the manifest of the run.",
         "Follow the arrows from input to text; scroll to the manifest with shift+down and back "
@@ -346,7 +346,7 @@ class RunPanel(Panel[RunFacts, RunOptions]):
         "Check that the segments and the mask are the intended ones, that the patch shows "
         "FlexAttention, and that the answer is the expected one.",
     )
-    actions: ClassVar[tuple[str, ...]] = ("cursor.up", "cursor.down")
+    actions = ("cursor.up", "cursor.down")
 
     def load(self, source: Source, request: Request[RunOptions]) -> RunFacts:
         """Read the manifest and the facts of one generation, independent of its length."""

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import NamedSpan, Pen
+from flexinspect.drawing.text_lines import NamedSpan, Pen, first_visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, display_text, token_style, wrap_cells
-from flexinspect.panels.base import (
-    Cell,
-    Help,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-    first_visible,
-    next_choice,
-)
+from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import (
     TokenWindow,
@@ -146,15 +136,12 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         self, action: str, data: TokensData, request: Request[TokensOptions]
     ) -> TokensOptions | None:
         """`view.measure`: colour by the next measure."""
-        if action != "view.measure":
-            return None
-        return replace(request.options, colour=next_choice(COLOURS, request.options.colour))
+        return request.with_next("colour", COLOURS) if action == "view.measure" else None
 
     def on_click(
-        self, at: Cell, data: TokensData, request: Request[TokensOptions]
+        self, x: int, y: int, data: TokensData, request: Request[TokensOptions]
     ) -> Navigate | None:
         """Go to the step that chose the clicked token, or select a token of the prompt."""
-        x, y = at
         room = request.height - (request.height > 3) - (request.height > 6)
         rows = _visible_rows(data.window, request, room)
         return data.window.navigate_to(rows[y].cell_at(x)) if 0 <= y < len(rows) else None

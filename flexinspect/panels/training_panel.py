@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Any, ClassVar
+from typing import Any
 
 from textual.strip import Strip
 
@@ -15,12 +15,9 @@ from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.text_lines import Pen, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
-    Cell,
     Help,
     Missing,
-    Navigate,
     NoOptions,
-    Panel,
     Picture,
     Request,
     format_placement,
@@ -30,12 +27,12 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     Area,
     StepWindow,
+    TimelinePanel,
     draw_beside,
     draw_timeline,
     is_two_column,
     left_width,
     load_whole_run,
-    navigate_to_step,
     stack_timelines,
     timeline_columns,
 )
@@ -70,12 +67,12 @@ class TrainingData:
         return {index: _curve_value(name, point) for index, point in self.points.items()}
 
 
-class TrainingPanel(Panel[TrainingData, NoOptions]):
+class TrainingPanel(TimelinePanel[TrainingData]):
     """Facts of a training step beside the curves of loss, learning rate and gradient norm."""
 
-    name: ClassVar[str] = "training"
-    title: ClassVar[str] = "Training"
-    help: ClassVar[Help] = Help(
+    name = "training"
+    title = "Training"
+    help = Help(
         "It shows an optimizer step: loss, learning rate, gradient norm before and after clipping, "
         "loss scaler and timings, and the curves of the run.",
         "A column of a curve is a step, or the highest value of several steps; '!' is a non-finite "
@@ -84,7 +81,6 @@ class TrainingPanel(Panel[TrainingData, NoOptions]):
         "Look for the step before the loss jumps: a gradient norm that rises, a learning rate that "
         "has just changed, steps that the loss scaler skipped.",
     )
-    depends_on_size: ClassVar[bool] = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> TrainingData:
         """Read the step, and the curves in as many points as there are columns."""
@@ -121,32 +117,35 @@ class TrainingPanel(Panel[TrainingData, NoOptions]):
             left_pen.line((clip_text(name, _NAME_WIDTH), "muted"), (value, "text"))
             for name, value in step_facts(data)
         ]
-        curves = [
-            strip
-            for name, area in curve_areas(data, width, height).items()
-            for strip in _draw_curve(data, name, area, theme)
-        ]
+        curves = self.draw_timelines(data, request, theme)
         room = height if is_two_column(width) else max(height - len(curves), 0)
         strips = draw_beside(left[:room], curves[:height], height, pen)
         return Picture(strips, data.window.format_steps(), alarm=bool(problem))
 
-    def on_click(
-        self, at: Cell, data: TrainingData, request: Request[NoOptions]
-    ) -> Navigate | None:
-        """Go to the step of a curve's column."""
-        areas = curve_areas(data, request.width, request.height).values()
-        return navigate_to_step(at, areas, data.window)
+    def timeline_areas(self, data: TrainingData, width: int, height: int) -> dict[str, Area]:
+        """Return the areas of the curves, without their titles."""
+        if is_two_column(width):
+            return stack_timelines(CURVE_NAMES, width, 0, height)
+        n_facts = len(step_facts(data)) + (1 if _describe_problem(data) else 0)
+        room = max(height - min(n_facts, height // 2), 0)
+        areas = stack_timelines(CURVE_NAMES, width, 0, room, most=4)
+        top = min(height - sum(area.height + 1 for area in areas.values()), n_facts)
+        return {name: replace(area, y=area.y + top) for name, area in areas.items()}
 
-
-def curve_areas(data: TrainingData, width: int, height: int) -> dict[str, Area]:
-    """Return the areas of the curves, without their titles."""
-    if is_two_column(width):
-        return stack_timelines(CURVE_NAMES, width, 0, height)
-    n_facts = len(step_facts(data)) + (1 if _describe_problem(data) else 0)
-    room = max(height - min(n_facts, height // 2), 0)
-    areas = stack_timelines(CURVE_NAMES, width, 0, room, most=4)
-    top = min(height - sum(area.height + 1 for area in areas.values()), n_facts)
-    return {name: replace(area, y=area.y + top) for name, area in areas.items()}
+    def draw_timeline(self, name: str, data: TrainingData, area: Area, theme: Theme) -> list[Strip]:
+        """Draw one of `CURVE_NAMES`; learning rates that differ by group below each other."""
+        rates = rate_curves(data.points) if name == LEARNING_RATE else []
+        if len(rates) > 1:
+            return _draw_rates(rates, data.window, area, theme)
+        low, high = _curve_range(data, name)
+        title = [(f"{name} ", "title"), (f"{format_number(low)} to {format_number(high)}", "text")]
+        curve = data.values(name)
+        if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
+            title.append(("  logarithmic", "muted"))
+            curve = {index: _log_ratio(value, low) for index, value in curve.items()}
+        style = "good" if name == LEARNING_RATE else "accent"
+        points = map(curve.get, range(data.window.n_points))
+        return draw_timeline(title, points, data.window, area, theme, style=style)
 
 
 def step_facts(data: TrainingData) -> list[tuple[str, str]]:
@@ -263,21 +262,6 @@ def _log_ratio(value: float | None, low: float) -> float | None:
     if value is None or not math.isfinite(value):
         return value
     return math.log10(max(value / low, 1.0))
-
-
-def _draw_curve(data: TrainingData, name: str, area: Area, theme: Theme) -> list[Strip]:
-    rates = rate_curves(data.points) if name == LEARNING_RATE else []
-    if len(rates) > 1:
-        return _draw_rates(rates, data.window, area, theme)
-    low, high = _curve_range(data, name)
-    title = [(f"{name} ", "title"), (f"{format_number(low)} to {format_number(high)}", "text")]
-    curve = data.values(name)
-    if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
-        title.append(("  logarithmic", "muted"))
-        curve = {index: _log_ratio(value, low) for index, value in curve.items()}
-    style = "good" if name == LEARNING_RATE else "accent"
-    points = map(curve.get, range(data.window.n_points))
-    return draw_timeline(title, points, data.window, area, theme, style=style)
 
 
 def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:

@@ -14,11 +14,7 @@ import support.mask_trace as scene
 from support.mask_trace import Shown
 
 from flexinspect.drawing.theme import Theme
-from flexinspect.masks.viewport import (
-    CLOSED,
-    N_STATES,
-    OPEN,
-)
+from flexinspect.masks.viewport import CLOSED, N_STATES, OPEN
 from flexinspect.panels.base import Navigate, Request, TracePlace
 from flexinspect.panels.mask.mask_data import MaskData, segment_number
 from flexinspect.panels.mask.mask_drawing import CURSOR, GENERATED, _tints, mask_palette
@@ -312,8 +308,8 @@ def test_the_panel_tells_what_it_is() -> None:
     panel = MaskPanel()
     assert panel.name == "mask"
     assert panel.depends_on_size
-    assert all(line.endswith(".") for line in panel.help.lines())
-    assert panel.options() == MaskOptions()
+    assert all(line.endswith(".") for line in panel.help)
+    assert panel.initial_options == MaskOptions()
 
 
 def test_options_can_be_given_as_text() -> None:

@@ -14,14 +14,7 @@ from support.mask_trace import Shown, sentence
 from flexinspect.core.errors import TraceError
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks import algebra
-from flexinspect.masks.viewport import (
-    APPLIED,
-    CLOSED,
-    LEAKED,
-    LOST,
-    OPEN,
-    UNKNOWN,
-)
+from flexinspect.masks.viewport import APPLIED, CLOSED, LEAKED, LOST, OPEN, UNKNOWN
 from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.mask.mask_layout import MaskOptions
 from flexinspect.records.step import GenerationRecord

@@ -16,6 +16,7 @@ from flexinspect.drawing.text_lines import (
     Pen,
     align_right,
     clip_text,
+    first_visible,
     join_blocks,
     merge_spans,
 )
@@ -30,7 +31,6 @@ from flexinspect.panels.attention.attention_data import (
     format_share,
     format_value,
 )
-from flexinspect.panels.base import first_visible
 from flexinspect.panels.token_window import segment_color
 
 MIN_TWO_COLUMN_WIDTH = 72

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -27,16 +26,7 @@ from flexinspect.panels.attention.attention_drawing import (
     row_lse_check,
 )
 from flexinspect.panels.attention.row_recompute import EXTREME_ONLY
-from flexinspect.panels.base import (
-    CURSOR_MOVES,
-    Cell,
-    Help,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    next_choice,
-)
+from flexinspect.panels.base import CURSOR_MOVES, Help, Navigate, Panel, Picture, Request
 from flexinspect.panels.panel_source import Source
 
 MAX_TABLE_LAYERS, MAX_TABLE_HEADS = 12, 16
@@ -48,11 +38,11 @@ N_LISTED_TOKENS = 10
 class AttentionPanel(Panel[AttentionData, AttentionOptions]):
     """Attention of one row: a grid of layers and heads, and the weights of the chosen head."""
 
-    name: ClassVar[str] = "attention"
-    title: ClassVar[str] = "Attention"
-    initial_options: ClassVar[AttentionOptions] = AttentionOptions()
-    needs_tokens: ClassVar[bool] = True
-    help: ClassVar[Help] = Help(
+    name = "attention"
+    title = "Attention"
+    initial_options = AttentionOptions()
+    needs_tokens = True
+    help = Help(
         "It shows how much of the newest row's attention each head of each layer gave to a part "
         "of the sequence, and the tokens that one head attended to.",
         "Layers go down, heads across, brighter is more; the bars are the weights of the selected "
@@ -61,7 +51,7 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         "Look for heads that ignore a paraphrase, put all attention on BOS, or attend where the "
         "mask should be closed; a check above 0.01 means that this is not what ran.",
     )
-    actions: ClassVar[tuple[str, ...]] = ("view.measure", *CURSOR_MOVES)
+    actions = ("view.measure", *CURSOR_MOVES)
 
     def load(self, source: Source, request: Request[AttentionOptions]) -> AttentionData:
         """Read the step's grid and the row of the place's layer and head."""
@@ -92,19 +82,17 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
     ) -> AttentionOptions | Navigate | None:
         """Change the measure, or go to another layer or head (in a prefill, another row)."""
         if action == "view.measure":
-            measure = next_choice(data.grid.measures, data.grid.measure)
-            return replace(request.options, measure=measure)
+            return request.with_next("measure", data.grid.measures, data.grid.measure)
         down, across = CURSOR_MOVES.get(action, (0, 0))
         if down and 0 <= data.grid_row + down < len(data.grid.layers):
             return Navigate(layer=data.grid.layers[data.grid_row + down])
         return _move_sideways(across, data, request) if across else None
 
     def on_click(
-        self, at: Cell, data: AttentionData, request: Request[AttentionOptions]
+        self, x: int, y: int, data: AttentionData, request: Request[AttentionOptions]
     ) -> Navigate | None:
         """Go to the layer and head that were clicked."""
-        layout = attention_layout(data, request.width, request.height)
-        cell = layout.cell_at(*at)
+        cell = attention_layout(data, request.width, request.height).cell_at(x, y)
         return Navigate(layer=data.grid.layers[cell[0]], head=cell[1]) if cell else None
 
 

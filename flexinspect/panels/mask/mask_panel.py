@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import (
-    CURSOR_MOVES,
-    Help,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    next_choice,
-)
+from flexinspect.panels.base import CURSOR_MOVES, Help, Navigate, Panel, Picture, Request
 from flexinspect.panels.mask.mask_data import MaskData, load_mask
 from flexinspect.panels.mask.mask_drawing import NARROW_WIDTH, draw_mask
 from flexinspect.panels.mask.mask_layout import (
@@ -37,11 +28,11 @@ VIEW_MODES: tuple[MaskViewMode, ...] = ("executed", "received", "declared", "dif
 class MaskPanel(Panel[MaskData, MaskOptions]):
     """The mask of the whole sequence: a row per input token, a column per key."""
 
-    name: ClassVar[str] = "mask"
-    title: ClassVar[str] = "Mask"
-    initial_options: ClassVar[MaskOptions] = MaskOptions()
-    needs_tokens: ClassVar[bool] = True
-    help: ClassVar[Help] = Help(
+    name = "mask"
+    title = "Mask"
+    initial_options = MaskOptions()
+    needs_tokens = True
+    help = Help(
         "It shows for one layer and head which tokens (across) each token (down) attends to: the "
         "executed, received or declared mask, or where the executed mask differs from the declared "
         "one.",
@@ -51,8 +42,8 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         "Look for lost cells (declared open, but not executed), leaked cells (executed, but "
         "declared closed), rows that attend to no key, and paraphrases that attend to each other.",
     )
-    depends_on_size: ClassVar[bool] = True
-    actions: ClassVar[tuple[str, ...]] = (
+    depends_on_size = True
+    actions = (
         "zoom.in",
         "zoom.out",
         "view.flip",
@@ -89,7 +80,7 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         if action == "view.flip":
             modes = [m for m in VIEW_MODES if data.mask_view.spec or m in ("executed", "received")]
             mode = options.view if options.view in modes else modes[0]
-            return replace(options, view=next_choice(modes, mode))
+            return request.with_next("view", modes, mode)
         if action == "view.blocks":
             return replace(options, blocks=not options.blocks)
         if action == "cursor.enter":
