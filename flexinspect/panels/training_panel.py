@@ -1,23 +1,28 @@
-"""The training panel: the facts of an optimizer step, and the curves of the whole run."""
+"""The panels of a training run: the facts and curves of its steps, and its gradient strip."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, format_ranges, plural
+from flexinspect.drawing.heatmap import CIVIDIS_MISSING, boxes, quantise
 from flexinspect.drawing.plots import format_number
-from flexinspect.drawing.text_lines import Pen, clip_text
+from flexinspect.drawing.text_lines import Pen, clip_text, join_blocks
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
     Help,
     Missing,
+    Navigate,
     NoOptions,
+    Panel,
     Picture,
     Request,
     format_placement,
@@ -36,7 +41,12 @@ from flexinspect.panels.timeline import (
     stack_timelines,
     timeline_columns,
 )
-from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
+from flexinspect.records.training_step import (
+    EXPLODING_NORM,
+    VANISHING_NORM,
+    AnomalyOrigin,
+    TrainingStepRecord,
+)
 from flexinspect.trace.reader_queries import CurvePoint
 
 LEARNING_RATE = "learning rate"
@@ -102,10 +112,19 @@ class TrainingPanel(TimelinePanel[TrainingData]):
 
     def describe(self, data: TrainingData) -> list[str]:
         """Return the problem of the step if there is one, its facts, and the ranges of curves."""
-        problem = _describe_problem(data)
-        facts = [f"{name}: {value}" for name, value in step_facts(data)]
-        curves = [text for name in CURVE_NAMES for text in _describe_curve(data, name)]
-        return [*([problem] if problem else []), *facts, *curves]
+        steps, rates = data.window.format_steps(), rate_curves(data.points)
+        lines = [problem] if (problem := _describe_problem(data)) else []
+        lines += [f"{name}: {value}" for name, value in step_facts(data)]
+        for name in CURVE_NAMES:
+            if name == LEARNING_RATE and len(rates) > 1:
+                lines += [
+                    f"{name} of group {groups} in {steps}: {format_range(curve)}."
+                    for groups, curve in rates
+                ]
+            else:
+                low, high = map(format_number, _curve_range(data, name))
+                lines.append(f"{name} in {steps}: {low} to {high}.")
+        return lines
 
     def paint(self, data: TrainingData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the facts with the curves beside or below them."""
@@ -188,26 +207,17 @@ def _format_norm(step: TrainingStepRecord) -> str:
 
 
 def _format_counts(step: TrainingStepRecord) -> str:
-    counts = (
-        (step.n_exploding, "exploding"),
-        (step.n_vanishing, "vanishing"),
-        (step.n_dead, "dead"),
-        (step.n_nonfinite, "non-finite"),
-    )
-    return ", ".join(
-        [f"{step.n_parameters} with gradient", *(f"{n} {name}" for n, name in counts if n)]
-    )
+    names = ("exploding", "vanishing", "dead", "non-finite")
+    counts = (step.n_exploding, step.n_vanishing, step.n_dead, step.n_nonfinite)
+    bad = [f"{n} {name}" for n, name in zip(counts, names, strict=True) if n]
+    return ", ".join([f"{step.n_parameters} with gradient", *bad])
 
 
 def _format_times(step: TrainingStepRecord) -> str:
-    times = [
-        ("forward", step.forward_ms),
-        ("backward", step.backward_ms),
-        ("optimizer", step.optimizer_ms),
-        ("loader", step.data_ms),
-        ("other", step.other_ms),
-    ]
-    return ", ".join(f"{name} {format_number(ms)}" for name, ms in times if ms is not None) + " ms"
+    names = ("forward", "backward", "optimizer", "loader", "other")
+    times = (step.forward_ms, step.backward_ms, step.optimizer_ms, step.data_ms, step.other_ms)
+    known = ((name, ms) for name, ms in zip(names, times, strict=True) if ms is not None)
+    return ", ".join(f"{name} {format_number(ms)}" for name, ms in known) + " ms"
 
 
 def _describe_problem(data: TrainingData) -> str:
@@ -240,18 +250,6 @@ def _curve_value(name: str, point: CurvePoint) -> float | None:
     return math.nan if point.has_nonfinite_gradient else point.norm
 
 
-def _describe_curve(data: TrainingData, name: str) -> list[str]:
-    """Return sentences about the range of a curve over the run."""
-    steps, curves = data.window.format_steps(), rate_curves(data.points)
-    if name == LEARNING_RATE and len(curves) > 1:
-        return [
-            f"{name} of group {groups} in {steps}: {format_range(curve)}."
-            for groups, curve in curves
-        ]
-    low, high = _curve_range(data, name)
-    return [f"{name} in {steps}: {format_number(low)} to {format_number(high)}."]
-
-
 def _curve_range(data: TrainingData, name: str) -> tuple[float | None, float | None]:
     finite = [v for v in data.values(name).values() if v is not None and math.isfinite(v)]
     return (min(finite), max(finite)) if finite else (None, None)
@@ -266,18 +264,15 @@ def _log_ratio(value: float | None, low: float) -> float | None:
 
 def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:
     """Return the distinct learning rate curves, each with the groups that have it: "0-2, 4"."""
-    curves: list[tuple[Curve, list[int]]] = []
+    groups_by_curve: dict[tuple[float | None, ...], list[int]] = {}
     for group in range(max((len(point.rates) for point in points.values()), default=0)):
-        values = {
-            index: point.rates[group] if group < len(point.rates) else None
-            for index, point in points.items()
-        }
-        same = next((groups for curve, groups in curves if curve == values), None)
-        if same is None:
-            curves.append((values, [group]))
-        else:
-            same.append(group)
-    return [(format_ranges(groups), curve) for curve, groups in curves]
+        rates = (point.rates[group : group + 1] for point in points.values())
+        curve = tuple(rate[0] if rate else None for rate in rates)
+        groups_by_curve.setdefault(curve, []).append(group)
+    return [
+        (format_ranges(groups), dict(zip(points, curve, strict=True)))
+        for curve, groups in groups_by_curve.items()
+    ]
 
 
 def format_range(curve: Curve) -> str:
@@ -296,21 +291,143 @@ def _draw_rates(
 ) -> list[Strip]:
     """Draw curves below each other, as many as there are rows, under a title with their ranges."""
     shown = curves[: max(area.height, 0)]
-    strips: list[Strip] = []
+    more = f" and {len(curves) - len(shown)} more" if len(shown) < len(curves) else ""
+    title = "learning rate, group"
+    texts = [f" {groups}: {format_range(curve)}" for groups, curve in shown]
+    if len(title) + sum(map(len, texts)) + len(more) > area.width:  # only the highest rates fit
+        title = "learning rate up to"
+        texts = [f" {groups}: {format_number(_bounds(curve)[1])}" for groups, curve in shown]
+    spans = ((title, "title"), *zip(texts, cycle(CURVE_STYLES)), (more, "muted"))
+    strips = [Pen(theme, area.width).line(*spans)]
     for i, (_, curve) in enumerate(shown):
         height = area.height * (i + 1) // len(shown) - area.height * i // len(shown)
         rows, style = replace(area, height=height), CURVE_STYLES[i % len(CURVE_STYLES)]
         points = map(curve.get, range(window.n_points))
         strips += draw_timeline((), points, window, rows, theme, style=style)
-    more = f" and {len(curves) - len(shown)} more" if len(shown) < len(curves) else ""
-    return [_draw_rates_title(shown, more, Pen(theme, area.width)), *strips]
+    return strips
 
 
-def _draw_rates_title(curves: Sequence[tuple[str, Curve]], more: str, pen: Pen) -> Strip:
-    """Draw the range of each curve, or only its highest rate where there is no room."""
-    title = "learning rate, group"
-    texts = [f" {groups}: {format_range(curve)}" for groups, curve in curves]
-    if len(title) + sum(map(len, texts)) + len(more) > pen.width:
-        title = "learning rate up to"
-        texts = [f" {groups}: {format_number(_bounds(curve)[1])}" for groups, curve in curves]
-    return pen.line((title, "title"), *zip(texts, cycle(CURVE_STYLES)), (more, "muted"))
+_BAD_LEVEL, _MISSING_LEVEL = CIVIDIS_MISSING.size - 2, CIVIDIS_MISSING.size - 1
+_MAX_LABEL_WIDTH = 18
+
+
+@dataclass(frozen=True, slots=True)
+class GradientStripData:
+    """Norms, float64 (groups, points): NaN is non-finite, -1 was not measured."""
+
+    groups: tuple[str, ...]
+    norms: npt.NDArray[np.float64]
+    window: StepWindow
+
+
+class GradientStripPanel(Panel[GradientStripData, NoOptions]):
+    """A row of cells for each parameter group, a column for each step or bucket of steps."""
+
+    name = "gradstrip"
+    title = "Gradient strip"
+    help = Help(
+        "It shows the norm of the gradients of each layer or module, from the first step of the "
+        "run to the last.",
+        "Dark is 1e-6 and below, bright is 10 and above, red is NaN or infinite, grey is not "
+        "measured; a column of several steps shows their highest norm; click a column to go there.",
+        "Look for rows that turn bright before the loss jumps, and for dark rows at the top: "
+        "layers that the gradient does not reach.",
+    )
+    depends_on_size = True
+
+    def load(self, source: Source, request: Request[NoOptions]) -> GradientStripData:
+        """Read the norms in as many points as there are columns."""
+        place = request.place
+        declared = tuple(map(str, require_training_facts(source, place).get("groups", [])))
+        groups = source.reader.added_groups(place.generation) or declared
+        window = load_whole_run(source.reader, place, _strip_width(request.width))
+        norms = source.reader.group_curve(
+            place.generation, window.start, len(window), window.n_points, place.branch
+        )
+        if not norms:
+            raise Missing("No gradient of this run is measured yet.")
+        table = np.full((len(groups), window.n_points), -1.0)
+        for (point, group), norm in norms.items():
+            if 0 <= group < len(groups) and 0 <= point < window.n_points:
+                table[group, point] = norm
+        return GradientStripData(groups, table, window)
+
+    def describe(self, data: GradientStripData) -> list[str]:
+        """Return a line for each group: its norm at the current step, and its range."""
+        steps, current_step = data.window.format_steps(), data.window.current
+        lines = [f"Gradient norms by group, {steps}; current step {current_step}."]
+        width = max(map(len, data.groups), default=0)
+        for group, row in zip(data.groups, data.norms, strict=True):
+            measured = row[np.isfinite(row) & (row >= 0)]
+            norm = float(row[data.window.current_point])
+            current = "NaN/Inf" if math.isnan(norm) else "-" if norm < 0 else format_number(norm)
+            low, high = (
+                format_number(float(f(measured))) if measured.size else "-"
+                for f in (np.min, np.max)
+            )
+            n_bad = int(np.isnan(row).sum())
+            bad = f"  non-finite in {n_bad} of {len(row)}" if n_bad else ""
+            name = escape_unprintable(group)
+            lines.append(f"{name:<{width}}  {current:>8}  {low} to {high}{bad}")
+        return lines
+
+    def paint(self, data: GradientStripData, request: Request[NoOptions], theme: Theme) -> Picture:
+        """Draw all groups, or if there is no room those with the highest and lowest norms."""
+        pen, window = Pen(theme, request.width), data.window
+        rows, columns = _choose_groups(data, request.height - 1), _strip_width(request.width)
+        label = pen.resize(_label_width(request.width))
+        each = window.columns_per_point(columns)
+        cells = boxes(norm_levels(data.norms[rows]), CIVIDIS_MISSING, theme, cell_width=each)
+        names = [_draw_group_name(data, row, label) for row in rows]
+        mark = " " * window.current_column(columns) + "▼"
+        body = join_blocks(names, cells, pen.style("text")) if rows else []
+        strips = [pen.line((clip_text("group", label.width), "muted"), (mark, "chosen"))]
+        strips += [strip.adjust_cell_length(pen.width, pen.style("text")) for strip in body]
+        more = len(data.groups) - len(rows)
+        note = window.format_steps() + (f", {more} more groups" if more else "")
+        return Picture(strips[: request.height], note, alarm=bool(np.isnan(data.norms).any()))
+
+    def on_click(
+        self, x: int, y: int, data: GradientStripData, request: Request[NoOptions]
+    ) -> Navigate | None:
+        """Go to the step of a column."""
+        column = x - _label_width(request.width) if y > 0 else -1
+        step = data.window.step_at(column, _strip_width(request.width))
+        return None if step is None else Navigate(step=step)
+
+
+def norm_levels(norms: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+    """Return levels of `CIVIDIS_MISSING`, logarithmic from vanishing to exploding norms."""
+    with np.errstate(all="ignore"):
+        logs = np.log10(np.where(norms > 0, norms, VANISHING_NORM))
+    levels = quantise(logs, math.log10(VANISHING_NORM), math.log10(EXPLODING_NORM), _BAD_LEVEL)
+    levels[norms < 0] = _MISSING_LEVEL
+    levels[~np.isfinite(norms)] = _BAD_LEVEL
+    return levels
+
+
+def _choose_groups(data: GradientStripData, room: int) -> list[int]:
+    """Return the groups to draw: all, or those with the highest and lowest norms."""
+    n_groups = len(data.groups)
+    if n_groups <= room:
+        return list(range(n_groups))
+    norms = np.nan_to_num(data.norms, nan=np.inf, posinf=np.inf)
+    high, low = norms.max(axis=1), np.where(norms < 0, np.inf, norms).min(axis=1)
+    n_dark = max(room, 0) // 2
+    bright = np.argsort(-high, kind="stable")[: max(room, 0) - n_dark].tolist()
+    dark = [row for row in np.argsort(low, kind="stable").tolist() if row not in bright]
+    return sorted([*bright, *dark[:n_dark]])
+
+
+def _draw_group_name(data: GradientStripData, row: int, pen: Pen) -> Strip:
+    name = escape_unprintable(data.groups[row])
+    short = name if len(name) < pen.width else "…" + name[-(pen.width - 2) :]
+    return pen.line((short, "bad" if np.isnan(data.norms[row]).any() else "text"))
+
+
+def _strip_width(width: int) -> int:
+    return max(width - _label_width(width), 1)
+
+
+def _label_width(width: int) -> int:
+    return min(_MAX_LABEL_WIDTH, max(width // 3, 1))

@@ -16,10 +16,14 @@ from support.mask_trace import Shown
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks.viewport import CLOSED, N_STATES, OPEN
 from flexinspect.panels.base import Navigate, Request, TracePlace
-from flexinspect.panels.mask.mask_data import MaskData, segment_number
-from flexinspect.panels.mask.mask_drawing import CURSOR, GENERATED, _tints, mask_palette
-from flexinspect.panels.mask.mask_layout import MaskOptions, mask_layout, zoom_steps
-from flexinspect.panels.mask.mask_panel import MaskPanel
+from flexinspect.panels.mask.mask_data import (
+    MaskData,
+    MaskOptions,
+    mask_layout,
+    segment_number,
+    zoom_steps,
+)
+from flexinspect.panels.mask.mask_panel import CURSOR, GENERATED, MaskPanel, _tints, mask_palette
 from flexinspect.panels.panel_registry import with_options
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.reader import open_trace

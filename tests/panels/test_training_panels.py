@@ -20,11 +20,10 @@ from flexinspect.panels.base import (
     TracePlace,
     check_panel_applies,
 )
-from flexinspect.panels.gradient_strip_panel import GradientStripPanel, norm_levels
 from flexinspect.panels.panel_registry import load_panel, panel_names
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import load_whole_run
-from flexinspect.panels.training_panel import TrainingPanel
+from flexinspect.panels.training_panel import GradientStripPanel, TrainingPanel, norm_levels
 from flexinspect.records.step import (
     EventRecord,
     GenerationEnd,
