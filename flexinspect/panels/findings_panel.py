@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rich.cells import cell_len
 from textual.strip import Strip
@@ -62,7 +63,8 @@ _SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: 
 class FindingsData:
     """The classes of findings, worst first, and one finding of the selected class.
 
-    `tokens` are (pos, text) of its first positions; `rules` are the names of the rules that ran.
+    `tokens` are (pos, text) of its first positions; `rules` are the names of the rules that ran,
+    live or on the stored trace.
     """
 
     groups: tuple[FindingGroup, ...]
@@ -71,13 +73,6 @@ class FindingsData:
     chosen: FindingRow | None = None
     tokens: tuple[tuple[int, str], ...] = ()
     rules: tuple[str, ...] = ()
-
-
-def applied_rules(reader: TraceReader) -> tuple[str, ...]:
-    """Return the names of the rules that ran, live (per the manifest) or on the stored trace."""
-    rules = reader.run().get("rules")
-    live = map(str, rules) if isinstance(rules, list) else ()
-    return tuple(sorted({*live, *(rule for rule, _ in reader.reviews())}))
 
 
 def format_extent(group: FindingGroup) -> str:
@@ -163,11 +158,13 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         reader, options = source.reader, request.options
         groups = load_groups(source)
         if not groups:
-            return FindingsData((), rules=applied_rules(reader))
+            rules = reader.run().get("rules")
+            live = map(str, rules) if isinstance(rules, list) else ()
+            reviews = (rule for rule, _ in reader.reviews())
+            return FindingsData((), rules=tuple(sorted({*live, *reviews})))
         classes = [(group.severity.value, group.id) for group in groups]
-        selected = options.selected
-        if options.group in classes:
-            selected = classes.index(options.group)
+        chosen = options.group
+        selected = classes.index(chosen) if chosen in classes else options.selected
         selected = max(0, min(selected, len(groups) - 1))
         member = max(0, min(options.member, groups[selected].count - 1))
         row = finding_in_group(reader, groups[selected], member)
@@ -265,25 +262,18 @@ def load_summary(source: Source, place: TracePlace) -> FindingSummary:
     groups = load_groups(source)
     if not groups:
         return FindingSummary()
-    counter, generation = findings_counter(source.reader), place.generation
-    own = source.get_or_create(
-        ("findings.worst", counter, generation), lambda: worst_finding(source.reader, generation)
-    )
-    worst = own if own is not None else finding_in_group(source.reader, groups[0], 0)
-    return summarize_groups(
-        groups, worst.finding if worst is not None else None, elsewhere=own is None
-    )
+    key = ("findings.worst", findings_counter(source.reader), place.generation)
+    own = source.get_or_create(key, lambda: worst_finding(source.reader, place.generation))
+    worst = own or finding_in_group(source.reader, groups[0], 0)
+    return summarize_groups(groups, worst.finding if worst else None, elsewhere=own is None)
 
 
 def summarize_groups(
     groups: Sequence[FindingGroup], worst: Finding | None = None, *, elsewhere: bool = False
 ) -> FindingSummary:
     """Count the findings of all classes by severity."""
-    counts = dict.fromkeys(Severity, 0)
-    for group in groups:
-        counts[group.severity] += group.count
-    errors, warnings, notes = (counts[severity] for severity in Severity)
-    return FindingSummary(errors, warnings, notes, worst, elsewhere)
+    counts = [sum(g.count for g in groups if g.severity is severity) for severity in Severity]
+    return FindingSummary(*counts, worst=worst, elsewhere=elsewhere)
 
 
 def next_finding(
@@ -296,7 +286,10 @@ def next_finding(
     from it, so that several findings at one place are visited in turn. Takes a few bounded
     queries. Raises `TraceError`.
     """
-    if after is not None and _is_at(after.finding, place):
+    if after is not None and all(
+        getattr(after.finding, name) in (None, getattr(place, name))
+        for name in ("generation", "branch", "step", "layer", "head")
+    ):
         position = finding_position(after)
     else:
         past = 1 << 62 if direction > 0 else -1
@@ -323,16 +316,8 @@ def load_groups(source: Source) -> tuple[FindingGroup, ...]:
     counter = findings_counter(source.reader)
     if counter == 0:
         return ()
-    return source.get_or_create(
-        ("findings", counter), lambda: tuple(finding_groups(source.reader, limit=MAX_GROUPS))
-    )
-
-
-def _is_at(finding: Finding, place: TracePlace) -> bool:
-    return all(
-        getattr(finding, name) in (None, getattr(place, name))
-        for name in ("generation", "branch", "step", "layer", "head")
-    )
+    read = partial(finding_groups, source.reader, limit=MAX_GROUPS)
+    return source.get_or_create(("findings", counter), lambda: tuple(read()))
 
 
 # -- drawing -------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from statistics import median
 
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.plots import bar
-from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
+from flexinspect.drawing.text_lines import Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes
 from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request
@@ -104,12 +104,12 @@ class MemoryData:
         Step 0 never has one.
         """
         values = self.series(name)
-        growth = {}
-        for before, step in pairwise(values):
-            old, new = values[before], values[step]
-            if step == before + 1 and old is not None and new is not None:
-                growth[step] = new - old
-        return growth
+        pairs = pairwise(values.items())
+        return {
+            step: new - old
+            for (before, old), (step, new) in pairs
+            if step == before + 1 and old is not None and new is not None
+        }
 
 
 def cache_parts(segments: Sequence[Segment], step: StepRow, kv_cache: int) -> tuple[CachePart, ...]:
@@ -120,13 +120,15 @@ def cache_parts(segments: Sequence[Segment], step: StepRow, kv_cache: int) -> tu
     """
     n_cached = step.kv_after
     n_processed = n_cached if step.first_pos is None else max(step.first_pos, n_cached)
-    parts: list[CachePart] = []
-    for segment in segments:
-        n_tokens = min(segment.stop, n_processed) - max(segment.start, n_processed - n_cached)
-        if n_tokens > 0:
-            n_bytes = round(kv_cache * n_tokens / n_cached)
-            parts.append(CachePart(escape_unprintable(segment.label), n_tokens, n_bytes))
-    return tuple(parts)
+    lengths = (
+        min(segment.stop, n_processed) - max(segment.start, n_processed - n_cached)
+        for segment in segments
+    )
+    return tuple(
+        CachePart(escape_unprintable(segment.label), n, round(kv_cache * n / n_cached))
+        for segment, n in zip(segments, lengths, strict=True)
+        if n > 0
+    )
 
 
 def format_growth(n: float | None) -> str:
@@ -173,10 +175,8 @@ class MemoryLeak:
 
     def sentence(self, window: StepWindow) -> str:
         """Return a full sentence with the steps and the conclusion."""
-        return (
-            f"{self.format_note()}, throughout {window.format_steps()}: "
-            "something else keeps memory at every step."
-        )
+        where = f"throughout {window.format_steps()}"
+        return f"{self.format_note()}, {where}: something else keeps memory at every step."
 
 
 def find_leak(data: MemoryData) -> MemoryLeak | None:
@@ -238,14 +238,13 @@ class MemoryPanel(TimelinePanel[MemoryData]):
         lines = [leak.sentence(data.window)] if leak else []
         if data.current_record is None:
             lines.append(f"No memory is recorded at step {current}.")
+        title = f"growth from step {current - 1}:"
         if current == data.window.first:
-            lines.append(f"Memory at the end of step {current}, the first one: no growth yet.")
-        else:
-            lines.append(f"Memory at the end of step {current}, growth from step {current - 1}:")
-        lines.append(f"{'':<14}  {'now':>9}  {'growth':>9}  {'median growth per step':>22}")
-        for name in data.figures:
-            now, growth, usual = figure_texts(data, name)
-            lines.append(f"{name:<14}  {now:>9}  {growth:>9}  {usual:>22}")
+            title = "the first one: no growth yet."
+        lines.append(f"Memory at the end of step {current}, {title}")
+        rows = [("", "now", "growth", "median growth per step")]
+        rows += [(name, *figure_texts(data, name)) for name in data.figures]
+        lines += [f"{name:<14}  {now:>9}  {new:>9}  {usual:>22}" for name, now, new, usual in rows]
         lines += _describe_cache(data)
         return lines + [_describe_range(data, name) for name in data.figures if name != "model"]
 
@@ -297,7 +296,7 @@ def _describe_cache(data: MemoryData) -> list[str]:
     width = max(len(part.label) for part in data.parts)
     lines = [f"KV cache by segment: {data.step_row.kv_after} keys of {key_bytes} each."]
     for part in data.parts:
-        tokens = "1 token " if part.n_tokens == 1 else f"{part.n_tokens} tokens"
+        tokens = f"{plural(part.n_tokens, 'token'):<{len(str(part.n_tokens)) + 7}}"
         lines.append(f"  {part.label:<{width}}  {tokens:>13}  {human_bytes(part.n_bytes):>8}")
     return lines
 
@@ -305,10 +304,9 @@ def _describe_cache(data: MemoryData) -> list[str]:
 def _describe_range(data: MemoryData, name: str) -> str:
     values = data.known(name)
     low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-    return (
-        f"{name} in {data.window.format_steps()}: {human_bytes(values[low])} (step {low}) to "
-        f"{human_bytes(values[high])} (step {high}), by {human_bytes(values[high] - values[low])}."
-    )
+    least, most = (f"{human_bytes(values[step])} (step {step})" for step in (low, high))
+    span = human_bytes(values[high] - values[low])
+    return f"{name} in {data.window.format_steps()}: {least} to {most}, by {span}."
 
 
 def _draw_leak_warning(data: MemoryData, pen: Pen) -> list[Strip]:
@@ -336,12 +334,9 @@ def _draw_cache_parts(data: MemoryData, pen: Pen, room: int) -> list[Strip]:
     for part in _largest_parts(data.parts, room - 1):
         share = part.n_bytes / largest if largest and part in data.parts else 0.0
         figures = f" {align_right(human_bytes(part.n_bytes), _BYTES_WIDTH)} {part.n_tokens:>6} tok "
-        spans: list[NamedSpan] = [
-            (clip_text(part.label, name), "text"),
-            (figures, "muted"),
-            (bar(share, max(pen.width - name - len(figures), 0)), "accent"),
-        ]
-        strips.append(pen.line(*spans))
+        length = bar(share, max(pen.width - name - len(figures), 0))
+        label = clip_text(part.label, name)
+        strips.append(pen.line((label, "text"), (figures, "muted"), (length, "accent")))
     return strips
 
 

@@ -108,8 +108,8 @@ def load_whole_run(reader: TraceReader, place: TracePlace, n_columns: int) -> St
     if bounds is None:
         raise Missing("No training step is recorded yet.", "Wait for the first one.")
     first, last = bounds
-    n_points = max(min(n_columns, last - first + 1), 1)
     current = min(max(place.step, first), last)
+    n_points = max(min(n_columns, last - first + 1), 1)
     return StepWindow(first, last + 1, current, first, last, n_points)
 
 

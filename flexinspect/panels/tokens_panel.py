@@ -11,7 +11,7 @@ from typing import Literal
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import NamedSpan, Pen, first_visible
+from flexinspect.drawing.text_lines import Pen, first_visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, display_text, token_style, wrap_cells
 from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
@@ -86,12 +86,14 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         window = load_token_window(source, place, max(request.width * request.height // 4, 64))
         row = source.reader.generation(place.generation)
         branch = (place.generation, place.branch)
-        state, final_answer = _load_outcome(source, branch, row)
+        forks = source.reader.branches(place.generation) if place.branch else []
+        outcome = next((fork for fork in forks if fork.branch == place.branch), row)
+        state, answer = outcome.state, outcome.answer
         return TokensData(
             window=window,
             generation=row,
-            answer=final_answer or _partial_answer(source, branch, window),
-            is_correct=is_answer_correct(source, branch, state, final_answer, row.expected),
+            answer=answer or _partial_answer(source, branch, window),
+            is_correct=is_answer_correct(source, branch, state, answer, row.expected),
             place=place,
             previews=_load_previews(source, branch, window),
         )
@@ -102,17 +104,16 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         "…" stands for tokens outside of the window.
         """
         window = data.window
-        summary = f"{window.n_tokens} tokens in {len(window.segments)} segments"
+        summary, nothing = (
+            f"{window.n_tokens} tokens in {len(window.segments)} segments",
+            "nothing yet",
+        )
         if not _is_whole(window):
-            summary += f"; positions {window.start} to {window.stop - 1} are shown"
+            span = f"positions {window.start} to {window.stop - 1}"
+            summary, nothing = f"{summary}; {span} are shown", f"no token of {span}"
         lines = [f"{summary}."]
-        for number, segment in enumerate(window.segments):
-            if segment.kind != SegmentKind.GENERATED:
-                lines.append(_format_segment(number, segment, data))
+        lines += [_format_segment(number, segment, data) for number, segment in _prompt(window)]
         generated = [token for token in window.tokens if token.step is not None]
-        nothing = "nothing yet"
-        if not _is_whole(window):
-            nothing = f"no token of positions {window.start} to {window.stop - 1}"
         lines.append("Generated:" if generated else f"Generated: {nothing}.")
         lines += [_format_generated(token, data) for token in generated]
         return [*lines, _format_verdict(data)[0]]
@@ -160,12 +161,9 @@ def _is_whole(window: TokenWindow) -> bool:
     return window.stop - window.start == window.n_tokens
 
 
-def _load_outcome(source: Source, branch: tuple[int, int], row: GenerationRow) -> tuple[str, str]:
-    """Return the state and the answer of (generation, branch); `row` has those of branch 0."""
-    generation, number = branch
-    forks = source.reader.branches(generation) if number else []
-    fork = next((fork for fork in forks if fork.branch == number), None)
-    return (fork.state, fork.answer) if fork else (row.state, row.answer)
+def _prompt(window: TokenWindow) -> list[tuple[int, Segment]]:
+    """Return the segments of the prompt, with their numbers."""
+    return [pair for pair in enumerate(window.segments) if pair[1].kind != SegmentKind.GENERATED]
 
 
 def _partial_answer(source: Source, branch: tuple[int, int], window: TokenWindow) -> str:
@@ -182,8 +180,8 @@ def _load_previews(
     source: Source, branch: tuple[int, int], window: TokenWindow
 ) -> dict[int, Sequence[TokenRecord]]:
     """Return the first tokens of the prompt's segments outside of the window."""
-    prompt = [s for s in enumerate(window.segments) if s[1].kind != SegmentKind.GENERATED]
-    outside = [s for s in prompt if s[1].stop <= window.start or s[1].start >= window.stop]
+    start, stop = window.start, window.stop
+    outside = [pair for pair in _prompt(window) if pair[1].stop <= start or pair[1].start >= stop]
     previews: dict[int, Sequence[TokenRecord]] = {}
     for number, segment in outside[:MAX_PREVIEWS]:
         stop = min(segment.stop, segment.start + PREVIEW_TOKENS)
@@ -218,14 +216,14 @@ def _display_text(token: TokenRecord) -> str:
 
 def _format_generated(token: TokenRecord, data: TokensData) -> str:
     step = data.window.step_of(token)
-    parts = [f"  step {token.step}: {_display_text(token)} at position {token.pos}"]
-    if step is not None and step.chosen_logprob is not None:
-        parts.append(f"probability {math.exp(min(step.chosen_logprob, 0)):.4f}")
-    if step is not None and step.entropy is not None:
-        parts.append(f"entropy {step.entropy:.3f}")
-    if step is not None and step.chosen_rank is not None and step.chosen_rank > 0:
-        parts.append(f"rank {step.chosen_rank}")
-    return ", ".join(parts)
+    text = f"  step {token.step}: {_display_text(token)} at position {token.pos}"
+    if step is None:
+        return text
+    if step.chosen_logprob is not None:
+        text += f", probability {math.exp(min(step.chosen_logprob, 0)):.4f}"
+    if step.entropy is not None:
+        text += f", entropy {step.entropy:.3f}"
+    return f"{text}, rank {step.chosen_rank}" if (step.chosen_rank or 0) > 0 else text
 
 
 def _format_verdict(data: TokensData) -> tuple[str, str]:
@@ -248,17 +246,14 @@ def _token_line(data: TokensData, pen: Pen) -> Strip:
     token = None if window.current is None else window.token(window.current)
     if token is None:
         return pen.line(("this step chose no token", "muted"))
-    segment = segment_at(window.segments, token.pos)
+    segment, step = segment_at(window.segments, token.pos), window.step_of(token)
     cell = token_cells(window, "segment")[token.pos - window.start]
-    spans: list[NamedSpan] = [
+    position_id, logprob = token.position_id, step.chosen_logprob if step else None
+    return pen.line(
         (cell.text, token_style(cell, pen.theme)),
         (f" {token.pos}", "strong"),
         (f" id {token.token_id}", "text"),
         (f" {escape_unprintable(segment.label)}" if segment else "", "muted"),
-    ]
-    if token.position_id != token.pos:
-        spans.append((f" position id {token.position_id}", "accent"))
-    step = window.step_of(token)
-    if step is not None and step.chosen_logprob is not None:
-        spans.append((f" p {math.exp(min(step.chosen_logprob, 0)):.3f}", "text"))
-    return pen.line(*spans)
+        (f" position id {position_id}" if position_id != token.pos else "", "accent"),
+        ("" if logprob is None else f" p {math.exp(min(logprob, 0)):.3f}", "text"),
+    )

@@ -84,9 +84,14 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
             note += f" · grid {grid_check.describe()}"
         if data.missing_reason == EXTREME_ONLY:
             note += " · by token: --level extreme"
-        return Picture(
-            strips, f"{data.grid.measure} · {note}{_format_visible_range(data, request)}", alarm
-        )
+        layout = attention_layout(data, request.width, request.height)
+        layers, (n_layers, n_heads) = data.grid.layers, data.grid.values.shape
+        if len(layout.rows) < n_layers:
+            shown = f"{layers[layout.rows[0]]}-{layers[layout.rows[-1]]}"
+            note += f" · layers {shown} of {n_layers}"
+        if len(layout.heads) < n_heads:
+            note += f" · heads {layout.heads[0]}-{layout.heads[-1]} of {n_heads}"
+        return Picture(strips, f"{data.grid.measure} · {note}", alarm)
 
     def on_action(
         self, action: str, data: AttentionData, request: Request[AttentionOptions]
@@ -97,7 +102,12 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         down, across = CURSOR_MOVES.get(action, (0, 0))
         if down and 0 <= data.grid_row + down < len(data.grid.layers):
             return Navigate(layer=data.grid.layers[data.grid_row + down])
-        return _move_sideways(across, data, request) if across else None
+        if across and len(data.rows) > 1:
+            row = data.q_idx + across
+            chosen = None if row == data.rows[-1] else row
+            return replace(request.options, row=chosen) if row in data.rows else None
+        head = data.head + across
+        return Navigate(head=head) if across and head in range(data.grid.values.shape[1]) else None
 
     def on_click(
         self, x: int, y: int, data: AttentionData, request: Request[AttentionOptions]
@@ -107,41 +117,13 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         return Navigate(layer=data.grid.layers[cell[0]], head=cell[1]) if cell else None
 
 
-def _move_sideways(
-    by: int, data: AttentionData, request: Request[AttentionOptions]
-) -> AttentionOptions | Navigate | None:
-    if len(data.rows) > 1:
-        row = data.q_idx + by
-        if row not in data.rows:
-            return None
-        return replace(request.options, row=None if row == data.rows[-1] else row)
-    head = data.head + by
-    return Navigate(head=head) if 0 <= head < data.grid.values.shape[1] else None
-
-
-def _format_visible_range(data: AttentionData, request: Request[AttentionOptions]) -> str:
-    """Return the visible layers and heads if not all are visible."""
-    layout = attention_layout(data, request.width, request.height)
-    n_layers, n_heads = data.grid.values.shape
-    text = ""
-    if len(layout.rows) < n_layers:
-        layers = data.grid.layers
-        text += f" · layers {layers[layout.rows[0]]}-{layers[layout.rows[-1]]} of {n_layers}"
-    if len(layout.heads) < n_heads:
-        text += f" · heads {layout.heads[0]}-{layout.heads[-1]} of {n_heads}"
-    return text
-
-
 # -- text -----------------------------------------------------------------------------------------
 
 
 def _describe_grid(data: AttentionData) -> list[str]:
     grid = data.grid
-    title = f"share of its attention on {grid.measure}"
-    if grid.unit == "nats":
-        title = "entropy in nats"
-    elif grid.measure == SINK:
-        title = "share of its attention on the first token"
+    measured = "the first token" if grid.measure == SINK else grid.measure
+    title = "entropy in nats" if grid.unit == "nats" else f"share of its attention on {measured}"
     check = worst_check(grid.lse_checks).describe()
     lines = [f"Step {data.place.step}, newest row, {title}, by layer and head ({check})."]
     n_layers, n_heads = grid.values.shape
@@ -152,9 +134,8 @@ def _describe_grid(data: AttentionData) -> list[str]:
             lines.append(f"{layer:>10} {' '.join(f'{format_cell(value):>7}' for value in row)}")
     else:
         lines += [_describe_layer(layer, grid, row) for row, layer in enumerate(grid.layers)]
-    checks = zip(grid.layers, grid.lse_checks, strict=True)
-    bad = ", ".join(str(layer) for layer, check in checks if check.is_failed)
-    lines += [f"Not what ran, so not shown: layers {bad}."] if bad else []
+    if bad := ", ".join(map(str, grid.failed_layers)):
+        lines.append(f"Not what ran, so not shown: layers {bad}.")
     return [*lines, f"Measures: {', '.join(grid.measures)}."]
 
 
@@ -164,13 +145,10 @@ def _describe_layer(layer: int, grid: AttentionGrid, row: int) -> str:
     if not finite.size:
         return f"Layer {layer}: no values."
     low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
-    mean, lowest, highest = (
-        format_value(float(value), grid.unit)
-        for value in (finite.mean(), values[low], values[high])
-    )
+    figures = (float(finite.mean()), float(values[low]), float(values[high]))
+    mean, least, most = (format_value(value, grid.unit) for value in figures)
     return (
-        f"Layer {layer}: mean {mean}, lowest {lowest} at head {low}, "
-        f"highest {highest} at head {high}."
+        f"Layer {layer}: mean {mean}, lowest {least} at head {low}, highest {most} at head {high}."
     )
 
 
@@ -180,20 +158,14 @@ def _describe_row(data: AttentionData) -> list[str]:
     lines = [f"Layer {data.layer}, head {data.head}, {which} {data.q_idx}{word}:"]
     if data.segment_attention is not None:
         shares = zip(data.segments, data.segment_attention.tolist(), strict=False)
-        parts = ", ".join(
-            f"{segment.label} {format_share(segment_attention)}"
-            for segment, segment_attention in shares
-        )
+        parts = ", ".join(f"{segment.label} {format_share(share)}" for segment, share in shares)
         lines.append(f"Attention by segment ({data.segment_check.describe()}): {parts}.")
     if data.mismatch or data.tokens is None:
-        lines.append(data.mismatch or data.missing_reason)
-        return lines
-    return [*lines, *_describe_tokens(data)]
+        return [*lines, data.mismatch or data.missing_reason]
+    return [*lines, *_describe_tokens(data, data.tokens)]
 
 
-def _describe_tokens(data: AttentionData) -> list[str]:
-    row = data.tokens
-    assert row is not None
+def _describe_tokens(data: AttentionData, row: TokenRow) -> list[str]:
     check = data.lse_check.describe()
     if not data.lse_check.is_checked:
         newest = data.newest_lse_check.describe()
@@ -267,21 +239,18 @@ def attention_layout(data: AttentionData, width: int, height: int) -> AttentionL
     most = height if wide else max(height // 2, 1)
     extra = (most >= 2) + (most >= 4) + (most >= 5)
     count = min(n_layers, max(most - extra, 1))
+    first_row = first_visible(data.grid_row, count, n_layers)
+    first_head = first_visible(data.head, shown, n_heads)
     return AttentionLayout(
         width=min(max(left + cell * shown, 34), width // 2) if wide else width,
         height=count + extra,
         left=left,
         top=(most >= 2) + (most >= 5),
         cell_width=cell,
-        rows=_range_around(data.grid_row, count, n_layers),
-        heads=_range_around(data.head, shown, n_heads),
+        rows=range(n_layers)[first_row:][:count],
+        heads=range(n_heads)[first_head:][:shown],
         is_two_column=wide,
     )
-
-
-def _range_around(middle: int, count: int, total: int) -> range:
-    start = first_visible(middle, count, total)
-    return range(start, start + count)
 
 
 def draw_attention(data: AttentionData, height: int, pen: Pen) -> list[Strip]:
@@ -311,11 +280,12 @@ def _draw_grid(data: AttentionData, layout: AttentionLayout, pen: Pen) -> list[S
 
     Cells of layers whose check failed are "!".
     """
-    grid = data.grid
+    grid, values = data.grid, data.grid.drawable_values()
     strips = [_grid_title(data, layout, pen)] if layout.top > 0 else []
     strips += [_head_numbers(layout, pen)] if layout.top > 1 else []
-    values = grid.drawable_values()[layout.rows.start : layout.rows.stop]
-    levels = quantise_marked(values, 0.0, _grid_max(grid), CIVIDIS_MARKED)
+    highest = float(np.max(values, where=np.isfinite(values), initial=0.0))
+    values = values[layout.rows.start : layout.rows.stop]
+    levels = quantise_marked(values, 0.0, highest, CIVIDIS_MARKED)
     levels = levels[:, layout.heads.start : layout.heads.stop]
     marked = (data.grid_row - layout.rows.start, data.head - layout.heads.start)
     cells = boxes(levels, CIVIDIS_MARKED, pen.theme, cell_width=layout.cell_width, marked=marked)
@@ -324,13 +294,7 @@ def _draw_grid(data: AttentionData, layout: AttentionLayout, pen: Pen) -> list[S
         label = f"{grid.layers[row]:>{layout.left - 1}}{mark}"
         whole = Strip.join([pen.resize(layout.left).line((label, style)), strip])
         strips.append(whole.adjust_cell_length(layout.width, pen.style("text")))
-    return [*strips, _grid_legend(grid, pen)] if layout.has_legend else strips
-
-
-def _grid_max(grid: AttentionGrid) -> float:
-    values = grid.drawable_values()
-    finite = values[np.isfinite(values)]
-    return float(finite.max()) if finite.size else 0.0
+    return [*strips, _grid_legend(grid, highest, pen)] if layout.has_legend else strips
 
 
 def _grid_title(data: AttentionData, layout: AttentionLayout, pen: Pen) -> Strip:
@@ -358,23 +322,20 @@ def _head_numbers(layout: AttentionLayout, pen: Pen) -> Strip:
     return pen.line((text, "muted"))
 
 
-def _grid_legend(grid: AttentionGrid, pen: Pen) -> Strip:
-    check = worst_check(grid.lse_checks)
+def _grid_legend(grid: AttentionGrid, highest: float, pen: Pen) -> Strip:
+    check, bad, warning = worst_check(grid.lse_checks), grid.failed_layers, ""
     (scale,) = boxes(_SCALE_LEVELS, CIVIDIS_MARKED, pen.theme, cell_width=1)
     unit = " nats" if grid.unit == "nats" else ""
-    bad = [grid.layers[row] for row, one in enumerate(grid.lse_checks) if one.is_failed]
+    if bad:
+        shown = ", ".join(map(str, bad[:6])) + (" ..." if len(bad) > 6 else "")
+        warning = f" ! layer{'s' if len(bad) > 1 else ''} {shown}: not what ran"
     return pen.line(
         ("0 ", "muted"),
         *((segment.text, segment.style or "text") for segment in scale),
-        (f" {format_number(_grid_max(grid))}{unit}  ", "muted"),
+        (f" {format_number(highest)}{unit}  ", "muted"),
         (check.describe(), check_style(check)),
-        (f" ! {_format_layers(bad)}: not what ran" if bad else "", "bad"),
+        (warning, "bad"),
     )
-
-
-def _format_layers(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:6])) + (" ..." if len(numbers) > 6 else "")
-    return f"layer{'s' if len(numbers) > 1 else ''} {shown}"
 
 
 def check_style(check: LseCheck) -> str:
@@ -391,7 +352,11 @@ def _draw_row(
     """Draw the row of the selected head: title, weights by token if known, segment attention."""
     if height <= 0:
         return []
-    strips = [_row_title(data, pen), *([_row_summary(data, pen)] * (height > 2))]
+    which = "newest row" if data.is_newest else "row"
+    query = [(data.query.text, token_style(data.query, pen.theme))] if data.query else []
+    title = (f"layer {data.layer} head {data.head}", "title")
+    strips = [pen.line(title, (f" {which} {data.q_idx} ", "text"), *query)]
+    strips += [_row_summary(data, pen)] * (height > 2)
     left = height - len(strips)
     if data.mismatch:
         strips += pen.paragraph(data.mismatch, "bad")
@@ -408,16 +373,6 @@ def _draw_row(
         return [*strips, *_draw_tokens(data, data.tokens, left, pen)]
     strips += [*_draw_tokens(data, data.tokens, left - n_segments, pen), pen.line()]
     return [*strips, *_draw_segment_attention(data, n_segments - 1, pen)]
-
-
-def _row_title(data: AttentionData, pen: Pen) -> Strip:
-    which = "newest row" if data.is_newest else "row"
-    query = [(data.query.text, token_style(data.query, pen.theme))] if data.query else []
-    return pen.line(
-        (f"layer {data.layer} head {data.head}", "title"),
-        (f" {which} {data.q_idx} ", "text"),
-        *query,
-    )
 
 
 def row_lse_check(data: AttentionData) -> LseCheck:

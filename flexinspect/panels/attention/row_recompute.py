@@ -7,6 +7,7 @@ cached together, so that going to the next step reads little more than the new k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -96,21 +97,19 @@ def load_queries(view: StepView, layer: int) -> Array:
     key = ("attention.q", view.place.generation, view.branch, view.step_row.step, layer)
     queries = view.source.get_or_create(key, lambda: view.load_array("q", layer))
     if queries is None:
-        raise RowNotRecordedError(_describe_not_stored(view, layer))
+        infos = view.source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
+        stored = sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
+        names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
+        raise RowNotRecordedError(
+            f"The queries and keys of layer {layer} are not stored; those of layers {names} are."
+            if stored
+            else EXTREME_ONLY
+        )
     if queries.ndim != 3:
         raise RowNotRecordedError(
             f"The stored queries of layer {layer} have the unexpected shape {queries.shape}."
         )
     return queries
-
-
-def _describe_not_stored(view: StepView, layer: int) -> str:
-    infos = view.source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
-    stored = sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
-    if not stored:
-        return EXTREME_ONLY
-    names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
-    return f"The queries and keys of layer {layer} are not stored; those of layers {names} are."
 
 
 def load_keys(view: StepView, call: CallRecord) -> list[Array]:
@@ -122,11 +121,9 @@ def load_keys(view: StepView, call: CallRecord) -> list[Array]:
             f"more than the limit of {MAX_READ_BYTES >> 20} MiB."
         )
     stop = view.step_row.step + 1
-    pieces = [_load_key_chunk(view, call.layer, 0, 1)]
-    pieces += [
-        _load_key_chunk(view, call.layer, start, min(start + KEY_CHUNK_STEPS, stop))
-        for start in range(1, stop, KEY_CHUNK_STEPS)
-    ]
+    spans = [(0, 1)]
+    spans += [(n, min(n + KEY_CHUNK_STEPS, stop)) for n in range(1, stop, KEY_CHUNK_STEPS)]
+    pieces = [_load_key_chunk(view, call.layer, *span) for span in spans]
     n_keys = sum(piece.shape[1] for piece in pieces)
     if n_keys != view.step_row.kv_after:
         raise RowNotRecordedError(
@@ -136,9 +133,7 @@ def load_keys(view: StepView, call: CallRecord) -> list[Array]:
 
 
 def _load_key_chunk(view: StepView, layer: int, start: int, stop: int) -> Array:
-    def read() -> Array:
-        return _join_keys(view, layer, start, stop)
-
+    read = partial(_join_keys, view, layer, start, stop)
     if start > 0 and stop - start < KEY_CHUNK_STEPS:
         return read()
     # A branch has keys of its own, so the requested branch is part of the cache key.
@@ -317,26 +312,17 @@ def _first_token_weights_of(view: StepView, call: CallRecord, lse: Array) -> Flo
     query = load_queries(view, call.layer)
     if view.step_row.kv_after > call.kv_len:
         return np.zeros(len(lse))  # a sliding cache has dropped the first key
-    first = _load_first_key(view, call.layer)
+    key = ("attention.first", view.place.generation, view.place.branch, call.layer)
+    read = partial(_join_keys, view, call.layer, 0, 1)
+    first = view.source.get_or_create(key, lambda: read()[:, 0].copy())
     cells = load_mask_row(view, call, 0)[:, 0]
     cells = cells if len(cells) == len(lse) else cells[:1]
     if query.shape[0] != len(lse) or query.shape[2] != first.shape[1]:
         raise RowNotRecordedError("")
     groups = [kv_head_of(head, len(lse), len(first)) for head in range(len(lse))]
-    scores = np.array(
-        [
-            row_scores(query[h, 0], first[g][None], call.scale, call.softcap)[0]
-            for h, g in enumerate(groups)
-        ]
-    )
+    keys = (first[group][None] for group in groups)
+    pairs = zip(query[:, 0], keys, strict=True)
+    scores = np.array([row_scores(q, k, call.scale, call.softcap)[0] for q, k in pairs])
     with np.errstate(all="ignore"):
         weights: Floats = np.where(cells, np.exp(scores - lse.astype(np.float64)), 0.0)
     return weights
-
-
-def _load_first_key(view: StepView, layer: int) -> Array:
-    def read() -> Array:
-        return _join_keys(view, layer, 0, 1)[:, 0].copy()
-
-    key = ("attention.first", view.place.generation, view.place.branch, layer)
-    return view.source.get_or_create(key, read)

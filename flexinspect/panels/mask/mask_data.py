@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -19,12 +20,11 @@ from flexinspect.masks.viewport import SCALES, PixelCounts, PixelGrid, States
 from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.mask.mask_grid import (
     BlockPart,
+    MaskLoader,
     MaskPart,
     MaskView,
-    MaskViewRequest,
     close_dropped_keys,
     load_blocks,
-    load_mask_view,
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_segments, load_token_cells, segment_color
@@ -102,8 +102,7 @@ def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
     if call is not None:
         place = replace(place, layer=call.layer)
     groups = PositionGroups(tuple(segment.start for segment in segments) or (0,))
-    view_request = MaskViewRequest(place, declared_spec(row.declared), groups)
-    mask_view = load_mask_view(source, view_request)
+    mask_view = MaskLoader(source, place, declared_spec(row.declared), groups).load()
     if mask_view is None or not mask_view.n_keys:
         raise Missing("No step of this generation has processed a token yet.")
     data = _make_mask_data(request, place, row, mask_view, segments, call)
@@ -172,8 +171,9 @@ def _find_cursor(
         return None
     row = mask_view.n_rows - 1
     if q is not None:
-        same = mask_view.row_of(q)
-        row = int(np.abs(mask_view.positions - q).argmin()) if same is None else same
+        distances = np.abs(mask_view.positions - q)
+        rows = np.flatnonzero(distances == distances.min())
+        row = int(rows[-1] if distances[rows[0]] == 0 else rows[0])
     key = int(mask_view.positions[row]) if kv is None else kv
     return row, min(max(key, 0), mask_view.n_keys - 1)
 
@@ -202,11 +202,8 @@ def _choose_view_mode(
 
 def _find_empty_rows(mask_view: MaskView) -> npt.NDArray[np.intp]:
     """Return the recorded rows without an open key."""
-    empty = [
-        part.row + np.flatnonzero((part.counts.open.row_counts == 0) & part.known)
-        for part in mask_view.parts
-    ]
-    return np.concatenate(empty)
+    is_empty = [(part.counts.open.row_counts == 0) & part.known for part in mask_view.parts]
+    return np.flatnonzero(np.concatenate(is_empty))
 
 
 # -- tokens ---------------------------------------------------------------------------------------
@@ -217,8 +214,7 @@ def _load_mask_record(mask_view: MaskView, row: int) -> MaskRecord | None:
     name, source = mask_view.part_of(row).step_at(row).mask, mask_view.source
     if name is None:
         return None
-    key = ("mask.summary", name)
-    return source.get_or_create(key, lambda: source.reader.mask_summary(name))
+    return source.get_or_create(("mask.summary", name), partial(source.reader.mask_summary, name))
 
 
 def _named_positions(data: MaskData) -> set[int]:
@@ -255,9 +251,8 @@ def load_states(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> Sta
     """Return a window of a view as states, cached because it is the same at most steps."""
     serials = tuple(part.serial for part in mask_view.parts)
     key = ("mask.window", serials, mask_view.head, grid, view)
-    return mask_view.source.get_or_create(
-        key, lambda: make_window(mask_view, grid, view).pixel_states()
-    )
+    make = partial(make_window, mask_view, grid, view)
+    return mask_view.source.get_or_create(key, lambda: make().pixel_states())
 
 
 def make_window(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> PixelCounts:
@@ -281,13 +276,9 @@ def make_window(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> Pix
 
 def _add_part(mask_view: MaskView, part: MaskPart, grid: PixelGrid, window: PixelCounts) -> None:
     if grid.in_tiles:
-        for out, plane in (
-            (window.open, part.counts.open),
-            (window.lost, part.counts.lost),
-            (window.leaked, part.counts.leaked),
-        ):
-            if out is not None:
-                viewport.fold_tiles(plane, part.row, grid, out)
+        for kind in ("open", "lost", "leaked"):
+            if (out := getattr(window, kind)) is not None:
+                viewport.fold_tiles(getattr(part.counts, kind), part.row, grid, out)
         return
     start, stop = max(grid.row, part.row), min(grid.row_stop, part.stop)
     packed = part.rows(mask_view.source, mask_view.head, start - part.row, stop - part.row)
@@ -400,7 +391,9 @@ def mask_layout(
     options: MaskOptions,
 ) -> MaskLayout:
     """Lay out a mask of `shape` (rows, keys) around the cell `focus` (row, key)."""
-    left, header = _margin_width(width), int(height >= 5)
+    margins = ((80, 15), (56, 11), (34, 7), (20, 3))
+    left = next((columns for least, columns in margins if width >= least), 0)
+    header = int(height >= 5)
     footer = (height >= 3) + (height >= 10) + (height >= 26)
     lines, columns = max(height - header - footer, 1), max(width - left, 1)
     steps = zoom_steps(shape, lines, columns)
@@ -409,8 +402,10 @@ def mask_layout(
     needed = -(-(-(-shape[0] // row_scale) * cell) // 2)
     token_lines = 0
     if (row_scale, key_scale) == (1, 1) and height >= 12:
-        whole = needed <= lines and zoom == 0
-        token_lines = _token_header_lines(cell, lines - needed, whole=whole)
+        most = 1 if cell >= 6 else 6
+        token_lines = min(lines - needed, most) if needed <= lines and zoom == 0 else most
+        if most > 1 and token_lines < 3:
+            token_lines = 0
     lines = min(lines - token_lines, needed)
     rows = max(2 * lines // cell, 1)
     row, rows = _visible_span(shape[0], row_scale, rows, focus[0], options.row)
@@ -430,24 +425,13 @@ def mask_layout(
     )
 
 
-def _margin_width(width: int) -> int:
-    steps = ((80, 15), (56, 11), (34, 7), (20, 3))
-    return next((columns for least, columns in steps if width >= least), 0)
-
-
-def _token_header_lines(cell_width: int, spare: int, *, whole: bool) -> int:
-    most = 1 if cell_width >= 6 else 6
-    lines = min(spare, most) if whole else most
-    return lines if most == 1 or lines >= 3 else 0
-
-
 def zoom_steps(shape: tuple[int, int], lines: int, columns: int) -> list[tuple[int, int, int]]:
     """Return (row scale, key scale, cell width) from the whole mask to single large cells."""
+    most = min(columns, 2 * lines)
     for width in CELL_WIDTHS:
         if shape[0] * width <= 2 * lines and shape[1] * width <= columns:
-            return [(1, 1, width)] + [
-                (1, 1, larger) for larger in (4, 8) if width < larger <= min(columns, 2 * lines)
-            ]
+            larger = (n for n in (4, 8) if width < n <= most)
+            return [(1, 1, n) for n in (width, *larger)]
     rows, keys = _fit_scale(shape[0], 2 * lines), _fit_scale(shape[1], columns)
     if keys <= FLAT_RATIO * rows:
         rows = keys = max(rows, keys)
@@ -455,8 +439,7 @@ def zoom_steps(shape: tuple[int, int], lines: int, columns: int) -> list[tuple[i
     while (rows, keys) != (1, 1):
         rows, keys = _finer_scale(rows), _finer_scale(keys)
         steps.append((rows, max(keys, rows), 1))
-    most = min(columns, 2 * lines)
-    return steps + [(1, 1, more) for more in (2, 4, 8) if more <= most]
+    return steps + [(1, 1, n) for n in (2, 4, 8) if n <= most]
 
 
 def _fit_scale(total: int, room: int) -> int:
@@ -478,12 +461,9 @@ def _visible_span(
     pixels = -(-total // scale)
     if pixels <= room:
         return 0, max(pixels, 1)
-    if start is None:
-        half = room // 2
-        pixel = focus // scale
-        first = (pixel // half - 1) * half if half else pixel
-    else:
-        first = start // scale
+    half, first = room // 2, (focus if start is None else start) // scale
+    if start is None and half:
+        first = (first // half - 1) * half
     return min(max(first, 0), pixels - room) * scale, room
 
 

@@ -7,7 +7,6 @@ from functools import cache
 from itertools import groupby
 
 import numpy as np
-import numpy.typing as npt
 from rich.cells import cell_len
 from rich.color import Color
 from rich.style import Style
@@ -66,14 +65,7 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         "declared closed), rows that attend to no key, and paraphrases that attend to each other.",
     )
     depends_on_size = True
-    actions = (
-        "zoom.in",
-        "zoom.out",
-        "view.flip",
-        "view.blocks",
-        *CURSOR_MOVES,
-        "cursor.enter",
-    )
+    actions = ("zoom.in", "zoom.out", "view.flip", "view.blocks", *CURSOR_MOVES, "cursor.enter")
 
     def load(self, source: Source, request: Request[MaskOptions]) -> MaskData:
         """Read the visible window; parts of the mask are cached for the next step."""
@@ -106,8 +98,11 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
             return request.with_next("view", modes, mode)
         if action == "view.blocks":
             return replace(options, blocks=not options.blocks)
-        if action == "cursor.enter":
-            return _navigate_to_cursor(data)
+        if action == "cursor.enter" and data.cursor is not None:
+            row = data.cursor[0]
+            step_rows = data.mask_view.part_of(row).step_at(row)
+            pos = None if step_rows.n_rows == 1 else int(data.mask_view.positions[row])
+            return Navigate(step=step_rows.step, pos=pos)
         return _move_cursor(action, data, options) if action in CURSOR_MOVES else None
 
     def on_mouse(
@@ -164,17 +159,6 @@ def _with_cursor(data: MaskData, options: MaskOptions, cell: tuple[int, int]) ->
     return replace(options, q=int(data.mask_view.positions[cell[0]]), kv=cell[1])
 
 
-def _navigate_to_cursor(data: MaskData) -> Navigate | None:
-    if data.cursor is None:
-        return None
-    row = data.cursor[0]
-    step_rows = data.mask_view.part_of(row).step_at(row)
-    return Navigate(
-        step=step_rows.step,
-        pos=None if step_rows.n_rows == 1 else int(data.mask_view.positions[row]),
-    )
-
-
 NARROW_WIDTH = 72
 """Width below which the note shows layer, head and scale in a short form."""
 
@@ -184,12 +168,9 @@ def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
     layout = data.layout
     pen = Pen(theme, layout.width)
     strips = [_draw_segment_header(data, pen)] * layout.header + _draw_token_header(data, pen)
-    strips += [
-        Strip.join(
-            [_draw_row_margin(data, number, pen.resize(layout.left)), cells]
-        ).adjust_cell_length(layout.width, pen.style("text"))
-        for number, cells in enumerate(grid_strips(data, theme)[: layout.lines])
-    ]
+    for number, cells in enumerate(grid_strips(data, theme)[: layout.lines]):
+        row = Strip.join([_draw_row_margin(data, number, pen.resize(layout.left)), cells])
+        strips.append(row.adjust_cell_length(layout.width, pen.style("text")))
     strips += _draw_footer(data, pen)[: layout.footer]
     return strips[: layout.height]
 
@@ -328,8 +309,13 @@ def _vertical_text(text: str, width: int, lines: int) -> list[str]:
 def _draw_footer(data: MaskData, pen: Pen) -> list[Strip]:
     cell, counts = describe_cell(data), format_counts(data)
     legend = mask_legend(data, pen)
-    if cell is None:
-        first, rest = _footer_without_cursor(data)
+    pairs = describe_first_pairs(data)
+    if cell is None and data.fallback_reason:
+        first, rest = (data.fallback_reason, "warn"), (counts, "text")
+    elif cell is None and pairs:
+        first, rest = (pairs[0], "bad"), (counts, "text")
+    elif cell is None:
+        first, rest = (counts, "text"), ("", "text")
     elif cell_len(cell.sentence()) <= pen.width:
         first, rest = (cell.sentence(), cell.style), (counts, "text")
     else:
@@ -339,14 +325,6 @@ def _draw_footer(data: MaskData, pen: Pen) -> list[Strip]:
         return [pen.line(first), pen.line(rest), pen.line(*legend)]
     gap = ("  " if rest[0] else "", "text")
     return [pen.line(first), pen.line(rest, gap, *legend), pen.line()]
-
-
-def _footer_without_cursor(data: MaskData) -> tuple[tuple[str, str], tuple[str, str]]:
-    counts = (format_counts(data), "text")
-    if data.fallback_reason:
-        return (data.fallback_reason, "warn"), counts
-    pairs = describe_first_pairs(data)
-    return ((pairs[0], "bad"), counts) if pairs else (counts, ("", "text"))
 
 
 def _shorten_description(data: MaskData, cell: CellDescription) -> str:
@@ -412,10 +390,9 @@ def mask_palette() -> Palette:
 
 def grid_strips(data: MaskData, theme: Theme) -> list[Strip]:
     """Draw the lines of the grid, each as wide as the grid."""
-    times = data.layout.cell_width
-    states, tints = (
-        pixels.repeat(times, axis=0).repeat(times, axis=1) for pixels in (data.states, _tints(data))
-    )
+    n = data.layout.cell_width
+    pixels = (data.states, _tints(data))
+    states, tints = (each.repeat(n, axis=0).repeat(n, axis=1) for each in pixels)
     if theme.no_color:
         return _colorless_strips(states, tints, theme)
     return heat(tints * np.uint8(N_STATES) + states, mask_palette(), theme)
@@ -423,18 +400,23 @@ def grid_strips(data: MaskData, theme: Theme) -> list[Strip]:
 
 def _tints(data: MaskData) -> Levels:
     """Return the tint of each pixel, from the segments (or block tables) and the cursor."""
-    tables = data.tables
-    tints = _segment_tints(data) if tables is None else _block_tints(tables)
+    tables, grid = data.tables, data.layout.grid
+    if tables is None:
+        tints = _segment_tints(data)
+    else:
+        tints = np.full(tables.shape, PARTIAL, np.uint8)
+        for state, tint in ((CLOSED, UNVISITED), (OPEN, FULL), (UNKNOWN, EVEN)):
+            tints[tables == state] = tint
     if data.cursor is not None:
-        _add_cursor_cross(tints, data)
-    return tints
-
-
-def _block_tints(tables: Levels) -> Levels:
-    tints = np.full(tables.shape, PARTIAL, np.uint8)
-    tints[tables == CLOSED] = UNVISITED
-    tints[tables == OPEN] = FULL
-    tints[tables == UNKNOWN] = EVEN
+        row = (data.cursor[0] - grid.row) // grid.row_scale
+        key = (data.cursor[1] - grid.key) // grid.key_scale
+        has_row, has_key = 0 <= row < grid.height, 0 <= key < grid.width
+        if has_row:
+            tints[row] = CROSS
+        if has_key:
+            tints[:, key] = CROSS
+        if has_row and has_key:
+            tints[row, key] = CURSOR
     return tints
 
 
@@ -442,42 +424,22 @@ def _segment_tints(data: MaskData) -> Levels:
     grid, mask_view = data.layout.grid, data.mask_view
     rows = np.minimum(grid.row + grid.row_scale * np.arange(grid.height), mask_view.n_rows - 1)
     keys = grid.key + grid.key_scale * np.arange(grid.width)
-    starts, numbers, generated = _tint_groups(data)
+    # A number for each owner of segments, to which its separators belong.
+    first, ids, is_generated = [0], [0], [False]
+    owner = -1
+    for index, segment in enumerate(data.segments):
+        own = segment.owner if segment.kind is SegmentKind.SEPARATOR else index
+        first.append(segment.start)
+        ids.append(ids[-1] + (own != owner))
+        is_generated.append(segment.kind is SegmentKind.GENERATED)
+        owner = own
+    starts, numbers, generated = np.array(first), np.array(ids), np.array(is_generated)
     of_row = np.searchsorted(starts, mask_view.positions[rows], side="right") - 1
     of_key = np.searchsorted(starts, keys, side="right") - 1
     tints = ((numbers[of_row][:, None] + numbers[of_key][None]) % 2).astype(np.uint8)
     tints[generated[of_row]] = GENERATED
     tints[:, generated[of_key]] = GENERATED
     return tints
-
-
-def _tint_groups(
-    data: MaskData,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return the segments' starts, a number per owner (of a separator too), and which are
-    generated."""
-    starts, numbers, generated = [0], [0], [False]
-    owner = -1
-    for index, segment in enumerate(data.segments):
-        own = segment.owner if segment.kind is SegmentKind.SEPARATOR else index
-        starts.append(segment.start)
-        numbers.append(numbers[-1] + (own != owner))
-        generated.append(segment.kind is SegmentKind.GENERATED)
-        owner = own
-    return np.array(starts), np.array(numbers), np.array(generated)
-
-
-def _add_cursor_cross(tints: Levels, data: MaskData) -> None:
-    assert data.cursor is not None
-    grid = data.layout.grid
-    row = (data.cursor[0] - grid.row) // grid.row_scale
-    key = (data.cursor[1] - grid.key) // grid.key_scale
-    if 0 <= row < grid.height:
-        tints[row] = CROSS
-    if 0 <= key < grid.width:
-        tints[:, key] = CROSS
-    if 0 <= row < grid.height and 0 <= key < grid.width:
-        tints[row, key] = CURSOR
 
 
 def _colorless_strips(states: Levels, tints: Levels, theme: Theme) -> list[Strip]:
@@ -499,8 +461,6 @@ def _colorless_strips(states: Levels, tints: Levels, theme: Theme) -> list[Strip
 
 
 _TINT_STYLES = {CURSOR: "cursor", CROSS: "strong"}
-
-
 _CLOSED_CELL_CHARS = {UNVISITED: " ", FULL: ":"}
 """Characters of a closed cell by the state of its block."""
 
@@ -509,15 +469,8 @@ def _cell_char(upper: int, lower: int) -> str:
     for letter in (BOTH, LEAKED, LOST, UNKNOWN):
         if letter in (upper, lower):
             return _STATE_CHARS[letter]
-    ends = {
-        (CLOSED, CLOSED): _CLOSED_CELL,
-        (OPEN, OPEN): "█",
-        (OPEN, CLOSED): "▀",
-        (CLOSED, OPEN): "▄",
-    }
-    found = ends.get((upper, lower))
-    if found is not None:
-        return found
+    if upper in (OPEN, CLOSED) and lower in (OPEN, CLOSED):
+        return f"{_CLOSED_CELL}▄▀█"[2 * (upper == OPEN) + (lower == OPEN)]
     if APPLIED in (upper, lower):
         return _STATE_CHARS[APPLIED]
     return _SHADE_CHARS[min(max((upper + lower) // 2, 1), OPEN - 1)]
