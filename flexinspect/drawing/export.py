@@ -200,7 +200,6 @@ def _rectangle_path(area: Area) -> str:
 
 
 def _draw_row(drawing: _Drawing, strip: Strip, y: int) -> None:
-    """Draw one row of cells; neighbouring segments of the same style are drawn together."""
     x = 0
     segments = (segment for segment in strip if segment.text and not segment.control)
     for style, group in groupby(segments, key=lambda segment: segment.style or Style.null()):

@@ -90,7 +90,6 @@ def format_number(value: float | None, width: int = 0) -> str:
 
 
 def _number_forms(value: float | None) -> list[str]:
-    """Return the forms of a number, the best first, then shorter ones."""
     if value is None:
         return ["-"]
     size = abs(value)
@@ -116,14 +115,12 @@ def _bucket_columns(values: Sequence[float | None], width: int) -> list[float | 
     count = len(values)
     buckets = min(count, max(width, 0))
     edges = [bucket * count // buckets for bucket in range(buckets)] + [count]
-    return [_bucket_max(values[start:stop]) for start, stop in pairwise(edges)]
-
-
-def _bucket_max(bucket: Sequence[float | None]) -> float | None:
-    known = [value for value in bucket if value is not None]
-    if not known:
-        return None
-    return max(known) if all(map(math.isfinite, known)) else math.nan
+    columns: list[float | None] = []
+    for start, stop in pairwise(edges):
+        known = [value for value in values[start:stop] if value is not None]
+        highest = max(known, default=None)
+        columns.append(highest if all(map(math.isfinite, known)) else math.nan)
+    return columns
 
 
 def _scale_to_eighths(columns: Sequence[float | None], top: int) -> list[int]:

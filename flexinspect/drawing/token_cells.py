@@ -84,7 +84,9 @@ def _segment_style(number: int, odd: int, plain: bool) -> Style:
     if plain:
         return Style(underline=bool(odd))
     back = SEPARATOR_COLOR if number < 0 else SEGMENT_COLORS[number % len(SEGMENT_COLORS)]
-    return Style(color=Color.parse("#ffffff"), bgcolor=_lighten(back, 0.14 * odd))
+    parts = Color.parse(back).get_truecolor()
+    lighter = Color.from_rgb(*(round(part + (255 - part) * 0.14 * odd) for part in parts))
+    return Style(color=Color.parse("#ffffff"), bgcolor=lighter)
 
 
 @lru_cache(maxsize=64)
@@ -97,11 +99,6 @@ def _heat_style(level: int, plain: bool) -> Style:
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(low, high, strict=True))
     ink = "#000000" if share > 0.6 else "#ffffff"
     return Style(color=Color.parse(ink), bgcolor=Color.from_rgb(red, green, blue))
-
-
-def _lighten(back: str, share: float) -> Color:
-    red, green, blue = Color.parse(back).get_truecolor()
-    return Color.from_rgb(*(round(part + (255 - part) * share) for part in (red, green, blue)))
 
 
 @dataclass(frozen=True, slots=True)

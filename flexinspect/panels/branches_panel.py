@@ -250,7 +250,6 @@ def _quote_text(text: str | None) -> str:
 
 
 def _format_change(change: StepChange | None) -> tuple[str, str]:
-    """Return the KL divergence and the largest change of a logit."""
     if change is None:
         return "", ""
     bound = "≥ " if change.basis == "candidates" else ""

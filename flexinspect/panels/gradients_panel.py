@@ -194,7 +194,6 @@ def _share_table(data: GradientsData) -> list[str]:
 
 
 def _describe_strongest(data: GradientsData) -> list[str]:
-    """Return the loaded tokens that contribute most to the token, and most against it."""
     values = [(data.value_at(token.pos, False) or 0.0, token) for token in data.window.tokens]
     lines = []
     for name, sign in (("For", 1), ("Against", -1)):
@@ -367,7 +366,6 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
 
 
 def _draw_header(data: GradientsData, pen: Pen) -> list[Strip]:
-    """Draw the target and the check, a line each, and the first findings."""
     check_style = "good" if data.record.matches_recorded else "bad"
     strips = [pen.line((format_title(data), "title"))]
     strips.append(pen.line((format_check(data.record), check_style)))
@@ -409,7 +407,6 @@ def _draw_caveat(height: int, pen: Pen) -> list[Strip]:
 
 
 def _draw_share_bars(data: GradientsData, pen: Pen) -> list[Strip]:
-    """Draw a line per segment: gradient times input, signed, and the share of the norms."""
     shares = merge_separators(data.shares)
     label = max(min(max((len(s.label) for s in shares), default=0) + 1, pen.width // 3), 4)
     room = max((pen.width - label - 2 * _SHARE_WIDTH - 1) // 2, 0)
@@ -464,7 +461,6 @@ def _cell_style(level: int, palette: Palette) -> Style:
 
 
 def _draw_norms(data: GradientsData, height: int, pen: Pen) -> list[Strip]:
-    """Draw the norms, a line per layer and a column per group, coloured by their logarithm."""
     if not data.rows or not data.columns:
         return []
     each = max(min((pen.width - LABEL_WIDTH) // len(data.columns), 10), 1)

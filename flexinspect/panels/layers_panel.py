@@ -421,7 +421,6 @@ def _value(data: LayersData, row: range, pen: Pen) -> Strip:
 
 
 def _axis(data: LayersData, pen: Pen) -> Strip:
-    """Draw the line above the grid: the current step over its column."""
     window, room = data.window, _grid_width(pen.width)
     each = window.columns_per_point(room)
     at = (window.current - window.start) * each + (each - 1) // 2

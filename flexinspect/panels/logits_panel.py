@@ -391,7 +391,6 @@ def _draw_candidate(candidate: Candidate, data: LogitsData, pen: Pen) -> Strip:
 
 
 def _draw_unlisted_choice(data: LogitsData, pen: Pen) -> Strip:
-    """Draw the line of a chosen token that is not among the candidates shown."""
     record = data.record
     if record.chosen_id == UNKNOWN:
         return pen.line(("  ? the chosen token is unknown", "muted"))

@@ -315,7 +315,6 @@ def _draw_leak_warning(data: MemoryData, pen: Pen) -> list[Strip]:
 
 
 def _draw_figures(data: MemoryData, pen: Pen) -> list[Strip]:
-    """Draw the figures of the current step: value, growth, median growth."""
     name_width = min(max(pen.width - 3 * (_BYTES_WIDTH + 1), 4), 16)
     styles = ("title", "strong", "text", "muted")
     rows = [((f"step {data.window.current}", "now", "growth", "median"), ("muted",) * 4)]
@@ -340,9 +339,9 @@ def _draw_cache_parts(data: MemoryData, pen: Pen, room: int) -> list[Strip]:
     return strips
 
 
-def _largest_parts(parts: tuple[CachePart, ...], room: int) -> list[CachePart]:
+def _largest_parts(parts: tuple[CachePart, ...], room: int) -> Sequence[CachePart]:
     if len(parts) <= room:
-        return list(parts)
+        return parts
     ranked = sorted(range(len(parts)), key=lambda index: -parts[index].n_tokens)
     rest = [parts[index] for index in ranked[room - 1 :]]
     n_tokens = sum(part.n_tokens for part in rest)

@@ -171,7 +171,6 @@ def _split_lines(rows: Iterable[OutputRow]) -> list[OutputLine]:
 
 
 def _draw_line(data: OutputData, index: int, pen: Pen) -> list[Strip]:
-    """Draw one printed line, wrapped to as many rows as it needs."""
     printed = data.lines[index]
     is_err = printed.stream == "stderr"
     text, room = escape_unprintable(printed.text), max(pen.width - _MARGIN, 1)

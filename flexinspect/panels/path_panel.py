@@ -130,7 +130,6 @@ def path_map(paths: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dic
 
 
 def _load_details(reader: TraceReader, place: TracePlace, paths: Iterable[StepPath]) -> StepDetails:
-    """Read the details of a step; `paths` are those of the step and the one before it."""
     branch = branch_of_step(reader, place.generation, place.step, place.branch)
     key = (place.generation, place.step, branch)
     step, generation = reader.step(*key), reader.generation(place.generation)
@@ -165,7 +164,6 @@ def _load_details(reader: TraceReader, place: TracePlace, paths: Iterable[StepPa
 
 
 def _layers_by_text(pairs: Iterable[tuple[str | None, int]]) -> dict[str, tuple[int, ...]]:
-    """Return the distinct layers of each text."""
     layers_by_text: dict[str, tuple[int, ...]] = {}
     for text, layer in dict.fromkeys(pairs):
         if text is not None:

@@ -286,7 +286,6 @@ def _wrap_lines(texts: Iterable[str], width: int) -> list[str]:
 
 
 def _draw_facts(facts: Sequence[tuple[str, str]], pen: Pen) -> list[Strip]:
-    """Draw names and values as two columns; long values are wrapped."""
     longest = max((cell_len(name) for name, _ in facts), default=0)
     label = min(longest + 2, max(pen.width // 3, 10), max(pen.width - 1, 0))
     strips = []

@@ -151,7 +151,6 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
 def _visible_rows(
     window: TokenWindow, request: Request[TokensOptions], height: int
 ) -> list[TokenCellRow]:
-    """Return the rows to draw, the one with the current token near the middle."""
     rows = wrap_cells(token_cells(window, request.options.colour), request.width)
     top = first_visible(window.row_of_current(rows), height, len(rows))
     return rows[top : top + max(height, 0)]
@@ -162,7 +161,6 @@ def _is_whole(window: TokenWindow) -> bool:
 
 
 def _prompt(window: TokenWindow) -> list[tuple[int, Segment]]:
-    """Return the segments of the prompt, with their numbers."""
     return [pair for pair in enumerate(window.segments) if pair[1].kind != SegmentKind.GENERATED]
 
 
@@ -241,7 +239,6 @@ def _format_verdict(data: TokensData) -> tuple[str, str]:
 
 
 def _token_line(data: TokensData, pen: Pen) -> Strip:
-    """Draw the properties of the current token in one line."""
     window = data.window
     token = None if window.current is None else window.token(window.current)
     if token is None:

@@ -161,7 +161,12 @@ class TrainingPanel(TimelinePanel[TrainingData]):
         curve = data.values(name)
         if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
             title.append(("  logarithmic", "muted"))
-            curve = {index: _log_ratio(value, low) for index, value in curve.items()}
+            curve = {
+                index: math.log10(max(value / low, 1.0))
+                if value and math.isfinite(value)
+                else value
+                for index, value in curve.items()
+            }
         style = "good" if name == LEARNING_RATE else "accent"
         points = map(curve.get, range(data.window.n_points))
         return draw_timeline(title, points, data.window, area, theme, style=style)
@@ -172,13 +177,20 @@ def step_facts(data: TrainingData) -> list[tuple[str, str]]:
     step = data.step
     rates = ("unknown" if math.isnan(rate) else format_number(rate) for rate in step.learning_rates)
     loss = f"{format_number(step.loss)} ({step.loss_source})" if step.has_loss else "not reported"
+    counts = (step.n_exploding, step.n_vanishing, step.n_dead, step.n_nonfinite)
+    kinds = ("exploding", "vanishing", "dead", "non-finite")
+    bad = [f"{n} {kind}" for n, kind in zip(counts, kinds, strict=True) if n]
+    parts = ("forward", "backward", "optimizer", "loader", "other")
+    ms = (step.forward_ms, step.backward_ms, step.optimizer_ms, step.data_ms, step.other_ms)
+    known = ((part, time) for part, time in zip(parts, ms, strict=True) if time is not None)
+    times = ", ".join(f"{part} {format_number(time)}" for part, time in known)
     facts = [
         ("loss", loss),
         ("learning rate", " ".join(rates) or "-"),
         ("gradient norm", _format_norm(step)),
-        ("parameters", _format_counts(step)),
+        ("parameters", ", ".join([f"{step.n_parameters} with gradient", *bad])),
         ("micro-batches", str(step.n_backward)),
-        ("time", _format_times(step)),
+        ("time", f"{times} ms"),
     ]
     if step.group_ratios:
         worst = max(filter(math.isfinite, step.group_ratios), default=math.nan)
@@ -204,20 +216,6 @@ def _format_norm(step: TrainingStepRecord) -> str:
         return norm
     before, limit = format_number(step.norm_before_clip), format_number(step.max_norm)
     return f"{norm}, clipped from {before} to {limit}"
-
-
-def _format_counts(step: TrainingStepRecord) -> str:
-    names = ("exploding", "vanishing", "dead", "non-finite")
-    counts = (step.n_exploding, step.n_vanishing, step.n_dead, step.n_nonfinite)
-    bad = [f"{n} {name}" for n, name in zip(counts, names, strict=True) if n]
-    return ", ".join([f"{step.n_parameters} with gradient", *bad])
-
-
-def _format_times(step: TrainingStepRecord) -> str:
-    names = ("forward", "backward", "optimizer", "loader", "other")
-    times = (step.forward_ms, step.backward_ms, step.optimizer_ms, step.data_ms, step.other_ms)
-    known = ((name, ms) for name, ms in zip(names, times, strict=True) if ms is not None)
-    return ", ".join(f"{name} {format_number(ms)}" for name, ms in known) + " ms"
 
 
 def _describe_problem(data: TrainingData) -> str:
@@ -253,13 +251,6 @@ def _curve_value(name: str, point: CurvePoint) -> float | None:
 def _curve_range(data: TrainingData, name: str) -> tuple[float | None, float | None]:
     finite = [v for v in data.values(name).values() if v is not None and math.isfinite(v)]
     return (min(finite), max(finite)) if finite else (None, None)
-
-
-def _log_ratio(value: float | None, low: float) -> float | None:
-    """Return the logarithm of a value divided by the lowest one."""
-    if value is None or not math.isfinite(value):
-        return value
-    return math.log10(max(value / low, 1.0))
 
 
 def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:

@@ -286,7 +286,6 @@ def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, flo
 
 
 def _load_token_row(view: StepView, data: AttentionData) -> AttentionData:
-    """Return the data with the row's weights, or with the reason why there are none."""
     try:
         recompute = partial(recompute_row, view, data.grid_row, data.head)
         newest = recompute(data.rows[-1])

@@ -349,7 +349,6 @@ def check_style(check: LseCheck) -> str:
 def _draw_row(
     data: AttentionData, height: int, pen: Pen, *, with_segments: bool = True
 ) -> list[Strip]:
-    """Draw the row of the selected head: title, weights by token if known, segment attention."""
     if height <= 0:
         return []
     which = "newest row" if data.is_newest else "row"
@@ -393,7 +392,6 @@ def _row_summary(data: AttentionData, pen: Pen) -> Strip:
 
 
 def _draw_segment_attention(data: AttentionData, height: int, pen: Pen) -> list[Strip]:
-    """Draw the attention by segment as bars; see `attention_shares`."""
     if height <= 0 or data.segment_attention is None:
         return []
     headed = height > _TIGHT_HEIGHT

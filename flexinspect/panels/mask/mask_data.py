@@ -125,7 +125,6 @@ def _make_mask_data(
     segments: tuple[Segment, ...],
     call: CallRecord | None,
 ) -> MaskData:
-    """Return the data without tokens."""
     source, options = mask_view.source, request.options
     current = mask_view.rows_of_step(place.step)
     cursor = _find_cursor(mask_view, options, place)
@@ -141,6 +140,10 @@ def _make_mask_data(
     if options.blocks or view == "received":
         tables = load_table_states(mask_view, blocks, layout.grid)
     states = tables if view == "received" and tables is not None else None
+    name = mask_view.part_of(focus[0]).step_at(focus[0]).mask
+    read = partial(source.reader.mask_summary, name or "")
+    mask = None if name is None else source.get_or_create(("mask.summary", name), read)
+    is_empty = [(part.counts.open.row_counts == 0) & part.known for part in mask_view.parts]
     return MaskData(
         place=place,
         generation_row=row,
@@ -155,8 +158,8 @@ def _make_mask_data(
         cursor=cursor,
         tokens={},
         call=call,
-        mask=_load_mask_record(mask_view, focus[0]),
-        empty_rows=_find_empty_rows(mask_view),
+        mask=mask,
+        empty_rows=np.flatnonzero(np.concatenate(is_empty)),
         fallback_reason=fallback_reason,
     )
 
@@ -200,21 +203,7 @@ def _choose_view_mode(
     raise Missing("The mask of this layer was not recorded.", RECORD_CELLS_HINT)
 
 
-def _find_empty_rows(mask_view: MaskView) -> npt.NDArray[np.intp]:
-    """Return the recorded rows without an open key."""
-    is_empty = [(part.counts.open.row_counts == 0) & part.known for part in mask_view.parts]
-    return np.flatnonzero(np.concatenate(is_empty))
-
-
 # -- tokens ---------------------------------------------------------------------------------------
-
-
-def _load_mask_record(mask_view: MaskView, row: int) -> MaskRecord | None:
-    """Return the record of the mask of a row, without its cells."""
-    name, source = mask_view.part_of(row).step_at(row).mask, mask_view.source
-    if name is None:
-        return None
-    return source.get_or_create(("mask.summary", name), partial(source.reader.mask_summary, name))
 
 
 def _named_positions(data: MaskData) -> set[int]:

@@ -179,7 +179,6 @@ def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
 
 
 def _draw_row_margin(data: MaskData, number: int, pen: Pen) -> Strip:
-    """Draw the left margin of a line: tokens or a segment, and the mark of the current rows."""
     layout, mask_view, width = data.layout, data.mask_view, pen.width - 1
     if not pen.width:
         return Strip([])
@@ -196,7 +195,6 @@ def _draw_row_margin(data: MaskData, number: int, pen: Pen) -> Strip:
 
 
 def _rows_of_line(data: MaskData, number: int) -> range:
-    """Return the rows of the mask view that a line of the grid shows."""
     grid, enlarged = data.layout.grid, data.layout.cell_width
     start = grid.row + 2 * number // enlarged * grid.row_scale
     stop = grid.row + (-(-2 * (number + 1) // enlarged)) * grid.row_scale
@@ -219,7 +217,6 @@ def _blank_cell(data: MaskData, position: int) -> TokenCell:
 
 
 def _draw_tokens_at(data: MaskData, positions: list[int], width: int, pen: Pen) -> list[NamedSpan]:
-    """Draw the tokens of one or two rows in the margin, in the colours of their segments."""
     cells = [data.tokens.get(p, _blank_cell(data, p)) for p in positions[:2]]
     second = 0
     if len(cells) == 2:
@@ -242,7 +239,6 @@ def _draw_segment_at(data: MaskData, number: int, width: int, pen: Pen) -> Named
 
 
 def _middle_position(data: MaskData, number: int) -> int:
-    """Return the position of the row in the middle of a line."""
     rows = _rows_of_line(data, number)
     middle = int(data.mask_view.positions[rows[(len(rows) - 1) // 2]])
     if segment_color_at(data.segments, middle) < 0:  # prefer its neighbour to a separator
