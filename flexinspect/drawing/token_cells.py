@@ -115,10 +115,7 @@ class TokenCellRow:
 
     def spans(self, theme: Theme, *, current: int | None) -> list[Span]:
         """Return the row as spans; `current` is the position of the current token."""
-        return [
-            (cell.text, token_style(cell, theme, current=cell.pos == current))
-            for cell in self.cells
-        ]
+        return [(c.text, token_style(c, theme, current=c.pos == current)) for c in self.cells]
 
     def cell_at(self, column: int) -> TokenCell | None:
         """Return the token cell at a column, None after the last one."""

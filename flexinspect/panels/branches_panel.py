@@ -105,7 +105,7 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         pairs = _load_pairs(reader, shown, place.step, request.height - len(nodes) - 2)
         masks = None
         if any(pair.step == place.step and pair.change is not None for pair in pairs):
-            masks = _compare_masks(source, place, shown.parent, shown.branch)
+            masks = _diff_masks(source, place, shown.parent, shown.branch)
         diverged_at = _find_divergence(reader, shown)
         return BranchesData(nodes, place, shown, tuple(pairs), diverged_at, masks)
 
@@ -149,9 +149,8 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
             fits = len(strips) + len(paragraph) <= height
             strips += paragraph if fits else [pen.line((text, "muted"))]
         at = data.diverged_at
-        return Picture(
-            strips[:height], "the same tokens" if at is None else f"diverges at step {at}"
-        )
+        note = "the same tokens" if at is None else f"diverges at step {at}"
+        return Picture(strips[:height], note)
 
     def on_click(
         self, x: int, y: int, data: BranchesData, request: Request[NoOptions]
@@ -168,9 +167,7 @@ def _tree_height(data: BranchesData, height: int) -> int:
     return max(height - _MIN_COMPARISON_LINES, 1) if data.compared is not None else height
 
 
-def _compare_masks(
-    source: Source, place: TracePlace, parent: int, branch: int
-) -> MaskChange | None:
+def _diff_masks(source: Source, place: TracePlace, parent: int, branch: int) -> MaskChange | None:
     """Compare the masks of all steps up to this one; the mask of each step is cached."""
     reader, generation, layer, head = source.reader, place.generation, place.layer, place.head
 

@@ -311,12 +311,8 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
             return [*lines, "Nothing is shown.", *findings]
         lines += [*_share_table(data), *_describe_strongest(data), *_norm_table(data)]
         lines += findings or ["No gradient is NaN, Inf, exploding, vanishing or dead."]
-        scale = format_number(data.record.scale)
-        return [
-            *lines,
-            CAVEAT,
-            f"It took {data.record.wall_ms:.0f} ms; norm at the logits {scale}.",
-        ]
+        took, scale = f"{data.record.wall_ms:.0f} ms", format_number(data.record.scale)
+        return [*lines, CAVEAT, f"It took {took}; norm at the logits {scale}."]
 
     def paint(
         self, data: GradientsData, request: Request[GradientsOptions], theme: Theme

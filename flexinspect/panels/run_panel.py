@@ -379,11 +379,8 @@ class RunPanel(Panel[RunFacts, RunOptions]):
 
 
 def _draw_all(data: RunFacts, pen: Pen) -> list[Strip]:
-    return [
-        *draw_diagram(run_stages(data), pen),
-        pen.line(),
-        *_draw_facts(manifest_rows(data), pen),
-    ]
+    diagram = draw_diagram(run_stages(data), pen)
+    return [*diagram, pen.line(), *_draw_facts(manifest_rows(data), pen)]
 
 
 def _clamp_offset(offset: int, n_lines: int, height: int) -> int:

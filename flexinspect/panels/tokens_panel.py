@@ -104,10 +104,8 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         "…" stands for tokens outside of the window.
         """
         window = data.window
-        summary, nothing = (
-            f"{window.n_tokens} tokens in {len(window.segments)} segments",
-            "nothing yet",
-        )
+        nothing = "nothing yet"
+        summary = f"{window.n_tokens} tokens in {len(window.segments)} segments"
         if not _is_whole(window):
             span = f"positions {window.start} to {window.stop - 1}"
             summary, nothing = f"{summary}; {span} are shown", f"no token of {span}"

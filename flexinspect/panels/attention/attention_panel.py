@@ -147,9 +147,8 @@ def _describe_layer(layer: int, grid: AttentionGrid, row: int) -> str:
     low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
     figures = (float(finite.mean()), float(values[low]), float(values[high]))
     mean, least, most = (format_value(value, grid.unit) for value in figures)
-    return (
-        f"Layer {layer}: mean {mean}, lowest {least} at head {low}, highest {most} at head {high}."
-    )
+    ends = f"lowest {least} at head {low}, highest {most} at head {high}"
+    return f"Layer {layer}: mean {mean}, {ends}."
 
 
 def _describe_row(data: AttentionData) -> list[str]:
@@ -171,9 +170,8 @@ def _describe_tokens(data: AttentionData, row: TokenRow) -> list[str]:
         newest = data.newest_lse_check.describe()
         check = f"recomputed, not checked against the kernel; newest row: {newest}"
     n_open, n_keys = int(row.open_keys.sum()), len(row.weights)
-    lines = [
-        f"{n_open} of {n_keys} keys are open, entropy {format_number(row.entropy)} nats ({check})."
-    ]
+    facts = f"entropy {format_number(row.entropy)} nats ({check})"
+    lines = [f"{n_open} of {n_keys} keys are open, {facts}."]
     if not n_open:
         return [*lines, NO_OPEN_KEY]
     lines.append(f"Heaviest tokens, the first {min(N_LISTED_TOKENS, len(row.heaviest))}:")

@@ -234,7 +234,7 @@ def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> Recomput
     row_in_step = q_idx - step_row.kv_before
     if not (0 <= head < query.shape[0] and 0 <= row_in_step < query.shape[1]):
         raise RowNotRecordedError(f"The query of row {q_idx}, head {head} is not stored.")
-    scores = _recompute_scores(view, call, query[head, row_in_step], head, query.shape[0])
+    scores = _key_scores(view, call, query[head, row_in_step], head, query.shape[0])
     # Not the mask record's own offset: a mask is stored once, with the step that had it first.
     first_pos = max(step_row.kv_after - call.kv_len, 0)
     mask_row, n_keys = load_mask_row(view, call, row_in_step), len(scores) - first_pos
@@ -253,18 +253,15 @@ def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> Recomput
     return RecomputedRow(row, open_keys, first_pos, _make_lse_check(row.lse_error, call))
 
 
-def _recompute_scores(
-    view: StepView, call: CallRecord, query: Array, head: int, q_heads: int
-) -> Floats:
+def _key_scores(view: StepView, call: CallRecord, query: Array, head: int, q_heads: int) -> Floats:
     pieces = load_keys(view, call)
     group = kv_head_of(head, q_heads, pieces[0].shape[0])
     if any(piece.shape[2] != query.shape[0] or group >= piece.shape[0] for piece in pieces):
         raise RowNotRecordedError(
             f"The shapes of the stored queries and keys of layer {call.layer} do not match."
         )
-    return np.concatenate(
-        [row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces]
-    )
+    scores = (row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces)
+    return np.concatenate([*scores])
 
 
 def _stored_lse(view: StepView, index: int, head: int) -> float | None:

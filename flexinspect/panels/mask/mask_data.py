@@ -164,21 +164,19 @@ def _make_mask_data(
     )
 
 
-def _find_cursor(
-    mask_view: MaskView, options: MaskOptions, place: TracePlace
-) -> tuple[int, int] | None:
+def _find_cursor(view: MaskView, options: MaskOptions, place: TracePlace) -> tuple[int, int] | None:
     q, kv = options.q, options.kv
     if q is None and kv is None:
         q = kv = place.pos
     if q is None and kv is None:
         return None
-    row = mask_view.n_rows - 1
+    row = view.n_rows - 1
     if q is not None:
-        distances = np.abs(mask_view.positions - q)
+        distances = np.abs(view.positions - q)
         rows = np.flatnonzero(distances == distances.min())
         row = int(rows[-1] if distances[rows[0]] == 0 else rows[0])
-    key = int(mask_view.positions[row]) if kv is None else kv
-    return row, min(max(key, 0), mask_view.n_keys - 1)
+    key = int(view.positions[row]) if kv is None else kv
+    return row, min(max(key, 0), view.n_keys - 1)
 
 
 RECORD_CELLS_HINT = (
@@ -397,8 +395,8 @@ def mask_layout(
             token_lines = 0
     lines = min(lines - token_lines, needed)
     rows = max(2 * lines // cell, 1)
-    row, rows = _visible_span(shape[0], row_scale, rows, focus[0], options.row)
-    key, keys = _visible_span(shape[1], key_scale, max(columns // cell, 1), focus[1], options.key)
+    row, rows = _visible(shape[0], row_scale, rows, focus[0], options.row)
+    key, keys = _visible(shape[1], key_scale, max(columns // cell, 1), focus[1], options.key)
     return MaskLayout(
         width=width,
         height=height,
@@ -439,9 +437,7 @@ def _finer_scale(scale: int) -> int:
     return SCALES[max(bisect_right(SCALES, scale // 2) - 1, 0)]
 
 
-def _visible_span(
-    total: int, scale: int, room: int, focus: int, start: int | None
-) -> tuple[int, int]:
+def _visible(total: int, scale: int, room: int, focus: int, start: int | None) -> tuple[int, int]:
     """Return (first cell, number of pixels) of the visible part of an axis of `total` cells.
 
     Without a `start` the focus is in the second half of the room, and the window moves by halves

@@ -320,10 +320,10 @@ class MaskLoader:
         head = min(max(self.place.head, 0), heads - 1)
         key: Hashable = ("mask.part", steps, row, head, self.spec, self.groups)
         is_prefill = len(steps) == 1 and steps[0].n_rows > 1
-        make = self._make_prefill_part if is_prefill else self._make_decode_part
+        make = self._prefill_part if is_prefill else self._decode_part
         return self.source.get_or_create(key, lambda: make(steps, row, head))
 
-    def _make_decode_part(self, steps: tuple[StepMaskRows, ...], row: int, chosen: int) -> MaskPart:
+    def _decode_part(self, steps: tuple[StepMaskRows, ...], row: int, chosen: int) -> MaskPart:
         masks: dict[str | None, tuple[int, PackedMask]] = {}
         heads = 1
         names = [step.mask for step in steps if step.mask]
@@ -342,9 +342,7 @@ class MaskLoader:
         known = np.array([step.mask in masks for step in steps])
         return self._count_part(steps, row, n_keys, heads, known, [(0, packed)], packed)
 
-    def _make_prefill_part(
-        self, steps: tuple[StepMaskRows, ...], row: int, chosen: int
-    ) -> MaskPart:
+    def _prefill_part(self, steps: tuple[StepMaskRows, ...], row: int, chosen: int) -> MaskPart:
         (step,) = steps
         reader, n_rows = self.source.reader, step.n_rows
         cells = find_mask_cells(reader, step.mask) if step.mask is not None else None
