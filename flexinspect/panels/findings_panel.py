@@ -272,8 +272,10 @@ def summarize_groups(
     groups: Sequence[FindingGroup], worst: Finding | None = None, *, elsewhere: bool = False
 ) -> FindingSummary:
     """Count the findings of all classes by severity."""
-    counts = [sum(g.count for g in groups if g.severity is severity) for severity in Severity]
-    return FindingSummary(*counts, worst=worst, elsewhere=elsewhere)
+    errors, warnings, notes = (
+        sum(group.count for group in groups if group.severity is severity) for severity in Severity
+    )
+    return FindingSummary(errors, warnings, notes, worst, elsewhere)
 
 
 def next_finding(

@@ -37,6 +37,7 @@ from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_token_cells
 from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.trace.queries.range_queries import lineage
 from flexinspect.trace.query_results import ArrayInfo
 
 ENTROPY, SINK = "entropy", "sink"
@@ -204,8 +205,10 @@ def load_attention(source: Source, request: Request[AttentionOptions]) -> Attent
 
 def _load_segments(view: StepView, n_segments: int) -> tuple[Segment, ...]:
     """Return the segments of the branch, or of an ancestor, that match the recorded attention."""
-    for branch in dict.fromkeys((view.branch, *(branch for branch, _, _ in view.lineage), 0)):
-        segments = view.source.reader.segments(view.place.generation, branch)
+    reader, generation = view.source.reader, view.place.generation
+    family = (branch for branch, _, _ in lineage(reader, generation, view.place.branch))
+    for branch in dict.fromkeys((view.branch, *family, 0)):
+        segments = reader.segments(generation, branch)
         if len(segments) == n_segments:
             return tuple(replace(s, label=escape_unprintable(s.label)) for s in segments)
     kind = SegmentKind.PARAPHRASE

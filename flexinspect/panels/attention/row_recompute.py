@@ -25,7 +25,7 @@ from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array, CallRecord
 from flexinspect.trace.mask_cells import find_mask_cells, read_mask_arrays, read_packed_rows
-from flexinspect.trace.queries.range_queries import branch_of_step, lineage
+from flexinspect.trace.queries.range_queries import branch_of_step
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
 
@@ -48,26 +48,20 @@ class RowNotRecordedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """One recorded step.
-
-    `lineage` has the place's branch and its ancestors, newest first, each with its first step and
-    the step after its last one; `branch` is the one that owns this step.
-    """
+    """One recorded step; `branch` is the one that owns it: the place's or an ancestor."""
 
     source: Source
     place: TracePlace
-    lineage: tuple[tuple[int, int, int | None], ...]
     branch: int
     step_row: StepRow
     calls: tuple[CallRecord, ...]
 
-    def load_array(self, stream: str, layer: int | None = None) -> Array | None:
-        """Return an array of this step, None when it is not stored."""
-        return self.load_array_at(self.step_row.step, stream, layer)
-
-    def load_array_at(self, step: int, stream: str, layer: int | None) -> Array | None:
-        """Return an array of another step of the branch."""
+    def load_array(
+        self, stream: str, layer: int | None = None, step: int | None = None
+    ) -> Array | None:
+        """Return an array of this or another step of the branch, None when it is not stored."""
         reader, generation = self.source.reader, self.place.generation
+        step = self.step_row.step if step is None else step
         branch = branch_of_step(reader, generation, step, self.place.branch)
         return reader.array(generation, step, stream, layer, branch)
 
@@ -79,14 +73,8 @@ def load_step_view(source: Source, place: TracePlace) -> StepView:
     step_row = reader.step(place.generation, place.step, branch)
     if step_row is None:
         raise Missing(f"Step {place.step} of generation {place.generation} is not recorded.")
-    return StepView(
-        source=source,
-        place=place,
-        lineage=tuple(lineage(reader, place.generation, place.branch)),
-        branch=branch,
-        step_row=step_row,
-        calls=tuple(reader.calls(place.generation, place.step, branch)),
-    )
+    calls = tuple(reader.calls(place.generation, place.step, branch))
+    return StepView(source, place, branch, step_row, calls)
 
 
 def load_queries(view: StepView, layer: int) -> Array:
@@ -100,10 +88,9 @@ def load_queries(view: StepView, layer: int) -> Array:
         infos = view.source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
         stored = sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
         names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
+        missing = f"The queries and keys of layer {layer} are not stored"
         raise RowNotRecordedError(
-            f"The queries and keys of layer {layer} are not stored; those of layers {names} are."
-            if stored
-            else EXTREME_ONLY
+            f"{missing}; those of layers {names} are." if stored else EXTREME_ONLY
         )
     if queries.ndim != 3:
         raise RowNotRecordedError(
@@ -144,7 +131,7 @@ def _load_key_chunk(view: StepView, layer: int, start: int, stop: int) -> Array:
 def _join_keys(view: StepView, layer: int, start: int, stop: int) -> Array:
     parts = []
     for step in range(start, stop):
-        part = view.load_array_at(step, "k", layer)
+        part = view.load_array("k", layer, step)
         if part is None or part.ndim != 3:
             raise RowNotRecordedError(f"The keys of layer {layer} in step {step} are not stored.")
         parts.append(part)
@@ -276,9 +263,7 @@ def _make_lse_check(own: float | None, call: CallRecord) -> LseCheck:
         return LseCheck()
     if call.check_kind != "output":
         return LseCheck(own, "lse")
-    return worst_check(
-        [LseCheck(own, "output", call.dtype), LseCheck(call.lse_error, "output", call.dtype)]
-    )
+    return worst_check([LseCheck(error, "output", call.dtype) for error in (own, call.lse_error)])
 
 
 def first_token_weights(view: StepView) -> Floats | None:

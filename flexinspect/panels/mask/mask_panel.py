@@ -30,7 +30,6 @@ from flexinspect.panels.mask.mask_data import (
     segment_number,
 )
 from flexinspect.panels.mask.mask_text import (
-    CellDescription,
     describe_cell,
     describe_first_pairs,
     describe_mask,
@@ -315,21 +314,17 @@ def _draw_footer(data: MaskData, pen: Pen) -> list[Strip]:
     elif cell_len(cell.sentence()) <= pen.width:
         first, rest = (cell.sentence(), cell.style), (counts, "text")
     else:
-        first = (_shorten_description(data, cell), cell.style)
+        text = f"row {cell.row} {cell.relation} {cell.key}"
+        if cell_len(text) > pen.width and data.cursor is not None:
+            position = int(data.mask_view.positions[data.cursor[0]])
+            row = format_token(data, position, segment=False)
+            text = f"{row} {cell.relation} {cell.key}"
+        first = (text, cell.style)
         rest = (cell.reason, cell.style) if cell.reason else (counts, "text")
     if data.layout.footer > 2 and pen.width < 2 * NARROW_WIDTH:
         return [pen.line(first), pen.line(rest), pen.line(*legend)]
     gap = ("  " if rest[0] else "", "text")
     return [pen.line(first), pen.line(rest, gap, *legend), pen.line()]
-
-
-def _shorten_description(data: MaskData, cell: CellDescription) -> str:
-    """Return the description without its reason, and without the row's segment if too long."""
-    text = f"row {cell.row} {cell.relation} {cell.key}"
-    if cell_len(text) <= data.layout.width or data.cursor is None:
-        return text
-    position = int(data.mask_view.positions[data.cursor[0]])
-    return f"{format_token(data, position, segment=False)} {cell.relation} {cell.key}"
 
 
 EVEN, ODD, GENERATED, CROSS, CURSOR, UNVISITED, PARTIAL, FULL = range(8)
@@ -432,7 +427,7 @@ def _segment_tints(data: MaskData) -> Levels:
     starts, numbers, generated = np.array(first), np.array(ids), np.array(is_generated)
     of_row = np.searchsorted(starts, mask_view.positions[rows], side="right") - 1
     of_key = np.searchsorted(starts, keys, side="right") - 1
-    tints = ((numbers[of_row][:, None] + numbers[of_key][None]) % 2).astype(np.uint8)
+    tints: Levels = ((numbers[of_row][:, None] + numbers[of_key][None]) % 2).astype(np.uint8)
     tints[generated[of_row]] = GENERATED
     tints[:, generated[of_key]] = GENERATED
     return tints
