@@ -289,14 +289,14 @@ def test_zoom_steps_begin_with_the_whole_and_end_with_large_cells() -> None:
 
 
 def test_a_sheet_much_wider_than_high_is_scaled_on_each_side_by_itself() -> None:
-    frame = mask_layout(120, 40, (1524, 51187), 0, (1000, 51000), MaskOptions())
+    frame = mask_layout(120, 40, (1524, 51187), (1000, 51000), MaskOptions())
     assert frame.grid.row_scale == 24
     assert frame.grid.key_scale == 512
 
 
 def test_a_window_stands_still_while_the_focus_moves_within_half_of_it() -> None:
     starts = [
-        mask_layout(80, 24, (4000, 4000), 6, (row, row), MaskOptions()).grid.row
+        mask_layout(80, 24, (4000, 4000), (row, row), MaskOptions(zoom=6)).grid.row
         for row in range(2000, 2100)
     ]
     assert len(set(starts)) <= 100 * 2 // 20

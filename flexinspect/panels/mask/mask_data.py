@@ -128,18 +128,17 @@ def _make_mask_data(
     source, options = mask_view.source, request.options
     current = mask_view.rows_of_step(place.step)
     cursor = _find_cursor(mask_view, options, place)
-    view, fallback_reason = _choose_view_mode(source, mask_view, options.view, current)
+    view, fallback_reason = _choose_view_mode(mask_view, options.view)
     newest = current[-1] if current else mask_view.n_rows - 1
     focus = cursor or (newest, min(int(mask_view.positions[newest]), mask_view.n_keys - 1))
     shape = (mask_view.n_rows, mask_view.n_keys)
-    layout = mask_layout(request.width, request.height, shape, options.zoom, focus, options)
+    layout = mask_layout(request.width, request.height, shape, focus, options)
     blocks: tuple[BlockPart, ...] = ()
-    tables: States | None = None
-    if options.blocks or view == "received" or mask_view.count("lost") or mask_view.count("leaked"):
+    with_tables = options.blocks or view == "received"
+    if with_tables or mask_view.count("lost") or mask_view.count("leaked"):
         blocks = tuple(load_blocks(source, part, mask_view.head) for part in mask_view.parts)
-    if options.blocks or view == "received":
-        tables = load_table_states(mask_view, blocks, layout.grid)
-    states = tables if view == "received" and tables is not None else None
+    tables = load_table_states(mask_view, blocks, layout.grid) if with_tables else None
+    states = tables if view == "received" else None
     name = mask_view.part_of(focus[0]).step_at(focus[0]).mask
     read = partial(source.reader.mask_summary, name or "")
     mask = None if name is None else source.get_or_create(("mask.summary", name), read)
@@ -184,17 +183,15 @@ RECORD_CELLS_HINT = (
 )
 
 
-def _choose_view_mode(
-    source: Source, mask_view: MaskView, requested: MaskViewMode, current: range | None
-) -> tuple[MaskViewMode, str]:
+def _choose_view_mode(mask_view: MaskView, requested: MaskViewMode) -> tuple[MaskViewMode, str]:
     """Return the view to show, and the reason if it is not the requested one. Raises `Missing`."""
     if requested in ("declared", "difference") and mask_view.spec is None:
-        return _choose_view_mode(source, mask_view, "executed", current)[0], (
-            "No mask was declared, so there is nothing to compare with"
-        )
+        reason = "No mask was declared, so there is nothing to compare with"
+        return _choose_view_mode(mask_view, "executed")[0], reason
     if requested not in ("executed", "difference") or mask_view.n_known():
         return requested, ""
-    if any(load_blocks(source, part, mask_view.head).blocks for part in mask_view.parts):
+    source, head = mask_view.source, mask_view.head
+    if any(load_blocks(source, part, head).blocks for part in mask_view.parts):
         return "received", "The executed cells were not recorded; this is the received mask"
     if mask_view.spec is not None:
         return "declared", "The executed cells were not recorded; this is the declared mask"
@@ -370,12 +367,7 @@ class MaskLayout:
 
 
 def mask_layout(
-    width: int,
-    height: int,
-    shape: tuple[int, int],
-    zoom: int,
-    focus: tuple[int, int],
-    options: MaskOptions,
+    width: int, height: int, shape: tuple[int, int], focus: tuple[int, int], options: MaskOptions
 ) -> MaskLayout:
     """Lay out a mask of `shape` (rows, keys) around the cell `focus` (row, key)."""
     margins = ((80, 15), (56, 11), (34, 7), (20, 3))
@@ -384,7 +376,7 @@ def mask_layout(
     footer = (height >= 3) + (height >= 10) + (height >= 26)
     lines, columns = max(height - header - footer, 1), max(width - left, 1)
     steps = zoom_steps(shape, lines, columns)
-    zoom = min(max(zoom, 0), len(steps) - 1)
+    zoom = min(max(options.zoom, 0), len(steps) - 1)
     row_scale, key_scale, cell = steps[zoom]
     needed = -(-(-(-shape[0] // row_scale) * cell) // 2)
     token_lines = 0
