@@ -46,7 +46,7 @@ def panels_text() -> str:
     parts = []
     for number, name in enumerate(panel_names(), start=1):
         panel = load_panel(name)
-        parts.append(f"**{number} {panel.title}** (`{name}`). " + " ".join(panel.help.lines()))
+        parts.append(f"**{number} {panel.title}** (`{name}`). " + " ".join(panel.help))
     return "\n\n".join(parts)
 
 

@@ -343,5 +343,5 @@ def _panel_entry(name: str) -> dict[str, Any]:
         panel = load_panel(name)
     except FlexInspectError as error:
         return {"name": name, "title": "not available", "help": [error.message], "options": {}}
-    options = {key: getattr(panel.options(), key) for key in option_names(panel)}
-    return {"name": name, "title": panel.title, "help": panel.help.lines(), "options": options}
+    options = {key: getattr(panel.initial_options, key) for key in option_names(panel)}
+    return {"name": name, "title": panel.title, "help": panel.help, "options": options}

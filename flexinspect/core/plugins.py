@@ -44,7 +44,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "branches": "flexinspect.panels.branches_panel:BranchesPanel",
         "gradients": "flexinspect.panels.gradients_panel:GradientsPanel",
         "training": "flexinspect.panels.training_panel:TrainingPanel",
-        "gradstrip": "flexinspect.panels.gradient_strip_panel:GradientStripPanel",
+        "gradstrip": "flexinspect.panels.training_panel:GradientStripPanel",
     },
     RULES: {
         "fed": "flexinspect.rules.prompt.segments:PromptRule",

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,7 +24,7 @@ from xml.sax.saxutils import escape
 from rich.cells import cell_len
 from rich.color import Color, blend_rgb
 from rich.style import Style
-from rich.terminal_theme import TerminalTheme
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from textual.strip import Strip
 
 from flexinspect.core.errors import FlexInspectError, UsageError
@@ -50,41 +50,31 @@ Area = tuple[int, int, int, int]
 """Left, top, width and height in pixels of a cell."""
 
 
-def _make_areas() -> dict[str, tuple[Area, ...]]:
-    """Return the rectangles of each block and line character (Unicode "Block Elements")."""
-    areas: dict[str, tuple[Area, ...]] = {
-        "▀": ((0, 0, 8, 8),),
-        "▐": ((4, 0, 4, 16),),
-        "▔": ((0, 0, 8, 2),),
-        "▕": ((7, 0, 1, 16),),
-    }
-    for eighths, char in enumerate("▁▂▃▄▅▆▇█", start=1):
-        areas[char] = ((0, 16 - 2 * eighths, 8, 2 * eighths),)
-    for eighths, char in enumerate("▏▎▍▌▋▊▉", start=1):
-        areas[char] = ((0, 0, eighths, 16),)
-    quarters: list[Area] = [(0, 0, 4, 8), (4, 0, 4, 8), (0, 8, 4, 8), (4, 8, 4, 8)]
-    for char, numbers in zip("▖▗▘▙▚▛▜▝▞▟", _QUADRANTS, strict=True):
-        areas[char] = tuple(quarters[number] for number in numbers)
-    arms: dict[str, Area] = {
-        "l": (0, 7, 4, 1),
-        "r": (3, 7, 5, 1),
-        "u": (3, 0, 1, 8),
-        "d": (3, 7, 1, 9),
-    }
-    for chars, directions in _LINES.items():
-        areas |= {char: tuple(arms[arm] for arm in directions) for char in chars}
-    return areas
-
-
-_QUADRANTS = ((2,), (3,), (0,), (0, 2, 3), (0, 3), (0, 1, 2), (0, 1, 3), (1,), (1, 2), (1, 2, 3))
-_LINES = dict(
-    zip(
-        ("─", "│", "┌╭", "┐╮", "└╰", "┘╯", "├", "┤", "┬", "┴", "┼"),
-        ("lr", "ud", "rd", "ld", "ur", "ul", "udr", "udl", "lrd", "lru", "lrud"),
-        strict=True,
-    )
+_QUARTERS: Sequence[Area] = ((0, 0, 4, 8), (4, 0, 4, 8), (0, 8, 4, 8), (4, 8, 4, 8))
+_ARMS: Mapping[str, Area] = dict(
+    zip("lrud", ((0, 7, 4, 1), (3, 7, 5, 1), (3, 0, 1, 8), (3, 7, 1, 9)), strict=True)
 )
-_AREAS = _make_areas()
+_QUADRANTS = ((2,), (3,), (0,), (0, 2, 3), (0, 3), (0, 1, 2), (0, 1, 3), (1,), (1, 2), (1, 2, 3))
+_LINES = zip(
+    ("─", "│", "┌╭", "┐╮", "└╰", "┘╯", "├", "┤", "┬", "┴", "┼"),
+    ("lr", "ud", "rd", "ld", "ur", "ul", "udr", "udl", "lrd", "lru", "lrud"),
+    strict=True,
+)
+_AREAS: Mapping[str, tuple[Area, ...]] = {
+    "▀": ((0, 0, 8, 8),),
+    "▐": ((4, 0, 4, 16),),
+    "▔": ((0, 0, 8, 2),),
+    "▕": ((7, 0, 1, 16),),
+    **{char: ((0, 16 - 2 * n, 8, 2 * n),) for n, char in enumerate("▁▂▃▄▅▆▇█", start=1)},
+    **{char: ((0, 0, n, 16),) for n, char in enumerate("▏▎▍▌▋▊▉", start=1)},
+    **{
+        char: tuple(_QUARTERS[number] for number in numbers)
+        for char, numbers in zip("▖▗▘▙▚▛▜▝▞▟", _QUADRANTS, strict=True)
+    },
+    **{char: tuple(_ARMS[arm] for arm in arms) for chars, arms in _LINES for char in chars},
+}
+"""The rectangles of each block and line character (Unicode "Block Elements")."""
+
 _SHADES = {"░": 0.25, "▒": 0.5, "▓": 0.75}
 
 
@@ -184,14 +174,12 @@ class _Drawing:
 
     def area(self, fill: str, x: int, y: int, area: Area, times: int) -> None:
         left, top, width, height = area
-        left, top = x * CELL_WIDTH + left, y * CELL_HEIGHT + top
-        paths = self.areas.setdefault(fill, [])
         if width == CELL_WIDTH:
-            paths.append(_rectangle_path((left, top, width * times, height)))
-            return
-        paths += [
-            _rectangle_path((left + n * CELL_WIDTH, top, width, height)) for n in range(times)
-        ]
+            width, times = width * times, 1
+        self.areas.setdefault(fill, []).extend(
+            _rectangle_path(((x + n) * CELL_WIDTH + left, y * CELL_HEIGHT + top, width, height))
+            for n in range(times)
+        )
 
     def text(self, text: str, style: _CellStyle, x: int, y: int) -> None:
         if "underline" not in style.attributes:  # otherwise blanks show the underline
@@ -212,33 +200,23 @@ def _rectangle_path(area: Area) -> str:
 
 
 def _draw_row(drawing: _Drawing, strip: Strip, y: int) -> None:
-    """Draw one row of cells."""
     x = 0
-    for style, text in _style_runs(strip):
+    segments = (segment for segment in strip if segment.text and not segment.control)
+    for style, group in groupby(segments, key=lambda segment: segment.style or Style.null()):
+        text = _printable("".join(segment.text for segment in group))
         cell_style = _cell_style(style, drawing.foreground, drawing.background)
         drawing.back(cell_style.background, x, y, cell_len(text))
         for piece in _split_pieces(text):
-            _draw_piece(drawing, piece, cell_style, x, y)
+            char = piece[0]
+            if char in _AREAS:
+                for area in _AREAS[char]:
+                    drawing.area(cell_style.foreground, x, y, area, len(piece))
+            elif char in _SHADES:
+                color = _mix_colors(cell_style.background, cell_style.foreground, _SHADES[char])
+                drawing.area(color, x, y, (0, 0, CELL_WIDTH, CELL_HEIGHT), len(piece))
+            else:
+                drawing.text(piece, cell_style, x, y)
             x += cell_len(piece)
-
-
-def _draw_piece(drawing: _Drawing, piece: str, style: _CellStyle, x: int, y: int) -> None:
-    char = piece[0]
-    if char in _AREAS:
-        for area in _AREAS[char]:
-            drawing.area(style.foreground, x, y, area, len(piece))
-    elif char in _SHADES:
-        color = _mix_colors(style.background, style.foreground, _SHADES[char])
-        drawing.area(color, x, y, (0, 0, CELL_WIDTH, CELL_HEIGHT), len(piece))
-    else:
-        drawing.text(piece, style, x, y)
-
-
-def _style_runs(strip: Strip) -> Iterator[tuple[Style, str]]:
-    """Yield runs of one style; neighbouring segments of the same style are joined."""
-    segments = (segment for segment in strip if segment.text and not segment.control)
-    for style, group in groupby(segments, key=lambda segment: segment.style or Style.null()):
-        yield style, _printable("".join(segment.text for segment in group))
 
 
 def _split_pieces(text: str) -> Iterator[str]:
@@ -253,21 +231,19 @@ def _split_pieces(text: str) -> Iterator[str]:
             yield from group
 
 
-def _split_clusters(text: str) -> Iterator[str]:
-    """Yield characters, each with the zero-width marks that follow it."""
-    cluster = ""
+def _split_clusters(text: str) -> list[str]:
+    """Return the characters, each with the zero-width marks that follow it."""
+    clusters: list[str] = []
     for char in text:
-        if cluster and cell_len(char):
-            yield cluster
-            cluster = ""
-        cluster += char
-    if cluster:
-        yield cluster
+        if clusters and not cell_len(char):
+            clusters[-1] += char
+        else:
+            clusters.append(char)
+    return clusters
 
 
 def _cluster_kind(cluster: str) -> str:
-    """Return the group of a cluster: the block character itself, "t" for narrow text, "" for a
-    wide character, which is drawn alone."""
+    """Return the block character itself, "t" for narrow text, "" for a wide character."""
     if cluster in _AREAS or cluster in _SHADES:
         return cluster
     return "t" if cell_len(cluster) == 1 else ""
@@ -299,8 +275,6 @@ def _cell_style(style: Style, fore: str, back: str) -> _CellStyle:
 @lru_cache(maxsize=16)
 def _terminal_theme(fore: str, back: str) -> TerminalTheme:
     """Return the terminal theme of a picture; its 16 ANSI colours are Rich's default ones."""
-    from rich.terminal_theme import DEFAULT_TERMINAL_THEME
-
     theme = TerminalTheme(Color.parse(back).get_truecolor(), Color.parse(fore).get_truecolor(), [])
     theme.ansi_colors = DEFAULT_TERMINAL_THEME.ansi_colors
     return theme
@@ -308,14 +282,14 @@ def _terminal_theme(fore: str, back: str) -> TerminalTheme:
 
 def _mix_colors(first: str, second: str, share: float) -> str:
     """Blend two colours; `share` is that of `second`."""
-    return blend_rgb(
-        Color.parse(first).get_truecolor(), Color.parse(second).get_truecolor(), share
-    ).hex
+    low, high = (Color.parse(color).get_truecolor() for color in (first, second))
+    return blend_rgb(low, high, share).hex
 
 
 def _svg_document(drawing: _Drawing, size: tuple[int, int], title: str) -> str:
     width, height = size[0] + 2 * MARGIN, size[1] + 2 * MARGIN
-    layers = [*_svg_paths(drawing.backs), *_svg_paths(drawing.areas)]
+    fills = (*drawing.backs.items(), *drawing.areas.items())
+    layers = [f'<path fill="{fill}" d="{"".join(paths)}"/>' for fill, paths in fills]
     border_color = _mix_colors(drawing.background, drawing.foreground, 0.25)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -326,11 +300,6 @@ def _svg_document(drawing: _Drawing, size: tuple[int, int], title: str) -> str:
         f'font-size="{_FONT_SIZE}" xml:space="preserve">\n<g shape-rendering="crispEdges">'
     )
     return "\n".join([head, *layers, "</g>", *drawing.texts, "</g>", "</svg>\n"])
-
-
-def _svg_paths(fills: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    for fill, parts in fills.items():
-        yield f'<path fill="{fill}" d="{"".join(parts)}"/>'
 
 
 def _write_atomically(target: Path, data: bytes) -> None:

@@ -79,7 +79,7 @@ def boxes(
     if marked and 0 <= marked[0] < rows and 0 <= marked[1] < columns and cell_width > 0:
         row, column = marked
         box = _cursor_segment(int(wide[row, column * cell_width]), cell_width, palette, theme)
-        strips[row] = _replace_cells(strips[row], column * cell_width, box)
+        strips[row] = replace_cells(strips[row], column * cell_width, box)
     return strips
 
 
@@ -99,26 +99,18 @@ def _color_strips(upper: Levels, lower: Levels, palette: Palette, theme: Theme) 
         return [Strip([], 0) for _ in keys]
     starts = np.ones(keys.shape, bool)
     starts[:, 1:] = keys[:, 1:] != keys[:, :-1]
-    if theme.depth == "truecolor" and keys.size < _MIN_MEAN_RUN * np.count_nonzero(starts):
+    truecolor, width = theme.depth == "truecolor", keys.shape[1]
+    if truecolor and keys.size < _MIN_MEAN_RUN * np.count_nonzero(starts):
         pairs, ansi = palette.pairs, palette.ansi
         return [
-            CellStrip([pairs[key] for key in row], len(row), [ansi[key] for key in row])
+            CellStrip([pairs[key] for key in row], width, [ansi[key] for key in row])
             for row in keys.tolist()
         ]
-    return _run_strips(keys, starts, palette, theme)
-
-
-def _run_strips(
-    keys: npt.NDArray[np.uint32], starts: npt.NDArray[np.bool_], palette: Palette, theme: Theme
-) -> list[Strip]:
-    rows, width = keys.shape
     at = np.flatnonzero(starts)
-    lengths = np.diff(at, append=rows * width).tolist()
+    lengths = np.diff(at, append=keys.size).tolist()
     runs = [palette.run(*run) for run in zip(keys.ravel()[at].tolist(), lengths, strict=True)]
-    ends = np.cumsum(np.count_nonzero(starts, axis=1)).tolist()
-    truecolor = theme.depth == "truecolor"
     strips: list[Strip] = []
-    for begin, end in pairwise((0, *ends)):
+    for begin, end in pairwise((0, *np.cumsum(np.count_nonzero(starts, axis=1)).tolist())):
         segments = [segment for segment, _ in runs[begin:end]]
         codes = [code for _, code in runs[begin:end]]
         strips.append(CellStrip(segments, width, codes) if truecolor else Strip(segments, width))
@@ -134,7 +126,8 @@ def _cursor_segment(level: int, width: int, palette: Palette, theme: Theme) -> S
     return Segment("+" if width == 1 else f"[{inside * (width - 2)}]", style)
 
 
-def _replace_cells(strip: Strip, at: int, piece: Segment) -> Strip:
+def replace_cells(strip: Strip, at: int, piece: Segment) -> Strip:
+    """Replace the cells of a strip from column `at` on by a piece of narrow characters."""
     end = at + len(piece.text)
     middle = Strip([piece], len(piece.text))
     return Strip.join([strip.crop(0, at), middle, strip.crop(end, strip.cell_length)])
@@ -239,7 +232,7 @@ def quantise_marked(values: npt.ArrayLike, low: float, high: float, palette: Pal
     return levels
 
 
-def blend(anchors: Sequence[RGB], size: int) -> list[RGB]:
+def blend(anchors: Sequence[Sequence[int]], size: int) -> list[RGB]:
     """Return `size` colours, evenly spaced on straight lines in sRGB between `anchors`."""
     table = np.array(anchors, dtype=np.float64)
     at = np.linspace(0, len(anchors) - 1, size)
@@ -255,24 +248,11 @@ def ramp(characters: str, size: int) -> str:
 # Cividis: Nunez, Anderton and Renslow 2018, https://doi.org/10.1371/journal.pone.0199239. These
 # are entries 0, 17, 34 ... 255 of matplotlib's table of 256 (`_cividis_data`), as bytes. Colours
 # between them are interpolated and differ from the table by at most 10 of 255.
-_CIVIDIS_ANCHORS: tuple[RGB, ...] = (
-    (0, 34, 78),
-    (0, 46, 108),
-    (30, 58, 111),
-    (53, 69, 108),
-    (71, 81, 108),
-    (87, 93, 109),
-    (102, 105, 112),
-    (117, 117, 117),
-    (132, 130, 121),
-    (148, 142, 119),
-    (165, 156, 116),
-    (183, 169, 110),
-    (200, 184, 102),
-    (219, 199, 90),
-    (238, 214, 73),
-    (254, 232, 56),
+_CIVIDIS_BYTES = bytes.fromhex(
+    "00224e 002e6c 1e3a6f 35456c 47516c 575d6d 666970 757575"
+    "848279 948e77 a59c74 b7a96e c8b866 dbc75a eed649 fee838"
 )
+_CIVIDIS_ANCHORS = np.frombuffer(_CIVIDIS_BYTES, np.uint8).reshape(-1, 3).tolist()
 
 # Blue and orange of equal lightness, after Okabe and Ito (https://jfly.uni-koeln.de/color/), so
 # that magnitude is lightness and sign is hue; the middle is a dark grey near the background.

@@ -61,7 +61,10 @@ def timeline(
     """
     columns = _bucket_columns(values, width)
     heights = _scale_to_eighths(columns, 8 * height)
-    cursor = _column_of(marked, len(values), len(columns))
+    cursor = None
+    if marked is not None and 0 <= marked < len(values) and columns:
+        # The inverse of `_bucket_columns`.
+        cursor = ((marked + 1) * len(columns) - 1) // len(values)
     strips = []
     for row in range(height - 1, -1, -1):
         cells: list[tuple[str, str]] = []
@@ -80,15 +83,13 @@ def format_number(value: float | None, width: int = 0) -> str:
     With a `width` it is right-aligned in that many cells, with fewer digits where they do not
     fit, and "…" where no form fits: a number is never cut to another number.
     """
+    forms = _number_forms(value)
     if width <= 0:
-        return _number_forms(value)[0]
-    return align_right(
-        next((form for form in _number_forms(value) if len(form) <= width), "…"), width
-    )
+        return forms[0]
+    return align_right(next((form for form in forms if len(form) <= width), "…"), width)
 
 
 def _number_forms(value: float | None) -> list[str]:
-    """Return the forms of a number, the best first, then shorter ones."""
     if value is None:
         return ["-"]
     size = abs(value)
@@ -96,16 +97,13 @@ def _number_forms(value: float | None) -> list[str]:
         return ["0" if size == 0 else str(float(value))]
     mantissa, exponent = f"{value:.0e}".split("e")
     whole = [f"{value:.0f}"] if 1 <= size < 1e5 else []
-    return [_format_digits(value), *whole, f"{mantissa}e{int(exponent)}"]
-
-
-def _format_digits(value: float) -> str:
-    size = abs(value)
     if size < 1e-3 or size >= 1e5:
-        return f"{value:.1e}"
-    if size >= 100:
-        return f"{value:.0f}"
-    return f"{value:.3g}" if size >= 0.01 else f"{value:.2g}"
+        best = f"{value:.1e}"
+    elif size >= 100:
+        best = f"{value:.0f}"
+    else:
+        best = f"{value:.3g}" if size >= 0.01 else f"{value:.2g}"
+    return [best, *whole, f"{mantissa}e{int(exponent)}"]
 
 
 def _is_nonfinite(value: float | None) -> bool:
@@ -117,33 +115,21 @@ def _bucket_columns(values: Sequence[float | None], width: int) -> list[float | 
     count = len(values)
     buckets = min(count, max(width, 0))
     edges = [bucket * count // buckets for bucket in range(buckets)] + [count]
-    return [_bucket_max(values[start:stop]) for start, stop in pairwise(edges)]
-
-
-def _bucket_max(bucket: Sequence[float | None]) -> float | None:
-    known = [value for value in bucket if value is not None]
-    if not known:
-        return None
-    return max(known) if all(map(math.isfinite, known)) else math.nan
+    columns: list[float | None] = []
+    for start, stop in pairwise(edges):
+        known = [value for value in values[start:stop] if value is not None]
+        highest = max(known, default=None)
+        columns.append(highest if all(map(math.isfinite, known)) else math.nan)
+    return columns
 
 
 def _scale_to_eighths(columns: Sequence[float | None], top: int) -> list[int]:
     """Return the height of each column, 1 to `top` eighths; 0 for None, NaN and Inf."""
     finite = [float(value) for value in columns if value is not None and math.isfinite(value)]
     low, high = min([0.0, *finite]), max(finite, default=0.0)
-    span = high / 2 - low / 2  # halves: the difference itself may overflow
-    heights: list[int] = []
-    for value in columns:
-        if value is None or not math.isfinite(value):
-            heights.append(0)
-        else:
-            share = (float(value) / 2 - low / 2) / span if span > 0 else 0.0
-            heights.append(max(round(share * top), min(top, 1)))
-    return heights
-
-
-def _column_of(marked: int | None, count: int, columns: int) -> int | None:
-    """Return the column of the value at index `marked`: the inverse of `_bucket_columns`."""
-    if marked is None or not 0 <= marked < count or not columns:
-        return None
-    return ((marked + 1) * columns - 1) // count
+    span = high / 2 - low / 2 or 1.0  # halves: the difference itself may overflow
+    shares = (
+        None if value is None or not math.isfinite(value) else (float(value) / 2 - low / 2) / span
+        for value in columns
+    )
+    return [0 if share is None else max(round(share * top), min(top, 1)) for share in shares]

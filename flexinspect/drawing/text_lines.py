@@ -158,6 +158,15 @@ class Pen:
         named = ((text, self.style(name)) for text, name in spans)
         return line(named, self.width, self.style("text"))
 
+    def row(self, texts: Iterable[str], widths: Iterable[int], styles: Iterable[str]) -> Strip:
+        """Return a row of a table: the first column left-aligned, the others right-aligned."""
+        columns = zip(texts, widths, styles, strict=True)
+        spans = [
+            (" " + align_right(text, width) if index else clip_text(text, width), style)
+            for index, (text, width, style) in enumerate(columns)
+        ]
+        return self.line(*spans)
+
     def paragraph(self, text: str, style: str = "text") -> list[Strip]:
         """Wrap a text at words; see `wrap_paragraph`."""
         return wrap_paragraph(text, self.width, self.style(style))
@@ -176,6 +185,11 @@ def join_blocks(left: Sequence[Strip], right: Sequence[Strip], blank: Style) -> 
         empty = Strip([Segment(" " * width, blank)], width)
         blocks.append([*block, *[empty] * (height - len(block))])
     return [Strip.join(pair) for pair in zip(*blocks, strict=True)]
+
+
+def first_visible(at: int, room: int, total: int) -> int:
+    """Return the first of `room` visible items of `total`, with item `at` near the middle."""
+    return max(0, min(at - room // 2, total - room))
 
 
 SEPARATOR = " · "

@@ -71,15 +71,15 @@ class Theme:
 
     @cached_property
     def _styles(self) -> dict[str, Style]:
-        on = Style(
-            color=None if self.no_color else self.color("foreground"),
-            bgcolor=None if self.no_color else self.color("background"),
-        )
-        tint = {name: self._tint(name) for name in self.colors}
+        on, tint = Style(), dict.fromkeys(self.colors, Style())
+        if not self.no_color:
+            on = Style(color=self.color("foreground"), bgcolor=self.color("background"))
+            tint = {name: Style(color=self.color(name)) for name in self.colors}
+        muted = on + (Style(dim=True) if self.no_color else tint["muted"])
         return {
             "text": on,
             "strong": on + Style(bold=True),
-            "muted": on + (Style(dim=True) if self.no_color else tint["muted"]),
+            "muted": muted,
             "title": on + tint["primary"] + Style(bold=True),
             "accent": on + tint["accent"],
             "good": on + tint["success"],
@@ -88,7 +88,7 @@ class Theme:
             "chosen": on + tint["accent"] + Style(bold=True),
             "cursor": on + Style(reverse=True, bold=True),
             "special": on + tint["accent"] + Style(italic=True),
-            "invisible": on + (Style(dim=True) if self.no_color else tint["muted"]),
+            "invisible": muted,
         }
 
     @cached_property
@@ -97,9 +97,6 @@ class Theme:
             return (Style(), Style(underline=True))
         white = Color.parse("#ffffff")
         return tuple(Style(color=white, bgcolor=Color.parse(band)) for band in SEGMENT_COLORS)
-
-    def _tint(self, name: str) -> Style:
-        return Style() if self.no_color else Style(color=self.color(name))
 
 
 class NoColorFilter(LineFilter):

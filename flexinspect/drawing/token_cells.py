@@ -62,9 +62,7 @@ def display_text(token: str, text: str, *, special: bool) -> tuple[str, bool]:
     return text.replace("\\", "\\\\")[:MAX_TOKEN_CHARS], False
 
 
-def token_style(
-    cell: TokenCell, theme: Theme, *, current: bool = False, marked: bool = False
-) -> Style:
+def token_style(cell: TokenCell, theme: Theme, *, current: bool = False) -> Style:
     """Return the style of a token: its colour, lighter at odd positions, and its attributes."""
     style = _segment_style(cell.segment_color, cell.pos % 2, theme.no_color)
     if cell.heat is not None:
@@ -73,8 +71,6 @@ def token_style(
         style += Style(italic=True, bold=True)
     if cell.invisible:
         style += Style(dim=True)
-    if marked:
-        style += Style(underline=True, bold=True)
     if current:
         style += Style(reverse=True, bold=True) if theme.no_color else _CURRENT_STYLE
     return style
@@ -88,7 +84,9 @@ def _segment_style(number: int, odd: int, plain: bool) -> Style:
     if plain:
         return Style(underline=bool(odd))
     back = SEPARATOR_COLOR if number < 0 else SEGMENT_COLORS[number % len(SEGMENT_COLORS)]
-    return Style(color=Color.parse("#ffffff"), bgcolor=_lighten(back, 0.14 * odd))
+    parts = Color.parse(back).get_truecolor()
+    lighter = Color.from_rgb(*(round(part + (255 - part) * 0.14 * odd) for part in parts))
+    return Style(color=Color.parse("#ffffff"), bgcolor=lighter)
 
 
 @lru_cache(maxsize=64)
@@ -103,11 +101,6 @@ def _heat_style(level: int, plain: bool) -> Style:
     return Style(color=Color.parse(ink), bgcolor=Color.from_rgb(red, green, blue))
 
 
-def _lighten(back: str, share: float) -> Color:
-    red, green, blue = Color.parse(back).get_truecolor()
-    return Color.from_rgb(*(round(part + (255 - part) * share) for part in (red, green, blue)))
-
-
 @dataclass(frozen=True, slots=True)
 class TokenCellRow:
     """A row of token cells, and the column at which each begins."""
@@ -120,15 +113,9 @@ class TokenCellRow:
         """Width in terminal cells."""
         return self.columns[-1] + cell_len(self.cells[-1].text) if self.cells else 0
 
-    def spans(self, theme: Theme, *, current: int | None, marked: frozenset[int]) -> list[Span]:
-        """Return the row as spans; `current` and `marked` are positions of tokens."""
-        return [
-            (
-                cell.text,
-                token_style(cell, theme, current=cell.pos == current, marked=cell.pos in marked),
-            )
-            for cell in self.cells
-        ]
+    def spans(self, theme: Theme, *, current: int | None) -> list[Span]:
+        """Return the row as spans; `current` is the position of the current token."""
+        return [(c.text, token_style(c, theme, current=c.pos == current)) for c in self.cells]
 
     def cell_at(self, column: int) -> TokenCell | None:
         """Return the token cell at a column, None after the last one."""
@@ -140,28 +127,22 @@ class TokenCellRow:
 
 def wrap_cells(cells: Sequence[TokenCell], width: int) -> list[TokenCellRow]:
     """Lay token cells out in rows of `width` columns; a wider cell has a row of its own."""
-    rows: list[list[TokenCell]] = []
-    columns: list[list[int]] = []
+    rows: list[list[tuple[TokenCell, int]]] = []
     used = 0
     for cell in cells:
         length = cell_len(cell.text)
         if not rows or used + length > width:
             rows.append([])
-            columns.append([])
             used = 0
-        rows[-1].append(cell)
-        columns[-1].append(used)
+        rows[-1].append((cell, used))
         used += length
-    return [TokenCellRow(tuple(row), tuple(at)) for row, at in zip(rows, columns, strict=True)]
+    return [TokenCellRow(*zip(*row, strict=True)) for row in rows]
 
 
-def row_around(cells: Sequence[TokenCell], current: int, width: int) -> tuple[TokenCellRow, int]:
-    """Return a row of at most `width` columns with the cell at index `current` near its middle.
-
-    The second value is the index of the first cell in the row.
-    """
+def row_around(cells: Sequence[TokenCell], current: int, width: int) -> TokenCellRow:
+    """Return a row of at most `width` columns with the cell at index `current` near its middle."""
     if not cells:
-        return TokenCellRow((), ()), 0
+        return TokenCellRow((), ())
     lengths = [cell_len(cell.text) for cell in cells]
     start = min(max(current, 0), len(cells) - 1)
     stop = start + 1
@@ -178,4 +159,4 @@ def row_around(cells: Sequence[TokenCell], current: int, width: int) -> tuple[To
         else:
             used += lengths[stop]
             stop += 1
-    return wrap_cells(cells[start:stop], max(width, used))[0], start
+    return wrap_cells(cells[start:stop], max(width, used))[0]

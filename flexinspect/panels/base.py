@@ -10,8 +10,8 @@ interface's thread, and `describe` returns it as text. So one panel serves the i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from textual.strip import Strip
 
@@ -43,7 +43,6 @@ class NoOptions:
 
 O_co = TypeVar("O_co")
 D = TypeVar("D")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,17 @@ class Request(Generic[O_co]):
     options: O_co
     width: int = 100
     height: int = 30
+
+    def with_next(self, name: str, choices: Sequence[Any], current: Any = None) -> O_co:
+        """Return the options with the choice of option `name` that follows, cyclically.
+
+        It follows `current`, by default the present value of the option.
+        """
+        if current is None:
+            current = getattr(self.options, name)
+        after = choices[(choices.index(current) + 1) % len(choices)]
+        options: O_co = replace(self.options, **{name: after})  # type: ignore[type-var]
+        return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +87,6 @@ CURSOR_MOVES = {
 }
 """The actions that move a cursor: by how many lines down, and by how many columns across."""
 
-Cell = tuple[int, int]
-"""A cell of a picture: its column and its line."""
-
 
 @dataclass(frozen=True, slots=True)
 class Navigate:
@@ -94,17 +101,12 @@ class Navigate:
     panel: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Help:
+class Help(NamedTuple):
     """Help of a panel: what it shows, how to read it, what to look for."""
 
     shows: str
     read: str
     look_for: str
-
-    def lines(self) -> tuple[str, str, str]:
-        """Return the three lines."""
-        return self.shows, self.read, self.look_for
 
 
 class Panel(Generic[D, O_co]):
@@ -125,11 +127,6 @@ class Panel(Generic[D, O_co]):
     """The actions (see `flexinspect.core.keyboard`) that `on_action` handles."""
     initial_options: ClassVar[Any] = NoOptions()
     """The options that the panel starts with."""
-
-    def options(self) -> O_co:
-        """Return the initial options of the panel."""
-        options: O_co = self.initial_options
-        return options
 
     def load(self, source: Source, request: Request[O_co]) -> D:
         """Read the data of the request. Runs in a worker thread."""
@@ -154,21 +151,11 @@ class Panel(Generic[D, O_co]):
 
         `click` is False when the mouse only moves over the cell, which most panels ignore.
         """
-        return self.on_click((x, y), data, request) if click else None
+        return self.on_click(x, y, data, request) if click else None
 
-    def on_click(self, at: Cell, data: D, request: Request[O_co]) -> O_co | Navigate | None:
-        """Handle a click on a cell of the picture; returns the same as `on_action`."""
+    def on_click(self, x: int, y: int, data: D, request: Request[O_co]) -> O_co | Navigate | None:
+        """Handle a click on cell (x, y) of the picture; returns the same as `on_action`."""
         return None
-
-
-def first_visible(at: int, room: int, total: int) -> int:
-    """Return the first of `room` visible items of `total`, with item `at` near the middle."""
-    return max(0, min(at - room // 2, total - room))
-
-
-def next_choice(choices: Sequence[T], current: T) -> T:
-    """Return the choice after `current`, the first one after the last."""
-    return choices[(choices.index(current) + 1) % len(choices)]
 
 
 @dataclass
@@ -176,7 +163,7 @@ class Missing(Exception):
     """There is nothing to show: the reason as a sentence, and a hint on what to do."""
 
     reason: str
-    hint: str = field(default="")
+    hint: str = ""
 
     def lines(self) -> list[str]:
         """Return the reason, then the hint if there is one."""

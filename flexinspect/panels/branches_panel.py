@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import chain
 
 from textual.strip import Strip
 
@@ -19,10 +19,9 @@ from flexinspect.analysis.branch_comparison import (
     step_mask,
 )
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
+from flexinspect.drawing.text_lines import Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
-    Cell,
     Help,
     Missing,
     Navigate,
@@ -75,10 +74,10 @@ class BranchesData:
 class BranchesPanel(Panel[BranchesData, NoOptions]):
     """The tree of branches, and below it a branch and its parent side by side."""
 
-    name: ClassVar[str] = "branches"
-    title: ClassVar[str] = "Branches"
-    needs_tokens: ClassVar[bool] = True
-    help: ClassVar[Help] = Help(
+    name = "branches"
+    title = "Branches"
+    needs_tokens = True
+    help = Help(
         "It shows the branches of this generation as a tree, and compares the current branch with "
         "its parent: the tokens that each chose, the distance of their distributions, and the "
         "difference of their masks.",
@@ -88,7 +87,7 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         "Look for the step at which the texts diverge, and whether logits changed before it: then "
         "the fork had an effect before the text showed it.",
     )
-    depends_on_size: ClassVar[bool] = True
+    depends_on_size = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> BranchesData:
         """Read the tree, and the steps of the branch that fit the height."""
@@ -96,13 +95,17 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         nodes = tuple(branch_tree(reader, place.generation))
         if not nodes:
             raise Missing("This generation has no branch yet.")
-        shown = _compared_branch(nodes, place.branch)
+        # The current branch, or for the root its last fork.
+        rows = [node.row for node in nodes]
+        own = (row for row in rows if row.branch == place.branch and row.parent is not None)
+        last_fork = (row for row in reversed(rows) if row.parent == place.branch)
+        shown = next(chain(own, last_fork), None)
         if shown is None or shown.parent is None:
             return BranchesData(nodes, place)
         pairs = _load_pairs(reader, shown, place.step, request.height - len(nodes) - 2)
         masks = None
         if any(pair.step == place.step and pair.change is not None for pair in pairs):
-            masks = _compare_masks(source, place, shown.parent, shown.branch)
+            masks = _diff_masks(source, place, shown.parent, shown.branch)
         diverged_at = _find_divergence(reader, shown)
         return BranchesData(nodes, place, shown, tuple(pairs), diverged_at, masks)
 
@@ -112,7 +115,12 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         if data.compared is None:
             return [*lines, "There is no fork: F continues from a step with another token."]
         lines.append(f"Branch {data.compared.branch} compared with branch {data.compared.parent}:")
-        lines += [_format_pair(pair) for pair in data.pairs]
+        for pair in data.pairs:
+            text = f"step {pair.step}: {_quote_text(pair.base)} | {_quote_text(pair.own)}"
+            if pair.change is not None:
+                kl, largest = _format_change(pair.change)
+                text += f", KL {kl} nats, largest logit change {largest}"
+            lines.append(text)
         if data.diverged_at is not None:
             lines.append(f"The texts diverge at step {data.diverged_at}.")
         if data.masks is not None:
@@ -122,12 +130,10 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
     def paint(self, data: BranchesData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the tree, then the steps, then how the masks differ."""
         pen, height, current = Pen(theme, request.width), request.height, data.place.branch
-        strips = [
-            pen.line(
-                (_format_node(node, current), "chosen" if node.row.branch == current else "text")
-            )
-            for node in data.nodes[: _tree_height(data, height)]
-        ]
+        strips = []
+        for node in data.nodes[: _tree_height(data, height)]:
+            style = "chosen" if node.row.branch == current else "text"
+            strips.append(pen.line((_format_node(node, current), style)))
         if data.compared is None:
             hint = (
                 "There is no fork. While the model is running, F continues from a step with "
@@ -142,16 +148,14 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
             paragraph = pen.paragraph(text, "muted")
             fits = len(strips) + len(paragraph) <= height
             strips += paragraph if fits else [pen.line((text, "muted"))]
-        note = "the same tokens"
-        if data.diverged_at is not None:
-            note = f"diverges at step {data.diverged_at}"
+        at = data.diverged_at
+        note = "the same tokens" if at is None else f"diverges at step {at}"
         return Picture(strips[:height], note)
 
     def on_click(
-        self, at: Cell, data: BranchesData, request: Request[NoOptions]
+        self, x: int, y: int, data: BranchesData, request: Request[NoOptions]
     ) -> Navigate | None:
         """Go to the branch or the step that was clicked."""
-        y = at[1]
         n_nodes = min(len(data.nodes), _tree_height(data, request.height))
         if y < n_nodes:
             return Navigate(branch=data.nodes[y].row.branch)
@@ -163,16 +167,7 @@ def _tree_height(data: BranchesData, height: int) -> int:
     return max(height - _MIN_COMPARISON_LINES, 1) if data.compared is not None else height
 
 
-def _compared_branch(nodes: tuple[BranchNode, ...], branch: int) -> BranchRow | None:
-    """Return the branch to compare: the current one, or for the root its last fork."""
-    rows = [node.row for node in nodes]
-    current = next((row for row in rows if row.branch == branch and row.parent is not None), None)
-    return current or next((row for row in reversed(rows) if row.parent == branch), None)
-
-
-def _compare_masks(
-    source: Source, place: TracePlace, parent: int, branch: int
-) -> MaskChange | None:
+def _diff_masks(source: Source, place: TracePlace, parent: int, branch: int) -> MaskChange | None:
     """Compare the masks of all steps up to this one; the mask of each step is cached."""
     reader, generation, layer, head = source.reader, place.generation, place.layer, place.head
 
@@ -251,34 +246,22 @@ def _quote_text(text: str | None) -> str:
     return "–" if text is None else f"“{escape_unprintable(text)}”"
 
 
-def _format_kl(change: StepChange | None) -> str:
+def _format_change(change: StepChange | None) -> tuple[str, str]:
     if change is None:
-        return ""
-    return f"{'≥ ' if change.basis == 'candidates' else ''}{change.kl:.3g}"
-
-
-def _format_pair(pair: StepPair) -> str:
-    text = f"step {pair.step}: {_quote_text(pair.base)} | {_quote_text(pair.own)}"
-    if pair.change is not None:
-        largest = f"{pair.change.largest:.3g}"
-        text += f", KL {_format_kl(pair.change)} nats, largest logit change {largest}"
-    return text
+        return "", ""
+    bound = "≥ " if change.basis == "candidates" else ""
+    return f"{bound}{change.kl:.3g}", f"{change.largest:.3g}"
 
 
 def _draw_pair(pair: StepPair, data: BranchesData, pen: Pen) -> Strip:
-    text_width = _text_width(pen.width)
-    spans: list[NamedSpan] = [
-        (
-            align_right(str(pair.step), _STEP_WIDTH) + " ",
-            "chosen" if pair.step == data.place.step else "muted",
-        ),
+    text_width, (kl, largest) = _text_width(pen.width), _format_change(pair.change)
+    step_style = "chosen" if pair.step == data.place.step else "muted"
+    return pen.line(
+        (align_right(str(pair.step), _STEP_WIDTH) + " ", step_style),
         (clip_text(_quote_text(pair.base), text_width) + " ", "text"),
         (clip_text(_quote_text(pair.own), text_width), "warn" if pair.is_different else "text"),
-        (align_right(_format_kl(pair.change), _KL_WIDTH), "text"),
-    ]
-    if pair.change is not None:
-        spans.append((align_right(f"{pair.change.largest:.3g}", _LOGIT_WIDTH), "text"))
-    return pen.line(*spans)
+        (align_right(kl, _KL_WIDTH) + align_right(largest, _LOGIT_WIDTH), "text"),
+    )
 
 
 def _describe_masks(masks: MaskChange, place: TracePlace) -> str:

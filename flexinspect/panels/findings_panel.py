@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
 
 from rich.cells import cell_len
 from textual.strip import Strip
@@ -19,18 +19,16 @@ from flexinspect.analysis.reports.collect import (
     read_position_texts,
 )
 from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.drawing.text_lines import Pen, clip_text
+from flexinspect.drawing.text_lines import Pen, clip_text, first_visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
     CURSOR_MOVES,
-    Cell,
     Help,
     Navigate,
     Panel,
     Picture,
     Request,
     TracePlace,
-    first_visible,
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
@@ -65,7 +63,8 @@ _SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: 
 class FindingsData:
     """The classes of findings, worst first, and one finding of the selected class.
 
-    `tokens` are (pos, text) of its first positions; `rules` are the names of the rules that ran.
+    `tokens` are (pos, text) of its first positions; `rules` are the names of the rules that ran,
+    live or on the stored trace.
     """
 
     groups: tuple[FindingGroup, ...]
@@ -74,13 +73,6 @@ class FindingsData:
     chosen: FindingRow | None = None
     tokens: tuple[tuple[int, str], ...] = ()
     rules: tuple[str, ...] = ()
-
-
-def applied_rules(reader: TraceReader) -> tuple[str, ...]:
-    """Return the names of the rules that ran, live (per the manifest) or on the stored trace."""
-    rules = reader.run().get("rules")
-    live = map(str, rules) if isinstance(rules, list) else ()
-    return tuple(sorted({*live, *(rule for rule, _ in reader.reviews())}))
 
 
 def format_extent(group: FindingGroup) -> str:
@@ -148,10 +140,10 @@ class FindingsOptions:
 class FindingsPanel(Panel[FindingsData, FindingsOptions]):
     """A list of the classes of findings, with all details of the selected finding."""
 
-    name: ClassVar[str] = "findings"
-    title: ClassVar[str] = "Findings"
-    initial_options: ClassVar[FindingsOptions] = FindingsOptions()
-    help: ClassVar[Help] = Help(
+    name = "findings"
+    title = "Findings"
+    initial_options = FindingsOptions()
+    help = Help(
         "It shows the problems that the rules found in this trace, the worst first, with all "
         "findings of one kind on one line.",
         "Move with shift+up and shift+down, go through the findings of one kind with shift+left "
@@ -159,18 +151,20 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         "Start with the errors (E): each says in one sentence what is wrong, and lists the "
         "evidence and how to confirm it.",
     )
-    actions: ClassVar[tuple[str, ...]] = (*CURSOR_MOVES, "cursor.enter")
+    actions = (*CURSOR_MOVES, "cursor.enter")
 
     def load(self, source: Source, request: Request[FindingsOptions]) -> FindingsData:
         """Count the findings by class, and read the selected one."""
         reader, options = source.reader, request.options
         groups = load_groups(source)
         if not groups:
-            return FindingsData((), rules=applied_rules(reader))
+            rules = reader.run().get("rules")
+            live = map(str, rules) if isinstance(rules, list) else ()
+            reviews = (rule for rule, _ in reader.reviews())
+            return FindingsData((), rules=tuple(sorted({*live, *reviews})))
         classes = [(group.severity.value, group.id) for group in groups]
-        selected = options.selected
-        if options.group in classes:
-            selected = classes.index(options.group)
+        chosen = options.group
+        selected = classes.index(chosen) if chosen in classes else options.selected
         selected = max(0, min(selected, len(groups) - 1))
         member = max(0, min(options.member, groups[selected].count - 1))
         row = finding_in_group(reader, groups[selected], member)
@@ -220,10 +214,9 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         return selection and replace(selection, member=member)
 
     def on_click(
-        self, at: Cell, data: FindingsData, request: Request[FindingsOptions]
+        self, x: int, y: int, data: FindingsData, request: Request[FindingsOptions]
     ) -> FindingsOptions | Navigate | None:
         """Select the line that was clicked; a click on the selected one goes to its place."""
-        y = at[1]
         rows = _visible_rows(data, request.height)
         if not 0 <= y < len(rows):
             return None
@@ -269,24 +262,19 @@ def load_summary(source: Source, place: TracePlace) -> FindingSummary:
     groups = load_groups(source)
     if not groups:
         return FindingSummary()
-    counter, generation = findings_counter(source.reader), place.generation
-    own = source.get_or_create(
-        ("findings.worst", counter, generation), lambda: worst_finding(source.reader, generation)
-    )
-    worst = own if own is not None else finding_in_group(source.reader, groups[0], 0)
-    return summarize_groups(
-        groups, worst.finding if worst is not None else None, elsewhere=own is None
-    )
+    key = ("findings.worst", findings_counter(source.reader), place.generation)
+    own = source.get_or_create(key, lambda: worst_finding(source.reader, place.generation))
+    worst = own or finding_in_group(source.reader, groups[0], 0)
+    return summarize_groups(groups, worst.finding if worst else None, elsewhere=own is None)
 
 
 def summarize_groups(
     groups: Sequence[FindingGroup], worst: Finding | None = None, *, elsewhere: bool = False
 ) -> FindingSummary:
     """Count the findings of all classes by severity."""
-    counts = dict.fromkeys(Severity, 0)
-    for group in groups:
-        counts[group.severity] += group.count
-    errors, warnings, notes = (counts[severity] for severity in Severity)
+    errors, warnings, notes = (
+        sum(group.count for group in groups if group.severity is severity) for severity in Severity
+    )
     return FindingSummary(errors, warnings, notes, worst, elsewhere)
 
 
@@ -300,7 +288,10 @@ def next_finding(
     from it, so that several findings at one place are visited in turn. Takes a few bounded
     queries. Raises `TraceError`.
     """
-    if after is not None and _is_at(after.finding, place):
+    if after is not None and all(
+        getattr(after.finding, name) in (None, getattr(place, name))
+        for name in ("generation", "branch", "step", "layer", "head")
+    ):
         position = finding_position(after)
     else:
         past = 1 << 62 if direction > 0 else -1
@@ -327,16 +318,8 @@ def load_groups(source: Source) -> tuple[FindingGroup, ...]:
     counter = findings_counter(source.reader)
     if counter == 0:
         return ()
-    return source.get_or_create(
-        ("findings", counter), lambda: tuple(finding_groups(source.reader, limit=MAX_GROUPS))
-    )
-
-
-def _is_at(finding: Finding, place: TracePlace) -> bool:
-    return all(
-        getattr(finding, name) in (None, getattr(place, name))
-        for name in ("generation", "branch", "step", "layer", "head")
-    )
+    read = partial(finding_groups, source.reader, limit=MAX_GROUPS)
+    return source.get_or_create(("findings", counter), lambda: tuple(read()))
 
 
 # -- drawing -------------------------------------------------------------------------------------

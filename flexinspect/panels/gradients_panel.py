@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from rich.color import Color
@@ -15,20 +15,10 @@ from textual.strip import Strip
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, DIVERGING, Palette, quantise
 from flexinspect.drawing.plots import bar, format_number
-from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text, first_visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, wrap_cells
-from flexinspect.panels.base import (
-    Cell,
-    Help,
-    Missing,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-    first_visible,
-)
+from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import (
     TokenWindow,
@@ -118,29 +108,8 @@ class GradientsData:
         return float(np.max(values, where=np.isfinite(values), initial=0.0))
 
 
-def _missing_gradients(source: Source, place: TracePlace, branch: int) -> Missing:
-    others = steps_with_gradients(source.reader, place.generation, branch)
-    if not others:
-        return Missing(
-            "No gradients are recorded for this generation.",
-            "Run with --grads; they are computed at the end of the generation.",
-        )
-    shown = ", ".join(map(str, others[:12])) + (" …" if len(others) > 12 else "")
-    return Missing(
-        f"No gradients are recorded for step {place.step}.", f"These steps have some: {shown}."
-    )
-
-
 def _quote(text: str) -> str:
     return f'"{escape_unprintable(text)}"'
-
-
-def _load_rival(source: Source, place: TracePlace, branch: int, record: GradientRecord) -> str:
-    if record.runner_up_id is None:
-        return ""
-    candidates = source.reader.candidates(place.generation, place.step, branch)
-    texts = (_quote(c.text) for c in candidates if c.token_id == record.runner_up_id)
-    return next(texts, f"token {record.runner_up_id}")
 
 
 def segment_shares(record: GradientRecord, segments: Sequence[Segment]) -> tuple[SegmentShare, ...]:
@@ -183,11 +152,11 @@ def gradient_norms(record: GradientRecord) -> tuple[tuple[str, ...], tuple[Layer
     return (*parts, *((HIDDEN_COLUMN,) if record.layers is not None else ())), tuple(rows)
 
 
-def norms_outside_layers(record: GradientRecord) -> list[tuple[str, float]]:
-    """Return the norms of parameters outside of the layers, by part."""
+def format_outside_norms(record: GradientRecord) -> list[str]:
+    """Return the parts of parameters outside of the layers, each with its norm."""
     outside = [stat for stat in record.stats if stat.layer is None]
     norms = ((part, _joint_norm(outside, part)) for part in PARAMETER_PARTS)
-    return [(part, norm) for part, norm in norms if norm is not None]
+    return [f"{part} {format_number(norm)}" for part, norm in norms if norm is not None]
 
 
 def _joint_norm(stats: Sequence[GradientStat], part: str) -> float | None:
@@ -217,52 +186,42 @@ def format_check(record: GradientRecord) -> str:
 
 
 def _share_table(data: GradientsData) -> list[str]:
-    header = f"{'segment':<20}{'tokens':>8}{'gradient×input':>16}{'norm':>8}"
-    rows = [
-        f"{share.label[:20]:<20}{share.n_tokens:>8}{format_percent(share.signed, sign=True):>16}"
-        f"{format_percent(share.norm):>8}"
-        for share in data.shares
-    ]
-    return ["", header, *rows, ""]
+    rows = [("segment", "tokens", "gradient×input", "norm")]
+    for share in data.shares:
+        signed, norm = format_percent(share.signed, sign=True), format_percent(share.norm)
+        rows.append((share.label[:20], str(share.n_tokens), signed, norm))
+    return ["", *(f"{name:<20}{n:>8}{signed:>16}{norm:>8}" for name, n, signed, norm in rows), ""]
 
 
 def _describe_strongest(data: GradientsData) -> list[str]:
-    """Return the loaded tokens that contribute most to the token, and most against it."""
     values = [(data.value_at(token.pos, False) or 0.0, token) for token in data.window.tokens]
     lines = []
     for name, sign in (("For", 1), ("Against", -1)):
         ranked = sorted((pair for pair in values if sign * pair[0] > 0), key=lambda p: -abs(p[0]))
-        texts = [
+        texts = ", ".join(
             f"{_quote(token.text or token.token)} at {token.pos} ({format_number(value)})"
             for value, token in ranked[:5]
-        ]
-        lines += [f"{name} it: {', '.join(texts)}."] if texts else []
+        )
+        lines += [f"{name} it: {texts}."] if texts else []
     return lines
 
 
 def _norm_table(data: GradientsData) -> list[str]:
-    head = f"{'':<10}{''.join(f'{name:>10}' for name in data.columns)}"
-    rows = [
-        f"{f'layer {row.layer}':<10}{''.join(f'{format_number(value):>10}' for value in row.norms)}"
-        for row in data.rows
-    ]
-    outside = norms_outside_layers(data.record)
-    rest = ", ".join(f"{part} {format_number(norm)}" for part, norm in outside)
-    return ["", "Norms:", head, *rows, f"Outside of the layers: {rest or 'none'}.", ""]
+    rows = [("", *data.columns)]
+    rows += [(f"layer {row.layer}", *map(format_number, row.norms)) for row in data.rows]
+    lines = [f"{name:<10}{''.join(f'{cell:>10}' for cell in cells)}" for name, *cells in rows]
+    outside = ", ".join(format_outside_norms(data.record)) or "none"
+    return ["", "Norms:", *lines, f"Outside of the layers: {outside}.", ""]
 
 
 def merge_separators(shares: Sequence[SegmentShare]) -> list[SegmentShare]:
     """Merge the shares of all separators to one at the end."""
     separators = [share for share in shares if share.segment_color < 0]
-    merged = SegmentShare(
-        label="separators",
-        segment_color=-1,
-        n_tokens=sum(share.n_tokens for share in separators),
-        signed=sum(share.signed for share in separators),
-        norm=sum(share.norm for share in separators),
-    )
     others = [share for share in shares if share.segment_color >= 0]
-    return [*others, merged] if separators else others
+    if not separators:
+        return others
+    figures = ((share.n_tokens, share.signed, share.norm) for share in separators)
+    return [*others, SegmentShare("separators", -1, *map(sum, zip(*figures, strict=True)))]
 
 
 def format_percent(share: float, *, sign: bool = False) -> str:
@@ -290,11 +249,11 @@ class GradientsOptions:
 class GradientsPanel(Panel[GradientsData, GradientsOptions]):
     """The gradient of the step's token, at the tokens before it and at the model's parameters."""
 
-    name: ClassVar[str] = "gradients"
-    needs_tokens: ClassVar[bool] = True
-    title: ClassVar[str] = "Gradients"
-    initial_options: ClassVar[GradientsOptions] = GradientsOptions()
-    help: ClassVar[Help] = Help(
+    name = "gradients"
+    needs_tokens = True
+    title = "Gradients"
+    initial_options = GradientsOptions()
+    help = Help(
         "It shows the gradient of this token's log-probability (or margin): at each token before "
         "it, summed per segment, and per layer and group of parameters.",
         "m switches between who (orange tokens contribute to the token, blue ones act against it; "
@@ -303,8 +262,8 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         "Look for a paraphrase that acts against the others, for an answer that comes from the cue "
         "alone, and for layers with gradients of 0, NaN, or a hundred times their neighbours'.",
     )
-    depends_on_size: ClassVar[bool] = True
-    actions: ClassVar[tuple[str, ...]] = ("view.flip", "view.measure")
+    depends_on_size = True
+    actions = ("view.flip", "view.measure")
 
     def load(self, source: Source, request: Request[GradientsOptions]) -> GradientsData:
         """Read the gradients of the place's step, and the tokens that fit."""
@@ -313,7 +272,22 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         branch = branch_of_step(reader, place.generation, place.step, place.branch)
         record = reader.gradients(place.generation, place.step, branch)
         if record is None:
-            raise _missing_gradients(source, place, branch)
+            others = steps_with_gradients(reader, place.generation, branch)
+            if not others:
+                raise Missing(
+                    "No gradients are recorded for this generation.",
+                    "Run with --grads; they are computed at the end of the generation.",
+                )
+            shown = ", ".join(map(str, others[:12])) + (" …" if len(others) > 12 else "")
+            raise Missing(
+                f"No gradients are recorded for step {place.step}.",
+                f"These steps have some: {shown}.",
+            )
+        rival = ""
+        if record.runner_up_id is not None:
+            candidates = reader.candidates(place.generation, place.step, branch)
+            texts = (_quote(c.text) for c in candidates if c.token_id == record.runner_up_id)
+            rival = next(texts, f"token {record.runner_up_id}")
         segments = tuple(reader.segments(place.generation, place.branch))
         chosen = reader.step_tokens(place.generation, place.step, branch)
         columns, rows = gradient_norms(record)
@@ -321,7 +295,7 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
             place=place,
             record=record,
             token=_quote(chosen[0].text if chosen else f"token {record.token_id}"),
-            rival=_load_rival(source, place, branch, record),
+            rival=rival,
             window=load_token_window(source, place, reach),
             shares=segment_shares(record, segments),
             columns=columns,
@@ -337,12 +311,8 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
             return [*lines, "Nothing is shown.", *findings]
         lines += [*_share_table(data), *_describe_strongest(data), *_norm_table(data)]
         lines += findings or ["No gradient is NaN, Inf, exploding, vanishing or dead."]
-        scale = format_number(data.record.scale)
-        return [
-            *lines,
-            CAVEAT,
-            f"It took {data.record.wall_ms:.0f} ms; norm at the logits {scale}.",
-        ]
+        took, scale = f"{data.record.wall_ms:.0f} ms", format_number(data.record.scale)
+        return [*lines, CAVEAT, f"It took {took}; norm at the logits {scale}."]
 
     def paint(
         self, data: GradientsData, request: Request[GradientsOptions], theme: Theme
@@ -366,20 +336,16 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         self, action: str, data: GradientsData, request: Request[GradientsOptions]
     ) -> GradientsOptions | None:
         """`view.flip`: the other side; `view.measure`: colour tokens by the other measure."""
-        options = request.options
         if action == "view.flip":
-            return replace(options, side="where" if options.side == "who" else "who")
-        if action == "view.measure":
-            return replace(options, by="norm" if options.by == "input" else "input")
-        return None
+            return request.with_next("side", ("who", "where"))
+        return request.with_next("by", ("input", "norm")) if action == "view.measure" else None
 
     def on_click(
-        self, at: Cell, data: GradientsData, request: Request[GradientsOptions]
+        self, x: int, y: int, data: GradientsData, request: Request[GradientsOptions]
     ) -> Navigate | None:
         """Go to the clicked layer, or to the step or prompt position of the clicked token."""
         if not data.record.matches_recorded:
             return None
-        x, y = at
         pen = Pen(Theme("none"), request.width)
         top = len(_draw_header(data, pen))
         if request.options.side == "where":
@@ -396,12 +362,9 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
 
 
 def _draw_header(data: GradientsData, pen: Pen) -> list[Strip]:
-    """Draw the target and the check, a line each, and the first findings."""
     check_style = "good" if data.record.matches_recorded else "bad"
-    strips = [
-        pen.line((format_title(data), "title")),
-        pen.line((format_check(data.record), check_style)),
-    ]
+    strips = [pen.line((format_title(data), "title"))]
+    strips.append(pen.line((format_check(data.record), check_style)))
     for finding in data.findings[:2]:
         strips += pen.paragraph(finding.sentence, "bad")[:3]
     return strips
@@ -422,14 +385,10 @@ def _tokens_height(data: GradientsData, height: int, pen: Pen) -> int:
 def _draw_attribution(data: GradientsData, height: int, pen: Pen, *, by_norm: bool) -> list[Strip]:
     caveat = _draw_caveat(height, pen)
     strips = [*_draw_share_bars(data, pen), pen.line()]
-    room = _tokens_height(data, height, pen)
-    largest = data.largest(by_norm)
+    room, largest = _tokens_height(data, height, pen), data.largest(by_norm)
     for row in _layout_tokens(data, room, pen) if room else ():
-        spans = [
-            (cell.text, _token_style(data, cell.pos, largest, pen, by_norm=by_norm))
-            for cell in row.cells
-        ]
-        strips.append(pen.line(*spans))
+        styles = (_token_style(data, cell.pos, largest, pen, by_norm) for cell in row.cells)
+        strips.append(pen.line(*zip((cell.text for cell in row.cells), styles, strict=True)))
     blank = max(height - len(strips) - len(caveat), 0)
     return [*strips, *[pen.line()] * blank, *caveat]
 
@@ -444,7 +403,6 @@ def _draw_caveat(height: int, pen: Pen) -> list[Strip]:
 
 
 def _draw_share_bars(data: GradientsData, pen: Pen) -> list[Strip]:
-    """Draw a line per segment: gradient times input, signed, and the share of the norms."""
     shares = merge_separators(data.shares)
     label = max(min(max((len(s.label) for s in shares), default=0) + 1, pen.width // 3), 4)
     room = max((pen.width - label - 2 * _SHARE_WIDTH - 1) // 2, 0)
@@ -473,9 +431,7 @@ def _layout_tokens(data: GradientsData, height: int, pen: Pen) -> list[TokenCell
     return rows[max(top, 0) :][:height]
 
 
-def _token_style(
-    data: GradientsData, pos: int, largest: float, pen: Pen, *, by_norm: bool
-) -> Style:
+def _token_style(data: GradientsData, pos: int, largest: float, pen: Pen, by_norm: bool) -> Style:
     """Return the colour of a token's contribution; the generated token itself is white."""
     own, plain = data.record.tokens, pen.theme.no_color
     if own is not None and pos == own.shape[1]:
@@ -486,9 +442,7 @@ def _token_style(
     if not math.isfinite(value):
         return pen.style("bad") if plain else BAD_CELL_STYLE
     palette, low = (CIVIDIS, 0.0) if by_norm else (DIVERGING, -largest)
-    level = int(quantise(np.array([value]), low, largest, palette.size)[0])
-    if not largest:
-        level = palette.centre
+    level = int(quantise(value, low, largest, palette.size)) if largest else palette.centre
     if plain:  # bold for a contribution for the token, underlined for one against it
         share = (level - palette.centre) / (palette.size - 1 - palette.centre)
         return Style(bold=share > 0.25, underline=share < -0.25)
@@ -503,19 +457,17 @@ def _cell_style(level: int, palette: Palette) -> Style:
 
 
 def _draw_norms(data: GradientsData, height: int, pen: Pen) -> list[Strip]:
-    """Draw the norms, a line per layer and a column per group, coloured by their logarithm."""
     if not data.rows or not data.columns:
         return []
     each = max(min((pen.width - LABEL_WIDTH) // len(data.columns), 10), 1)
     names = "".join(align_right(name, each - 1) + " " for name in data.columns)
-    bounds = [_log_bounds(data, is_hidden=name == HIDDEN_COLUMN) for name in data.columns]
+    bounds = _log_bounds(data)
     top = _first_layer(data, height - 2)
     shown = data.rows[top : top + max(height - 2, 1)]
-    outside = norms_outside_layers(data.record)
-    rest = "  ".join(f"{part} {format_number(norm)}" for part, norm in outside)
+    rest = "  ".join(format_outside_norms(data.record))
     return [
         pen.line((" " * LABEL_WIDTH + names, "muted")),
-        *(pen.line(*_norm_line(row, data, each, bounds, pen)) for row in shown),
+        *(_norm_line(row, data, each, bounds, pen) for row in shown),
         pen.line((f"outside: {rest}", "muted")),
     ][:height]
 
@@ -527,12 +479,8 @@ def _first_layer(data: GradientsData, room: int) -> int:
 
 
 def _norm_line(
-    row: LayerGradients,
-    data: GradientsData,
-    each: int,
-    bounds: Sequence[tuple[float, float]],
-    pen: Pen,
-) -> list[NamedSpan]:
+    row: LayerGradients, data: GradientsData, each: int, bounds: Sequence[LogBounds], pen: Pen
+) -> Strip:
     here = row.layer == data.place.layer
     bad_layers = {layer for f in data.findings for layer in (*f.layers, f.layer)}
     label = f"{'▸' if here else ' '}{clip_text(f'layer {row.layer}', LABEL_WIDTH - 3)}"
@@ -543,24 +491,25 @@ def _norm_line(
     for value, ends in zip(row.norms, bounds, strict=True):
         inside = align_right(format_number(value, each - 1) if each > 4 else "", each - 1)
         spans += [(inside, _norm_style(value, ends, pen)), (" ", "text")]
-    return spans
+    return pen.line(*spans)
 
 
-def _log_bounds(data: GradientsData, *, is_hidden: bool) -> tuple[float, float]:
-    """Return the logarithms of the smallest and the largest norm above 0.
-
-    The columns of parameters share their bounds; the hidden states have their own.
-    """
-    values = [
-        norm
-        for row in data.rows
-        for norm, name in zip(row.norms, data.columns, strict=True)
-        if (name == HIDDEN_COLUMN) == is_hidden and norm is not None and 0 < norm < math.inf
-    ]
-    return (math.log(min(values)), math.log(max(values))) if values else (0.0, 0.0)
+LogBounds = tuple[float, float]
+"""The logarithms of the smallest and the largest norm above 0."""
 
 
-def _norm_style(value: float | None, bounds: tuple[float, float], pen: Pen) -> Style:
+def _log_bounds(data: GradientsData) -> list[LogBounds]:
+    """Return the bounds of each column: those of parameters share theirs, hidden states do not."""
+    logs: dict[bool, list[float]] = {True: [], False: []}
+    for row in data.rows:
+        for norm, name in zip(row.norms, data.columns, strict=True):
+            if norm is not None and 0 < norm < math.inf:
+                logs[name == HIDDEN_COLUMN].append(math.log(norm))
+    columns = (logs[name == HIDDEN_COLUMN] or [0.0] for name in data.columns)
+    return [(min(column), max(column)) for column in columns]
+
+
+def _norm_style(value: float | None, bounds: LogBounds, pen: Pen) -> Style:
     plain = pen.theme.no_color
     if value is None:
         return pen.style("muted")
@@ -568,5 +517,4 @@ def _norm_style(value: float | None, bounds: tuple[float, float], pen: Pen) -> S
         return pen.style("bad") if plain else BAD_CELL_STYLE
     if plain:
         return pen.style("text")
-    level = int(quantise(np.array([math.log(value)]), *bounds, CIVIDIS.size)[0])
-    return _cell_style(level, CIVIDIS)
+    return _cell_style(int(quantise(math.log(value), *bounds, CIVIDIS.size)), CIVIDIS)

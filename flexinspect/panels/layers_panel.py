@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from rich.segment import Segment
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, CIVIDIS_MISSING, boxes, quantise
+from flexinspect.core.text import capitalize, escape_unprintable, format_numbers, plural
+from flexinspect.drawing.heatmap import (
+    BAD_CELL_STYLE,
+    CIVIDIS,
+    CIVIDIS_MISSING,
+    boxes,
+    quantise,
+    replace_cells,
+)
 from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import (
-    Cell,
-    Help,
-    Missing,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-    next_choice,
-)
+from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, drop_cut_span, load_step_window
 from flexinspect.records.step import LayerStatRecord
@@ -37,7 +33,6 @@ from flexinspect.trace.queries.range_queries import (
     Statistic,
     branch_of_step,
     first_nonfinite_output,
-    format_ranges,
     layer_stats_range,
     lineage,
     step_range,
@@ -90,8 +85,7 @@ class FirstBadOutput:
     def sentence(self) -> str:
         """Return the place, the counts and the other layers in one sentence."""
         module = escape_unprintable(self.stat.module)
-        layers = "layers" if len(self.later) > 1 else "layer"
-        also = f"; in that step also {layers} {format_ranges(self.later)}" if self.later else ""
+        also = f"; in that step also {format_numbers('layer', self.later)}" if self.later else ""
         return f"First NaN/Inf at {self.format_place()} ({module}): {self.format_counts()}{also}."
 
 
@@ -125,14 +119,6 @@ class LayersData:
             return 0.0, 0.0, False
         low, high = float(finite.min()), float(finite.max())
         return low, high, low > 0 and high > 30 * low
-
-    def current_stat(self) -> LayerStatRecord | None:
-        """Return the shown module of the place's layer at the current step."""
-        layer = self.place.layer
-        for stat in self.step_stats:
-            if stat.layer == layer and module_kind(layer, stat.module) == self.kind:
-                return stat
-        return None
 
 
 def module_kind(layer: int, module: str) -> str:
@@ -187,25 +173,18 @@ def find_first_bad(source: Source, place: TracePlace, window: StepWindow) -> Fir
 def _with_details(
     reader: TraceReader, generation: int, branch: int, output: NonfiniteOutput
 ) -> FirstBadOutput:
+    """Add the size of a layer's output, if it is known, and the other layers."""
     stats = reader.layer_stats(generation, output.step, branch)
     bad_layers = {stat.layer for stat in stats if stat.n_nan or stat.n_inf}
-    later = tuple(sorted(bad_layers - {output.stat.layer}))
-    n_values = _count_values(reader, generation, branch, output)
-    return FirstBadOutput(output.step, output.stat, n_values, later)
-
-
-def _count_values(
-    reader: TraceReader, generation: int, branch: int, output: NonfiniteOutput
-) -> int | None:
-    """Return the size of a layer's output, rows times hidden size; None for other modules."""
-    if module_kind(output.stat.layer, output.stat.module):
-        return None
+    n_values = None
     step = reader.step(generation, output.step, branch)
     hidden = reader.model(generation).get("hidden")
-    if step is None or not isinstance(hidden, int):
-        return None
-    total = step.q_len * hidden
-    return total if total >= output.stat.n_nan + output.stat.n_inf else None
+    is_layer = not module_kind(output.stat.layer, output.stat.module)
+    if is_layer and step is not None and isinstance(hidden, int):
+        total = step.q_len * hidden
+        n_values = total if total >= output.stat.n_nan + output.stat.n_inf else None
+    later = tuple(sorted(bad_layers - {output.stat.layer}))
+    return FirstBadOutput(output.step, output.stat, n_values, later)
 
 
 def stat_table(data: LayersData) -> list[str]:
@@ -227,24 +206,19 @@ def stat_table(data: LayersData) -> list[str]:
 
 
 def _describe_range(data: LayersData) -> str:
-    name = MEASURES[data.measure]
-    title = name[0].upper() + name[1:]
-    steps = data.window.format_steps()
+    title = f"{capitalize(MEASURES[data.measure])} in {data.window.format_steps()}"
     if data.measure == "bad":
         n_bad, n_recorded = int((data.n_bad > 0).sum()), int((data.n_bad >= 0).sum())
-        return f"{title} in {steps}: {n_bad} of {n_recorded} layer outputs have some."
+        return f"{title}: {n_bad} of {n_recorded} layer outputs have some."
     finite = np.where(np.isfinite(data.values), data.values, np.nan)
     if np.isnan(finite).all():
-        return f"{title} in {steps}: no finite value."
-    low, high = (
-        np.unravel_index(find(finite), finite.shape) for find in (np.nanargmin, np.nanargmax)
-    )
-
-    def describe_value(cell: tuple[np.intp, ...]) -> str:
-        layer, step = data.layers[int(cell[0])], data.window.start + int(cell[1])
-        return f"{format_number(float(finite[cell]))} (step {step}, layer {layer})"
-
-    return f"{title} in {steps}: {describe_value(low)} to {describe_value(high)}."
+        return f"{title}: no finite value."
+    ends = []
+    for index in (int(np.nanargmin(finite)), int(np.nanargmax(finite))):
+        row, column = divmod(index, finite.shape[1])
+        where = f"step {data.window.start + column}, layer {data.layers[row]}"
+        ends.append(f"{format_number(float(finite[row, column]))} ({where})")
+    return f"{title}: {' to '.join(ends)}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +232,10 @@ class LayersOptions:
 class LayersPanel(Panel[LayersData, LayersOptions]):
     """Layers down, steps across, coloured by a statistic; the first bad output is marked."""
 
-    name: ClassVar[str] = "layers"
-    title: ClassVar[str] = "Layers"
-    initial_options: ClassVar[LayersOptions] = LayersOptions()
-    help: ClassVar[Help] = Help(
+    name = "layers"
+    title = "Layers"
+    initial_options = LayersOptions()
+    help = Help(
         "It shows one statistic of every layer's output at every step: norm, largest absolute "
         "value, mean, standard deviation, or NaN and Inf.",
         "Layers go down and steps across; bright is high, red or ! is NaN or Inf, X marks the "
@@ -269,8 +243,8 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
         "Look for the X: NaN or Inf began in this layer and step, and later layers and steps only "
         "inherit it; look also for a row or column that differs from its neighbours.",
     )
-    depends_on_size: ClassVar[bool] = True
-    actions: ClassVar[tuple[str, ...]] = ("view.measure", "view.flip", "cursor.enter")
+    depends_on_size = True
+    actions = ("view.measure", "view.flip", "cursor.enter")
 
     def load(self, source: Source, request: Request[LayersOptions]) -> LayersData:
         """Read the window of steps that fits, and find the first NaN or Inf of the branch."""
@@ -329,40 +303,37 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
         strips += _draw_grid(data, rows, pen)
         strips += [_legend(data, rows, pen)] if data.layers else []
         strips += _describe_current_layer(data, pen)
-        strips += _draw_stat_table(data, pen, height - len(strips))
+        table = stat_table(data)[:-1]
+        if data.step_stats and pen.width >= _TABLE_WIDTH and len(table) <= height - len(strips):
+            strips += [pen.line((text, "muted")) for text in table]
         note = f"{MEASURES[data.measure]} · {data.window.format_steps()}"
-        if data.first_bad:
-            note = (
-                f"first NaN/Inf: {data.first_bad.format_place()}, {data.first_bad.format_counts()}"
-            )
-        return Picture(strips[:height], note, alarm=data.first_bad is not None)
+        if bad := data.first_bad:
+            note = f"first NaN/Inf: {bad.format_place()}, {bad.format_counts()}"
+        return Picture(strips[:height], note, alarm=bad is not None)
 
     def on_action(
         self, action: str, data: LayersData, request: Request[LayersOptions]
     ) -> LayersOptions | Navigate | None:
         """Change the measure or the module, or go to the first NaN or Inf."""
         if action == "view.measure":
-            measure = next_choice(list(MEASURES), request.options.measure)
-            return replace(request.options, measure=measure)
+            return request.with_next("measure", list(MEASURES))
         if action == "view.flip" and len(data.kinds) > 1:
-            return replace(request.options, module=next_choice(data.kinds, data.kind))
+            return request.with_next("module", data.kinds, data.kind)
         if action == "cursor.enter" and data.first_bad:
             return Navigate(step=data.first_bad.step, layer=data.first_bad.stat.layer)
         return None
 
     def on_click(
-        self, at: Cell, data: LayersData, request: Request[LayersOptions]
+        self, x: int, y: int, data: LayersData, request: Request[LayersOptions]
     ) -> Navigate | None:
         """Go to the step and layer of the cell that was clicked."""
-        x, y = at
         rows = layer_rows(data, _grid_height(data, request.width, request.height))
         step = data.window.step_at(x - _LABEL_WIDTH, _grid_width(request.width))
         if step is None or not 1 <= y <= len(rows):
             return None
         layers = [data.layers[index] for index in rows[y - 1]]
-        return Navigate(
-            step=step, layer=data.place.layer if data.place.layer in layers else layers[0]
-        )
+        layer = data.place.layer if data.place.layer in layers else layers[0]
+        return Navigate(step=step, layer=layer)
 
 
 def _grid_width(width: int) -> int:
@@ -411,28 +382,20 @@ def _draw_grid(data: LayersData, rows: list[range], pen: Pen) -> list[Strip]:
         cell_width=each,
         marked=(current, window.current - window.start),
     )
+    bad = data.first_bad
+    mark = Segment("X", pen.style("cursor") if pen.theme.no_color else BAD_CELL_STYLE)
     strips = []
     for row, strip in zip(rows, cells, strict=True):
-        grid_row = _mark_bad(strip, data, row, each, pen)
-        parts = [_label(data, row, pen), grid_row, _value(data, row, pen)]
+        if bad is not None and bad.stat.layer in [data.layers[index] for index in row]:
+            at = (bad.step - window.start) * each + (each - 1) // 2
+            strip = replace_cells(strip, at, mark) if 0 <= at < strip.cell_length else strip
+        parts = [_label(data, row, pen), strip, _value(data, row, pen)]
         strips.append(Strip.join(parts).adjust_cell_length(pen.width, pen.style("text")))
     return strips
 
 
 def _contains_current(data: LayersData, row: range) -> bool:
     return any(data.layers[index] == data.place.layer for index in row)
-
-
-def _mark_bad(strip: Strip, data: LayersData, row: range, each: int, pen: Pen) -> Strip:
-    """Return a row of cells with an X on the first NaN or Inf of the branch, if it is in it."""
-    bad = data.first_bad
-    if bad is None or bad.stat.layer not in [data.layers[index] for index in row]:
-        return strip
-    at = (bad.step - data.window.start) * each + (each - 1) // 2
-    if not 0 <= at < strip.cell_length:
-        return strip
-    mark = Strip([Segment("X", pen.style("cursor") if pen.theme.no_color else BAD_CELL_STYLE)], 1)
-    return Strip.join([strip.crop(0, at), mark, strip.crop(at + 1, strip.cell_length)])
 
 
 def _label(data: LayersData, row: range, pen: Pen) -> Strip:
@@ -458,7 +421,6 @@ def _value(data: LayersData, row: range, pen: Pen) -> Strip:
 
 
 def _axis(data: LayersData, pen: Pen) -> Strip:
-    """Draw the line above the grid: the current step over its column."""
     window, room = data.window, _grid_width(pen.width)
     each = window.columns_per_point(room)
     at = (window.current - window.start) * each + (each - 1) // 2
@@ -494,9 +456,11 @@ def _legend(data: LayersData, rows: list[range], pen: Pen) -> Strip:
 def _describe_current_layer(data: LayersData, pen: Pen) -> list[Strip]:
     """Draw the first NaN or Inf and the statistics of the place's layer, as wrapped lines."""
     strips = pen.paragraph(data.first_bad.sentence(), "bad") if data.first_bad else []
-    stat = data.current_stat()
+    layer, kind = data.place.layer, data.kind
+    stats = (s for s in data.step_stats if s.layer == layer)
+    stat = next((s for s in stats if module_kind(layer, s.module) == kind), None)
     if stat is None:
-        text = f"No statistics of layer {data.place.layer} at step {data.window.current}"
+        text = f"No statistics of layer {layer} at step {data.window.current}"
     else:
         values = (stat.norm, stat.min, stat.max, stat.mean, stat.std)
         norm, low, high, mean, std = map(format_number, values)
@@ -504,11 +468,3 @@ def _describe_current_layer(data: LayersData, pen: Pen) -> list[Strip]:
         if stat.n_nan or stat.n_inf:
             text += f", {stat.n_nan} NaN, {stat.n_inf} Inf"
     return [*strips, *pen.paragraph(f"{text}.", "muted")]
-
-
-def _draw_stat_table(data: LayersData, pen: Pen, room: int) -> list[Strip]:
-    """Draw the modules of the current step as a table, if all of it fits."""
-    rows = stat_table(data)[:-1]
-    if not data.step_stats or pen.width < _TABLE_WIDTH or len(rows) > room:
-        return []
-    return [pen.line((row, "muted")) for row in rows]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import ClassVar
 
 from textual.strip import Strip
 
@@ -14,26 +13,17 @@ from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.plots import bar, format_number, timeline
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import (
-    Cell,
-    Help,
-    Missing,
-    Navigate,
-    NoOptions,
-    Panel,
-    Picture,
-    Request,
-)
+from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     Area,
     StepWindow,
+    TimelinePanel,
     draw_beside,
     draw_timeline,
     is_two_column,
     left_width,
     load_step_window,
-    navigate_to_step,
     stack_timelines,
     timeline_columns,
 )
@@ -83,6 +73,11 @@ class LogitsData:
         chosen_id = self.record.chosen_id
         return next((c for c in self.record.candidates if c.token_id == chosen_id), None)
 
+    @property
+    def chosen_text(self) -> str | None:
+        """The text of the chosen token, if it is known."""
+        return self.text or (self.chosen.text if self.chosen else None)
+
     def series(self, name: str) -> dict[int, float | None]:
         """Return a timeline's value for each recorded step of the window."""
         return {step: SERIES[name](row) for step, row in self.rows.items()}
@@ -96,9 +91,7 @@ class LogitsData:
 
 def is_changed(candidate: Candidate) -> bool:
     """Whether the logits processors are known to have changed a candidate's logit."""
-    if math.isnan(candidate.score):
-        return False
-    return not math.isclose(
+    return not math.isnan(candidate.score) and not math.isclose(
         candidate.logit, candidate.score, rel_tol=_SCORE_RTOL, abs_tol=_SCORE_RTOL
     )
 
@@ -150,11 +143,7 @@ def format_chosen(data: LogitsData) -> str:
     """Return the chosen token for use in a sentence."""
     if data.record.chosen_id == UNKNOWN:
         return "an unknown token"
-    return quote_token(_chosen_text(data), data.record.chosen_id)
-
-
-def _chosen_text(data: LogitsData) -> str | None:
-    return data.text or (data.chosen.text if data.chosen else None)
+    return quote_token(data.chosen_text, data.record.chosen_id)
 
 
 def _describe_choice(data: LogitsData) -> str:
@@ -182,62 +171,61 @@ def _describe_processors(data: LogitsData) -> str:
     return f"The processors filtered {share} (as top-k and top-p do: their score is -Inf)."
 
 
+def _candidate_numbers(candidate: Candidate, width: int) -> tuple[str, str, str, str]:
+    """Return the logit, its probability, the score and its probability (or "filtered")."""
+    logit, before, score, after = (
+        format_number(value, width)
+        for value in (
+            candidate.logit,
+            probability(candidate.logprob),
+            candidate.score,
+            probability(candidate.score_logprob),
+        )
+    )
+    return logit, before, score, "filtered" if is_filtered(candidate) else after
+
+
 def _candidate_table(data: LogitsData) -> list[str]:
     header = f"  {'rank':>4}  {'probability':>11}  {'logit':>9}"
-    header += f"  {'after':>11}  {'score':>9}" if data.is_processed else ""
-    rows = [f"{header}  token"]
+    lines = [f"{header}  {'after':>11}  {'score':>9}" if data.is_processed else header]
+    lines[0] += "  token"
     for candidate in data.record.candidates:
         mark = "*" if candidate.token_id == data.record.chosen_id else " "
-        chance = format_number(probability(candidate.logprob), 11)
-        row = f"{mark} {candidate.rank:>4}  {chance}  {format_number(candidate.logit, 9)}"
-        if data.is_processed:
-            row += f"  {_format_after(candidate):>11}  {format_number(candidate.score, 9)}"
-        rows.append(f"{row}  {quote_token(candidate.text, candidate.token_id)}")
-    return rows
-
-
-def _format_after(candidate: Candidate) -> str:
-    """Return the probability after the processors, or "filtered"."""
-    if is_filtered(candidate):
-        return "filtered"
-    return format_number(probability(candidate.score_logprob))
+        logit, before, score, after = _candidate_numbers(candidate, 9)
+        row = f"{mark} {candidate.rank:>4}  {before:>11}  {logit}"
+        row += f"  {after:>11}  {score}" if data.is_processed else ""
+        lines.append(f"{row}  {quote_token(candidate.text, candidate.token_id)}")
+    return lines
 
 
 def _describe_series(data: LogitsData, name: str) -> str:
     values = [(value, step) for step, value in data.series(name).items() if value is not None]
     finite = [pair for pair in values if math.isfinite(pair[0])]
     title = {"rank": "Rank of the chosen token", "entropy": "Entropy", "margin": "Margin"}[name]
-    steps = data.window.format_steps()
+    title += f" in {data.window.format_steps()}"
     if not finite:
-        return f"{title}: no finite value in {steps}."
+        return f"{title}: no finite value."
     (low, low_step), (high, high_step) = min(finite), max(finite)
     middle = median(value for value, _ in finite)
     n_bad = len(values) - len(finite)
     bad = f", non-finite at {plural(n_bad, 'step')}" if n_bad else ""
     return (
-        f"{title} in {steps}: {format_number(low)} (step {low_step}) to {format_number(high)} "
+        f"{title}: {format_number(low)} (step {low_step}) to {format_number(high)} "
         f"(step {high_step}), median {format_number(middle)}{bad}."
     )
 
 
 def _describe_histogram(record: LogitsRecord) -> str:
-    if not record.histogram:
+    counts, low, high = record.histogram, record.histogram_min, record.histogram_max
+    if not counts:
         return (
             "No histogram of the logits is recorded: it needs level advanced or higher, and only "
             "finite logits."
         )
-    low, high = format_number(record.histogram_min), format_number(record.histogram_max)
-    return (
-        f"The {sum(record.histogram)} logits lie between {low} and {high}, most of them near "
-        f"{format_number(histogram_mode(record))}."
-    )
-
-
-def histogram_mode(record: LogitsRecord) -> float:
-    """Return the middle of the fullest bin of the histogram."""
-    fullest = max(range(len(record.histogram)), key=record.histogram.__getitem__)
-    span = record.histogram_max - record.histogram_min
-    return record.histogram_min + (fullest + 0.5) * span / len(record.histogram)
+    fullest = max(range(len(counts)), key=counts.__getitem__)
+    mode = format_number(low + (fullest + 0.5) * (high - low) / len(counts))
+    span = f"{format_number(low)} and {format_number(high)}"
+    return f"The {sum(counts)} logits lie between {span}, most of them near {mode}."
 
 
 def find_bin(record: LogitsRecord, logit: float) -> int | None:
@@ -249,13 +237,13 @@ def find_bin(record: LogitsRecord, logit: float) -> int | None:
     return min(max(int((logit - record.histogram_min) / span * n_bins), 0), n_bins - 1)
 
 
-class LogitsPanel(Panel[LogitsData, NoOptions]):
+class LogitsPanel(TimelinePanel[LogitsData]):
     """Bars of the most likely tokens, and timelines of entropy, margin and rank."""
 
-    name: ClassVar[str] = "logits"
-    title: ClassVar[str] = "Logits"
-    needs_tokens: ClassVar[bool] = True
-    help: ClassVar[Help] = Help(
+    name = "logits"
+    title = "Logits"
+    needs_tokens = True
+    help = Help(
         "It shows the most likely tokens of this step, which one was chosen, and the entropy, the "
         "margin and the rank of the choice over the steps.",
         "A bar is a probability and * marks the chosen token; with sampling, 'after' is the "
@@ -264,7 +252,6 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
         "Look for a step where the entropy jumps or the margin falls near 0: there the answer "
         "could have changed.",
     )
-    depends_on_size: ClassVar[bool] = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> LogitsData:
         """Read the distribution of the step, and the scalar columns of the window's steps."""
@@ -301,24 +288,32 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
 
     def paint(self, data: LogitsData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the candidates, and as many timelines as there is room for."""
-        layout = logits_layout(data, request.width, request.height)
-        pen = Pen(theme, request.width)
+        layout, pen = logits_layout(data, request.width, request.height), Pen(theme, request.width)
         left = _draw_candidates(data, layout, pen.resize(left_width(request.width)))
-        timelines = [
-            strip
-            for name, area in layout.timelines.items()
-            for strip in _draw_series(data, name, area, theme)
-        ]
-        strips = draw_beside(left, timelines, request.height, pen)
+        timelines = self.draw_timelines(data, request, theme)
         problem = describe_bad_logits(data)
         rank, steps = format_rank(data.record.chosen_rank), data.window.format_steps()
         note = problem or f"{format_chosen(data)}, {rank} · {steps}"
-        return Picture(strips, note, alarm=bool(problem))
+        return Picture(draw_beside(left, timelines, request.height, pen), note, bool(problem))
 
-    def on_click(self, at: Cell, data: LogitsData, request: Request[NoOptions]) -> Navigate | None:
-        """Go to the step of a timeline's column."""
-        areas = logits_layout(data, request.width, request.height).timelines.values()
-        return navigate_to_step(at, areas, data.window)
+    def timeline_areas(self, data: LogitsData, width: int, height: int) -> dict[str, Area]:
+        """Return the areas of the timelines, without their titles."""
+        return logits_layout(data, width, height).timelines
+
+    def draw_timeline(self, name: str, data: LogitsData, area: Area, theme: Theme) -> list[Strip]:
+        """Draw one of `SERIES` over the window."""
+        values, window = data.series(name), data.window
+        finite = [v for v in values.values() if v is not None and math.isfinite(v)]
+        limits = "no finite value"
+        if finite:
+            limits = f"{format_number(min(finite))} to {format_number(max(finite))}"
+        title = [
+            (f"{name} ", "title"),
+            (f"{format_number(values.get(window.current))}{UNITS[name]}", "strong"),
+            (f"  {limits}", "muted"),
+            (f"  {window.format_steps()}", "muted"),
+        ]
+        return draw_timeline(title, map(values.get, window.steps), window, area, theme)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,10 +347,25 @@ def logits_layout(data: LogitsData, width: int, height: int) -> LogitsLayout:
 
 
 def _draw_candidates(data: LogitsData, layout: LogitsLayout, pen: Pen) -> list[Strip]:
-    strips = [_draw_summary(data, pen)]
-    strips += [_draw_header(data, pen)] if layout.has_header else []
+    record, is_unknown = data.record, data.record.chosen_id == UNKNOWN
+    summary: list[NamedSpan] = [
+        ("entropy ", "muted"),
+        (format_number(record.entropy), "strong"),
+        (" nats" if pen.width >= 60 else "", "muted"),
+        ("  margin ", "muted"),
+        (format_number(record.margin), "strong"),
+        ("  rank ", "muted"),
+        (
+            "?" if is_unknown else str(record.chosen_rank),
+            "warn" if record.chosen_rank else "strong",
+        ),
+    ]
+    strips = [pen.line(*summary)]
+    if layout.has_header:
+        titles = ("logit", "before" if data.is_processed else "prob", "score", "after")
+        strips.append(_draw_row("    ", "token", titles, "muted", None, data, pen))
     room = layout.rows - len(strips)
-    shown = data.record.candidates[:room]
+    shown = record.candidates[:room]
     if data.chosen not in shown and room > 0:
         shown = shown[: room - 1]
     strips += [_draw_candidate(candidate, data, pen) for candidate in shown]
@@ -364,103 +374,74 @@ def _draw_candidates(data: LogitsData, layout: LogitsLayout, pen: Pen) -> list[S
     if not layout.histogram:
         return strips
     gap = [pen.line()] if layout.is_wide else []
-    return [*strips, *gap, *_draw_histogram(data, layout, pen)]
-
-
-def _draw_summary(data: LogitsData, pen: Pen) -> Strip:
-    record = data.record
-    return pen.line(
-        ("entropy ", "muted"),
-        (format_number(record.entropy), "strong"),
-        (" nats" if pen.width >= 60 else "", "muted"),
-        ("  margin ", "muted"),
-        (format_number(record.margin), "strong"),
-        ("  rank ", "muted"),
-        (
-            "?" if record.chosen_id == UNKNOWN else str(record.chosen_rank),
-            "strong" if record.chosen_rank == 0 else "warn",
-        ),
-    )
-
-
-def _column_widths(data: LogitsData, width: int) -> tuple[int, bool, int]:
-    """Return the columns of the token, whether logits fit, and the columns of the bar."""
-    numbers = (_NUMBER_WIDTH + 1) * (1 + data.is_processed)
-    spare = width - 4 - numbers - (data.is_processed and 2)
-    logits = spare >= 36
-    spare -= numbers if logits else 0
-    name = max(min(spare * 3 // 5, 20), 1)
-    return name, logits, max(spare - name - 1, 0)
-
-
-def _draw_header(data: LogitsData, pen: Pen) -> Strip:
-    name, logits, _ = _column_widths(data, pen.width)
-    titles = [("logit", _NUMBER_WIDTH)] * logits
-    titles.append(("before" if data.is_processed else "prob", _NUMBER_WIDTH))
-    if data.is_processed:
-        titles += [("score", _NUMBER_WIDTH)] * logits
-        titles.append(("after", _NUMBER_WIDTH + 2))
-    columns = "".join(" " + align_right(title, columns) for title, columns in titles)
-    return pen.line((f"    {clip_text('token', name)}{columns}", "muted"))
+    return [*strips, *gap, *_draw_histogram(data, layout.histogram, pen)]
 
 
 def _draw_candidate(candidate: Candidate, data: LogitsData, pen: Pen) -> Strip:
-    name, logits, room = _column_widths(data, pen.width)
     is_chosen = candidate.token_id == data.record.chosen_id
-    style = "chosen" if is_chosen else "text"
-    share = probability(candidate.logprob)
-    spans: list[NamedSpan] = [
-        (f"{'*' if is_chosen else ' '}{candidate.rank:>2} ", style),
-        (clip_text(token_label(candidate.text, candidate.token_id), name), style),
-    ]
-    if logits:
-        spans.append((" " + format_number(candidate.logit, _NUMBER_WIDTH), "muted"))
-    spans.append((" " + format_number(share, _NUMBER_WIDTH), style))
-    if data.is_processed:
-        share = probability(candidate.score_logprob)
-        if logits:
-            spans.append((" " + format_number(candidate.score, _NUMBER_WIDTH), "muted"))
-        after = align_right(_format_after(candidate), _NUMBER_WIDTH + 2)
-        spans.append((" " + after, "muted" if is_filtered(candidate) else style))
-    return pen.line(*spans, (" " + bar(share, room) if room else "", "accent"))
+    return _draw_row(
+        f"{'*' if is_chosen else ' '}{candidate.rank:>2} ",
+        token_label(candidate.text, candidate.token_id),
+        _candidate_numbers(candidate, _NUMBER_WIDTH),
+        "chosen" if is_chosen else "text",
+        probability(candidate.score_logprob if data.is_processed else candidate.logprob),
+        data,
+        pen,
+    )
 
 
 def _draw_unlisted_choice(data: LogitsData, pen: Pen) -> Strip:
-    """Draw the line of a chosen token that is not among the candidates shown."""
     record = data.record
     if record.chosen_id == UNKNOWN:
         return pen.line(("  ? the chosen token is unknown", "muted"))
-    name, logits, room = _column_widths(data, pen.width)
     chance = probability(record.chosen_logprob)
-    rank = align_right(str(record.chosen_rank), 2) if record.chosen_rank < 100 else ".."
-    label = clip_text(token_label(_chosen_text(data), record.chosen_id), name)
-    blank = " " * (_NUMBER_WIDTH + 1) if logits else ""
-    chosen = f"*{rank} {label}{blank} {format_number(chance, _NUMBER_WIDTH)}"
-    length = "" if data.is_processed else " " + bar(chance, room)
-    return pen.line((chosen, "chosen"), (length, "accent"))
+    numbers = ("", format_number(chance, _NUMBER_WIDTH), "", "")
+    mark = f"*{record.chosen_rank:>2} " if record.chosen_rank < 100 else "*.. "
+    label = token_label(data.chosen_text, record.chosen_id)
+    share = None if data.is_processed else chance
+    return _draw_row(mark, label, numbers, "chosen", share, data, pen)
 
 
-def _draw_series(data: LogitsData, name: str, area: Area, theme: Theme) -> list[Strip]:
-    values = data.series(name)
-    finite = [v for v in values.values() if v is not None and math.isfinite(v)]
-    limits = "no finite value"
-    if finite:
-        limits = f"{format_number(min(finite))} to {format_number(max(finite))}"
-    title = [
-        (f"{name} ", "title"),
-        (f"{format_number(values.get(data.window.current))}{UNITS[name]}", "strong"),
-        (f"  {limits}", "muted"),
-        (f"  {data.window.format_steps()}", "muted"),
+def _draw_row(
+    mark: str,
+    label: str,
+    numbers: tuple[str, str, str, str],
+    style: str,
+    share: float | None,
+    data: LogitsData,
+    pen: Pen,
+) -> Strip:
+    """Draw a row of the table: a label, those of the numbers that fit, and a bar over `share`.
+
+    Scores and the probabilities after the processors are shown if those changed any candidate.
+    """
+    processed = data.is_processed
+    width = (_NUMBER_WIDTH + 1) * (1 + processed)
+    spare = pen.width - 4 - width - 2 * processed
+    has_logits = spare >= 36
+    spare -= width * has_logits
+    name = max(min(spare * 3 // 5, 20), 1)
+    room = max(spare - name - 1, 0)
+    columns = (has_logits, True, has_logits and processed, processed)
+    widths = (*(_NUMBER_WIDTH,) * 3, _NUMBER_WIDTH + 2)
+    after_style = "muted" if numbers[3] == "filtered" else style
+    spans: list[NamedSpan] = [(mark, style), (clip_text(label, name), style)]
+    spans += [
+        (" " + align_right(number, n), number_style)
+        for number, n, number_style, is_shown in zip(
+            numbers, widths, ("muted", style, "muted", after_style), columns, strict=True
+        )
+        if is_shown
     ]
-    return draw_timeline(title, map(values.get, data.window.steps), data.window, area, theme)
+    length = "" if share is None or not room else " " + bar(share, room)
+    return pen.line(*spans, (length, "accent"))
 
 
-def _draw_histogram(data: LogitsData, layout: LogitsLayout, pen: Pen) -> list[Strip]:
+def _draw_histogram(data: LogitsData, height: int, pen: Pen) -> list[Strip]:
     record = data.record
     low, high = format_number(record.histogram_min), format_number(record.histogram_max)
     about = f"{low} to {high}, {sum(record.histogram)} of them, log counts"
     heights = [math.log1p(count) if count > 0 else None for count in record.histogram]
     mark = find_bin(record, data.chosen.logit) if data.chosen else None
-    height = layout.histogram - 1
-    drawn = timeline(heights, pen.width, height, pen.theme, marked=mark, style="muted")
+    drawn = timeline(heights, pen.width, height - 1, pen.theme, marked=mark, style="muted")
     return [pen.line(("logits ", "title"), (about, "muted")), *drawn]

@@ -6,35 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import ClassVar
 
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.plots import bar
-from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
+from flexinspect.drawing.text_lines import Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes
-from flexinspect.panels.base import (
-    Cell,
-    Help,
-    Missing,
-    Navigate,
-    NoOptions,
-    Panel,
-    Picture,
-    Request,
-)
+from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     Area,
     StepWindow,
+    TimelinePanel,
     draw_beside,
     draw_timeline,
     is_two_column,
     left_width,
     load_step_window,
-    navigate_to_step,
     stack_timelines,
     timeline_columns,
 )
@@ -114,12 +104,12 @@ class MemoryData:
         Step 0 never has one.
         """
         values = self.series(name)
-        growth = {}
-        for before, step in pairwise(values):
-            old, new = values[before], values[step]
-            if step == before + 1 and old is not None and new is not None:
-                growth[step] = new - old
-        return growth
+        pairs = pairwise(values.items())
+        return {
+            step: new - old
+            for (before, old), (step, new) in pairs
+            if step == before + 1 and old is not None and new is not None
+        }
 
 
 def cache_parts(segments: Sequence[Segment], step: StepRow, kv_cache: int) -> tuple[CachePart, ...]:
@@ -130,13 +120,15 @@ def cache_parts(segments: Sequence[Segment], step: StepRow, kv_cache: int) -> tu
     """
     n_cached = step.kv_after
     n_processed = n_cached if step.first_pos is None else max(step.first_pos, n_cached)
-    parts: list[CachePart] = []
-    for segment in segments:
-        n_tokens = min(segment.stop, n_processed) - max(segment.start, n_processed - n_cached)
-        if n_tokens > 0:
-            n_bytes = round(kv_cache * n_tokens / n_cached)
-            parts.append(CachePart(escape_unprintable(segment.label), n_tokens, n_bytes))
-    return tuple(parts)
+    lengths = (
+        min(segment.stop, n_processed) - max(segment.start, n_processed - n_cached)
+        for segment in segments
+    )
+    return tuple(
+        CachePart(escape_unprintable(segment.label), n, round(kv_cache * n / n_cached))
+        for segment, n in zip(segments, lengths, strict=True)
+        if n > 0
+    )
 
 
 def format_growth(n: float | None) -> str:
@@ -183,10 +175,8 @@ class MemoryLeak:
 
     def sentence(self, window: StepWindow) -> str:
         """Return a full sentence with the steps and the conclusion."""
-        return (
-            f"{self.format_note()}, throughout {window.format_steps()}: "
-            "something else keeps memory at every step."
-        )
+        where = f"throughout {window.format_steps()}"
+        return f"{self.format_note()}, {where}: something else keeps memory at every step."
 
 
 def find_leak(data: MemoryData) -> MemoryLeak | None:
@@ -209,12 +199,12 @@ def figure_texts(data: MemoryData, name: str) -> tuple[str, str, str]:
     )
 
 
-class MemoryPanel(Panel[MemoryData, NoOptions]):
+class MemoryPanel(TimelinePanel[MemoryData]):
     """Memory figures with their growth, the KV cache by segment, and two timelines."""
 
-    name: ClassVar[str] = "memory"
-    title: ClassVar[str] = "Memory"
-    help: ClassVar[Help] = Help(
+    name = "memory"
+    title = "Memory"
+    help = Help(
         "It shows the memory at the end of the step: the process (RSS), the CUDA allocator on a "
         "CUDA device, the model, and the KV cache, also by segment.",
         "'growth' is the change since the step before and 'median' the median growth over the "
@@ -222,7 +212,6 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         "Look for memory that grows faster than the KV cache: the cache grows with every token, "
         "and any other growth means that something else keeps memory.",
     )
-    depends_on_size: ClassVar[bool] = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> MemoryData:
         """Read the memory of the window of steps that fits the width."""
@@ -249,14 +238,13 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         lines = [leak.sentence(data.window)] if leak else []
         if data.current_record is None:
             lines.append(f"No memory is recorded at step {current}.")
+        title = f"growth from step {current - 1}:"
         if current == data.window.first:
-            lines.append(f"Memory at the end of step {current}, the first one: no growth yet.")
-        else:
-            lines.append(f"Memory at the end of step {current}, growth from step {current - 1}:")
-        lines.append(f"{'':<14}  {'now':>9}  {'growth':>9}  {'median growth per step':>22}")
-        for name in data.figures:
-            now, growth, usual = figure_texts(data, name)
-            lines.append(f"{name:<14}  {now:>9}  {growth:>9}  {usual:>22}")
+            title = "the first one: no growth yet."
+        lines.append(f"Memory at the end of step {current}, {title}")
+        rows = [("", "now", "growth", "median growth per step")]
+        rows += [(name, *figure_texts(data, name)) for name in data.figures]
+        lines += [f"{name:<14}  {now:>9}  {new:>9}  {usual:>22}" for name, now, new, usual in rows]
         lines += _describe_cache(data)
         return lines + [_describe_range(data, name) for name in data.figures if name != "model"]
 
@@ -264,10 +252,7 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         """Draw the figures, then timelines and segments if there is room for them."""
         pen, height = Pen(theme, request.width), request.height
         left_pen = pen.resize(left_width(request.width))
-        areas = memory_areas(data, request.width, height)
-        timelines = [
-            strip for name, area in areas.items() for strip in _draw_figure(data, name, area, theme)
-        ]
+        timelines = self.draw_timelines(data, request, theme)
         left = _draw_figures(data, left_pen)
         if is_two_column(request.width):
             warning = _draw_leak_warning(data, pen.resize(timeline_columns(request.width)))
@@ -280,10 +265,27 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         note = leak.format_note() if leak else data.window.format_steps()
         return Picture(draw_beside(left, timelines, height, pen), note, alarm=leak is not None)
 
-    def on_click(self, at: Cell, data: MemoryData, request: Request[NoOptions]) -> Navigate | None:
-        """Go to the step of a timeline's column."""
-        areas = memory_areas(data, request.width, request.height).values()
-        return navigate_to_step(at, areas, data.window)
+    def timeline_areas(self, data: MemoryData, width: int, height: int) -> dict[str, Area]:
+        """Return the areas of the timelines, without their titles."""
+        main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
+        top = len(_draw_leak_warning(data, Pen(Theme("none"), timeline_columns(width))))
+        if is_two_column(width):
+            return stack_timelines([main, "KV cache"], width, top, height - top)
+        top += len(data.figures) + 1
+        room = min(height - top, max((height - top) * 2 // 3, 6))
+        return stack_timelines([main, "KV cache"], width, top, room, most=4)
+
+    def draw_timeline(self, name: str, data: MemoryData, area: Area, theme: Theme) -> list[Strip]:
+        """Draw a figure over the window, scaled from its lowest value, which the title shows."""
+        values = data.known(name)
+        low, high = min(values.values(), default=0), max(values.values(), default=0)
+        title = [
+            (f"{name} ", "title"),
+            (f"from {human_bytes(low)} up by {human_bytes(high - low)}", "text"),
+            (f"  {data.window.format_steps()}", "muted"),
+        ]
+        heights = (float(values[n] - low) if n in values else None for n in data.window.steps)
+        return draw_timeline(title, heights, data.window, area, theme)
 
 
 def _describe_cache(data: MemoryData) -> list[str]:
@@ -294,7 +296,7 @@ def _describe_cache(data: MemoryData) -> list[str]:
     width = max(len(part.label) for part in data.parts)
     lines = [f"KV cache by segment: {data.step_row.kv_after} keys of {key_bytes} each."]
     for part in data.parts:
-        tokens = "1 token " if part.n_tokens == 1 else f"{part.n_tokens} tokens"
+        tokens = f"{plural(part.n_tokens, 'token'):<{len(str(part.n_tokens)) + 7}}"
         lines.append(f"  {part.label:<{width}}  {tokens:>13}  {human_bytes(part.n_bytes):>8}")
     return lines
 
@@ -302,21 +304,9 @@ def _describe_cache(data: MemoryData) -> list[str]:
 def _describe_range(data: MemoryData, name: str) -> str:
     values = data.known(name)
     low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-    return (
-        f"{name} in {data.window.format_steps()}: {human_bytes(values[low])} (step {low}) to "
-        f"{human_bytes(values[high])} (step {high}), by {human_bytes(values[high] - values[low])}."
-    )
-
-
-def memory_areas(data: MemoryData, width: int, height: int) -> dict[str, Area]:
-    """Return the areas of the timelines in a picture of this size, without their titles."""
-    main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
-    top = len(_draw_leak_warning(data, Pen(Theme("none"), timeline_columns(width))))
-    if is_two_column(width):
-        return stack_timelines([main, "KV cache"], width, top, height - top)
-    top += len(data.figures) + 1
-    room = min(height - top, max((height - top) * 2 // 3, 6))
-    return stack_timelines([main, "KV cache"], width, top, room, most=4)
+    least, most = (f"{human_bytes(values[step])} (step {step})" for step in (low, high))
+    span = human_bytes(values[high] - values[low])
+    return f"{name} in {data.window.format_steps()}: {least} to {most}, by {span}."
 
 
 def _draw_leak_warning(data: MemoryData, pen: Pen) -> list[Strip]:
@@ -325,34 +315,12 @@ def _draw_leak_warning(data: MemoryData, pen: Pen) -> list[Strip]:
 
 
 def _draw_figures(data: MemoryData, pen: Pen) -> list[Strip]:
-    """Draw the figures of the current step: value, growth, median growth."""
     name_width = min(max(pen.width - 3 * (_BYTES_WIDTH + 1), 4), 16)
-    rows = [(f"step {data.window.current}", ("now", "growth", "median"), ("muted",) * 4)]
     styles = ("title", "strong", "text", "muted")
-    rows += [(name, figure_texts(data, name), styles) for name in data.figures]
-    return [
-        pen.line(
-            (clip_text(name, name_width), styles[0]),
-            *(
-                (f" {align_right(figure, _BYTES_WIDTH)}", style)
-                for figure, style in zip(figures, styles[1:], strict=True)
-            ),
-        )
-        for name, figures, styles in rows
-    ]
-
-
-def _draw_figure(data: MemoryData, name: str, area: Area, theme: Theme) -> list[Strip]:
-    """Draw a figure over the window, scaled from its lowest value, which the title shows."""
-    values = data.known(name)
-    low, high = min(values.values(), default=0), max(values.values(), default=0)
-    title = [
-        (f"{name} ", "title"),
-        (f"from {human_bytes(low)} up by {human_bytes(high - low)}", "text"),
-        (f"  {data.window.format_steps()}", "muted"),
-    ]
-    heights = (float(values[n] - low) if n in values else None for n in data.window.steps)
-    return draw_timeline(title, heights, data.window, area, theme)
+    rows = [((f"step {data.window.current}", "now", "growth", "median"), ("muted",) * 4)]
+    rows += [((name, *figure_texts(data, name)), styles) for name in data.figures]
+    widths = (name_width, *(_BYTES_WIDTH,) * 3)
+    return [pen.row(texts, widths, styles) for texts, styles in rows]
 
 
 def _draw_cache_parts(data: MemoryData, pen: Pen, room: int) -> list[Strip]:
@@ -365,18 +333,15 @@ def _draw_cache_parts(data: MemoryData, pen: Pen, room: int) -> list[Strip]:
     for part in _largest_parts(data.parts, room - 1):
         share = part.n_bytes / largest if largest and part in data.parts else 0.0
         figures = f" {align_right(human_bytes(part.n_bytes), _BYTES_WIDTH)} {part.n_tokens:>6} tok "
-        spans: list[NamedSpan] = [
-            (clip_text(part.label, name), "text"),
-            (figures, "muted"),
-            (bar(share, max(pen.width - name - len(figures), 0)), "accent"),
-        ]
-        strips.append(pen.line(*spans))
+        length = bar(share, max(pen.width - name - len(figures), 0))
+        label = clip_text(part.label, name)
+        strips.append(pen.line((label, "text"), (figures, "muted"), (length, "accent")))
     return strips
 
 
-def _largest_parts(parts: tuple[CachePart, ...], room: int) -> list[CachePart]:
+def _largest_parts(parts: tuple[CachePart, ...], room: int) -> Sequence[CachePart]:
     if len(parts) <= room:
-        return list(parts)
+        return parts
     ranked = sorted(range(len(parts)), key=lambda index: -parts[index].n_tokens)
     rest = [parts[index] for index in ranked[room - 1 :]]
     n_tokens = sum(part.n_tokens for part in rest)

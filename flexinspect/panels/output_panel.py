@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from rich.cells import cell_len, chop_cells
 from textual.strip import Strip
@@ -58,10 +58,10 @@ class OutputData:
 class OutputPanel(Panel[OutputData, OutputOptions]):
     """The lines that the program printed; those of the current step are marked."""
 
-    name: ClassVar[str] = "output"
-    title: ClassVar[str] = "Output"
-    initial_options: ClassVar[OutputOptions] = OutputOptions()
-    help: ClassVar[Help] = Help(
+    name = "output"
+    title = "Output"
+    initial_options = OutputOptions()
+    help = Help(
         "It shows what a program of yours printed, up to the current step; the built-in "
         "generation loop prints nothing.",
         "▸ marks lines of this step, ! lines on stderr; scroll with shift+up and shift+down; the "
@@ -69,7 +69,7 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
         "Look for warnings and for prints of your program near the step at which something went "
         "wrong; a traceback is at the end.",
     )
-    actions: ClassVar[tuple[str, ...]] = ("cursor.up", "cursor.down")
+    actions = ("cursor.up", "cursor.down")
 
     def load(self, source: Source, request: Request[OutputOptions]) -> OutputData:
         """Read the lines; they are cached until there are new ones."""
@@ -98,10 +98,11 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
         shown = data.lines[: data.anchor + 1]
         if len(shown) > MAX_DESCRIBED_LINES:
             lines.append(f"The last {MAX_DESCRIBED_LINES} up to this step:")
-        lines += [
-            f"{_format_origin(printed)}: {escape_unprintable(printed.text)}"
-            for printed in shown[-MAX_DESCRIBED_LINES:]
-        ]
+        for printed in shown[-MAX_DESCRIBED_LINES:]:
+            where = f"generation {printed.step[0]} step {printed.step[1]}"
+            if printed.step == _BEFORE_FIRST_STEP:
+                where = "before the first step"
+            lines.append(f"{printed.stream}, {where}: {escape_unprintable(printed.text)}")
         after = len(data.lines) - len(shown)
         return [*lines, f"And {after} more after this step."] if after else lines
 
@@ -157,30 +158,19 @@ def _split_lines(rows: Iterable[OutputRow]) -> list[OutputLine]:
         if piece.generation is not None:
             # Never decreasing, whatever the clocks say: `_find_anchor` bisects by step.
             newest = max(newest, (piece.generation, piece.step or 0))
-        for text in piece.text.splitlines(keepends=True) if piece.text else ():
-            index = unfinished.pop(piece.stream, None)
-            if index is None:
-                index = len(lines)
+        for text in piece.text.splitlines(keepends=True):
+            index = unfinished.pop(piece.stream, len(lines))
+            if index == len(lines):
                 lines.append(OutputLine("", piece.stream, newest))
             lines[index] = replace(lines[index], text=lines[index].text + text)
             if not text.endswith("\n"):
                 unfinished[piece.stream] = index
-    return [replace(printed, text=_after_carriage_return(printed.text)) for printed in lines]
-
-
-def _after_carriage_return(text: str) -> str:
-    states = [part for part in text.rstrip("\n").split("\r") if part]
-    return states[-1] if states else ""
-
-
-def _format_origin(printed: OutputLine) -> str:
-    if printed.step == _BEFORE_FIRST_STEP:
-        return f"{printed.stream}, before the first step"
-    return f"{printed.stream}, generation {printed.step[0]} step {printed.step[1]}"
+    # What follows the last carriage return that has text after it.
+    states = (printed.text.rstrip("\n").rstrip("\r").rpartition("\r")[2] for printed in lines)
+    return [replace(printed, text=text) for printed, text in zip(lines, states, strict=True)]
 
 
 def _draw_line(data: OutputData, index: int, pen: Pen) -> list[Strip]:
-    """Draw one printed line, wrapped to as many rows as it needs."""
     printed = data.lines[index]
     is_err = printed.stream == "stderr"
     text, room = escape_unprintable(printed.text), max(pen.width - _MARGIN, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.text import did_you_mean
 from flexinspect.panels.base import Help, Panel
 
 
@@ -40,7 +40,12 @@ def load_panel(name: str) -> Panel[Any, Any]:
     """
     # A built-in panel loads without a search for other packages' panels, which takes a while.
     if name not in plugins.BUILT_IN[plugins.PANELS] and name not in panel_names():
-        raise _unknown_panel_error(name)
+        known = panel_names()
+        add = f"To add a panel, register an entry point in the group {plugins.PANELS}."
+        raise UsageError(
+            f"There is no panel '{name}'; the panels are {', '.join(known) or 'none'}.",
+            hint=did_you_mean(name, known, add),
+        )
     panel = _instantiate(name, plugins.load(plugins.PANELS, name))
     for attribute, kind in (("name", str), ("title", str), ("help", Help)):
         if not isinstance(getattr(panel, attribute, None), kind):
@@ -54,25 +59,12 @@ def _instantiate(name: str, factory: Any) -> Panel[Any, Any]:
     try:
         panel = factory()
     except Exception as error:
-        raise _invalid_plugin_error(
-            name, f"the constructor raised {type(error).__name__}: {error}"
-        ) from error
+        why = f"the constructor raised {type(error).__name__}: {error}"
+        raise _invalid_plugin_error(name, why) from error
     if not isinstance(panel, Panel):
-        raise _invalid_plugin_error(
-            name, f"it creates an object of type {type(panel).__name__}, not Panel"
-        )
+        why = f"it creates an object of type {type(panel).__name__}, not Panel"
+        raise _invalid_plugin_error(name, why)
     return panel
-
-
-def _unknown_panel_error(name: str) -> UsageError:
-    known = panel_names()
-    closest = difflib.get_close_matches(name, known, n=1)
-    return UsageError(
-        f"There is no panel '{name}'; the panels are {', '.join(known) or 'none'}.",
-        hint=f"Did you mean {closest[0]}?"
-        if closest
-        else f"To add a panel, register an entry point in the group {plugins.PANELS}.",
-    )
 
 
 def _invalid_plugin_error(name: str, why: str) -> FlexInspectError:
@@ -84,7 +76,7 @@ def _invalid_plugin_error(name: str, why: str) -> FlexInspectError:
 
 def option_names(panel: Panel[Any, Any]) -> tuple[str, ...]:
     """Return the names of a panel's options."""
-    options = panel.options()
+    options = panel.initial_options
     return tuple(field.name for field in fields(options)) if is_dataclass(options) else ()
 
 
@@ -95,7 +87,7 @@ def with_options(panel: Panel[Any, Any], values: Mapping[str, str]) -> Any:
     choice of a `Literal` or `Enum`, "none" for an optional field, or comma-separated values for a
     tuple. Raises `UsageError` for an invalid value.
     """
-    options = panel.options()
+    options = panel.initial_options
     names = [name for name in option_names(panel) if name in values]
     if not names:
         return options
@@ -134,9 +126,8 @@ def _parse_value(text: str, kind: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _parse_union(text, arguments)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(
-            _parse_value(part.strip(), arguments[0]) for part in text.split(",") if part.strip()
-        )
+        parts = filter(None, map(str.strip, text.split(",")))
+        return tuple(_parse_value(part, arguments[0]) for part in parts)
     raise ValueError("of a type that can be given as text")
 
 

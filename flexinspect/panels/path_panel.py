@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import ClassVar
+from operator import itemgetter
+from typing import Any
 
 from rich.style import Style
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.drawing.text_lines import NamedSpan, Pen
+from flexinspect.core.text import capitalize, escape_unprintable, format_numbers, plural
+from flexinspect.drawing.text_lines import NamedSpan, Pen, first_visible, merge_spans
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
-    Cell,
     Help,
     Missing,
     Navigate,
@@ -25,12 +25,11 @@ from flexinspect.panels.base import (
     Picture,
     Request,
     TracePlace,
-    first_visible,
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, step_window
 from flexinspect.records import prompt
-from flexinspect.records.step import PATHS, BuildRecord, CallRecord, MaskRecord
+from flexinspect.records.step import PATHS, BuildRecord, MaskRecord
 from flexinspect.trace.queries.range_queries import (
     StepPath,
     branch_of_step,
@@ -101,12 +100,6 @@ class PathData:
     previous_paths: tuple[StepPath, ...]
     details: StepDetails
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths in the window, in the order of `PATHS`."""
-        seen = set(self.letters.values())
-        return tuple(path for path in PATHS if PATH_LETTERS[path] in seen)
-
     def odd_layers(self, step: int) -> list[int]:
         """Return the layers whose path differs from that of most layers of a step."""
         usual = self.usual_letters.get(step)
@@ -127,9 +120,7 @@ def path_map(paths: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dic
     usual: dict[int, str] = {}
     for step, rows in groupby(paths, key=lambda path: path.step):
         calls = [(PATH_LETTERS.get(path.path, "?"), path.layers) for path in rows]
-        counts: Counter[str] = Counter()
-        for letter, layers in calls:
-            counts[letter] += len(layers)
+        counts = Counter(letter for letter, layers in calls for _ in layers)
         usual[step] = max(counts, key=lambda letter: (counts[letter], -"FCSE?".index(letter)))
         for letter, layers in calls:
             for layer in layers:
@@ -139,85 +130,71 @@ def path_map(paths: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dic
 
 
 def _load_details(reader: TraceReader, place: TracePlace, paths: Iterable[StepPath]) -> StepDetails:
-    """Read the details of a step; `paths` are those of the step and the one before it."""
     branch = branch_of_step(reader, place.generation, place.step, place.branch)
     key = (place.generation, place.step, branch)
     step, generation = reader.step(*key), reader.generation(place.generation)
     calls = reader.calls(*key)
     names = list(dict.fromkeys(path.mask for path in paths if path.mask is not None))[:MAX_MASKS]
-    has_declaration = {*generation.declared} - {*prompt.DECLARED_SEGMENT_KEYS}
     masks = {name: mask for name in names if (mask := reader.mask_summary(name)) is not None}
-    events = step_events(
-        reader, place.generation, place.step, place.step + 1, like="%compil%", limit=5
-    )
+    has_declaration = {*generation.declared} - {*prompt.DECLARED_SEGMENT_KEYS}
+    lse_errors: dict[int, float] = {}
+    for call in calls:
+        if call.lse_error is not None:
+            errors = [call.lse_error, lse_errors.get(call.layer, 0.0)]
+            lse_errors[call.layer] = _largest_error(errors)
+    compiles: Any = {"like": "%compil%", "limit": 5}
+    events = step_events(reader, place.generation, place.step, place.step + 1, **compiles)
     if step is not None and math.isfinite(step.started_at + step.wall_ms):
         end = step.started_at + step.wall_ms / 1e3
-        events += events_between(reader, step.started_at, end, like="%compil%", limit=5)
+        events += events_between(reader, step.started_at, end, **compiles)
     return StepDetails(
         phase=step.phase if step else "",
         declared_mask=generation.mask if has_declaration else "",
         backends=tuple(dict.fromkeys(call.backend for call in calls)),
-        lse_errors=_lse_errors(calls),
+        lse_errors=lse_errors,
         lse_check_kind=next((call.check_kind for call in calls if call.check_kind), ""),
         masks=masks,
         n_new=len(reader.fingerprints(*key)),
         compiled=tuple(f"{row.event.kind}: {row.event.text}" for row in events),
         graphs_counted=bool(reader.run().get("graphs_counted")),
-        suppressed_exceptions=_layers_by_text(
-            (call.suppressed_exception, call.layer) for call in calls
-        ),
-        masks_passed_to_layer=_layers_by_text(
-            (call.mask_passed_to_layer, call.layer) for call in calls
-        ),
+        suppressed_exceptions=_layers_by_text((c.suppressed_exception, c.layer) for c in calls),
+        masks_passed_to_layer=_layers_by_text((c.mask_passed_to_layer, c.layer) for c in calls),
         builds=tuple(reader.builds(*key)),
     )
 
 
 def _layers_by_text(pairs: Iterable[tuple[str | None, int]]) -> dict[str, tuple[int, ...]]:
-    """Return the distinct layers of each text."""
-    layers_by_text: dict[str, dict[int, None]] = {}
-    for text, layer in pairs:
+    layers_by_text: dict[str, tuple[int, ...]] = {}
+    for text, layer in dict.fromkeys(pairs):
         if text is not None:
-            layers_by_text.setdefault(text, {})[layer] = None
-    return {text: tuple(layers) for text, layers in layers_by_text.items()}
-
-
-def _lse_errors(calls: Iterable[CallRecord]) -> dict[int, float]:
-    """Return the largest error of the LSE check per layer; NaN counts as the largest."""
-    errors: dict[int, float] = {}
-    for call in calls:
-        if call.lse_error is not None:
-            errors[call.layer] = _largest_error([call.lse_error, errors.get(call.layer, 0.0)])
-    return errors
+            layers_by_text[text] = (*layers_by_text.get(text, ()), layer)
+    return layers_by_text
 
 
 def _largest_error(errors: Sequence[float]) -> float:
+    """Return the largest error of the LSE check; NaN counts as the largest."""
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def merge_layers(data: PathData) -> list[LayerRow]:
     """Merge neighbouring layers with the same path at every step of the window."""
-    pairs = [(data.layer_letters(layer), layer) for layer in data.layers]
-    return [
-        (tuple(layer for _, layer in run), letters)
-        for letters, run in groupby(pairs, key=lambda pair: pair[0])
-    ]
+    return [(tuple(run), letters) for letters, run in groupby(data.layers, data.layer_letters)]
 
 
 class PathPanel(Panel[PathData, NoOptions]):
     """Layers down, steps across, one letter and colour per kernel path."""
 
-    name: ClassVar[str] = "path"
-    title: ClassVar[str] = "Path"
-    needs_tokens: ClassVar[bool] = True
-    help: ClassVar[Help] = Help(
+    name = "path"
+    title = "Path"
+    needs_tokens = True
+    help = Help(
         "It shows which attention kernel every layer ran at every step, and with which mask.",
         "Layers go down, steps go across; F is uncompiled flex, C compiled flex, S sdpa, E eager, "
         "? another backend, · no call recorded; click a cell to go there.",
         "Look for a letter that differs from the rest of its column: that layer silently fell "
         "back to another kernel, and may not have applied your mask.",
     )
-    depends_on_size: ClassVar[bool] = True
+    depends_on_size = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> PathData:
         """Read the window of steps that fits the width, in one query, and the current step."""
@@ -264,17 +241,15 @@ class PathPanel(Panel[PathData, NoOptions]):
         note = warnings[0] if warnings else data.window.format_steps()
         return Picture(strips[: request.height], escape_unprintable(note), alarm=bool(warnings))
 
-    def on_click(self, at: Cell, data: PathData, request: Request[NoOptions]) -> Navigate | None:
+    def on_click(
+        self, x: int, y: int, data: PathData, request: Request[NoOptions]
+    ) -> Navigate | None:
         """Go to the step and layer of the cell that was clicked."""
-        x, y = at
         room = _map_height(data, request)
         rows, top = shown_rows(data, room)
-        column = (x - _LABEL_WIDTH) // _cell_width(data, request.width)
+        step = data.window.start + (x - _LABEL_WIDTH) // _cell_width(data, request.width)
         index = top + y - 1
-        if x < _LABEL_WIDTH or not 1 <= y <= room or index >= len(rows):
-            return None
-        step = data.window.start + column
-        if step >= data.window.stop:
+        if step not in data.window.steps or not 1 <= y <= room or index >= len(rows):
             return None
         layers = rows[index][0]
         layer = data.place.layer if data.place.layer in layers else layers[0]
@@ -309,20 +284,17 @@ def _axis(data: PathData, pen: Pen) -> Strip:
     offset = cell // 2  # above the letter, which is in the middle of its cell
     current = (data.place.step - window.start) * cell + offset
     if 0 <= current < n_cells:
-        _write_marks(marks, current, f"▾{data.place.step}")
+        name = f"▾{data.place.step}"
+        current = min(current, len(marks) - len(name))
+        marks[current : current + len(name)] = name
     stride = 10 if cell == 1 else 5 if cell == 2 else 2
     for step in range(-(-window.start // stride) * stride, window.stop, stride):
         at = (step - window.start) * cell + offset
         end = at + len(str(step))
         if end <= n_cells and set(marks[max(at - 1, 0) : end + 1]) == {" "}:
-            _write_marks(marks, at, str(step))
+            marks[at:end] = str(step)
     n_shown, check = (n_cells, " check") if data.details.lse_errors else (n_cells + 8, "")
     return pen.line((f"{'step':<{_LABEL_WIDTH}}{''.join(marks)[:n_shown]}{check}", "muted"))
-
-
-def _write_marks(marks: list[str], at: int, text: str) -> None:
-    at = min(at, len(marks) - len(text))
-    marks[at : at + len(text)] = text
 
 
 def _map_row(data: PathData, row: LayerRow, pen: Pen) -> Strip:
@@ -331,12 +303,10 @@ def _map_row(data: PathData, row: LayerRow, pen: Pen) -> Strip:
     label = f"{'▸' if current else ' '}{format_ranges(layers)}"[: _LABEL_WIDTH - 1]
     spans: list[NamedSpan] = [(label.ljust(_LABEL_WIDTH), "chosen" if current else "muted")]
     cell = _cell_width(data, pen.width)
-    styled = [
-        (letter, _cell_style(data, step, letter, pen.theme))
+    spans += merge_spans(
+        (letter.center(cell), _cell_style(data, step, letter, pen.theme))
         for step, letter in zip(data.window.steps, letters, strict=True)
-    ]
-    for style, run in groupby(styled, key=lambda pair: pair[1]):
-        spans.append(("".join(letter.center(cell) for letter, _ in run), style))
+    )
     errors = [error for layer, error in data.details.lse_errors.items() if layer in layers]
     if errors:
         worst = _largest_error(errors)
@@ -356,11 +326,11 @@ def _cell_style(data: PathData, step: int, letter: str, theme: Theme) -> Style:
 
 def _legend(data: PathData, pen: Pen) -> Strip:
     spans: list[NamedSpan] = []
-    for path in data.paths:
-        letter = PATH_LETTERS[path]
-        color = pen.theme.segment_style(_PATH_COLORS[letter])
-        spans.append((letter, "strong" if pen.theme.no_color else color))
-        spans.append((f" {path}  ", "muted"))
+    seen = set(data.letters.values())
+    for path, letter in PATH_LETTERS.items():
+        if letter in seen:
+            color = pen.theme.segment_style(_PATH_COLORS[letter])
+            spans += [(letter, "strong" if pen.theme.no_color else color), (f" {path}  ", "muted")]
     return pen.line(*spans)
 
 
@@ -373,8 +343,8 @@ def _path_name(letter: str) -> str:
     return _PATH_NAMES.get(letter, "nothing")
 
 
-def _format_layers(layers: Sequence[int]) -> str:
-    return f"{'Layers' if len(set(layers)) > 1 else 'Layer'} {format_ranges(layers)}"
+def _format_layers(layers: Iterable[int]) -> str:
+    return capitalize(format_numbers("layer", sorted(set(layers))))
 
 
 def describe_warnings(data: PathData) -> list[str]:
@@ -400,11 +370,11 @@ def describe_warnings(data: PathData) -> list[str]:
         )
     steps_by_layers: dict[tuple[int, ...], list[int]] = {}
     for other in data.window.steps:
-        layers = tuple(data.odd_layers(other))
-        if layers and other != step:
-            steps_by_layers.setdefault(layers, []).append(other)
+        if other != step:
+            steps_by_layers.setdefault(tuple(data.odd_layers(other)), []).append(other)
+    steps_by_layers.pop((), None)
     for layers, steps in list(steps_by_layers.items())[:5]:
-        where = f"{'steps' if len(steps) > 1 else 'step'} {format_ranges(steps)}"
+        where = format_numbers("step", steps)
         lines.append(f"{_format_layers(layers)} differed from the other layers at {where}.")
     return lines
 
@@ -486,7 +456,7 @@ def _describe_mask_change(data: PathData) -> str:
         return f"Every layer received the same mask as at step {step - 1}."
     layers = [layer for layer in current if current[layer] != previous.get(layer)]
     old, new = (
-        _mask_mods({mask for layer in layers for mask in masks.get(layer, ())}, data.details.masks)
+        _mask_mods((mask for layer in layers for mask in masks.get(layer, ())), data.details.masks)
         for masks in (previous, current)
     )
     changed = f"The fingerprint changed since step {step - 1} in {_format_layers(layers).lower()}"
@@ -497,20 +467,19 @@ def _describe_mask_change(data: PathData) -> str:
     return f"{changed}; so did the mask_mod: {', '.join(sorted(old))} → {', '.join(sorted(new))}."
 
 
-def _masks_by_layer(paths: Iterable[StepPath]) -> dict[int, tuple[str, ...]]:
+def _masks_by_layer(paths: Iterable[StepPath]) -> dict[int, set[str]]:
     by_layer: dict[int, set[str]] = {}
     for path in paths:
         for layer in path.layers:
             by_layer.setdefault(layer, set()).add(path.mask or "")
-    return {layer: tuple(sorted(masks)) for layer, masks in by_layer.items()}
+    return by_layer
 
 
 def _mask_mods(fingerprints: Iterable[str], masks: Mapping[str, MaskRecord]) -> set[str]:
     """Return the mask_mods of some masks, nothing if any of them is unknown."""
     records = [masks.get(fingerprint) for fingerprint in fingerprints]
-    if any(mask is None or not mask.mask_mod for mask in records):
-        return set()
-    return {short_mask_mod(mask.mask_mod or "") for mask in records if mask is not None}
+    names = {short_mask_mod(mask.mask_mod or "") if mask else "" for mask in records}
+    return set() if "" in names else names
 
 
 def _describe_lse_check(details: StepDetails) -> str:
@@ -528,11 +497,11 @@ def describe_map(data: PathData) -> list[str]:
     """Return the map as text, at most 60 lines: the steps of each path, by layers."""
     lines = [f"{data.window.format_steps().capitalize()}, by layers:"]
     for layers, letters in merge_layers(data):
-        parts, step = [], data.window.start
-        for letter, run in groupby(letters):
-            n = len(list(run))
-            parts.append(f"{_path_name(letter)} at {format_ranges(range(step, step + n))}")
-            step += n
+        runs = groupby(zip(letters, data.window.steps, strict=True), key=itemgetter(0))
+        parts = [
+            f"{_path_name(letter)} at {format_ranges([step for _, step in run])}"
+            for letter, run in runs
+        ]
         more = f", and {len(parts) - 8} more changes" if len(parts) > 8 else ""
         lines.append(f"  {_format_layers(layers).lower()}: {', '.join(parts[:8])}{more}")
     return lines[:60]

@@ -9,15 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import groupby
-from pathlib import Path
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 from rich.cells import cell_len, chop_cells, set_cell_size
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.core.text import escape_unprintable, format_numbers, plural
 from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes, human_count
@@ -40,7 +39,6 @@ from flexinspect.trace.file.location import COMPANION_SUFFIXES
 from flexinspect.trace.queries.range_queries import (
     branch_of_step,
     decode_phase_time,
-    format_ranges,
     newest_step,
     step_range,
 )
@@ -105,15 +103,22 @@ class Box:
 
 def generation_stages(facts: RunFacts) -> list[Box]:
     """Return the stages of a generation, in order, with printable text."""
-    lines, style = _text_lines(facts)
+    prefill, lines = facts.prefill, []
+    if prefill is not None:
+        ms = prefill.wall_ms
+        lines = [
+            f"{prefill.q_len} tokens in {ms:.1f} ms" if math.isfinite(ms) else "",
+            f"{prefill.q_len * 1e3 / ms:.0f} tokens/s" if ms > 0 else "",
+            f"cache {prefill.kv_before} → {prefill.kv_after}",
+        ]
     return [
         make_box("input", _input_lines(facts)),
         make_box("concatenation", _concatenation_lines(facts)),
         make_box("mask", _mask_lines(facts)),
         make_box("patch", _patch_lines(facts)),
-        make_box("prefill", _prefill_lines(facts)),
+        make_box("prefill", lines),
         make_box("decode loop ↻", _decode_lines(facts)),
-        make_box("text", lines, style),
+        make_box("text", *_text_lines(facts)),
     ]
 
 
@@ -188,23 +193,13 @@ def _patch_lines(facts: RunFacts) -> list[str]:
 
 
 def _format_paths(calls: Sequence[CallRecord]) -> str:
-    ordered = sorted({(call.path, call.layer) for call in calls})
-    parts = []
-    for path, run in groupby(ordered, key=lambda pair: pair[0]):
-        layers = [layer for _, layer in run]
-        parts.append(f"{path}, layer{'s' if len(layers) > 1 else ''} {format_ranges(layers)}")
-    return "; ".join(parts)
-
-
-def _prefill_lines(facts: RunFacts) -> list[str]:
-    step = facts.prefill
-    if step is None:
-        return []
-    return [
-        f"{step.q_len} tokens in {step.wall_ms:.1f} ms" if math.isfinite(step.wall_ms) else "",
-        f"{step.q_len * 1e3 / step.wall_ms:.0f} tokens/s" if step.wall_ms > 0 else "",
-        f"cache {step.kv_before} → {step.kv_after}",
-    ]
+    layers_by_path: dict[str, set[int]] = {}
+    for call in calls:
+        layers_by_path.setdefault(call.path, set()).add(call.layer)
+    return "; ".join(
+        f"{path}, {format_numbers('layer', sorted(layers))}"
+        for path, layers in sorted(layers_by_path.items())
+    )
 
 
 def _decode_lines(facts: RunFacts) -> list[str]:
@@ -256,8 +251,10 @@ def draw_diagram(stages: Sequence[Box], pen: Pen) -> list[Strip]:
     for start in range(0, len(stages), per_row):
         row = stages[start : start + per_row]
         strips += _draw_box_row(row, each, pen)
-        if start + per_row < len(stages):
-            strips.append(_draw_connector(len(row), each, pen))
+        if start + per_row < len(stages):  # a line from the last box to the first one below it
+            first, last = each // 2, (len(row) - 1) * (each + _BOX_GAP) + each // 2
+            text = "▼" if first == last else f"▼{'─' * (last - first - 1)}╯"
+            strips.append(pen.line((" " * first + text, "muted")))
     return strips
 
 
@@ -279,13 +276,6 @@ def _draw_box_row(row: Sequence[Box], box: int, pen: Pen) -> list[Strip]:
     return [pen.line(*spans) for spans in lines]
 
 
-def _draw_connector(n_boxes: int, box: int, pen: Pen) -> Strip:
-    """Draw the line from the end of a row of boxes to the start of the next one."""
-    first, last = box // 2, (n_boxes - 1) * (box + _BOX_GAP) + box // 2
-    text = "▼" if first == last else f"▼{'─' * (last - first - 1)}╯"
-    return pen.line((" " * first + text, "muted"))
-
-
 def _wrap_lines(texts: Iterable[str], width: int) -> list[str]:
     rows: list[str] = []
     most = 2 * _MAX_BOX_LINES * max(width, 8)
@@ -296,7 +286,6 @@ def _wrap_lines(texts: Iterable[str], width: int) -> list[str]:
 
 
 def _draw_facts(facts: Sequence[tuple[str, str]], pen: Pen) -> list[Strip]:
-    """Draw names and values as two columns; long values are wrapped."""
     longest = max((cell_len(name) for name, _ in facts), default=0)
     label = min(longest + 2, max(pen.width // 3, 10), max(pen.width - 1, 0))
     strips = []
@@ -335,10 +324,10 @@ class RunOptions:
 class RunPanel(Panel[RunFacts, RunOptions]):
     """The stages of the current generation, and below them the manifest."""
 
-    name: ClassVar[str] = "run"
-    title: ClassVar[str] = "Run"
-    initial_options: ClassVar[RunOptions] = RunOptions()
-    help: ClassVar[Help] = Help(
+    name = "run"
+    title = "Run"
+    initial_options = RunOptions()
+    help = Help(
         "It shows the stages of this generation from the sample to the answer, with the recorded "
         "numbers of each stage, and below them the manifest of the run.",
         "Follow the arrows from input to text; scroll to the manifest with shift+down and back "
@@ -346,14 +335,17 @@ class RunPanel(Panel[RunFacts, RunOptions]):
         "Check that the segments and the mask are the intended ones, that the patch shows "
         "FlexAttention, and that the answer is the expected one.",
     )
-    actions: ClassVar[tuple[str, ...]] = ("cursor.up", "cursor.down")
+    actions = ("cursor.up", "cursor.down")
 
     def load(self, source: Source, request: Request[RunOptions]) -> RunFacts:
         """Read the manifest and the facts of one generation, independent of its length."""
         reader, place = source.reader, request.place
         # A trace may have several models; show the one of this generation.
         run = {**reader.run(), "model": reader.model(place.generation)}
-        size = _trace_size(reader.path)
+        size = 0
+        for suffix in ("", *COMPANION_SUFFIXES):
+            with suppress(OSError):
+                size += reader.path.with_name(reader.path.name + suffix).stat().st_size
         base = RunFacts(run, reader.state, str(reader.path), size)
         branches = {row.branch: row for row in reader.branches(place.generation)}
         return _load_generation_facts(source, place, base, branches) if branches else base
@@ -387,11 +379,8 @@ class RunPanel(Panel[RunFacts, RunOptions]):
 
 
 def _draw_all(data: RunFacts, pen: Pen) -> list[Strip]:
-    return [
-        *draw_diagram(run_stages(data), pen),
-        pen.line(),
-        *_draw_facts(manifest_rows(data), pen),
-    ]
+    diagram = draw_diagram(run_stages(data), pen)
+    return [*diagram, pen.line(), *_draw_facts(manifest_rows(data), pen)]
 
 
 def _clamp_offset(offset: int, n_lines: int, height: int) -> int:
@@ -399,14 +388,6 @@ def _clamp_offset(offset: int, n_lines: int, height: int) -> int:
 
 
 # -- reading -------------------------------------------------------------------------------------
-
-
-def _trace_size(path: Path) -> int:
-    total = 0
-    for name in ("", *COMPANION_SUFFIXES):
-        with suppress(OSError):
-            total += path.with_name(path.name + name).stat().st_size
-    return total
 
 
 def _load_generation_facts(
@@ -425,11 +406,10 @@ def _load_generation_facts(
         near = step_range(reader, generation, start, start + _WINDOW_STEPS, place.branch)
         calls = reader.calls(generation, near[0].step, near[0].branch) if near else []
     masks = (call.mask for call in (*prefill_calls, *calls) if call.mask is not None)
-    mask = next(masks, None)
-    summary = reader.mask_summary(mask) if mask is not None else None
+    mask = reader.mask_summary(name) if (name := next(masks, None)) is not None else None
     row, branch = reader.generation(generation), branches.get(place.branch)
     answer = _load_answer(reader, place, branch, segments)
-    own, state = (generation, place.branch), row.state if branch is None else branch.state
+    own, state = (generation, place.branch), (branch or row).state
     return replace(
         base,
         generation=row,
@@ -441,29 +421,27 @@ def _load_generation_facts(
         prefill=prefill,
         n_steps=0 if newest is None else newest + 1,
         decode_time=source.get_or_create(
-            ("decode time", *own, reader.last_step(*own)),
-            lambda: decode_phase_time(reader, *own),
+            ("decode time", *own, reader.last_step(*own)), partial(decode_phase_time, reader, *own)
         ),
         prefill_calls=tuple(prefill_calls),
         calls=tuple(calls),
-        mask=summary,
+        mask=mask,
         open_share=_load_open_share(source, mask) if mask is not None else None,
     )
 
 
-def _load_open_share(source: Source, fingerprint: str) -> float | None:
+def _load_open_share(source: Source, summary: MaskRecord) -> float | None:
     """Return the share of a mask's cells that are open, None if they are unknown or too many."""
-    summary = source.reader.mask_summary(fingerprint)
-    if summary is None or summary.q_len * summary.kv_len * summary.heads > _MAX_CELLS:
-        return None
 
     def count() -> float | None:
-        mask = source.reader.mask(fingerprint)
+        mask = source.reader.mask(summary.fingerprint)
         if mask is None or mask.cells is None or not mask.cells.size:
             return None
         return float(np.count_nonzero(mask.cells) / mask.cells.size)
 
-    return source.get_or_create(("open share", fingerprint), count)
+    if summary.q_len * summary.kv_len * summary.heads > _MAX_CELLS:
+        return None
+    return source.get_or_create(("open share", summary.fingerprint), count)
 
 
 def _load_question(reader: TraceReader, generation: int, segments: Iterable[Segment]) -> str:
@@ -536,38 +514,26 @@ def run_stages(facts: RunFacts) -> list[Box]:
     training = facts.generation.declared.get("training") if facts.generation else None
     if not isinstance(training, Mapping):
         return generation_stages(facts)
-    return [
-        make_box("model", _model_lines(facts, training)),
-        make_box("optimizer", [str(training.get("optimizer") or "none: steps are reported")]),
-        make_box("training loop ↻", _loop_lines(facts)),
-        make_box("outcome", _outcome_lines(facts)),
-    ]
-
-
-def _model_lines(facts: RunFacts, about: Mapping[str, Any]) -> list[str]:
-    values, parameters = about.get("values"), about.get("parameters")
-    named = about.get("groups")
+    values, parameters = training.get("values"), training.get("parameters")
+    named, placement = training.get("groups"), format_placement(training)
     groups = f" in {len(named)} groups" if isinstance(named, list) else ""
-    return [
+    model = [
         str(facts.fact("model", "class") or ""),
         f"{human_count(values)} weights are trained" if is_count(values) else "",
         f"{parameters} parameters{groups}" if is_count(parameters) else "",
-        f"on {format_placement(about)}" if format_placement(about) else "",
+        f"on {placement}" if placement else "",
     ]
-
-
-def _loop_lines(facts: RunFacts) -> list[str]:
-    ratio = facts.fact("cost", "ratio")
-    return [
+    ratio, level = facts.fact("cost", "ratio"), facts.fact("level")
+    loop = [
         plural(facts.n_steps, "step"),
-        f"level {facts.fact('level')}" if facts.fact("level") else "",
+        f"level {level}" if level else "",
         f"capture {100 * ratio:.1f} % of it" if isinstance(ratio, int | float) else "",
     ]
-
-
-def _outcome_lines(facts: RunFacts) -> list[str]:
     wrong = facts.fact("training", "anomaly_steps")
+    outcome = [_format_state(facts.branch), plural(wrong, "wrong step") if is_count(wrong) else ""]
     return [
-        _format_state(facts.branch),
-        plural(wrong, "wrong step") if is_count(wrong) else "",
+        make_box("model", model),
+        make_box("optimizer", [str(training.get("optimizer") or "none: steps are reported")]),
+        make_box("training loop ↻", loop),
+        make_box("outcome", outcome),
     ]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from rich.cells import cell_len
 from textual.strip import Strip
 
 from flexinspect.drawing.plots import timeline
-from flexinspect.drawing.text_lines import NamedSpan, Pen, join_blocks
+from flexinspect.drawing.text_lines import NamedSpan, Pen, first_visible, join_blocks
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Cell, Missing, Navigate, TracePlace, first_visible
+from flexinspect.panels.base import Missing, Navigate, NoOptions, Panel, Request, TracePlace
 from flexinspect.trace.queries.range_queries import step_bounds
 from flexinspect.trace.reader import TraceReader
 
@@ -107,8 +108,8 @@ def load_whole_run(reader: TraceReader, place: TracePlace, n_columns: int) -> St
     if bounds is None:
         raise Missing("No training step is recorded yet.", "Wait for the first one.")
     first, last = bounds
-    n_points = max(min(n_columns, last - first + 1), 1)
     current = min(max(place.step, first), last)
+    n_points = max(min(n_columns, last - first + 1), 1)
     return StepWindow(first, last + 1, current, first, last, n_points)
 
 
@@ -121,9 +122,44 @@ class Area:
     width: int
     height: int
 
-    def __contains__(self, cell: Cell) -> bool:
-        x, y = cell
-        return 0 <= x - self.x < self.width and 0 <= y - self.y < self.height
+
+class HasWindow(Protocol):
+    """The data of a panel with timelines."""
+
+    @property
+    def window(self) -> StepWindow:
+        """The steps of the timelines."""
+
+
+W = TypeVar("W", bound=HasWindow)
+
+
+class TimelinePanel(Panel[W, NoOptions]):
+    """Base of panels with timelines; a click on one goes to the step of its column."""
+
+    depends_on_size = True
+
+    def timeline_areas(self, data: W, width: int, height: int) -> dict[str, Area]:
+        """Return the areas of the timelines in a picture of this size, without their titles."""
+        raise NotImplementedError
+
+    def draw_timeline(self, name: str, data: W, area: Area, theme: Theme) -> list[Strip]:
+        """Draw one timeline with its title."""
+        raise NotImplementedError
+
+    def draw_timelines(self, data: W, request: Request[NoOptions], theme: Theme) -> list[Strip]:
+        """Draw all timelines below each other."""
+        areas = self.timeline_areas(data, request.width, request.height)
+        drawn = (self.draw_timeline(name, data, area, theme) for name, area in areas.items())
+        return [strip for strips in drawn for strip in strips]
+
+    def on_click(self, x: int, y: int, data: W, request: Request[NoOptions]) -> Navigate | None:
+        """Go to the step of a timeline's column."""
+        for area in self.timeline_areas(data, request.width, request.height).values():
+            if 0 <= y - area.y < area.height:
+                step = data.window.step_at(x - area.x, area.width)
+                return None if step is None else Navigate(step=step)
+        return None
 
 
 def is_two_column(width: int) -> bool:
@@ -167,13 +203,6 @@ def draw_beside(
     empty = [pen.resize(timeline_columns(pen.width)).line()] * (height - len(timelines))
     plain = pen.style("text")
     return join_blocks(join_blocks(left, gap, plain), [*timelines, *empty], plain)[:height]
-
-
-def navigate_to_step(at: Cell, areas: Iterable[Area], window: StepWindow) -> Navigate | None:
-    """Return the step at a cell of a timeline as a place to go to, None outside of all areas."""
-    steps = (window.step_at(at[0] - area.x, area.width) for area in areas if at in area)
-    step = next(steps, None)
-    return None if step is None else Navigate(step=step)
 
 
 def draw_timeline(

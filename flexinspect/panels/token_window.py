@@ -163,25 +163,20 @@ def load_token_cells(
 
 def _chunk_cells(chunk: TokenChunk, segments: Sequence[Segment], colour: str) -> list[TokenCell]:
     if colour not in chunk.cells:
-        chunk.cells[colour] = [
-            _token_cell(token, chunk, segments, colour) for token in chunk.tokens
-        ]
+        cells = chunk.cells[colour] = []
+        for token in chunk.tokens:
+            text, invisible = display_text(token.token, token.text, special=token.special)
+            step = chunk.by_step.get(token.step) if token.step is not None else None
+            cell = TokenCell(
+                pos=token.pos,
+                text=text,
+                segment_color=segment_color(token.segment, segments),
+                special=token.special,
+                invisible=invisible,
+                heat=None if step is None else uncertainty(step, colour),
+            )
+            cells.append(cell)
     return chunk.cells[colour]
-
-
-def _token_cell(
-    token: TokenRecord, chunk: TokenChunk, segments: Sequence[Segment], colour: str
-) -> TokenCell:
-    text, invisible = display_text(token.token, token.text, special=token.special)
-    step = chunk.by_step.get(token.step) if token.step is not None else None
-    return TokenCell(
-        pos=token.pos,
-        text=text,
-        segment_color=segment_color(token.segment, segments),
-        special=token.special,
-        invisible=invisible,
-        heat=None if step is None else uncertainty(step, colour),
-    )
 
 
 def segment_color(number: int, segments: Sequence[Segment]) -> int:

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import NamedSpan, Pen
+from flexinspect.drawing.text_lines import Pen, first_visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, display_text, token_style, wrap_cells
-from flexinspect.panels.base import (
-    Cell,
-    Help,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-    first_visible,
-    next_choice,
-)
+from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import (
     TokenWindow,
@@ -96,12 +86,14 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         window = load_token_window(source, place, max(request.width * request.height // 4, 64))
         row = source.reader.generation(place.generation)
         branch = (place.generation, place.branch)
-        state, final_answer = _load_outcome(source, branch, row)
+        forks = source.reader.branches(place.generation) if place.branch else []
+        outcome = next((fork for fork in forks if fork.branch == place.branch), row)
+        state, answer = outcome.state, outcome.answer
         return TokensData(
             window=window,
             generation=row,
-            answer=final_answer or _partial_answer(source, branch, window),
-            is_correct=is_answer_correct(source, branch, state, final_answer, row.expected),
+            answer=answer or _partial_answer(source, branch, window),
+            is_correct=is_answer_correct(source, branch, state, answer, row.expected),
             place=place,
             previews=_load_previews(source, branch, window),
         )
@@ -112,17 +104,14 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         "…" stands for tokens outside of the window.
         """
         window = data.window
+        nothing = "nothing yet"
         summary = f"{window.n_tokens} tokens in {len(window.segments)} segments"
         if not _is_whole(window):
-            summary += f"; positions {window.start} to {window.stop - 1} are shown"
+            span = f"positions {window.start} to {window.stop - 1}"
+            summary, nothing = f"{summary}; {span} are shown", f"no token of {span}"
         lines = [f"{summary}."]
-        for number, segment in enumerate(window.segments):
-            if segment.kind != SegmentKind.GENERATED:
-                lines.append(_format_segment(number, segment, data))
+        lines += [_format_segment(number, segment, data) for number, segment in _prompt(window)]
         generated = [token for token in window.tokens if token.step is not None]
-        nothing = "nothing yet"
-        if not _is_whole(window):
-            nothing = f"no token of positions {window.start} to {window.stop - 1}"
         lines.append("Generated:" if generated else f"Generated: {nothing}.")
         lines += [_format_generated(token, data) for token in generated]
         return [*lines, _format_verdict(data)[0]]
@@ -134,7 +123,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         footer += [pen.line(_format_verdict(data))] if height > 3 else []
         room = height - len(footer)
         strips = [
-            pen.line(*row.spans(theme, current=current, marked=frozenset()))
+            pen.line(*row.spans(theme, current=current))
             for row in _visible_rows(data.window, request, room)
         ]
         strips += [pen.line()] * (room - len(strips))
@@ -146,15 +135,12 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         self, action: str, data: TokensData, request: Request[TokensOptions]
     ) -> TokensOptions | None:
         """`view.measure`: colour by the next measure."""
-        if action != "view.measure":
-            return None
-        return replace(request.options, colour=next_choice(COLOURS, request.options.colour))
+        return request.with_next("colour", COLOURS) if action == "view.measure" else None
 
     def on_click(
-        self, at: Cell, data: TokensData, request: Request[TokensOptions]
+        self, x: int, y: int, data: TokensData, request: Request[TokensOptions]
     ) -> Navigate | None:
         """Go to the step that chose the clicked token, or select a token of the prompt."""
-        x, y = at
         room = request.height - (request.height > 3) - (request.height > 6)
         rows = _visible_rows(data.window, request, room)
         return data.window.navigate_to(rows[y].cell_at(x)) if 0 <= y < len(rows) else None
@@ -163,7 +149,6 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
 def _visible_rows(
     window: TokenWindow, request: Request[TokensOptions], height: int
 ) -> list[TokenCellRow]:
-    """Return the rows to draw, the one with the current token near the middle."""
     rows = wrap_cells(token_cells(window, request.options.colour), request.width)
     top = first_visible(window.row_of_current(rows), height, len(rows))
     return rows[top : top + max(height, 0)]
@@ -173,12 +158,8 @@ def _is_whole(window: TokenWindow) -> bool:
     return window.stop - window.start == window.n_tokens
 
 
-def _load_outcome(source: Source, branch: tuple[int, int], row: GenerationRow) -> tuple[str, str]:
-    """Return the state and the answer of (generation, branch); `row` has those of branch 0."""
-    generation, number = branch
-    forks = source.reader.branches(generation) if number else []
-    fork = next((fork for fork in forks if fork.branch == number), None)
-    return (fork.state, fork.answer) if fork else (row.state, row.answer)
+def _prompt(window: TokenWindow) -> list[tuple[int, Segment]]:
+    return [pair for pair in enumerate(window.segments) if pair[1].kind != SegmentKind.GENERATED]
 
 
 def _partial_answer(source: Source, branch: tuple[int, int], window: TokenWindow) -> str:
@@ -195,8 +176,8 @@ def _load_previews(
     source: Source, branch: tuple[int, int], window: TokenWindow
 ) -> dict[int, Sequence[TokenRecord]]:
     """Return the first tokens of the prompt's segments outside of the window."""
-    prompt = [s for s in enumerate(window.segments) if s[1].kind != SegmentKind.GENERATED]
-    outside = [s for s in prompt if s[1].stop <= window.start or s[1].start >= window.stop]
+    start, stop = window.start, window.stop
+    outside = [pair for pair in _prompt(window) if pair[1].stop <= start or pair[1].start >= stop]
     previews: dict[int, Sequence[TokenRecord]] = {}
     for number, segment in outside[:MAX_PREVIEWS]:
         stop = min(segment.stop, segment.start + PREVIEW_TOKENS)
@@ -231,14 +212,14 @@ def _display_text(token: TokenRecord) -> str:
 
 def _format_generated(token: TokenRecord, data: TokensData) -> str:
     step = data.window.step_of(token)
-    parts = [f"  step {token.step}: {_display_text(token)} at position {token.pos}"]
-    if step is not None and step.chosen_logprob is not None:
-        parts.append(f"probability {math.exp(min(step.chosen_logprob, 0)):.4f}")
-    if step is not None and step.entropy is not None:
-        parts.append(f"entropy {step.entropy:.3f}")
-    if step is not None and step.chosen_rank is not None and step.chosen_rank > 0:
-        parts.append(f"rank {step.chosen_rank}")
-    return ", ".join(parts)
+    text = f"  step {token.step}: {_display_text(token)} at position {token.pos}"
+    if step is None:
+        return text
+    if step.chosen_logprob is not None:
+        text += f", probability {math.exp(min(step.chosen_logprob, 0)):.4f}"
+    if step.entropy is not None:
+        text += f", entropy {step.entropy:.3f}"
+    return f"{text}, rank {step.chosen_rank}" if (step.chosen_rank or 0) > 0 else text
 
 
 def _format_verdict(data: TokensData) -> tuple[str, str]:
@@ -256,22 +237,18 @@ def _format_verdict(data: TokensData) -> tuple[str, str]:
 
 
 def _token_line(data: TokensData, pen: Pen) -> Strip:
-    """Draw the properties of the current token in one line."""
     window = data.window
     token = None if window.current is None else window.token(window.current)
     if token is None:
         return pen.line(("this step chose no token", "muted"))
-    segment = segment_at(window.segments, token.pos)
+    segment, step = segment_at(window.segments, token.pos), window.step_of(token)
     cell = token_cells(window, "segment")[token.pos - window.start]
-    spans: list[NamedSpan] = [
+    position_id, logprob = token.position_id, step.chosen_logprob if step else None
+    return pen.line(
         (cell.text, token_style(cell, pen.theme)),
         (f" {token.pos}", "strong"),
         (f" id {token.token_id}", "text"),
         (f" {escape_unprintable(segment.label)}" if segment else "", "muted"),
-    ]
-    if token.position_id != token.pos:
-        spans.append((f" position id {token.position_id}", "accent"))
-    step = window.step_of(token)
-    if step is not None and step.chosen_logprob is not None:
-        spans.append((f" p {math.exp(min(step.chosen_logprob, 0)):.3f}", "text"))
-    return pen.line(*spans)
+        (f" position id {position_id}" if position_id != token.pos else "", "accent"),
+        ("" if logprob is None else f" p {math.exp(min(logprob, 0)):.3f}", "text"),
+    )

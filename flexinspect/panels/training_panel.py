@@ -1,21 +1,23 @@
-"""The training panel: the facts of an optimizer step, and the curves of the whole run."""
+"""The panels of a training run: the facts and curves of its steps, and its gradient strip."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Any, ClassVar
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, format_ranges, plural
+from flexinspect.drawing.heatmap import CIVIDIS_MISSING, boxes, quantise
 from flexinspect.drawing.plots import format_number
-from flexinspect.drawing.text_lines import Pen, clip_text
+from flexinspect.drawing.text_lines import Pen, clip_text, join_blocks
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
-    Cell,
     Help,
     Missing,
     Navigate,
@@ -30,16 +32,21 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     Area,
     StepWindow,
+    TimelinePanel,
     draw_beside,
     draw_timeline,
     is_two_column,
     left_width,
     load_whole_run,
-    navigate_to_step,
     stack_timelines,
     timeline_columns,
 )
-from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
+from flexinspect.records.training_step import (
+    EXPLODING_NORM,
+    VANISHING_NORM,
+    AnomalyOrigin,
+    TrainingStepRecord,
+)
 from flexinspect.trace.reader import CurvePoint
 
 LEARNING_RATE = "learning rate"
@@ -70,12 +77,12 @@ class TrainingData:
         return {index: _curve_value(name, point) for index, point in self.points.items()}
 
 
-class TrainingPanel(Panel[TrainingData, NoOptions]):
+class TrainingPanel(TimelinePanel[TrainingData]):
     """Facts of a training step beside the curves of loss, learning rate and gradient norm."""
 
-    name: ClassVar[str] = "training"
-    title: ClassVar[str] = "Training"
-    help: ClassVar[Help] = Help(
+    name = "training"
+    title = "Training"
+    help = Help(
         "It shows an optimizer step: loss, learning rate, gradient norm before and after clipping, "
         "loss scaler and timings, and the curves of the run.",
         "A column of a curve is a step, or the highest value of several steps; '!' is a non-finite "
@@ -84,7 +91,6 @@ class TrainingPanel(Panel[TrainingData, NoOptions]):
         "Look for the step before the loss jumps: a gradient norm that rises, a learning rate that "
         "has just changed, steps that the loss scaler skipped.",
     )
-    depends_on_size: ClassVar[bool] = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> TrainingData:
         """Read the step, and the curves in as many points as there are columns."""
@@ -106,10 +112,19 @@ class TrainingPanel(Panel[TrainingData, NoOptions]):
 
     def describe(self, data: TrainingData) -> list[str]:
         """Return the problem of the step if there is one, its facts, and the ranges of curves."""
-        problem = _describe_problem(data)
-        facts = [f"{name}: {value}" for name, value in step_facts(data)]
-        curves = [text for name in CURVE_NAMES for text in _describe_curve(data, name)]
-        return [*([problem] if problem else []), *facts, *curves]
+        steps, rates = data.window.format_steps(), rate_curves(data.points)
+        lines = [problem] if (problem := _describe_problem(data)) else []
+        lines += [f"{name}: {value}" for name, value in step_facts(data)]
+        for name in CURVE_NAMES:
+            if name == LEARNING_RATE and len(rates) > 1:
+                lines += [
+                    f"{name} of group {groups} in {steps}: {format_range(curve)}."
+                    for groups, curve in rates
+                ]
+            else:
+                low, high = map(format_number, _curve_range(data, name))
+                lines.append(f"{name} in {steps}: {low} to {high}.")
+        return lines
 
     def paint(self, data: TrainingData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the facts with the curves beside or below them."""
@@ -121,32 +136,40 @@ class TrainingPanel(Panel[TrainingData, NoOptions]):
             left_pen.line((clip_text(name, _NAME_WIDTH), "muted"), (value, "text"))
             for name, value in step_facts(data)
         ]
-        curves = [
-            strip
-            for name, area in curve_areas(data, width, height).items()
-            for strip in _draw_curve(data, name, area, theme)
-        ]
+        curves = self.draw_timelines(data, request, theme)
         room = height if is_two_column(width) else max(height - len(curves), 0)
         strips = draw_beside(left[:room], curves[:height], height, pen)
         return Picture(strips, data.window.format_steps(), alarm=bool(problem))
 
-    def on_click(
-        self, at: Cell, data: TrainingData, request: Request[NoOptions]
-    ) -> Navigate | None:
-        """Go to the step of a curve's column."""
-        areas = curve_areas(data, request.width, request.height).values()
-        return navigate_to_step(at, areas, data.window)
+    def timeline_areas(self, data: TrainingData, width: int, height: int) -> dict[str, Area]:
+        """Return the areas of the curves, without their titles."""
+        if is_two_column(width):
+            return stack_timelines(CURVE_NAMES, width, 0, height)
+        n_facts = len(step_facts(data)) + (1 if _describe_problem(data) else 0)
+        room = max(height - min(n_facts, height // 2), 0)
+        areas = stack_timelines(CURVE_NAMES, width, 0, room, most=4)
+        top = min(height - sum(area.height + 1 for area in areas.values()), n_facts)
+        return {name: replace(area, y=area.y + top) for name, area in areas.items()}
 
-
-def curve_areas(data: TrainingData, width: int, height: int) -> dict[str, Area]:
-    """Return the areas of the curves, without their titles."""
-    if is_two_column(width):
-        return stack_timelines(CURVE_NAMES, width, 0, height)
-    n_facts = len(step_facts(data)) + (1 if _describe_problem(data) else 0)
-    room = max(height - min(n_facts, height // 2), 0)
-    areas = stack_timelines(CURVE_NAMES, width, 0, room, most=4)
-    top = min(height - sum(area.height + 1 for area in areas.values()), n_facts)
-    return {name: replace(area, y=area.y + top) for name, area in areas.items()}
+    def draw_timeline(self, name: str, data: TrainingData, area: Area, theme: Theme) -> list[Strip]:
+        """Draw one of `CURVE_NAMES`; learning rates that differ by group below each other."""
+        rates = rate_curves(data.points) if name == LEARNING_RATE else []
+        if len(rates) > 1:
+            return _draw_rates(rates, data.window, area, theme)
+        low, high = _curve_range(data, name)
+        title = [(f"{name} ", "title"), (f"{format_number(low)} to {format_number(high)}", "text")]
+        curve = data.values(name)
+        if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
+            title.append(("  logarithmic", "muted"))
+            curve = {
+                index: math.log10(max(value / low, 1.0))
+                if value and math.isfinite(value)
+                else value
+                for index, value in curve.items()
+            }
+        style = "good" if name == LEARNING_RATE else "accent"
+        points = map(curve.get, range(data.window.n_points))
+        return draw_timeline(title, points, data.window, area, theme, style=style)
 
 
 def step_facts(data: TrainingData) -> list[tuple[str, str]]:
@@ -154,13 +177,20 @@ def step_facts(data: TrainingData) -> list[tuple[str, str]]:
     step = data.step
     rates = ("unknown" if math.isnan(rate) else format_number(rate) for rate in step.learning_rates)
     loss = f"{format_number(step.loss)} ({step.loss_source})" if step.has_loss else "not reported"
+    counts = (step.n_exploding, step.n_vanishing, step.n_dead, step.n_nonfinite)
+    kinds = ("exploding", "vanishing", "dead", "non-finite")
+    bad = [f"{n} {kind}" for n, kind in zip(counts, kinds, strict=True) if n]
+    parts = ("forward", "backward", "optimizer", "loader", "other")
+    ms = (step.forward_ms, step.backward_ms, step.optimizer_ms, step.data_ms, step.other_ms)
+    known = ((part, time) for part, time in zip(parts, ms, strict=True) if time is not None)
+    times = ", ".join(f"{part} {format_number(time)}" for part, time in known)
     facts = [
         ("loss", loss),
         ("learning rate", " ".join(rates) or "-"),
         ("gradient norm", _format_norm(step)),
-        ("parameters", _format_counts(step)),
+        ("parameters", ", ".join([f"{step.n_parameters} with gradient", *bad])),
         ("micro-batches", str(step.n_backward)),
-        ("time", _format_times(step)),
+        ("time", f"{times} ms"),
     ]
     if step.group_ratios:
         worst = max(filter(math.isfinite, step.group_ratios), default=math.nan)
@@ -186,29 +216,6 @@ def _format_norm(step: TrainingStepRecord) -> str:
         return norm
     before, limit = format_number(step.norm_before_clip), format_number(step.max_norm)
     return f"{norm}, clipped from {before} to {limit}"
-
-
-def _format_counts(step: TrainingStepRecord) -> str:
-    counts = (
-        (step.n_exploding, "exploding"),
-        (step.n_vanishing, "vanishing"),
-        (step.n_dead, "dead"),
-        (step.n_nonfinite, "non-finite"),
-    )
-    return ", ".join(
-        [f"{step.n_parameters} with gradient", *(f"{n} {name}" for n, name in counts if n)]
-    )
-
-
-def _format_times(step: TrainingStepRecord) -> str:
-    times = [
-        ("forward", step.forward_ms),
-        ("backward", step.backward_ms),
-        ("optimizer", step.optimizer_ms),
-        ("loader", step.data_ms),
-        ("other", step.other_ms),
-    ]
-    return ", ".join(f"{name} {format_number(ms)}" for name, ms in times if ms is not None) + " ms"
 
 
 def _describe_problem(data: TrainingData) -> str:
@@ -241,59 +248,22 @@ def _curve_value(name: str, point: CurvePoint) -> float | None:
     return math.nan if point.has_nonfinite_gradient else point.norm
 
 
-def _describe_curve(data: TrainingData, name: str) -> list[str]:
-    """Return sentences about the range of a curve over the run."""
-    steps, curves = data.window.format_steps(), rate_curves(data.points)
-    if name == LEARNING_RATE and len(curves) > 1:
-        return [
-            f"{name} of group {groups} in {steps}: {format_range(curve)}."
-            for groups, curve in curves
-        ]
-    low, high = _curve_range(data, name)
-    return [f"{name} in {steps}: {format_number(low)} to {format_number(high)}."]
-
-
 def _curve_range(data: TrainingData, name: str) -> tuple[float | None, float | None]:
     finite = [v for v in data.values(name).values() if v is not None and math.isfinite(v)]
     return (min(finite), max(finite)) if finite else (None, None)
 
 
-def _log_ratio(value: float | None, low: float) -> float | None:
-    """Return the logarithm of a value divided by the lowest one."""
-    if value is None or not math.isfinite(value):
-        return value
-    return math.log10(max(value / low, 1.0))
-
-
-def _draw_curve(data: TrainingData, name: str, area: Area, theme: Theme) -> list[Strip]:
-    rates = rate_curves(data.points) if name == LEARNING_RATE else []
-    if len(rates) > 1:
-        return _draw_rates(rates, data.window, area, theme)
-    low, high = _curve_range(data, name)
-    title = [(f"{name} ", "title"), (f"{format_number(low)} to {format_number(high)}", "text")]
-    curve = data.values(name)
-    if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
-        title.append(("  logarithmic", "muted"))
-        curve = {index: _log_ratio(value, low) for index, value in curve.items()}
-    style = "good" if name == LEARNING_RATE else "accent"
-    points = map(curve.get, range(data.window.n_points))
-    return draw_timeline(title, points, data.window, area, theme, style=style)
-
-
 def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:
     """Return the distinct learning rate curves, each with the groups that have it: "0-2, 4"."""
-    curves: list[tuple[Curve, list[int]]] = []
+    groups_by_curve: dict[tuple[float | None, ...], list[int]] = {}
     for group in range(max((len(point.rates) for point in points.values()), default=0)):
-        values = {
-            index: point.rates[group] if group < len(point.rates) else None
-            for index, point in points.items()
-        }
-        same = next((groups for curve, groups in curves if curve == values), None)
-        if same is None:
-            curves.append((values, [group]))
-        else:
-            same.append(group)
-    return [(format_ranges(groups), curve) for curve, groups in curves]
+        rates = (point.rates[group : group + 1] for point in points.values())
+        curve = tuple(rate[0] if rate else None for rate in rates)
+        groups_by_curve.setdefault(curve, []).append(group)
+    return [
+        (format_ranges(groups), dict(zip(points, curve, strict=True)))
+        for curve, groups in groups_by_curve.items()
+    ]
 
 
 def format_range(curve: Curve) -> str:
@@ -312,21 +282,143 @@ def _draw_rates(
 ) -> list[Strip]:
     """Draw curves below each other, as many as there are rows, under a title with their ranges."""
     shown = curves[: max(area.height, 0)]
-    strips: list[Strip] = []
+    more = f" and {len(curves) - len(shown)} more" if len(shown) < len(curves) else ""
+    title = "learning rate, group"
+    texts = [f" {groups}: {format_range(curve)}" for groups, curve in shown]
+    if len(title) + sum(map(len, texts)) + len(more) > area.width:  # only the highest rates fit
+        title = "learning rate up to"
+        texts = [f" {groups}: {format_number(_bounds(curve)[1])}" for groups, curve in shown]
+    spans = ((title, "title"), *zip(texts, cycle(CURVE_STYLES)), (more, "muted"))
+    strips = [Pen(theme, area.width).line(*spans)]
     for i, (_, curve) in enumerate(shown):
         height = area.height * (i + 1) // len(shown) - area.height * i // len(shown)
         rows, style = replace(area, height=height), CURVE_STYLES[i % len(CURVE_STYLES)]
         points = map(curve.get, range(window.n_points))
         strips += draw_timeline((), points, window, rows, theme, style=style)
-    more = f" and {len(curves) - len(shown)} more" if len(shown) < len(curves) else ""
-    return [_draw_rates_title(shown, more, Pen(theme, area.width)), *strips]
+    return strips
 
 
-def _draw_rates_title(curves: Sequence[tuple[str, Curve]], more: str, pen: Pen) -> Strip:
-    """Draw the range of each curve, or only its highest rate where there is no room."""
-    title = "learning rate, group"
-    texts = [f" {groups}: {format_range(curve)}" for groups, curve in curves]
-    if len(title) + sum(map(len, texts)) + len(more) > pen.width:
-        title = "learning rate up to"
-        texts = [f" {groups}: {format_number(_bounds(curve)[1])}" for groups, curve in curves]
-    return pen.line((title, "title"), *zip(texts, cycle(CURVE_STYLES)), (more, "muted"))
+_BAD_LEVEL, _MISSING_LEVEL = CIVIDIS_MISSING.size - 2, CIVIDIS_MISSING.size - 1
+_MAX_LABEL_WIDTH = 18
+
+
+@dataclass(frozen=True, slots=True)
+class GradientStripData:
+    """Norms, float64 (groups, points): NaN is non-finite, -1 was not measured."""
+
+    groups: tuple[str, ...]
+    norms: npt.NDArray[np.float64]
+    window: StepWindow
+
+
+class GradientStripPanel(Panel[GradientStripData, NoOptions]):
+    """A row of cells for each parameter group, a column for each step or bucket of steps."""
+
+    name = "gradstrip"
+    title = "Gradient strip"
+    help = Help(
+        "It shows the norm of the gradients of each layer or module, from the first step of the "
+        "run to the last.",
+        "Dark is 1e-6 and below, bright is 10 and above, red is NaN or infinite, grey is not "
+        "measured; a column of several steps shows their highest norm; click a column to go there.",
+        "Look for rows that turn bright before the loss jumps, and for dark rows at the top: "
+        "layers that the gradient does not reach.",
+    )
+    depends_on_size = True
+
+    def load(self, source: Source, request: Request[NoOptions]) -> GradientStripData:
+        """Read the norms in as many points as there are columns."""
+        place = request.place
+        declared = tuple(map(str, require_training_facts(source, place).get("groups", [])))
+        groups = source.reader.added_groups(place.generation) or declared
+        window = load_whole_run(source.reader, place, _strip_width(request.width))
+        norms = source.reader.group_curve(
+            place.generation, window.start, len(window), window.n_points, place.branch
+        )
+        if not norms:
+            raise Missing("No gradient of this run is measured yet.")
+        table = np.full((len(groups), window.n_points), -1.0)
+        for (point, group), norm in norms.items():
+            if 0 <= group < len(groups) and 0 <= point < window.n_points:
+                table[group, point] = norm
+        return GradientStripData(groups, table, window)
+
+    def describe(self, data: GradientStripData) -> list[str]:
+        """Return a line for each group: its norm at the current step, and its range."""
+        steps, current_step = data.window.format_steps(), data.window.current
+        lines = [f"Gradient norms by group, {steps}; current step {current_step}."]
+        width = max(map(len, data.groups), default=0)
+        for group, row in zip(data.groups, data.norms, strict=True):
+            measured = row[np.isfinite(row) & (row >= 0)]
+            norm = float(row[data.window.current_point])
+            current = "NaN/Inf" if math.isnan(norm) else "-" if norm < 0 else format_number(norm)
+            low, high = (
+                format_number(float(f(measured))) if measured.size else "-"
+                for f in (np.min, np.max)
+            )
+            n_bad = int(np.isnan(row).sum())
+            bad = f"  non-finite in {n_bad} of {len(row)}" if n_bad else ""
+            name = escape_unprintable(group)
+            lines.append(f"{name:<{width}}  {current:>8}  {low} to {high}{bad}")
+        return lines
+
+    def paint(self, data: GradientStripData, request: Request[NoOptions], theme: Theme) -> Picture:
+        """Draw all groups, or if there is no room those with the highest and lowest norms."""
+        pen, window = Pen(theme, request.width), data.window
+        rows, columns = _choose_groups(data, request.height - 1), _strip_width(request.width)
+        label = pen.resize(_label_width(request.width))
+        each = window.columns_per_point(columns)
+        cells = boxes(norm_levels(data.norms[rows]), CIVIDIS_MISSING, theme, cell_width=each)
+        names = [_draw_group_name(data, row, label) for row in rows]
+        mark = " " * window.current_column(columns) + "▼"
+        body = join_blocks(names, cells, pen.style("text")) if rows else []
+        strips = [pen.line((clip_text("group", label.width), "muted"), (mark, "chosen"))]
+        strips += [strip.adjust_cell_length(pen.width, pen.style("text")) for strip in body]
+        more = len(data.groups) - len(rows)
+        note = window.format_steps() + (f", {more} more groups" if more else "")
+        return Picture(strips[: request.height], note, alarm=bool(np.isnan(data.norms).any()))
+
+    def on_click(
+        self, x: int, y: int, data: GradientStripData, request: Request[NoOptions]
+    ) -> Navigate | None:
+        """Go to the step of a column."""
+        column = x - _label_width(request.width) if y > 0 else -1
+        step = data.window.step_at(column, _strip_width(request.width))
+        return None if step is None else Navigate(step=step)
+
+
+def norm_levels(norms: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+    """Return levels of `CIVIDIS_MISSING`, logarithmic from vanishing to exploding norms."""
+    with np.errstate(all="ignore"):
+        logs = np.log10(np.where(norms > 0, norms, VANISHING_NORM))
+    levels = quantise(logs, math.log10(VANISHING_NORM), math.log10(EXPLODING_NORM), _BAD_LEVEL)
+    levels[norms < 0] = _MISSING_LEVEL
+    levels[~np.isfinite(norms)] = _BAD_LEVEL
+    return levels
+
+
+def _choose_groups(data: GradientStripData, room: int) -> list[int]:
+    """Return the groups to draw: all, or those with the highest and lowest norms."""
+    n_groups = len(data.groups)
+    if n_groups <= room:
+        return list(range(n_groups))
+    norms = np.nan_to_num(data.norms, nan=np.inf, posinf=np.inf)
+    high, low = norms.max(axis=1), np.where(norms < 0, np.inf, norms).min(axis=1)
+    n_dark = max(room, 0) // 2
+    bright = np.argsort(-high, kind="stable")[: max(room, 0) - n_dark].tolist()
+    dark = [row for row in np.argsort(low, kind="stable").tolist() if row not in bright]
+    return sorted([*bright, *dark[:n_dark]])
+
+
+def _draw_group_name(data: GradientStripData, row: int, pen: Pen) -> Strip:
+    name = escape_unprintable(data.groups[row])
+    short = name if len(name) < pen.width else "…" + name[-(pen.width - 2) :]
+    return pen.line((short, "bad" if np.isnan(data.norms[row]).any() else "text"))
+
+
+def _strip_width(width: int) -> int:
+    return max(width - _label_width(width), 1)
+
+
+def _label_width(width: int) -> int:
+    return min(_MAX_LABEL_WIDTH, max(width // 3, 1))

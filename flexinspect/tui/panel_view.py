@@ -95,7 +95,7 @@ class PanelView(LoadedCanvas, can_focus=True):
         self.panel = panel
         self._note = note
         self._session = session
-        self.options: Any = panel.options()
+        self.options: Any = panel.initial_options
         self.loader = Loader(pool, self._next_request, self._load_panel, self._show_loaded)
         self._request: Request[Any] | None = None
         self._data: Any = None
@@ -123,7 +123,7 @@ class PanelView(LoadedCanvas, can_focus=True):
 
     def show_panel(self, panel: Panel[Any, Any]) -> None:
         """Replace the panel."""
-        self.panel, self.options = panel, panel.options()
+        self.panel, self.options = panel, panel.initial_options
         self._request = self._data = self._error = None
         self.show(())
         self.loader.request_load()

@@ -37,8 +37,8 @@ def draw_token_strip(
     """
     cells = token_cells(window, "probability")
     index = len(cells) - 1 if window.current is None else window.current - window.start
-    row, _ = row_around(cells, index, width)
-    spans = row.spans(theme, current=window.current, marked=frozenset())
+    row = row_around(cells, index, width)
+    spans = row.spans(theme, current=window.current)
     return [
         line(spans, width, theme.style("text")),
         line(_draw_labels(row, window, width, theme), width, theme.style("text")),

@@ -48,9 +48,7 @@ class Echo(Panel[list[str], EchoOptions]):
     name = "echo"
     title = "Echo"
     help = Help("It shows the place.", "Read it.", "Look for it.")
-
-    def options(self) -> EchoOptions:
-        return EchoOptions()
+    initial_options = EchoOptions()
 
     def load(self, source: Source, request: Request[EchoOptions]) -> list[str]:
         place, options = request.place, request.options
@@ -72,9 +70,7 @@ class Empty(Panel[None, NoOptions]):
     name = "empty"
     title = "Empty"
     help = Help("a", "b", "c")
-
-    def options(self) -> NoOptions:
-        return NoOptions()
+    initial_options = NoOptions()
 
     def load(self, source: Source, request: Request[NoOptions]) -> None:
         raise Missing("Level basic stores no echo.", "Record with --level advanced.")

@@ -7,17 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.attention_trace import (
-    COLOR,
-    N_PROMPT,
-    PANEL,
-    PLAIN,
-    Made,
-    load,
-    paint,
-    request,
-    words,
-)
+from support.attention_trace import COLOR, N_PROMPT, PANEL, PLAIN, Made, load, paint, request, words
 
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
@@ -300,5 +290,5 @@ def test_a_large_grid_is_described_by_layer(made: Made) -> None:
 
 
 def test_the_help_is_three_sentences() -> None:
-    assert all(line.endswith(".") for line in PANEL.help.lines())
-    assert len(PANEL.help.lines()) == 3
+    assert all(line.endswith(".") for line in PANEL.help)
+    assert len(PANEL.help) == 3

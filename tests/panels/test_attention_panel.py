@@ -9,16 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.attention_trace import (
-    N_PROMPT,
-    Made,
-    Scene,
-    load,
-    paint,
-    segments,
-    token,
-    words,
-)
+from support.attention_trace import N_PROMPT, Made, Scene, load, paint, segments, token, words
 
 from flexinspect.panels.attention import row_recompute
 from flexinspect.panels.base import TracePlace

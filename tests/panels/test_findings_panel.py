@@ -71,7 +71,7 @@ MANY = [
 def request(
     options: FindingsOptions | None = None, width: int = 100, height: int = 30
 ) -> Request[FindingsOptions]:
-    return Request(TracePlace(), options or PANEL.options(), width, height)
+    return Request(TracePlace(), options or PANEL.initial_options, width, height)
 
 
 def load(source: Source, options: FindingsOptions | None = None) -> FindingsData:

@@ -14,16 +14,16 @@ import support.mask_trace as scene
 from support.mask_trace import Shown
 
 from flexinspect.drawing.theme import Theme
-from flexinspect.masks.viewport import (
-    CLOSED,
-    N_STATES,
-    OPEN,
-)
+from flexinspect.masks.viewport import CLOSED, N_STATES, OPEN
 from flexinspect.panels.base import Navigate, Request, TracePlace
-from flexinspect.panels.mask.mask_data import MaskData, segment_number
-from flexinspect.panels.mask.mask_drawing import CURSOR, GENERATED, _tints, mask_palette
-from flexinspect.panels.mask.mask_layout import MaskOptions, mask_layout, zoom_steps
-from flexinspect.panels.mask.mask_panel import MaskPanel
+from flexinspect.panels.mask.mask_data import (
+    MaskData,
+    MaskOptions,
+    mask_layout,
+    segment_number,
+    zoom_steps,
+)
+from flexinspect.panels.mask.mask_panel import CURSOR, GENERATED, MaskPanel, _tints, mask_palette
 from flexinspect.panels.panel_registry import with_options
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.reader import open_trace
@@ -289,14 +289,14 @@ def test_zoom_steps_begin_with_the_whole_and_end_with_large_cells() -> None:
 
 
 def test_a_sheet_much_wider_than_high_is_scaled_on_each_side_by_itself() -> None:
-    frame = mask_layout(120, 40, (1524, 51187), 0, (1000, 51000), MaskOptions())
+    frame = mask_layout(120, 40, (1524, 51187), (1000, 51000), MaskOptions())
     assert frame.grid.row_scale == 24
     assert frame.grid.key_scale == 512
 
 
 def test_a_window_stands_still_while_the_focus_moves_within_half_of_it() -> None:
     starts = [
-        mask_layout(80, 24, (4000, 4000), 6, (row, row), MaskOptions()).grid.row
+        mask_layout(80, 24, (4000, 4000), (row, row), MaskOptions(zoom=6)).grid.row
         for row in range(2000, 2100)
     ]
     assert len(set(starts)) <= 100 * 2 // 20
@@ -312,8 +312,8 @@ def test_the_panel_tells_what_it_is() -> None:
     panel = MaskPanel()
     assert panel.name == "mask"
     assert panel.depends_on_size
-    assert all(line.endswith(".") for line in panel.help.lines())
-    assert panel.options() == MaskOptions()
+    assert all(line.endswith(".") for line in panel.help)
+    assert panel.initial_options == MaskOptions()
 
 
 def test_options_can_be_given_as_text() -> None:

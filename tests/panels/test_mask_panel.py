@@ -14,16 +14,9 @@ from support.mask_trace import Shown, sentence
 from flexinspect.core.errors import TraceError
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks import algebra
-from flexinspect.masks.viewport import (
-    APPLIED,
-    CLOSED,
-    LEAKED,
-    LOST,
-    OPEN,
-    UNKNOWN,
-)
+from flexinspect.masks.viewport import APPLIED, CLOSED, LEAKED, LOST, OPEN, UNKNOWN
 from flexinspect.panels.base import Missing, TracePlace
-from flexinspect.panels.mask.mask_layout import MaskOptions
+from flexinspect.panels.mask.mask_data import MaskOptions
 from flexinspect.records.step import GenerationRecord
 from flexinspect.trace.file.writer import TraceWriter
 

@@ -13,9 +13,7 @@ from support.mask_trace import Shown
 
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks import algebra
-from flexinspect.masks.viewport import (
-    OPEN,
-)
+from flexinspect.masks.viewport import OPEN
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.mask import mask_grid
 from flexinspect.records.step import GenerationEnd, GenerationRecord, MaskRecord

@@ -11,13 +11,7 @@ import pytest
 
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Missing, Navigate, NoOptions, Request, TracePlace
-from flexinspect.panels.memory_panel import (
-    MemoryData,
-    MemoryPanel,
-    cache_parts,
-    format_growth,
-    memory_areas,
-)
+from flexinspect.panels.memory_panel import MemoryData, MemoryPanel, cache_parts, format_growth
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, MemoryRecord, StepRecord, TokenRecord
@@ -155,7 +149,7 @@ def test_timelines_name_where_they_begin(source: Make) -> None:
 
 def test_a_click_on_a_timeline_goes_to_its_step(source: Make) -> None:
     data, asked = load(source(growing(6, 4000)), step=3), request(step=3)
-    areas = memory_areas(data, 120, 40)
+    areas = PANEL.timeline_areas(data, 120, 40)
     assert list(areas) == ["RSS", "KV cache"]
     for area in areas.values():
         assert PANEL.on_mouse(area.x + 9, area.y, data, asked, click=True) == Navigate(step=2)
@@ -168,7 +162,7 @@ def test_cuda_figures_appear_only_where_they_are(source: Make) -> None:
     cuda = {"cuda_allocated": 5_000_000, "cuda_reserved": 8_000_000, "cuda_peak": 7_000_000}
     data = load(source([step(n, memory(n, **cuda)) for n in range(3)]), step=1)
     assert data.figures[:4] == ["RSS", "CUDA allocated", "CUDA reserved", "CUDA peak"]
-    assert list(memory_areas(data, 120, 40)) == ["CUDA allocated", "KV cache"]
+    assert list(PANEL.timeline_areas(data, 120, 40)) == ["CUDA allocated", "KV cache"]
     assert any(line.startswith("CUDA peak") and "7 MB" in line for line in drawn(data))
 
 

@@ -39,18 +39,14 @@ class Mine(Panel[None, Options]):
     name = "mine"
     title = "Mine"
     help = Help("a", "b", "c")
-
-    def options(self) -> Options:
-        return Options()
+    initial_options = Options()
 
 
 class Bare(Panel[None, NoOptions]):
     name = "bare"
     title = "Bare"
     help = Help("a", "b", "c")
-
-    def options(self) -> NoOptions:
-        return NoOptions()
+    initial_options = NoOptions()
 
 
 class Untitled(Panel[None, NoOptions]):

@@ -20,11 +20,10 @@ from flexinspect.panels.base import (
     TracePlace,
     check_panel_applies,
 )
-from flexinspect.panels.gradient_strip_panel import GradientStripPanel, norm_levels
 from flexinspect.panels.panel_registry import load_panel, panel_names
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import load_whole_run
-from flexinspect.panels.training_panel import TrainingPanel, curve_areas
+from flexinspect.panels.training_panel import GradientStripPanel, TrainingPanel, norm_levels
 from flexinspect.records.step import (
     EventRecord,
     GenerationEnd,
@@ -124,7 +123,7 @@ def test_both_panels_draw_at_any_size(source: Source, size: tuple[int, int], loo
 def test_a_click_on_a_curve_goes_to_its_step(source: Source) -> None:
     asked = request(3, 120, 30)
     data = PANEL.load(source, asked)
-    area = curve_areas(data, 120, 30)["loss"]
+    area = PANEL.timeline_areas(data, 120, 30)["loss"]
     assert PANEL.on_mouse(area.x + 10, area.y, data, asked, click=True) == Navigate(step=10)
     assert PANEL.on_mouse(area.x + 10, area.y, data, asked, click=False) is None
     assert PANEL.on_mouse(area.x - 1, area.y, data, asked, click=True) is None
@@ -141,7 +140,7 @@ def test_learning_rates_that_differ_by_group_are_separate_curves(source: Source)
         "learning rate of group 0, 3 in steps 0-39: 0.0025 to 0.1.",
         "learning rate of group 1-2 in steps 0-39: 0.01.",
     ]
-    area = curve_areas(data, 80, 18)["learning rate"]
+    area = PANEL.timeline_areas(data, 80, 18)["learning rate"]
     drawn = [strip.text for strip in PANEL.paint(data, asked, Theme("none")).strips]
     title, falling, level = (row[area.x :].rstrip() for row in drawn[area.y - 1 : area.y + 2])
     assert title == "learning rate, group 0, 3: 0.0025 to 0.1 1-2: 0.01"
@@ -194,7 +193,7 @@ def test_the_loss_of_a_step_that_the_scaler_skipped_is_drawn(source: Source) -> 
 
 def test_the_run_panel_shows_the_stages_of_a_training_run(source: Source) -> None:
     run = load_panel("run")
-    data = run.load(source, Request(TracePlace(step=3), run.options(), 80, 30))
+    data = run.load(source, Request(TracePlace(step=3), run.initial_options, 80, 30))
     about = {
         "optimizer": "AdamW",
         "groups": ["body", "head"],

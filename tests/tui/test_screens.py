@@ -457,7 +457,7 @@ def test_before_the_first_generation_a_panel_waits_and_does_not_complain(
 ) -> None:
     path = sample_trace(tmp_path / "none.flextrace", generations=0)
     panel = load_panel(name)
-    request = Request(TracePlace(), panel.options(), 80, 20)
+    request = Request(TracePlace(), panel.initial_options, 80, 20)
     with open_trace(path) as reader:
         try:
             said = panel.describe(panel.load(Source(reader), request))

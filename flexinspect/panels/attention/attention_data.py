@@ -6,7 +6,7 @@ recomputed from the stored queries and keys (see `row_recompute`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,6 +37,7 @@ from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_token_cells
 from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.trace.queries.range_queries import lineage
 from flexinspect.trace.query_results import ArrayInfo
 
 ENTROPY, SINK = "entropy", "sink"
@@ -80,6 +81,12 @@ class AttentionGrid:
     values: Floats
     lse_checks: tuple[LseCheck, ...]
     unit: str = "share"
+
+    @property
+    def failed_layers(self) -> list[int]:
+        """The layers whose check failed."""
+        checks = zip(self.layers, self.lse_checks, strict=True)
+        return [layer for layer, check in checks if check.is_failed]
 
     def drawable_values(self) -> Floats:
         """Return the values with NaN for layers whose check failed."""
@@ -174,11 +181,13 @@ def load_attention(source: Source, request: Request[AttentionOptions]) -> Attent
     layers = [call.layer for call in view.calls]
     grid_row = layers.index(view.place.layer) if view.place.layer in layers else 0
     head = min(max(view.place.head, 0), segment_attention.shape[1] - 1)
-    rows = _stored_rows(view, infos, layers[grid_row])
+    newest = view.step_row.kv_after - 1
+    is_stored = any(info.stream == "q" and info.layer == layers[grid_row] for info in infos)
+    rows = range(view.step_row.kv_before if is_stored else newest, newest + 1)
     chosen = request.options.row
-    q_idx = chosen if chosen is not None and chosen in rows else rows[-1]
+    q_idx = chosen if chosen is not None and chosen in rows else newest
     check = recorded_check(view.calls[grid_row])
-    is_shown = q_idx == rows[-1] and not check.is_failed
+    is_shown = q_idx == newest and not check.is_failed
     data = AttentionData(
         place=view.place,
         grid=_load_grid(view, segment_attention, segments, infos, request.options.measure),
@@ -196,19 +205,14 @@ def load_attention(source: Source, request: Request[AttentionOptions]) -> Attent
 
 def _load_segments(view: StepView, n_segments: int) -> tuple[Segment, ...]:
     """Return the segments of the branch, or of an ancestor, that match the recorded attention."""
-    for branch in dict.fromkeys((view.branch, *(branch for branch, _, _ in view.lineage), 0)):
-        segments = view.source.reader.segments(view.place.generation, branch)
+    reader, generation = view.source.reader, view.place.generation
+    family = (branch for branch, _, _ in lineage(reader, generation, view.place.branch))
+    for branch in dict.fromkeys((view.branch, *family, 0)):
+        segments = reader.segments(generation, branch)
         if len(segments) == n_segments:
             return tuple(replace(s, label=escape_unprintable(s.label)) for s in segments)
     kind = SegmentKind.PARAPHRASE
     return tuple(Segment(0, 0, f"segment {i + 1}", kind, i) for i in range(n_segments))
-
-
-def _stored_rows(view: StepView, infos: Iterable[ArrayInfo], layer: int) -> range:
-    """Return the rows of this step whose queries are stored for the layer."""
-    stored = any(info.stream == "q" and info.layer == layer for info in infos)
-    newest = view.step_row.kv_after - 1
-    return range(view.step_row.kv_before if stored else newest, newest + 1)
 
 
 # -- the grid -------------------------------------------------------------------------------------
@@ -223,13 +227,10 @@ def _load_grid(
 ) -> AttentionGrid:
     groups = measure_groups(segments)
     streams = {info.stream for info in infos}
-    measures = list(groups)
-    if "attention.entropy" in streams:
-        measures.append(ENTROPY)
     one_token = [i for i, s in enumerate(segments) if s.start == 0 and len(s) == 1]
-    stored = {"q", "k", "attention.lse"} <= streams and view.step_row.q_len == 1
-    if one_token or stored:
-        measures.append(SINK)
+    is_stored = {"q", "k", "attention.lse"} <= streams and view.step_row.q_len == 1
+    measures = [*groups, *[ENTROPY] * ("attention.entropy" in streams)]
+    measures += [SINK] if one_token or is_stored else []
     measure = chosen if chosen in measures else measures[0]
     gates = tuple(map(recorded_check, view.calls))
     values: npt.NDArray[np.floating] | None
@@ -240,9 +241,8 @@ def _load_grid(
         # The capture's checks are of sums that were not computed with these weights.
         gates = (UNCHECKED,) * len(gates)
     else:
-        values = segment_attention[:, :, one_token if measure == SINK else groups[measure]].sum(
-            axis=2
-        )
+        numbers = one_token if measure == SINK else groups[measure]
+        values = segment_attention[:, :, numbers].sum(axis=2)
     if values is None or values.shape != segment_attention.shape[:2]:
         values = np.full(segment_attention.shape[:2], np.nan)
     unit = "nats" if measure == ENTROPY else "share"
@@ -269,18 +269,16 @@ def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, flo
     At most `most`: of more kinds, those with the most attention. The number is -1 for separators.
     """
     segment_attention = [] if data.segment_attention is None else data.segment_attention.tolist()
+    pairs = enumerate(zip(data.segments, segment_attention, strict=False))
     every = [
         (segment.label, -1 if segment.kind is SegmentKind.SEPARATOR else index, value)
-        for index, (segment, value) in enumerate(
-            zip(data.segments, segment_attention, strict=False)
-        )
+        for index, (segment, value) in pairs
     ]
     if len(every) <= most:
         return every
-    groups = measure_groups(data.segments)
     kinds = [
         (name, every[at[0]][1], sum(segment_attention[i] for i in at))
-        for name, at in groups.items()
+        for name, at in measure_groups(data.segments).items()
     ]
     if len(kinds) <= most:
         return kinds
@@ -291,7 +289,6 @@ def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, flo
 
 
 def _load_token_row(view: StepView, data: AttentionData) -> AttentionData:
-    """Return the data with the row's weights, or with the reason why there are none."""
     try:
         recompute = partial(recompute_row, view, data.grid_row, data.head)
         newest = recompute(data.rows[-1])
@@ -309,10 +306,15 @@ def _load_token_row(view: StepView, data: AttentionData) -> AttentionData:
             # Values without checks of their own were computed in the same way as the row's.
             grid = replace(grid, lse_checks=(check,) * len(grid.lse_checks))
         return replace(data, mismatch=describe_mismatch(newest), grid=grid)
-    data = replace(data, tokens=_make_token_row(view, row, data.segments))
+    weights, heaviest = row.row.weights, _heaviest_keys(row.row.weights, row.open_keys)
+    keys = range(len(weights)) if len(weights) <= MAX_LISTED_KEYS else heaviest.tolist()
+    positions = [row.first_pos + key for key in keys]
+    cells = load_token_cells(view.source, view.place, data.segments, positions)
+    tokens = TokenRow(row.first_pos, weights, row.open_keys, entropy(weights), heaviest, cells)
+    data = replace(data, tokens=tokens)
     if data.segment_attention is not None or not any(map(len, data.segments)):
         return data
-    segment_attention = attention_by_segment(row.row.weights, data.segments, row.first_pos)
+    segment_attention = attention_by_segment(weights, data.segments, row.first_pos)
     return replace(data, segment_attention=segment_attention, segment_check=row.lse_check)
 
 
@@ -329,21 +331,6 @@ def describe_mismatch(newest: RecomputedRow) -> str:
         f"mask, the weights of the newest row sum to {newest.row.total:.4g} instead of 1 "
         f"(off by {value:.2g}). A softcap or a score_mod, which a trace does not record, can also "
         f"cause this."
-    )
-
-
-def _make_token_row(view: StepView, row: RecomputedRow, segments: Sequence[Segment]) -> TokenRow:
-    weights = row.row.weights
-    heaviest = _heaviest_keys(weights, row.open_keys)
-    keys = range(len(weights)) if len(weights) <= MAX_LISTED_KEYS else heaviest.tolist()
-    positions = [row.first_pos + key for key in keys]
-    return TokenRow(
-        first_pos=row.first_pos,
-        weights=weights,
-        open_keys=row.open_keys,
-        entropy=entropy(weights),
-        heaviest=heaviest,
-        tokens=load_token_cells(view.source, view.place, segments, positions),
     )
 
 

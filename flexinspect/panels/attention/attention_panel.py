@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from rich.cells import cell_len
+from textual.strip import Strip
 
-from flexinspect.drawing.plots import format_number
-from flexinspect.drawing.text_lines import Pen
+from flexinspect.drawing.heatmap import CIVIDIS_MARKED, boxes, quantise_marked
+from flexinspect.drawing.plots import bar, format_number, sparkline
+from flexinspect.drawing.text_lines import (
+    NamedSpan,
+    Pen,
+    align_right,
+    clip_text,
+    first_visible,
+    join_blocks,
+    merge_spans,
+)
 from flexinspect.drawing.theme import Theme
-from flexinspect.masks.attention_row import worst_check
+from flexinspect.drawing.token_cells import TokenCell, token_style
+from flexinspect.masks.attention_row import LseCheck, worst_check
 from flexinspect.panels.attention.attention_data import (
     NO_OPEN_KEY,
     SINK,
     AttentionData,
     AttentionGrid,
     AttentionOptions,
+    TokenRow,
+    attention_shares,
     format_share,
     format_value,
     load_attention,
 )
-from flexinspect.panels.attention.attention_drawing import (
-    attention_layout,
-    draw_attention,
-    row_lse_check,
-)
 from flexinspect.panels.attention.row_recompute import EXTREME_ONLY
-from flexinspect.panels.base import (
-    CURSOR_MOVES,
-    Cell,
-    Help,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    next_choice,
-)
+from flexinspect.panels.base import CURSOR_MOVES, Help, Navigate, Panel, Picture, Request
 from flexinspect.panels.panel_source import Source
+from flexinspect.panels.token_window import segment_color
 
 MAX_TABLE_LAYERS, MAX_TABLE_HEADS = 12, 16
 """The largest grid that `describe` writes as a table."""
@@ -48,11 +49,11 @@ N_LISTED_TOKENS = 10
 class AttentionPanel(Panel[AttentionData, AttentionOptions]):
     """Attention of one row: a grid of layers and heads, and the weights of the chosen head."""
 
-    name: ClassVar[str] = "attention"
-    title: ClassVar[str] = "Attention"
-    initial_options: ClassVar[AttentionOptions] = AttentionOptions()
-    needs_tokens: ClassVar[bool] = True
-    help: ClassVar[Help] = Help(
+    name = "attention"
+    title = "Attention"
+    initial_options = AttentionOptions()
+    needs_tokens = True
+    help = Help(
         "It shows how much of the newest row's attention each head of each layer gave to a part "
         "of the sequence, and the tokens that one head attended to.",
         "Layers go down, heads across, brighter is more; the bars are the weights of the selected "
@@ -61,7 +62,7 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         "Look for heads that ignore a paraphrase, put all attention on BOS, or attend where the "
         "mask should be closed; a check above 0.01 means that this is not what ran.",
     )
-    actions: ClassVar[tuple[str, ...]] = ("view.measure", *CURSOR_MOVES)
+    actions = ("view.measure", *CURSOR_MOVES)
 
     def load(self, source: Source, request: Request[AttentionOptions]) -> AttentionData:
         """Read the step's grid and the row of the place's layer and head."""
@@ -83,54 +84,37 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
             note += f" · grid {grid_check.describe()}"
         if data.missing_reason == EXTREME_ONLY:
             note += " · by token: --level extreme"
-        return Picture(
-            strips, f"{data.grid.measure} · {note}{_format_visible_range(data, request)}", alarm
-        )
+        layout = attention_layout(data, request.width, request.height)
+        layers, (n_layers, n_heads) = data.grid.layers, data.grid.values.shape
+        if len(layout.rows) < n_layers:
+            shown = f"{layers[layout.rows[0]]}-{layers[layout.rows[-1]]}"
+            note += f" · layers {shown} of {n_layers}"
+        if len(layout.heads) < n_heads:
+            note += f" · heads {layout.heads[0]}-{layout.heads[-1]} of {n_heads}"
+        return Picture(strips, f"{data.grid.measure} · {note}", alarm)
 
     def on_action(
         self, action: str, data: AttentionData, request: Request[AttentionOptions]
     ) -> AttentionOptions | Navigate | None:
         """Change the measure, or go to another layer or head (in a prefill, another row)."""
         if action == "view.measure":
-            measure = next_choice(data.grid.measures, data.grid.measure)
-            return replace(request.options, measure=measure)
+            return request.with_next("measure", data.grid.measures, data.grid.measure)
         down, across = CURSOR_MOVES.get(action, (0, 0))
         if down and 0 <= data.grid_row + down < len(data.grid.layers):
             return Navigate(layer=data.grid.layers[data.grid_row + down])
-        return _move_sideways(across, data, request) if across else None
+        if across and len(data.rows) > 1:
+            row = data.q_idx + across
+            chosen = None if row == data.rows[-1] else row
+            return replace(request.options, row=chosen) if row in data.rows else None
+        head = data.head + across
+        return Navigate(head=head) if across and head in range(data.grid.values.shape[1]) else None
 
     def on_click(
-        self, at: Cell, data: AttentionData, request: Request[AttentionOptions]
+        self, x: int, y: int, data: AttentionData, request: Request[AttentionOptions]
     ) -> Navigate | None:
         """Go to the layer and head that were clicked."""
-        layout = attention_layout(data, request.width, request.height)
-        cell = layout.cell_at(*at)
+        cell = attention_layout(data, request.width, request.height).cell_at(x, y)
         return Navigate(layer=data.grid.layers[cell[0]], head=cell[1]) if cell else None
-
-
-def _move_sideways(
-    by: int, data: AttentionData, request: Request[AttentionOptions]
-) -> AttentionOptions | Navigate | None:
-    if len(data.rows) > 1:
-        row = data.q_idx + by
-        if row not in data.rows:
-            return None
-        return replace(request.options, row=None if row == data.rows[-1] else row)
-    head = data.head + by
-    return Navigate(head=head) if 0 <= head < data.grid.values.shape[1] else None
-
-
-def _format_visible_range(data: AttentionData, request: Request[AttentionOptions]) -> str:
-    """Return the visible layers and heads if not all are visible."""
-    layout = attention_layout(data, request.width, request.height)
-    n_layers, n_heads = data.grid.values.shape
-    text = ""
-    if len(layout.rows) < n_layers:
-        layers = data.grid.layers
-        text += f" · layers {layers[layout.rows[0]]}-{layers[layout.rows[-1]]} of {n_layers}"
-    if len(layout.heads) < n_heads:
-        text += f" · heads {layout.heads[0]}-{layout.heads[-1]} of {n_heads}"
-    return text
 
 
 # -- text -----------------------------------------------------------------------------------------
@@ -138,11 +122,8 @@ def _format_visible_range(data: AttentionData, request: Request[AttentionOptions
 
 def _describe_grid(data: AttentionData) -> list[str]:
     grid = data.grid
-    title = f"share of its attention on {grid.measure}"
-    if grid.unit == "nats":
-        title = "entropy in nats"
-    elif grid.measure == SINK:
-        title = "share of its attention on the first token"
+    measured = "the first token" if grid.measure == SINK else grid.measure
+    title = "entropy in nats" if grid.unit == "nats" else f"share of its attention on {measured}"
     check = worst_check(grid.lse_checks).describe()
     lines = [f"Step {data.place.step}, newest row, {title}, by layer and head ({check})."]
     n_layers, n_heads = grid.values.shape
@@ -153,9 +134,8 @@ def _describe_grid(data: AttentionData) -> list[str]:
             lines.append(f"{layer:>10} {' '.join(f'{format_cell(value):>7}' for value in row)}")
     else:
         lines += [_describe_layer(layer, grid, row) for row, layer in enumerate(grid.layers)]
-    checks = zip(grid.layers, grid.lse_checks, strict=True)
-    bad = ", ".join(str(layer) for layer, check in checks if check.is_failed)
-    lines += [f"Not what ran, so not shown: layers {bad}."] if bad else []
+    if bad := ", ".join(map(str, grid.failed_layers)):
+        lines.append(f"Not what ran, so not shown: layers {bad}.")
     return [*lines, f"Measures: {', '.join(grid.measures)}."]
 
 
@@ -165,14 +145,10 @@ def _describe_layer(layer: int, grid: AttentionGrid, row: int) -> str:
     if not finite.size:
         return f"Layer {layer}: no values."
     low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
-    mean, lowest, highest = (
-        format_value(float(value), grid.unit)
-        for value in (finite.mean(), values[low], values[high])
-    )
-    return (
-        f"Layer {layer}: mean {mean}, lowest {lowest} at head {low}, "
-        f"highest {highest} at head {high}."
-    )
+    figures = (float(finite.mean()), float(values[low]), float(values[high]))
+    mean, least, most = (format_value(value, grid.unit) for value in figures)
+    ends = f"lowest {least} at head {low}, highest {most} at head {high}"
+    return f"Layer {layer}: mean {mean}, {ends}."
 
 
 def _describe_row(data: AttentionData) -> list[str]:
@@ -181,28 +157,21 @@ def _describe_row(data: AttentionData) -> list[str]:
     lines = [f"Layer {data.layer}, head {data.head}, {which} {data.q_idx}{word}:"]
     if data.segment_attention is not None:
         shares = zip(data.segments, data.segment_attention.tolist(), strict=False)
-        parts = ", ".join(
-            f"{segment.label} {format_share(segment_attention)}"
-            for segment, segment_attention in shares
-        )
+        parts = ", ".join(f"{segment.label} {format_share(share)}" for segment, share in shares)
         lines.append(f"Attention by segment ({data.segment_check.describe()}): {parts}.")
     if data.mismatch or data.tokens is None:
-        lines.append(data.mismatch or data.missing_reason)
-        return lines
-    return [*lines, *_describe_tokens(data)]
+        return [*lines, data.mismatch or data.missing_reason]
+    return [*lines, *_describe_tokens(data, data.tokens)]
 
 
-def _describe_tokens(data: AttentionData) -> list[str]:
-    row = data.tokens
-    assert row is not None
+def _describe_tokens(data: AttentionData, row: TokenRow) -> list[str]:
     check = data.lse_check.describe()
     if not data.lse_check.is_checked:
         newest = data.newest_lse_check.describe()
         check = f"recomputed, not checked against the kernel; newest row: {newest}"
     n_open, n_keys = int(row.open_keys.sum()), len(row.weights)
-    lines = [
-        f"{n_open} of {n_keys} keys are open, entropy {format_number(row.entropy)} nats ({check})."
-    ]
+    facts = f"entropy {format_number(row.entropy)} nats ({check})"
+    lines = [f"{n_open} of {n_keys} keys are open, {facts}."]
     if not n_open:
         return [*lines, NO_OPEN_KEY]
     lines.append(f"Heaviest tokens, the first {min(N_LISTED_TOKENS, len(row.heaviest))}:")
@@ -212,3 +181,300 @@ def _describe_tokens(data: AttentionData) -> list[str]:
         share, segment = format_share(float(row.weights[key])), data.segment_label(pos)
         lines.append(f"  {share:>8}  {pos:>6} '{text}' {segment}".rstrip())
     return lines
+
+
+MIN_TWO_COLUMN_WIDTH = 72
+"""Width from which the row is drawn beside the grid instead of below it."""
+
+_NUMBER_WIDTH = 8
+_TIGHT_HEIGHT = 6
+"""Height below which bars leave no room for text around them."""
+
+_COLUMN_GAP = 2
+_SCALE_LEVELS = np.linspace(0, CIVIDIS_MARKED.size - 2, 8).astype(np.uint8)[None]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """The layout of the grid: its cells begin at (`left`, `top`), each `cell_width` columns wide.
+
+    `rows` and `heads` are the visible ones; `width` and `height` are those of the whole block with
+    title, header and legend. `is_two_column` is True if the row is drawn beside it.
+    """
+
+    width: int
+    height: int
+    left: int
+    top: int
+    cell_width: int
+    rows: range
+    heads: range
+    is_two_column: bool
+
+    @property
+    def has_legend(self) -> bool:
+        """Whether there is a line for the legend."""
+        return self.height > self.top + len(self.rows)
+
+    def cell_at(self, x: int, y: int) -> tuple[int, int] | None:
+        """Return the row of the grid and the head at a cell of the picture."""
+        if x < self.left or y < self.top:
+            return None
+        row, head = y - self.top, (x - self.left) // self.cell_width
+        if row >= len(self.rows) or head >= len(self.heads):
+            return None
+        return self.rows[row], self.heads[head]
+
+
+def attention_layout(data: AttentionData, width: int, height: int) -> AttentionLayout:
+    """Lay out the grid in a picture of this size; the selected cell is always visible."""
+    n_layers, n_heads = data.grid.values.shape
+    left = len(str(max(data.grid.layers))) + 1
+    wide = width >= MIN_TWO_COLUMN_WIDTH and height >= 6
+    room = (width // 2 if wide else width) - left
+    cell = min(max(room // n_heads, 1), 3)
+    shown = min(n_heads, max(room // cell, 1))
+    most = height if wide else max(height // 2, 1)
+    extra = (most >= 2) + (most >= 4) + (most >= 5)
+    count = min(n_layers, max(most - extra, 1))
+    first_row = first_visible(data.grid_row, count, n_layers)
+    first_head = first_visible(data.head, shown, n_heads)
+    return AttentionLayout(
+        width=min(max(left + cell * shown, 34), width // 2) if wide else width,
+        height=count + extra,
+        left=left,
+        top=(most >= 2) + (most >= 5),
+        cell_width=cell,
+        rows=range(n_layers)[first_row:][:count],
+        heads=range(n_heads)[first_head:][:shown],
+        is_two_column=wide,
+    )
+
+
+def draw_attention(data: AttentionData, height: int, pen: Pen) -> list[Strip]:
+    """Draw the whole picture: at most `height` strips."""
+    layout = attention_layout(data, pen.width, height)
+    grid_pen = pen.resize(layout.width)
+    grid = _draw_grid(data, layout, grid_pen)
+    if not layout.is_two_column:
+        return [*grid, *_draw_row(data, height - len(grid), pen)][:height]
+    spare = height - len(grid) - 1
+    below = len(data.segments) < spare and data.tokens is not None
+    if below:
+        grid += [grid_pen.line(), *_draw_segment_attention(data, spare, grid_pen)]
+    row_pen = pen.resize(pen.width - layout.width - _COLUMN_GAP)
+    row = _draw_row(data, height, row_pen, with_segments=not below)
+    grid += [grid_pen.line()] * (height - len(grid))
+    row += [row_pen.line()] * (height - len(row))
+    gap, plain = [pen.resize(_COLUMN_GAP).line()] * height, pen.style("text")
+    return join_blocks(join_blocks(grid[:height], gap, plain), row[:height], plain)
+
+
+# -- the grid -------------------------------------------------------------------------------------
+
+
+def _draw_grid(data: AttentionData, layout: AttentionLayout, pen: Pen) -> list[Strip]:
+    """Draw the grid, with its title, the numbers of the heads and the legend if there is room.
+
+    Cells of layers whose check failed are "!".
+    """
+    grid, values = data.grid, data.grid.drawable_values()
+    strips = [_grid_title(data, layout, pen)] if layout.top > 0 else []
+    strips += [_head_numbers(layout, pen)] if layout.top > 1 else []
+    highest = float(np.max(values, where=np.isfinite(values), initial=0.0))
+    values = values[layout.rows.start : layout.rows.stop]
+    levels = quantise_marked(values, 0.0, highest, CIVIDIS_MARKED)
+    levels = levels[:, layout.heads.start : layout.heads.stop]
+    marked = (data.grid_row - layout.rows.start, data.head - layout.heads.start)
+    cells = boxes(levels, CIVIDIS_MARKED, pen.theme, cell_width=layout.cell_width, marked=marked)
+    for row, strip in zip(layout.rows, cells, strict=True):
+        mark, style = ("▸", "chosen") if row == data.grid_row else (" ", "muted")
+        label = f"{grid.layers[row]:>{layout.left - 1}}{mark}"
+        whole = Strip.join([pen.resize(layout.left).line((label, style)), strip])
+        strips.append(whole.adjust_cell_length(layout.width, pen.style("text")))
+    return [*strips, _grid_legend(grid, highest, pen)] if layout.has_legend else strips
+
+
+def _grid_title(data: AttentionData, layout: AttentionLayout, pen: Pen) -> Strip:
+    grid, check = data.grid, worst_check(data.grid.lse_checks)
+    value = grid.drawable_values()[data.grid_row, data.head]
+    return pen.line(
+        (grid.measure, "title"),
+        (f" {format_value(float(value), grid.unit)}", "strong"),
+        ("" if layout.has_legend else " " + check.describe(), check_style(check)),
+        ("" if data.is_newest else " of the newest row", "muted"),
+    )
+
+
+def _head_numbers(layout: AttentionLayout, pen: Pen) -> Strip:
+    """Draw the numbers of the heads, as many as there is room for."""
+    need = len(str(layout.heads.stop)) + 1
+    every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 1000) if n * layout.cell_width >= need)
+    numbered = [head for head in layout.heads if head % every == 0]
+    cells = [clip_text(str(head), every * layout.cell_width) for head in numbered]
+    first = numbered[0] if numbered else layout.heads.start
+    lead = " " * (layout.left + (first - layout.heads.start) * layout.cell_width)
+    text = (lead + "".join(cells)).rstrip()
+    if len(text) > layout.width:  # a number that is cut would be another number
+        text = text.rpartition(" ")[0]
+    return pen.line((text, "muted"))
+
+
+def _grid_legend(grid: AttentionGrid, highest: float, pen: Pen) -> Strip:
+    check, bad, warning = worst_check(grid.lse_checks), grid.failed_layers, ""
+    (scale,) = boxes(_SCALE_LEVELS, CIVIDIS_MARKED, pen.theme, cell_width=1)
+    unit = " nats" if grid.unit == "nats" else ""
+    if bad:
+        shown = ", ".join(map(str, bad[:6])) + (" ..." if len(bad) > 6 else "")
+        warning = f" ! layer{'s' if len(bad) > 1 else ''} {shown}: not what ran"
+    return pen.line(
+        ("0 ", "muted"),
+        *((segment.text, segment.style or "text") for segment in scale),
+        (f" {format_number(highest)}{unit}  ", "muted"),
+        (check.describe(), check_style(check)),
+        (warning, "bad"),
+    )
+
+
+def check_style(check: LseCheck) -> str:
+    """Return the style of a check's text: good, bad, or muted without a value."""
+    return "bad" if check.is_failed else "good" if check.is_checked else "muted"
+
+
+# -- the row --------------------------------------------------------------------------------------
+
+
+def _draw_row(
+    data: AttentionData, height: int, pen: Pen, *, with_segments: bool = True
+) -> list[Strip]:
+    if height <= 0:
+        return []
+    which = "newest row" if data.is_newest else "row"
+    query = [(data.query.text, token_style(data.query, pen.theme))] if data.query else []
+    title = (f"layer {data.layer} head {data.head}", "title")
+    strips = [pen.line(title, (f" {which} {data.q_idx} ", "text"), *query)]
+    strips += [_row_summary(data, pen)] * (height > 2)
+    left = height - len(strips)
+    if data.mismatch:
+        strips += pen.paragraph(data.mismatch, "bad")
+        return [*strips, *_draw_segment_attention(data, height - len(strips), pen)][:height]
+    if data.tokens is None:
+        reason = pen.paragraph(data.missing_reason, "muted")
+        if left - len(reason) < _TIGHT_HEIGHT:  # the note below the picture has a short form
+            reason = []
+        segments = _draw_segment_attention(data, left - len(reason), pen)
+        return [*strips, *segments, *reason][:height]
+    n_open = int(data.tokens.open_keys.sum())
+    n_segments = min(len(data.segments) + 2, left - min(n_open + 1, 8))
+    if not with_segments or n_segments < _TIGHT_HEIGHT:
+        return [*strips, *_draw_tokens(data, data.tokens, left, pen)]
+    strips += [*_draw_tokens(data, data.tokens, left - n_segments, pen), pen.line()]
+    return [*strips, *_draw_segment_attention(data, n_segments - 1, pen)]
+
+
+def row_lse_check(data: AttentionData) -> LseCheck:
+    """Return the check of what is drawn of the row: its tokens, or else its segment attention."""
+    return data.lse_check if data.tokens is not None or data.mismatch else data.segment_check
+
+
+def _row_summary(data: AttentionData, pen: Pen) -> Strip:
+    check = row_lse_check(data)
+    facts = ""
+    if not check.is_checked and data.newest_lse_check.is_checked:
+        facts = f" (newest {data.newest_lse_check.describe()})"
+    if data.tokens is not None:
+        n_open = int(data.tokens.open_keys.sum())
+        facts += f" {format_number(data.tokens.entropy)} nats"
+        facts += f" {n_open}/{len(data.tokens.weights)} open"
+    return pen.line((check.describe(), check_style(check)), (facts, "muted"))
+
+
+def _draw_segment_attention(data: AttentionData, height: int, pen: Pen) -> list[Strip]:
+    if height <= 0 or data.segment_attention is None:
+        return []
+    headed = height > _TIGHT_HEIGHT
+    parts = attention_shares(data, height - headed)
+    strips = [pen.line(("attention by segment", "muted"))] * headed
+    name = min(max((len(label) for label, _, _ in parts), default=1), max(pen.width // 2, 1))
+    high = max((share for _, _, share in parts if np.isfinite(share)), default=0.0)
+    for label, number, share in parts:
+        style = token_style(_segment_cell(data, number, pen), pen.theme)
+        strips.append(_bar_line([(clip_text(label, name), style)], name, share, high, pen))
+    return strips[:height]
+
+
+def _segment_cell(data: AttentionData, number: int, pen: Pen) -> TokenCell:
+    """Return a blank cell in the colour of a segment; without colours neighbours alternate."""
+    parity = number if pen.theme.no_color else 0
+    return TokenCell(parity, "", segment_color(number, data.segments))
+
+
+def _bar_line(spans: Sequence[NamedSpan], used: int, value: float, high: float, pen: Pen) -> Strip:
+    """Draw a line that ends in a bar and a number."""
+    room = max(pen.width - used - 1 - _NUMBER_WIDTH, 0)
+    # No bar for a value that is written as "<0.0001", otherwise every line would have one.
+    length = bar(value / high if high > 0 and not value < 1e-4 else 0.0, room)
+    number = align_right(format_share(value), _NUMBER_WIDTH)
+    return pen.line(*spans, (" ", "text"), (length, "accent"), (number, "text"))
+
+
+def _draw_tokens(data: AttentionData, row: TokenRow, height: int, pen: Pen) -> list[Strip]:
+    """Draw all tokens of the row in order if they fit, otherwise an overview and the heaviest."""
+    n_keys, n_open = len(row.weights), int(row.open_keys.sum())
+    if height <= 0:
+        return []
+    if not n_open:
+        return pen.paragraph(NO_OPEN_KEY, "warn")[:height]
+    if n_keys <= min(height, len(row.tokens)):
+        return [_token_line(data, row, key, pen) for key in range(n_keys)]
+    strips = [_draw_overview(data, row, pen)] if height > 1 else []
+    shown = row.heaviest[: height - len(strips)]
+    if len(shown) < n_open and len(shown) > 3:
+        shown = shown[:-1]
+    strips += [_token_line(data, row, int(key), pen) for key in shown]
+    if len(shown) < n_open and len(strips) < height:
+        rest = max(float(row.weights.sum() - row.weights[shown].sum()), 0.0)
+        text = f"{n_open - len(shown)} more tokens: {format_share(rest)} together"
+        strips.append(pen.line((text, "muted")))
+    return strips
+
+
+def _token_line(data: AttentionData, row: TokenRow, key: int, pen: Pen) -> Strip:
+    pos = row.first_pos + key
+    digits = len(str(row.first_pos + len(row.weights)))
+    name = min(max(pen.width // 3, 1), 16)
+    cell = row.tokens.get(pos, TokenCell(pos, "?", 0))
+    text = cell.text if cell_len(cell.text) <= name else clip_text(cell.text, name)
+    spans: list[NamedSpan] = [
+        (f"{pos:>{digits}} ", "muted"),
+        (text, token_style(cell, pen.theme)),  # only the token itself has its colour
+        (" " * (name - cell_len(text)), "text"),
+    ]
+    used = digits + 1 + name
+    if pen.width >= 56:
+        spans.append((" " + clip_text(data.segment_label(pos), 13), "muted"))
+        used += 14
+    if not row.open_keys[key]:
+        return pen.line(*spans, (" closed", "muted"))
+    high = float(row.weights.max(initial=0.0))
+    return _bar_line(spans, used, float(row.weights[key]), high, pen)
+
+
+def _draw_overview(data: AttentionData, row: TokenRow, pen: Pen) -> Strip:
+    """Draw all keys in one line: the largest weight of each column on its segment's colour.
+
+    A column without an open key is blank.
+    """
+    n_keys = len(row.weights)
+    columns = min(n_keys, pen.width)
+    edges = np.arange(columns) * n_keys // columns
+    highest = np.maximum.reduceat(row.weights, edges).tolist()
+    opened = np.logical_or.reduceat(row.open_keys, edges).tolist()
+    weights = [w if is_open else None for w, is_open in zip(highest, opened, strict=True)]
+    starts = [segment.start for segment in data.segments]
+    numbers = np.searchsorted(starts, edges + row.first_pos, side="right") - 1
+    spans = [
+        (char, token_style(_segment_cell(data, number, pen), pen.theme))
+        for char, number in zip(sparkline(weights, columns), numbers.tolist(), strict=True)
+    ]
+    return pen.line(*merge_spans(spans))

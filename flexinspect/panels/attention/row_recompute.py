@@ -7,6 +7,7 @@ cached together, so that going to the next step reads little more than the new k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array, CallRecord
 from flexinspect.trace.mask_cells import find_mask_cells, read_mask_arrays, read_packed_rows
-from flexinspect.trace.queries.range_queries import branch_of_step, lineage
+from flexinspect.trace.queries.range_queries import branch_of_step
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
 
@@ -47,26 +48,20 @@ class RowNotRecordedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """One recorded step.
-
-    `lineage` has the place's branch and its ancestors, newest first, each with its first step and
-    the step after its last one; `branch` is the one that owns this step.
-    """
+    """One recorded step; `branch` is the one that owns it: the place's or an ancestor."""
 
     source: Source
     place: TracePlace
-    lineage: tuple[tuple[int, int, int | None], ...]
     branch: int
     step_row: StepRow
     calls: tuple[CallRecord, ...]
 
-    def load_array(self, stream: str, layer: int | None = None) -> Array | None:
-        """Return an array of this step, None when it is not stored."""
-        return self.load_array_at(self.step_row.step, stream, layer)
-
-    def load_array_at(self, step: int, stream: str, layer: int | None) -> Array | None:
-        """Return an array of another step of the branch."""
+    def load_array(
+        self, stream: str, layer: int | None = None, step: int | None = None
+    ) -> Array | None:
+        """Return an array of this or another step of the branch, None when it is not stored."""
         reader, generation = self.source.reader, self.place.generation
+        step = self.step_row.step if step is None else step
         branch = branch_of_step(reader, generation, step, self.place.branch)
         return reader.array(generation, step, stream, layer, branch)
 
@@ -78,14 +73,8 @@ def load_step_view(source: Source, place: TracePlace) -> StepView:
     step_row = reader.step(place.generation, place.step, branch)
     if step_row is None:
         raise Missing(f"Step {place.step} of generation {place.generation} is not recorded.")
-    return StepView(
-        source=source,
-        place=place,
-        lineage=tuple(lineage(reader, place.generation, place.branch)),
-        branch=branch,
-        step_row=step_row,
-        calls=tuple(reader.calls(place.generation, place.step, branch)),
-    )
+    calls = tuple(reader.calls(place.generation, place.step, branch))
+    return StepView(source, place, branch, step_row, calls)
 
 
 def load_queries(view: StepView, layer: int) -> Array:
@@ -96,21 +85,18 @@ def load_queries(view: StepView, layer: int) -> Array:
     key = ("attention.q", view.place.generation, view.branch, view.step_row.step, layer)
     queries = view.source.get_or_create(key, lambda: view.load_array("q", layer))
     if queries is None:
-        raise RowNotRecordedError(_describe_not_stored(view, layer))
+        infos = view.source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
+        stored = sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
+        names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
+        missing = f"The queries and keys of layer {layer} are not stored"
+        raise RowNotRecordedError(
+            f"{missing}; those of layers {names} are." if stored else EXTREME_ONLY
+        )
     if queries.ndim != 3:
         raise RowNotRecordedError(
             f"The stored queries of layer {layer} have the unexpected shape {queries.shape}."
         )
     return queries
-
-
-def _describe_not_stored(view: StepView, layer: int) -> str:
-    infos = view.source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
-    stored = sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
-    if not stored:
-        return EXTREME_ONLY
-    names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
-    return f"The queries and keys of layer {layer} are not stored; those of layers {names} are."
 
 
 def load_keys(view: StepView, call: CallRecord) -> list[Array]:
@@ -122,11 +108,9 @@ def load_keys(view: StepView, call: CallRecord) -> list[Array]:
             f"more than the limit of {MAX_READ_BYTES >> 20} MiB."
         )
     stop = view.step_row.step + 1
-    pieces = [_load_key_chunk(view, call.layer, 0, 1)]
-    pieces += [
-        _load_key_chunk(view, call.layer, start, min(start + KEY_CHUNK_STEPS, stop))
-        for start in range(1, stop, KEY_CHUNK_STEPS)
-    ]
+    spans = [(0, 1)]
+    spans += [(n, min(n + KEY_CHUNK_STEPS, stop)) for n in range(1, stop, KEY_CHUNK_STEPS)]
+    pieces = [_load_key_chunk(view, call.layer, *span) for span in spans]
     n_keys = sum(piece.shape[1] for piece in pieces)
     if n_keys != view.step_row.kv_after:
         raise RowNotRecordedError(
@@ -136,9 +120,7 @@ def load_keys(view: StepView, call: CallRecord) -> list[Array]:
 
 
 def _load_key_chunk(view: StepView, layer: int, start: int, stop: int) -> Array:
-    def read() -> Array:
-        return _join_keys(view, layer, start, stop)
-
+    read = partial(_join_keys, view, layer, start, stop)
     if start > 0 and stop - start < KEY_CHUNK_STEPS:
         return read()
     # A branch has keys of its own, so the requested branch is part of the cache key.
@@ -149,7 +131,7 @@ def _load_key_chunk(view: StepView, layer: int, start: int, stop: int) -> Array:
 def _join_keys(view: StepView, layer: int, start: int, stop: int) -> Array:
     parts = []
     for step in range(start, stop):
-        part = view.load_array_at(step, "k", layer)
+        part = view.load_array("k", layer, step)
         if part is None or part.ndim != 3:
             raise RowNotRecordedError(f"The keys of layer {layer} in step {step} are not stored.")
         parts.append(part)
@@ -239,7 +221,7 @@ def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> Recomput
     row_in_step = q_idx - step_row.kv_before
     if not (0 <= head < query.shape[0] and 0 <= row_in_step < query.shape[1]):
         raise RowNotRecordedError(f"The query of row {q_idx}, head {head} is not stored.")
-    scores = _recompute_scores(view, call, query[head, row_in_step], head, query.shape[0])
+    scores = _key_scores(view, call, query[head, row_in_step], head, query.shape[0])
     # Not the mask record's own offset: a mask is stored once, with the step that had it first.
     first_pos = max(step_row.kv_after - call.kv_len, 0)
     mask_row, n_keys = load_mask_row(view, call, row_in_step), len(scores) - first_pos
@@ -258,18 +240,15 @@ def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> Recomput
     return RecomputedRow(row, open_keys, first_pos, _make_lse_check(row.lse_error, call))
 
 
-def _recompute_scores(
-    view: StepView, call: CallRecord, query: Array, head: int, q_heads: int
-) -> Floats:
+def _key_scores(view: StepView, call: CallRecord, query: Array, head: int, q_heads: int) -> Floats:
     pieces = load_keys(view, call)
     group = kv_head_of(head, q_heads, pieces[0].shape[0])
     if any(piece.shape[2] != query.shape[0] or group >= piece.shape[0] for piece in pieces):
         raise RowNotRecordedError(
             f"The shapes of the stored queries and keys of layer {call.layer} do not match."
         )
-    return np.concatenate(
-        [row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces]
-    )
+    scores = (row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces)
+    return np.concatenate([*scores])
 
 
 def _stored_lse(view: StepView, index: int, head: int) -> float | None:
@@ -284,9 +263,7 @@ def _make_lse_check(own: float | None, call: CallRecord) -> LseCheck:
         return LseCheck()
     if call.check_kind != "output":
         return LseCheck(own, "lse")
-    return worst_check(
-        [LseCheck(own, "output", call.dtype), LseCheck(call.lse_error, "output", call.dtype)]
-    )
+    return worst_check([LseCheck(error, "output", call.dtype) for error in (own, call.lse_error)])
 
 
 def first_token_weights(view: StepView) -> Floats | None:
@@ -317,26 +294,17 @@ def _first_token_weights_of(view: StepView, call: CallRecord, lse: Array) -> Flo
     query = load_queries(view, call.layer)
     if view.step_row.kv_after > call.kv_len:
         return np.zeros(len(lse))  # a sliding cache has dropped the first key
-    first = _load_first_key(view, call.layer)
+    key = ("attention.first", view.place.generation, view.place.branch, call.layer)
+    read = partial(_join_keys, view, call.layer, 0, 1)
+    first = view.source.get_or_create(key, lambda: read()[:, 0].copy())
     cells = load_mask_row(view, call, 0)[:, 0]
     cells = cells if len(cells) == len(lse) else cells[:1]
     if query.shape[0] != len(lse) or query.shape[2] != first.shape[1]:
         raise RowNotRecordedError("")
     groups = [kv_head_of(head, len(lse), len(first)) for head in range(len(lse))]
-    scores = np.array(
-        [
-            row_scores(query[h, 0], first[g][None], call.scale, call.softcap)[0]
-            for h, g in enumerate(groups)
-        ]
-    )
+    keys = (first[group][None] for group in groups)
+    pairs = zip(query[:, 0], keys, strict=True)
+    scores = np.array([row_scores(q, k, call.scale, call.softcap)[0] for q, k in pairs])
     with np.errstate(all="ignore"):
         weights: Floats = np.where(cells, np.exp(scores - lse.astype(np.float64)), 0.0)
     return weights
-
-
-def _load_first_key(view: StepView, layer: int) -> Array:
-    def read() -> Array:
-        return _join_keys(view, layer, 0, 1)[:, 0].copy()
-
-    key = ("attention.first", view.place.generation, view.place.branch, layer)
-    return view.source.get_or_create(key, read)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +16,16 @@ from flexinspect.masks import viewport
 from flexinspect.masks.algebra import declared_spec
 from flexinspect.masks.attention_row import UNCHECKED, LseCheck, recorded_check
 from flexinspect.masks.counting import CHUNK_ROWS, PositionGroups
-from flexinspect.masks.viewport import PixelCounts, PixelGrid, States
+from flexinspect.masks.viewport import SCALES, PixelCounts, PixelGrid, States
 from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.mask.mask_grid import (
     BlockPart,
+    MaskLoader,
     MaskPart,
     MaskView,
-    MaskViewRequest,
     close_dropped_keys,
     load_blocks,
-    load_mask_view,
 )
-from flexinspect.panels.mask.mask_layout import MaskLayout, MaskOptions, MaskViewMode, mask_layout
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_segments, load_token_cells, segment_color
 from flexinspect.records.prompt import Segment
@@ -102,8 +102,7 @@ def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
     if call is not None:
         place = replace(place, layer=call.layer)
     groups = PositionGroups(tuple(segment.start for segment in segments) or (0,))
-    view_request = MaskViewRequest(place, declared_spec(row.declared), groups)
-    mask_view = load_mask_view(source, view_request)
+    mask_view = MaskLoader(source, place, declared_spec(row.declared), groups).load()
     if mask_view is None or not mask_view.n_keys:
         raise Missing("No step of this generation has processed a token yet.")
     data = _make_mask_data(request, place, row, mask_view, segments, call)
@@ -126,22 +125,24 @@ def _make_mask_data(
     segments: tuple[Segment, ...],
     call: CallRecord | None,
 ) -> MaskData:
-    """Return the data without tokens."""
     source, options = mask_view.source, request.options
     current = mask_view.rows_of_step(place.step)
     cursor = _find_cursor(mask_view, options, place)
-    view, fallback_reason = _choose_view_mode(source, mask_view, options.view, current)
+    view, fallback_reason = _choose_view_mode(mask_view, options.view)
     newest = current[-1] if current else mask_view.n_rows - 1
     focus = cursor or (newest, min(int(mask_view.positions[newest]), mask_view.n_keys - 1))
     shape = (mask_view.n_rows, mask_view.n_keys)
-    layout = mask_layout(request.width, request.height, shape, options.zoom, focus, options)
+    layout = mask_layout(request.width, request.height, shape, focus, options)
     blocks: tuple[BlockPart, ...] = ()
-    tables: States | None = None
-    if options.blocks or view == "received" or mask_view.count("lost") or mask_view.count("leaked"):
+    with_tables = options.blocks or view == "received"
+    if with_tables or mask_view.count("lost") or mask_view.count("leaked"):
         blocks = tuple(load_blocks(source, part, mask_view.head) for part in mask_view.parts)
-    if options.blocks or view == "received":
-        tables = load_table_states(mask_view, blocks, layout.grid)
-    states = tables if view == "received" and tables is not None else None
+    tables = load_table_states(mask_view, blocks, layout.grid) if with_tables else None
+    states = tables if view == "received" else None
+    name = mask_view.part_of(focus[0]).step_at(focus[0]).mask
+    read = partial(source.reader.mask_summary, name or "")
+    mask = None if name is None else source.get_or_create(("mask.summary", name), read)
+    is_empty = [(part.counts.open.row_counts == 0) & part.known for part in mask_view.parts]
     return MaskData(
         place=place,
         generation_row=row,
@@ -156,26 +157,25 @@ def _make_mask_data(
         cursor=cursor,
         tokens={},
         call=call,
-        mask=_load_mask_record(mask_view, focus[0]),
-        empty_rows=_find_empty_rows(mask_view),
+        mask=mask,
+        empty_rows=np.flatnonzero(np.concatenate(is_empty)),
         fallback_reason=fallback_reason,
     )
 
 
-def _find_cursor(
-    mask_view: MaskView, options: MaskOptions, place: TracePlace
-) -> tuple[int, int] | None:
+def _find_cursor(view: MaskView, options: MaskOptions, place: TracePlace) -> tuple[int, int] | None:
     q, kv = options.q, options.kv
     if q is None and kv is None:
         q = kv = place.pos
     if q is None and kv is None:
         return None
-    row = mask_view.n_rows - 1
+    row = view.n_rows - 1
     if q is not None:
-        same = mask_view.row_of(q)
-        row = int(np.abs(mask_view.positions - q).argmin()) if same is None else same
-    key = int(mask_view.positions[row]) if kv is None else kv
-    return row, min(max(key, 0), mask_view.n_keys - 1)
+        distances = np.abs(view.positions - q)
+        rows = np.flatnonzero(distances == distances.min())
+        row = int(rows[-1] if distances[rows[0]] == 0 else rows[0])
+    key = int(view.positions[row]) if kv is None else kv
+    return row, min(max(key, 0), view.n_keys - 1)
 
 
 RECORD_CELLS_HINT = (
@@ -183,42 +183,22 @@ RECORD_CELLS_HINT = (
 )
 
 
-def _choose_view_mode(
-    source: Source, mask_view: MaskView, requested: MaskViewMode, current: range | None
-) -> tuple[MaskViewMode, str]:
+def _choose_view_mode(mask_view: MaskView, requested: MaskViewMode) -> tuple[MaskViewMode, str]:
     """Return the view to show, and the reason if it is not the requested one. Raises `Missing`."""
     if requested in ("declared", "difference") and mask_view.spec is None:
-        return _choose_view_mode(source, mask_view, "executed", current)[0], (
-            "No mask was declared, so there is nothing to compare with"
-        )
+        reason = "No mask was declared, so there is nothing to compare with"
+        return _choose_view_mode(mask_view, "executed")[0], reason
     if requested not in ("executed", "difference") or mask_view.n_known():
         return requested, ""
-    if any(load_blocks(source, part, mask_view.head).blocks for part in mask_view.parts):
+    source, head = mask_view.source, mask_view.head
+    if any(load_blocks(source, part, head).blocks for part in mask_view.parts):
         return "received", "The executed cells were not recorded; this is the received mask"
     if mask_view.spec is not None:
         return "declared", "The executed cells were not recorded; this is the declared mask"
     raise Missing("The mask of this layer was not recorded.", RECORD_CELLS_HINT)
 
 
-def _find_empty_rows(mask_view: MaskView) -> npt.NDArray[np.intp]:
-    """Return the recorded rows without an open key."""
-    empty = [
-        part.row + np.flatnonzero((part.counts.open.row_counts == 0) & part.known)
-        for part in mask_view.parts
-    ]
-    return np.concatenate(empty)
-
-
 # -- tokens ---------------------------------------------------------------------------------------
-
-
-def _load_mask_record(mask_view: MaskView, row: int) -> MaskRecord | None:
-    """Return the record of the mask of a row, without its cells."""
-    name, source = mask_view.part_of(row).step_at(row).mask, mask_view.source
-    if name is None:
-        return None
-    key = ("mask.summary", name)
-    return source.get_or_create(key, lambda: source.reader.mask_summary(name))
 
 
 def _named_positions(data: MaskData) -> set[int]:
@@ -255,9 +235,8 @@ def load_states(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> Sta
     """Return a window of a view as states, cached because it is the same at most steps."""
     serials = tuple(part.serial for part in mask_view.parts)
     key = ("mask.window", serials, mask_view.head, grid, view)
-    return mask_view.source.get_or_create(
-        key, lambda: make_window(mask_view, grid, view).pixel_states()
-    )
+    make = partial(make_window, mask_view, grid, view)
+    return mask_view.source.get_or_create(key, lambda: make().pixel_states())
 
 
 def make_window(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> PixelCounts:
@@ -281,13 +260,9 @@ def make_window(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> Pix
 
 def _add_part(mask_view: MaskView, part: MaskPart, grid: PixelGrid, window: PixelCounts) -> None:
     if grid.in_tiles:
-        for out, plane in (
-            (window.open, part.counts.open),
-            (window.lost, part.counts.lost),
-            (window.leaked, part.counts.leaked),
-        ):
-            if out is not None:
-                viewport.fold_tiles(plane, part.row, grid, out)
+        for kind in ("open", "lost", "leaked"):
+            if (out := getattr(window, kind)) is not None:
+                viewport.fold_tiles(getattr(part.counts, kind), part.row, grid, out)
         return
     start, stop = max(grid.row, part.row), min(grid.row_stop, part.stop)
     packed = part.rows(mask_view.source, mask_view.head, start - part.row, stop - part.row)
@@ -321,3 +296,174 @@ def _make_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: P
             _add_part(mask_view, part, grid, full)
     size = viewport.pixel_sizes(grid, spans, mask_view.n_keys)
     return viewport.block_states(partial_counts, full.open, size)
+
+
+MaskViewMode = Literal["executed", "received", "declared", "difference"]
+
+CELL_WIDTHS = (8, 6, 4, 2)
+"""Columns per cell of small masks, largest first; half as many lines, so that cells are square."""
+
+FLAT_RATIO = 4
+"""Ratio of the scale of keys to that of rows from which the two scales are independent."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOptions:
+    """Options of the mask panel.
+
+    `zoom` counts levels from the whole mask (0) to single cells. The cursor is at the positions `q`
+    and `kv`, None without a cursor. `row` and `key` are the first visible ones, None for a window
+    around the cursor or the current step.
+    """
+
+    view: MaskViewMode = "executed"
+    blocks: bool = False
+    zoom: int = 0
+    q: int | None = None
+    kv: int | None = None
+    row: int | None = None
+    key: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MaskLayout:
+    """The layout of a picture of `width` and `height` cells.
+
+    From the top: `header` lines for segments, `token_lines` for the tokens of the keys, `lines` of
+    the grid, `footer` lines. The margin is `left` columns wide, the last one for marks. The grid's
+    pixels are `cell_width` columns wide and as many half lines high.
+    """
+
+    width: int
+    height: int
+    left: int
+    header: int
+    token_lines: int
+    lines: int
+    footer: int
+    grid: PixelGrid
+    cell_width: int
+    zoom: int
+    last_zoom: int
+
+    @property
+    def top(self) -> int:
+        """First line of the grid."""
+        return self.header + self.token_lines
+
+    @property
+    def columns(self) -> int:
+        """Columns of the grid."""
+        return self.grid.width * self.cell_width
+
+    def cell_at(self, x: int, y: int) -> tuple[int, int] | None:
+        """Return the (row, key) at a cell of the picture: the upper one of two."""
+        column, line = x - self.left, y - self.top
+        if not (0 <= column < self.columns and 0 <= line < self.lines):
+            return None
+        row = self.grid.row + 2 * line // self.cell_width * self.grid.row_scale
+        key = self.grid.key + column // self.cell_width * self.grid.key_scale
+        return row, key
+
+
+def mask_layout(
+    width: int, height: int, shape: tuple[int, int], focus: tuple[int, int], options: MaskOptions
+) -> MaskLayout:
+    """Lay out a mask of `shape` (rows, keys) around the cell `focus` (row, key)."""
+    margins = ((80, 15), (56, 11), (34, 7), (20, 3))
+    left = next((columns for least, columns in margins if width >= least), 0)
+    header = int(height >= 5)
+    footer = (height >= 3) + (height >= 10) + (height >= 26)
+    lines, columns = max(height - header - footer, 1), max(width - left, 1)
+    steps = zoom_steps(shape, lines, columns)
+    zoom = min(max(options.zoom, 0), len(steps) - 1)
+    row_scale, key_scale, cell = steps[zoom]
+    needed = -(-(-(-shape[0] // row_scale) * cell) // 2)
+    token_lines = 0
+    if (row_scale, key_scale) == (1, 1) and height >= 12:
+        most = 1 if cell >= 6 else 6
+        token_lines = min(lines - needed, most) if needed <= lines and zoom == 0 else most
+        if most > 1 and token_lines < 3:
+            token_lines = 0
+    lines = min(lines - token_lines, needed)
+    rows = max(2 * lines // cell, 1)
+    row, rows = _visible(shape[0], row_scale, rows, focus[0], options.row)
+    key, keys = _visible(shape[1], key_scale, max(columns // cell, 1), focus[1], options.key)
+    return MaskLayout(
+        width=width,
+        height=height,
+        left=left,
+        header=header,
+        token_lines=token_lines,
+        lines=-(-rows * cell // 2),
+        footer=footer,
+        grid=PixelGrid(row, key, rows, keys, row_scale, key_scale),
+        cell_width=cell,
+        zoom=zoom,
+        last_zoom=len(steps) - 1,
+    )
+
+
+def zoom_steps(shape: tuple[int, int], lines: int, columns: int) -> list[tuple[int, int, int]]:
+    """Return (row scale, key scale, cell width) from the whole mask to single large cells."""
+    most = min(columns, 2 * lines)
+    for width in CELL_WIDTHS:
+        if shape[0] * width <= 2 * lines and shape[1] * width <= columns:
+            larger = (n for n in (4, 8) if width < n <= most)
+            return [(1, 1, n) for n in (width, *larger)]
+    rows, keys = _fit_scale(shape[0], 2 * lines), _fit_scale(shape[1], columns)
+    if keys <= FLAT_RATIO * rows:
+        rows = keys = max(rows, keys)
+    steps = [(rows, keys, 1)]
+    while (rows, keys) != (1, 1):
+        rows, keys = _finer_scale(rows), _finer_scale(keys)
+        steps.append((rows, max(keys, rows), 1))
+    return steps + [(1, 1, n) for n in (2, 4, 8) if n <= most]
+
+
+def _fit_scale(total: int, room: int) -> int:
+    return SCALES[min(bisect_left(SCALES, -(-total // max(room, 1))), len(SCALES) - 1)]
+
+
+def _finer_scale(scale: int) -> int:
+    return SCALES[max(bisect_right(SCALES, scale // 2) - 1, 0)]
+
+
+def _visible(total: int, scale: int, room: int, focus: int, start: int | None) -> tuple[int, int]:
+    """Return (first cell, number of pixels) of the visible part of an axis of `total` cells.
+
+    Without a `start` the focus is in the second half of the room, and the window moves by halves
+    of the room, so that it does not move at most steps.
+    """
+    pixels = -(-total // scale)
+    if pixels <= room:
+        return 0, max(pixels, 1)
+    half, first = room // 2, (focus if start is None else start) // scale
+    if start is None and half:
+        first = (first // half - 1) * half
+    return min(max(first, 0), pixels - room) * scale, room
+
+
+def scroll_window(layout: MaskLayout, row: int, key: int) -> tuple[int | None, int | None]:
+    """Return the first row and key of a window that contains a cell.
+
+    The window does not move along an axis on which the cell is visible; otherwise the cell comes
+    to its middle.
+    """
+    grid = layout.grid
+    first_row, first_key = grid.row, grid.key
+    if not grid.row <= row < grid.row_stop:
+        first_row = row - grid.height * grid.row_scale // 2
+    if not grid.key <= key < grid.key_stop:
+        first_key = key - grid.width * grid.key_scale // 2
+    return max(first_row, 0), max(first_key, 0)
+
+
+def format_scale(layout: MaskLayout) -> str:
+    """Return the scale as "1:4", "2:1" or "1:8 x 1:512" (rows, then keys)."""
+    grid = layout.grid
+    if layout.cell_width > 1:
+        return f"{layout.cell_width}:1"
+    if grid.row_scale == grid.key_scale:
+        return f"1:{grid.row_scale}"
+    return f"1:{grid.row_scale} x 1:{grid.key_scale}"

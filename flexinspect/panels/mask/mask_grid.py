@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, groupby
 
 import numpy as np
@@ -108,10 +108,6 @@ class MaskPart:
         """Return the step of a row of the view."""
         return self.steps[0] if len(self.steps) == 1 else self.steps[row - self.row]
 
-    def is_known(self, row: int) -> bool:
-        """Whether the cells of a row of the view were recorded."""
-        return bool(self.known[row - self.row])
-
     def known_spans(self) -> list[tuple[int, int]]:
         """Return (start, stop) of the runs of recorded rows of the view."""
         edges = self.row + np.flatnonzero(np.diff(self.known, prepend=False, append=False))
@@ -123,12 +119,9 @@ class MaskPart:
             return self.packed[start:stop]
         if self.cells is None:
             return np.zeros((stop - start, -(-self.n_keys // 8)), np.uint8)
-        bands = [
-            self._load_band(source, head, band)
-            for band in range(start // BAND_ROWS, -(-stop // BAND_ROWS))
-        ]
-        first = start // BAND_ROWS * BAND_ROWS
-        return np.concatenate(bands)[start - first : stop - first]
+        first, last = start // BAND_ROWS, -(-stop // BAND_ROWS)
+        bands = [self._load_band(source, head, band) for band in range(first, last)]
+        return np.concatenate(bands)[start - first * BAND_ROWS : stop - first * BAND_ROWS]
 
     def _load_band(self, source: Source, head: int, band: int) -> PackedMask:
         cells, about = self.cells, self.steps[0]
@@ -184,11 +177,6 @@ class MaskView:
         """Return the part that holds a row."""
         return next(part for part in self.parts if row < part.stop)
 
-    def row_of(self, position: int) -> int | None:
-        """Return the row of a position, the last one if there are several, None without any."""
-        rows = np.flatnonzero(self.positions == position)
-        return int(rows[-1]) if len(rows) else None
-
     def rows_of_step(self, step: int) -> range | None:
         """Return the rows of a step, None when they are not in the view."""
         for part in self.parts:
@@ -207,7 +195,7 @@ class MaskView:
     def cell(self, row: int, key: int) -> bool | None:
         """Whether a cell of the executed mask is open, None if it was not recorded."""
         part = self.part_of(row)
-        if not part.is_known(row):
+        if not part.known[row - part.row]:
             return None
         if key >= part.n_keys:
             return False
@@ -253,162 +241,161 @@ MAX_STEPS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class MaskViewRequest:
-    """Identifies a mask view: its place, the declared mask, the groups of the counts."""
+class MaskLoader:
+    """Loads the mask view of a place; the cells are counted by the groups of positions."""
 
+    source: Source
     place: TracePlace
     spec: MaskSpec | None
     groups: PositionGroups
 
+    def load(self) -> MaskView | None:
+        """Return the mask around the step, None when no step has rows. Raises `TraceError`."""
+        reader, place = self.source.reader, self.place
+        owners = visible_lineage(reader, place.generation, place.branch, place.step)
+        lasts = [
+            newest if stop is None else min(newest, stop - 1)
+            for owner, _, stop in owners
+            if (newest := reader.last_step(place.generation, owner)) is not None
+        ]
+        if not lasts:
+            return None
+        last, first = max(lasts), 0
+        if last >= MAX_STEPS:
+            low = place.step // WINDOW_STEPS * WINDOW_STEPS - WINDOW_STEPS
+            high = last // WINDOW_STEPS * WINDOW_STEPS + WINDOW_STEPS - MAX_STEPS
+            first = max(0, min(low, high))
+        parts: list[MaskPart] = []
+        for steps in self._step_rows(owners, first, last + 1):
+            parts.append(self._load_part(steps, parts[-1].stop if parts else 0))
+        if not parts:
+            return None
+        heads = max(part.heads for part in parts)
+        return MaskView(
+            source=self.source,
+            parts=tuple(parts),
+            head=min(max(place.head, 0), heads - 1),
+            heads=heads,
+            spec=self.spec,
+            groups=self.groups,
+            first_step=first,
+            last_step=min(first + MAX_STEPS - 1, last),
+            n_steps=last + 1,
+        )
 
-def load_mask_view(source: Source, request: MaskViewRequest) -> MaskView | None:
-    """Return the mask around a step, None when no step has rows. Raises `TraceError`."""
-    reader, place = source.reader, request.place
-    owners = visible_lineage(reader, place.generation, place.branch, place.step)
-    lasts = [
-        newest if stop is None else min(newest, stop - 1)
-        for owner, _, stop in owners
-        if (newest := reader.last_step(place.generation, owner)) is not None
-    ]
-    if not lasts:
-        return None
-    last = max(lasts)
-    first = _first_step(last, place.step)
-    parts: list[MaskPart] = []
-    for steps in _load_step_rows(source, request, owners, first, last + 1):
-        row = parts[-1].stop if parts else 0
-        parts.append(_load_part(source, steps, row, request))
-    if not parts:
-        return None
-    heads = max(part.heads for part in parts)
-    head = min(max(place.head, 0), heads - 1)
-    return MaskView(
-        source=source,
-        parts=tuple(parts),
-        head=head,
-        heads=heads,
-        spec=request.spec,
-        groups=request.groups,
-        first_step=first,
-        last_step=min(first + MAX_STEPS - 1, last),
-        n_steps=last + 1,
-    )
+    def _step_rows(
+        self, owners: Sequence[tuple[int, int, int | None]], first: int, stop: int
+    ) -> Iterator[tuple[StepMaskRows, ...]]:
+        """Yield the rows of step 0, then those of the window's steps, grouped in parts.
 
+        Steps of one row that follow each other are in one part, every other step in its own.
+        """
+        ranges = [(0, 1)] if first > 0 else []
+        stop = min(stop, first + MAX_STEPS)
+        ranges += [(low, min(low + PART_STEPS, stop)) for low in range(first, stop, PART_STEPS)]
+        for low, high in ranges:
+            for owner, begin, end in reversed(owners):
+                start, last = max(low, begin), high if end is None else min(high, end)
+                calls = self._load_calls(owner, start, last) if start < last else []
+                for is_decode, group in groupby(calls, key=lambda call: call.q_len == 1):
+                    steps = tuple(self._input_rows(call) for call in group if call.q_len > 0)
+                    yield from (steps,) if is_decode else ((step,) for step in steps)
 
-def _first_step(last: int, step: int) -> int:
-    if last < MAX_STEPS:
-        return 0
-    low = step // WINDOW_STEPS * WINDOW_STEPS - WINDOW_STEPS
-    high = last // WINDOW_STEPS * WINDOW_STEPS + WINDOW_STEPS - MAX_STEPS
-    return max(0, min(low, high))
+    def _load_calls(self, branch: int, start: int, stop: int) -> list[StepCalls]:
+        # All steps below `stop` are written, so the cached value cannot change.
+        span = (self.place.generation, branch, start, stop)
+        read = partial(read_step_calls, self.source.reader, *span)
+        return self.source.get_or_create(("mask.calls", *span), read)
 
+    def _input_rows(self, call: StepCalls) -> StepMaskRows:
+        mask, kv_len = call.by_layer.get(self.place.layer, (None, call.kv_after))
+        offset = max(call.kv_after - kv_len, 0)
+        return StepMaskRows(call.step, call.kv_before, call.q_len, mask, offset, kv_len)
 
-def _load_step_rows(
-    source: Source,
-    request: MaskViewRequest,
-    owners: Sequence[tuple[int, int, int | None]],
-    first: int,
-    stop: int,
-) -> Iterator[tuple[StepMaskRows, ...]]:
-    """Yield the rows of step 0, then those of the window's steps, grouped in parts."""
-    ranges = [(0, 1)] if first > 0 else []
-    stop = min(stop, first + MAX_STEPS)
-    ranges += [(low, min(low + PART_STEPS, stop)) for low in range(first, stop, PART_STEPS)]
-    for low, high in ranges:
-        for owner, begin, end in reversed(owners):
-            own = max(low, begin), high if end is None else min(high, end)
-            if own[0] < own[1]:
-                calls = _load_calls(source, request.place.generation, owner, *own)
-                yield from _split_parts(calls, request.place.layer)
+    def _load_part(self, steps: tuple[StepMaskRows, ...], row: int) -> MaskPart:
+        names = [step.mask for step in steps if step.mask is not None]
+        count_heads = partial(max_mask_heads, self.source.reader, names)
+        heads = self.source.get_or_create(("mask.heads", *names), count_heads)
+        # All heads share the part of a mask that is the same for all of them.
+        head = min(max(self.place.head, 0), heads - 1)
+        key: Hashable = ("mask.part", steps, row, head, self.spec, self.groups)
+        is_prefill = len(steps) == 1 and steps[0].n_rows > 1
+        make = self._prefill_part if is_prefill else self._decode_part
+        return self.source.get_or_create(key, lambda: make(steps, row, head))
 
+    def _decode_part(self, steps: tuple[StepMaskRows, ...], row: int, chosen: int) -> MaskPart:
+        masks: dict[str | None, tuple[int, PackedMask]] = {}
+        heads = 1
+        names = [step.mask for step in steps if step.mask]
+        for name, cells in read_mask_arrays(self.source.reader, names, "mask.cells"):
+            if cells.ndim == 3 and cells.shape[0] > 0 and cells.shape[1] == 1:
+                heads = max(heads, cells.shape[0])
+                head = min(chosen, cells.shape[0] - 1)
+                masks[name] = cells.shape[2], np.packbits(cells[head], axis=1)
+        widths = [masks[step.mask][0] if step.mask in masks else step.kv_len for step in steps]
+        n_keys = max(step.kv_offset + width for step, width in zip(steps, widths, strict=True))
+        packed = np.zeros((len(steps), -(-n_keys // 8)), np.uint8)
+        for number, step in enumerate(steps):
+            if step.mask in masks:
+                mask_row = shift_keys(masks[step.mask][1], widths[number], step.kv_offset)
+                packed[number, : mask_row.shape[1]] = mask_row[0]
+        known = np.array([step.mask in masks for step in steps])
+        return self._count_part(steps, row, n_keys, heads, known, [(0, packed)], packed)
 
-def _load_calls(
-    source: Source, generation: int, branch: int, start: int, stop: int
-) -> list[StepCalls]:
-    # All steps below `stop` are written, so the cached value cannot change.
-    return source.get_or_create(
-        ("mask.calls", generation, branch, start, stop),
-        lambda: read_step_calls(source.reader, generation, branch, start, stop),
-    )
+    def _prefill_part(self, steps: tuple[StepMaskRows, ...], row: int, chosen: int) -> MaskPart:
+        (step,) = steps
+        reader, n_rows = self.source.reader, step.n_rows
+        cells = find_mask_cells(reader, step.mask) if step.mask is not None else None
+        if cells is None or cells.n_rows not in (1, n_rows) or cells.heads < 1:
+            n_keys = step.kv_offset + step.kv_len
+            return self._count_part(steps, row, n_keys, 1, np.zeros(n_rows, bool), [], None)
+        n_keys = step.kv_offset + cells.n_keys
+        n_bytes = -(-n_keys // 8)
+        fits = n_rows * n_bytes <= MAX_PACKED_BYTES
+        whole = np.empty((n_rows, n_bytes), np.uint8) if fits else None
 
+        def read() -> Iterator[tuple[int, PackedMask]]:
+            head = min(chosen, cells.heads - 1)
+            for start, rows in _read_rows(self.source, cells, step.kv_offset, head, 0, n_rows):
+                if whole is not None:
+                    whole[start : start + len(rows)] = rows
+                yield start, rows
 
-def _split_parts(calls: list[StepCalls], layer: int) -> Iterator[tuple[StepMaskRows, ...]]:
-    """Yield the steps of one row that follow each other together, every other step alone."""
-    for is_decode, group in groupby(calls, key=lambda call: call.q_len == 1):
-        steps = tuple(_step_rows(call, layer) for call in group if call.q_len > 0)
-        if is_decode:
-            yield steps
-        else:
-            yield from ((step_rows,) for step_rows in steps)
+        known = np.ones(n_rows, bool)
+        return self._count_part(steps, row, n_keys, cells.heads, known, read(), whole, cells)
 
+    def _count_part(
+        self,
+        steps: tuple[StepMaskRows, ...],
+        row: int,
+        n_keys: int,
+        heads: int,
+        known: Bools,
+        chunks: Iterable[tuple[int, PackedMask]],
+        packed: PackedMask | None,
+        cells: StoredCells | None = None,
+    ) -> MaskPart:
+        """Return a part with the counts of its cells, which are in `chunks`: (row, packed rows)."""
+        starts = (np.arange(step.pos, step.pos + step.n_rows, dtype=np.int32) for step in steps)
+        positions = np.concatenate([*starts])
+        spec = self.spec
 
-def _step_rows(call: StepCalls, layer: int) -> StepMaskRows:
-    mask, kv_len = call.by_layer.get(layer, (None, call.kv_after))
-    offset = max(call.kv_after - kv_len, 0)
-    return StepMaskRows(call.step, call.kv_before, call.q_len, mask, offset, kv_len)
+        def declared(start: int, stop: int) -> PackedMask:
+            assert spec is not None
+            rows = pack_spec(spec, positions[start:stop], n_keys)
+            close_dropped_keys(rows, steps, start)
+            rows[~known[start:stop]] = 0  # cells that were not recorded are not lost
+            return rows
 
-
-def _load_part(
-    source: Source, steps: tuple[StepMaskRows, ...], row: int, request: MaskViewRequest
-) -> MaskPart:
-    names = [step.mask for step in steps if step.mask is not None]
-    heads = source.get_or_create(
-        ("mask.heads", *names), lambda: max_mask_heads(source.reader, names)
-    )
-    # All heads share the part of a mask that is the same for all of them.
-    head = min(max(request.place.head, 0), heads - 1)
-    key: Hashable = ("mask.part", steps, row, head, request.spec, request.groups)
-    return source.get_or_create(key, lambda: _make_part(source, steps, row, head, request))
-
-
-def _make_part(
-    source: Source, steps: tuple[StepMaskRows, ...], row: int, chosen: int, request: MaskViewRequest
-) -> MaskPart:
-    if len(steps) == 1 and steps[0].n_rows > 1:
-        return _make_prefill_part(source, steps[0], row, chosen, request)
-    masks: dict[str, tuple[int, PackedMask]] = {}
-    heads = 1
-    names = [step.mask for step in steps if step.mask]
-    for name, cells in read_mask_arrays(source.reader, names, "mask.cells"):
-        if cells.ndim == 3 and cells.shape[0] > 0 and cells.shape[1] == 1:
-            heads = max(heads, cells.shape[0])
-            head = min(chosen, cells.shape[0] - 1)
-            masks[name] = cells.shape[2], np.packbits(cells[head], axis=1)
-    widths = [masks[step.mask][0] if step.mask in masks else step.kv_len for step in steps]
-    n_keys = max(step.kv_offset + width for step, width in zip(steps, widths, strict=True))
-    packed = np.zeros((len(steps), -(-n_keys // 8)), np.uint8)
-    for number, step in enumerate(steps):
-        if step.mask in masks:
-            width, mask_row = masks[step.mask]
-            mask_row = shift_keys(mask_row, width, step.kv_offset)
-            packed[number, : mask_row.shape[1]] = mask_row[0]
-    positions = np.array([step.pos for step in steps], np.int32)
-    known = np.array([step.mask in masks for step in steps])
-    counts = _count_cells([(0, packed)], positions, n_keys, row, request, known, steps)
-    return MaskPart(row, steps, positions, n_keys, heads, known, counts, packed)
-
-
-def _make_prefill_part(
-    source: Source, step_rows: StepMaskRows, row: int, chosen: int, request: MaskViewRequest
-) -> MaskPart:
-    positions = np.arange(step_rows.pos, step_rows.pos + step_rows.n_rows, dtype=np.int32)
-    cells = find_mask_cells(source.reader, step_rows.mask) if step_rows.mask is not None else None
-    if cells is not None and (cells.n_rows not in (1, step_rows.n_rows) or cells.heads < 1):
-        cells = None
-    n_keys = step_rows.kv_offset + (step_rows.kv_len if cells is None else cells.n_keys)
-    known = np.full(step_rows.n_rows, cells is not None)
-    steps = (step_rows,)
-    if cells is None:
-        counted = _count_cells([], positions, n_keys, row, request, known, steps)
-        return MaskPart(row, steps, positions, n_keys, 1, known, counted, None)
-    n_bytes = -(-n_keys // 8)
-    fits = step_rows.n_rows * n_bytes <= MAX_PACKED_BYTES
-    whole = np.empty((step_rows.n_rows, n_bytes), np.uint8) if fits else None
-    head = min(chosen, cells.heads - 1)
-    chunks = _read_rows(source, cells, step_rows.kv_offset, head, 0, step_rows.n_rows)
-    copied = _copy_rows(chunks, whole)
-    counted = _count_cells(copied, positions, n_keys, row, request, known, steps)
-    return MaskPart(row, steps, positions, n_keys, cells.heads, known, counted, whole, cells)
+        counts = count_cells(
+            chunks,
+            positions,
+            n_keys,
+            first_row=row,
+            groups=self.groups,
+            declared=declared if spec is not None else None,
+        )
+        return MaskPart(row, steps, positions, n_keys, heads, known, counts, packed, cells)
 
 
 def _read_rows(
@@ -424,44 +411,6 @@ def _read_rows(
     found = read_packed_rows(source.reader, cells, head, start, stop, at_most=CHUNK_ROWS)
     for at, packed in found:
         yield at, shift_keys(packed, cells.n_keys, kv_offset)
-
-
-def _copy_rows(
-    chunks: Iterable[tuple[int, PackedMask]], whole: PackedMask | None
-) -> Iterator[tuple[int, PackedMask]]:
-    """Yield the chunks, and copy them to `whole` if it is given."""
-    for start, rows in chunks:
-        if whole is not None:
-            whole[start : start + len(rows)] = rows
-        yield start, rows
-
-
-def _count_cells(
-    chunks: Iterable[tuple[int, PackedMask]],
-    positions: IntArray,
-    n_keys: int,
-    row: int,
-    request: MaskViewRequest,
-    known: Bools,
-    steps: tuple[StepMaskRows, ...],
-) -> MaskCounts:
-    spec = request.spec
-
-    def declared(start: int, stop: int) -> PackedMask:
-        assert spec is not None
-        rows = pack_spec(spec, positions[start:stop], n_keys)
-        close_dropped_keys(rows, steps, start)
-        rows[~known[start:stop]] = 0  # cells that were not recorded are not lost
-        return rows
-
-    return count_cells(
-        chunks,
-        positions,
-        n_keys,
-        first_row=row,
-        groups=request.groups,
-        declared=declared if spec is not None else None,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,9 +447,8 @@ class BlockPart:
 
 def load_blocks(source: Source, part: MaskPart, head: int) -> BlockPart:
     """Return the block tables of a part. Raises `TraceError`."""
-    return source.get_or_create(
-        ("mask.blocks", part.serial, head), lambda: _make_block_part(source, part, head)
-    )
+    make = partial(_make_block_part, source, part, head)
+    return source.get_or_create(("mask.blocks", part.serial, head), make)
 
 
 def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
@@ -532,11 +480,8 @@ def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
         blocks.append(BlockLayout(rows, keys, partial, full))
         spans.append((start, row))
     sizes = (_block_size(step, masks)[0] for step in part.steps)
-    return BlockPart(
-        blocks=tuple(blocks),
-        spans=tuple(spans),
-        size=next((size for size in sizes if size is not None), None),
-    )
+    size = next((size for size in sizes if size is not None), None)
+    return BlockPart(tuple(blocks), tuple(spans), size=size)
 
 
 def _block_size(
@@ -557,12 +502,10 @@ def _stack_tables(
     steps: list[StepMaskRows], tables: dict[str, Array], shapes: dict[str, Array], head: int
 ) -> Array:
     """Stack the tables of some steps, bool (row blocks, key blocks)."""
-    own_tables: list[Array] = []
-    for step in steps:
-        assert step.mask is not None
-        table = tables.get(step.mask, np.zeros_like(shapes[step.mask]))
-        own = table[min(head, len(table) - 1)]
-        own_tables.append(own[:1] if len(steps) > 1 else own)
+    n_rows = 1 if len(steps) > 1 else None
+    names = (str(step.mask) for step in steps)
+    found = (tables.get(name, np.zeros_like(shapes[name])) for name in names)
+    own_tables = [table[min(head, len(table) - 1)][:n_rows] for table in found]
     width = max(table.shape[1] for table in own_tables)
     padded = [np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in own_tables]
     return np.concatenate(padded).astype(np.bool_)

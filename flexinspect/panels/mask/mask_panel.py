@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from functools import cache
+from itertools import groupby
 
+import numpy as np
+from rich.cells import cell_len
+from rich.color import Color
+from rich.style import Style
+from textual.strip import Strip
+
+from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.heatmap import RGB, Levels, Palette, blend, heat
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text, merge_spans
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import (
-    CURSOR_MOVES,
-    Help,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    next_choice,
-)
-from flexinspect.panels.mask.mask_data import MaskData, load_mask
-from flexinspect.panels.mask.mask_drawing import NARROW_WIDTH, draw_mask
-from flexinspect.panels.mask.mask_layout import (
+from flexinspect.drawing.token_cells import TokenCell, token_style
+from flexinspect.masks.viewport import APPLIED, BOTH, CLOSED, LEAKED, LOST, N_STATES, OPEN, UNKNOWN
+from flexinspect.panels.base import CURSOR_MOVES, Help, Navigate, Panel, Picture, Request
+from flexinspect.panels.mask.mask_data import (
+    MaskData,
     MaskOptions,
     MaskViewMode,
     format_scale,
+    load_mask,
     scroll_window,
+    segment_color_at,
+    segment_number,
 )
 from flexinspect.panels.mask.mask_text import (
+    describe_cell,
+    describe_first_pairs,
     describe_mask,
+    format_block_counts,
+    format_counts,
     format_difference,
     format_steps,
+    format_token,
     has_difference,
 )
 from flexinspect.panels.panel_source import Source
+from flexinspect.records.prompt import SegmentKind
 
 VIEW_MODES: tuple[MaskViewMode, ...] = ("executed", "received", "declared", "difference")
 
@@ -37,11 +49,11 @@ VIEW_MODES: tuple[MaskViewMode, ...] = ("executed", "received", "declared", "dif
 class MaskPanel(Panel[MaskData, MaskOptions]):
     """The mask of the whole sequence: a row per input token, a column per key."""
 
-    name: ClassVar[str] = "mask"
-    title: ClassVar[str] = "Mask"
-    initial_options: ClassVar[MaskOptions] = MaskOptions()
-    needs_tokens: ClassVar[bool] = True
-    help: ClassVar[Help] = Help(
+    name = "mask"
+    title = "Mask"
+    initial_options = MaskOptions()
+    needs_tokens = True
+    help = Help(
         "It shows for one layer and head which tokens (across) each token (down) attends to: the "
         "executed, received or declared mask, or where the executed mask differs from the declared "
         "one.",
@@ -51,15 +63,8 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         "Look for lost cells (declared open, but not executed), leaked cells (executed, but "
         "declared closed), rows that attend to no key, and paraphrases that attend to each other.",
     )
-    depends_on_size: ClassVar[bool] = True
-    actions: ClassVar[tuple[str, ...]] = (
-        "zoom.in",
-        "zoom.out",
-        "view.flip",
-        "view.blocks",
-        *CURSOR_MOVES,
-        "cursor.enter",
-    )
+    depends_on_size = True
+    actions = ("zoom.in", "zoom.out", "view.flip", "view.blocks", *CURSOR_MOVES, "cursor.enter")
 
     def load(self, source: Source, request: Request[MaskOptions]) -> MaskData:
         """Read the visible window; parts of the mask are cached for the next step."""
@@ -89,11 +94,14 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         if action == "view.flip":
             modes = [m for m in VIEW_MODES if data.mask_view.spec or m in ("executed", "received")]
             mode = options.view if options.view in modes else modes[0]
-            return replace(options, view=next_choice(modes, mode))
+            return request.with_next("view", modes, mode)
         if action == "view.blocks":
             return replace(options, blocks=not options.blocks)
-        if action == "cursor.enter":
-            return _navigate_to_cursor(data)
+        if action == "cursor.enter" and data.cursor is not None:
+            row = data.cursor[0]
+            step_rows = data.mask_view.part_of(row).step_at(row)
+            pos = None if step_rows.n_rows == 1 else int(data.mask_view.positions[row])
+            return Navigate(step=step_rows.step, pos=pos)
         return _move_cursor(action, data, options) if action in CURSOR_MOVES else None
 
     def on_mouse(
@@ -150,12 +158,339 @@ def _with_cursor(data: MaskData, options: MaskOptions, cell: tuple[int, int]) ->
     return replace(options, q=int(data.mask_view.positions[cell[0]]), kv=cell[1])
 
 
-def _navigate_to_cursor(data: MaskData) -> Navigate | None:
-    if data.cursor is None:
-        return None
-    row = data.cursor[0]
-    step_rows = data.mask_view.part_of(row).step_at(row)
-    return Navigate(
-        step=step_rows.step,
-        pos=None if step_rows.n_rows == 1 else int(data.mask_view.positions[row]),
-    )
+NARROW_WIDTH = 72
+"""Width below which the note shows layer, head and scale in a short form."""
+
+
+def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
+    """Draw at most `height` strips of exactly `width` cells; both are those of the layout."""
+    layout = data.layout
+    pen = Pen(theme, layout.width)
+    strips = [_draw_segment_header(data, pen)] * layout.header + _draw_token_header(data, pen)
+    for number, cells in enumerate(grid_strips(data, theme)[: layout.lines]):
+        row = Strip.join([_draw_row_margin(data, number, pen.resize(layout.left)), cells])
+        strips.append(row.adjust_cell_length(layout.width, pen.style("text")))
+    strips += _draw_footer(data, pen)[: layout.footer]
+    return strips[: layout.height]
+
+
+# -- margins --------------------------------------------------------------------------------------
+
+
+def _draw_row_margin(data: MaskData, number: int, pen: Pen) -> Strip:
+    layout, mask_view, width = data.layout, data.mask_view, pen.width - 1
+    if not pen.width:
+        return Strip([])
+    rows = _rows_of_line(data, number)
+    if layout.grid.row_scale == 1 and width >= (6 if layout.cell_width > 1 else 10):
+        positions = [int(mask_view.positions[row]) for row in rows]  # one or two of them
+        if layout.cell_width < 2 or number * 2 % layout.cell_width == 0:
+            spans = _draw_tokens_at(data, positions, width, pen)
+        else:
+            spans = [(" " * width, token_style(_blank_cell(data, positions[0]), pen.theme))]
+    else:
+        spans = [_draw_segment_at(data, number, width, pen)]
+    return Strip.join([pen.resize(width).line(*spans), pen.resize(1).line(_row_mark(data, rows))])
+
+
+def _rows_of_line(data: MaskData, number: int) -> range:
+    grid, enlarged = data.layout.grid, data.layout.cell_width
+    start = grid.row + 2 * number // enlarged * grid.row_scale
+    stop = grid.row + (-(-2 * (number + 1) // enlarged)) * grid.row_scale
+    last = data.mask_view.n_rows
+    return range(min(start, last - 1), max(min(stop, last), min(start, last - 1) + 1))
+
+
+def _row_mark(data: MaskData, rows: range) -> tuple[str, str]:
+    if data.cursor is not None and data.cursor[0] in rows:
+        return "▸", "chosen"
+    current = data.current
+    if current is None or len(current) == data.mask_view.n_rows:
+        return " ", "text"
+    is_here = rows.start < current.stop and current.start < rows.stop
+    return ("▶" if len(current) == 1 else "▌", "accent") if is_here else (" ", "text")
+
+
+def _blank_cell(data: MaskData, position: int) -> TokenCell:
+    return TokenCell(2 * position, "", segment_color_at(data.segments, position))
+
+
+def _draw_tokens_at(data: MaskData, positions: list[int], width: int, pen: Pen) -> list[NamedSpan]:
+    cells = [data.tokens.get(p, _blank_cell(data, p)) for p in positions[:2]]
+    second = 0
+    if len(cells) == 2:
+        second = min(cell_len(cells[1].text), max(width // 2, width - cell_len(cells[0].text)))
+    texts = (align_right(cells[0].text, width - second), clip_text(cells[-1].text, second))
+    return [(text, token_style(cell, pen.theme)) for text, cell in zip(texts, cells, strict=False)]
+
+
+def _draw_segment_at(data: MaskData, number: int, width: int, pen: Pen) -> NamedSpan:
+    """Draw the label of a segment at the line where it begins, on other lines its colour."""
+    position = _middle_position(data, number)
+    style = token_style(_blank_cell(data, position), pen.theme)
+    segment = data.segment(position)
+    if segment is None:
+        return align_right(str(position), width), style
+    if number == 0 or data.segment(_middle_position(data, number - 1)) is not segment:
+        return clip_text(_shorten_label(escape_unprintable(segment.label), width), width), style
+    text = str(position) if number % 8 == 4 and width >= 5 else ""
+    return align_right(text, width), style
+
+
+def _middle_position(data: MaskData, number: int) -> int:
+    rows = _rows_of_line(data, number)
+    middle = int(data.mask_view.positions[rows[(len(rows) - 1) // 2]])
+    if segment_color_at(data.segments, middle) < 0:  # prefer its neighbour to a separator
+        middle = int(data.mask_view.positions[rows[len(rows) // 2]])
+    return middle
+
+
+def _shorten_label(label: str, width: int) -> str:
+    """Shorten a label to a width: "paraphrase 12" to "para 12" or "p12"."""
+    if len(label) <= width:
+        return label
+    name, _, number = label.rpartition(" ")
+    if not (name and number.isdigit()):
+        return label
+    room = width - len(number) - 1
+    return f"{name[:room]} {number}" if room >= 3 else f"{name[:1]}{number}"
+
+
+def _draw_segment_header(data: MaskData, pen: Pen) -> Strip:
+    layout, grid = data.layout, data.layout.grid
+    keys = (grid.key + grid.key_scale * np.arange(grid.width)).tolist()
+    corner = clip_text("row ↓ key →" if layout.left >= 11 else "", layout.left)
+    spans: list[NamedSpan] = [(corner, "muted")]
+    bar = "│" if pen.theme.no_color else ""
+    for number, run in groupby(keys, key=lambda key: segment_number(data.segments, key)):
+        own = list(run)
+        width = len(own) * layout.cell_width
+        label = escape_unprintable(data.segments[number].label) if number >= 0 else str(own[0])
+        text = bar + _shorten_label(label, width - len(bar)) if width > 3 else bar
+        style = token_style(_blank_cell(data, own[0]), pen.theme)
+        spans.append((clip_text(text, width), style))
+    return pen.line(*spans)
+
+
+def _draw_token_header(data: MaskData, pen: Pen) -> list[Strip]:
+    """Draw the tokens of the keys, vertically unless a cell is wide enough."""
+    layout = data.layout
+    if not layout.token_lines:
+        return []
+    keys = range(layout.grid.key, min(layout.grid.key_stop, data.mask_view.n_keys))
+    cells = [data.tokens.get(key, _blank_cell(data, key)) for key in keys]
+    styles = [token_style(cell, pen.theme) for cell in cells]
+    texts = [_vertical_text(cell.text, layout.cell_width, layout.token_lines) for cell in cells]
+    return [
+        pen.line((" " * layout.left, "text"), *merge_spans(zip(row, styles, strict=True)))
+        for row in zip(*texts, strict=True)
+    ]
+
+
+def _vertical_text(text: str, width: int, lines: int) -> list[str]:
+    """Return a token's text in `lines` lines of `width` cells."""
+    if lines == 1 and width > 1:
+        return [clip_text(text.strip(), width)]
+    letters = [char for char in text.strip() or text if cell_len(char) > 0]
+    shown = [char if cell_len(char) <= width else "□" for char in letters]
+    if len(shown) > lines:
+        shown = [*shown[: lines - 1], "…"]
+    return [clip_text(char, width) for char in [" "] * (lines - len(shown)) + shown]
+
+
+# -- the footer -----------------------------------------------------------------------------------
+
+
+def _draw_footer(data: MaskData, pen: Pen) -> list[Strip]:
+    cell, counts = describe_cell(data), format_counts(data)
+    legend = mask_legend(data, pen)
+    pairs = describe_first_pairs(data)
+    if cell is None and data.fallback_reason:
+        first, rest = (data.fallback_reason, "warn"), (counts, "text")
+    elif cell is None and pairs:
+        first, rest = (pairs[0], "bad"), (counts, "text")
+    elif cell is None:
+        first, rest = (counts, "text"), ("", "text")
+    elif cell_len(cell.sentence()) <= pen.width:
+        first, rest = (cell.sentence(), cell.style), (counts, "text")
+    else:
+        text = f"row {cell.row} {cell.relation} {cell.key}"
+        if cell_len(text) > pen.width and data.cursor is not None:
+            position = int(data.mask_view.positions[data.cursor[0]])
+            row = format_token(data, position, segment=False)
+            text = f"{row} {cell.relation} {cell.key}"
+        first = (text, cell.style)
+        rest = (cell.reason, cell.style) if cell.reason else (counts, "text")
+    if data.layout.footer > 2 and pen.width < 2 * NARROW_WIDTH:
+        return [pen.line(first), pen.line(rest), pen.line(*legend)]
+    gap = ("  " if rest[0] else "", "text")
+    return [pen.line(first), pen.line(rest, gap, *legend), pen.line()]
+
+
+EVEN, ODD, GENERATED, CROSS, CURSOR, UNVISITED, PARTIAL, FULL = range(8)
+"""Tints of a cell: neighbouring segments, generated text, the cursor's row and column, the cursor,
+and the states of the block tables."""
+
+_CLOSED_RGB: tuple[RGB, ...] = (
+    *((22, 26, 38), (33, 39, 56), (20, 42, 46), (62, 66, 84), (120, 70, 160)),
+    *((40, 40, 44), (24, 36, 74), (20, 60, 44)),
+)
+_OPEN_RGB: tuple[RGB, ...] = (
+    *((233, 206, 92), (206, 172, 58), (140, 208, 160), (255, 240, 178), (255, 255, 255)),
+    *((220, 150, 130), (240, 222, 120), (150, 225, 150)),
+)
+_STATE_RGB: dict[int, RGB] = {
+    UNKNOWN: (96, 62, 84),
+    LOST: (86, 180, 233),
+    LEAKED: (240, 52, 92),
+    BOTH: (205, 120, 230),
+    APPLIED: (106, 140, 196),
+}
+_STATE_NAMES = {
+    CLOSED: "closed",
+    3: "partly open",
+    OPEN: "open",
+    APPLIED: "partial block",
+    LOST: "lost",
+    LEAKED: "leaked",
+    BOTH: "both",
+    UNKNOWN: "not recorded",
+}
+_STATE_CHARS = {LOST: "-", LEAKED: "+", BOTH: "±", UNKNOWN: "?", APPLIED: "▒"}
+"""Characters of states on terminals without colours; open and closed cells are half blocks."""
+
+_CLOSED_CELL = "·"
+_SHADE_CHARS = "·░░▒▓▓█"
+
+
+@cache
+def mask_palette() -> Palette:
+    """Return the palette of all states in all tints: level `tint * N_STATES + state`."""
+    rgb: list[RGB] = []
+    for closed, open_ in zip(_CLOSED_RGB, _OPEN_RGB, strict=True):
+        # From 28 % to 72 % of the way, so that a partly open pixel differs from both however small
+        # its part is.
+        mixed = blend((closed, open_), 26)
+        rgb += [closed, *blend((mixed[7], mixed[18]), OPEN - 1), open_]
+        rgb += [_STATE_RGB[state] for state in sorted(_STATE_RGB)]
+    return Palette(rgb, " " * len(rgb))
+
+
+# -- the grid -------------------------------------------------------------------------------------
+
+
+def grid_strips(data: MaskData, theme: Theme) -> list[Strip]:
+    """Draw the lines of the grid, each as wide as the grid."""
+    n = data.layout.cell_width
+    pixels = (data.states, _tints(data))
+    states, tints = (each.repeat(n, axis=0).repeat(n, axis=1) for each in pixels)
+    if theme.no_color:
+        return _colorless_strips(states, tints, theme)
+    return heat(tints * np.uint8(N_STATES) + states, mask_palette(), theme)
+
+
+def _tints(data: MaskData) -> Levels:
+    """Return the tint of each pixel, from the segments (or block tables) and the cursor."""
+    tables, grid = data.tables, data.layout.grid
+    if tables is None:
+        tints = _segment_tints(data)
+    else:
+        tints = np.full(tables.shape, PARTIAL, np.uint8)
+        for state, tint in ((CLOSED, UNVISITED), (OPEN, FULL), (UNKNOWN, EVEN)):
+            tints[tables == state] = tint
+    if data.cursor is not None:
+        row = (data.cursor[0] - grid.row) // grid.row_scale
+        key = (data.cursor[1] - grid.key) // grid.key_scale
+        has_row, has_key = 0 <= row < grid.height, 0 <= key < grid.width
+        if has_row:
+            tints[row] = CROSS
+        if has_key:
+            tints[:, key] = CROSS
+        if has_row and has_key:
+            tints[row, key] = CURSOR
+    return tints
+
+
+def _segment_tints(data: MaskData) -> Levels:
+    grid, mask_view = data.layout.grid, data.mask_view
+    rows = np.minimum(grid.row + grid.row_scale * np.arange(grid.height), mask_view.n_rows - 1)
+    keys = grid.key + grid.key_scale * np.arange(grid.width)
+    # A number for each owner of segments, to which its separators belong.
+    first, ids, is_generated = [0], [0], [False]
+    owner = -1
+    for index, segment in enumerate(data.segments):
+        own = segment.owner if segment.kind is SegmentKind.SEPARATOR else index
+        first.append(segment.start)
+        ids.append(ids[-1] + (own != owner))
+        is_generated.append(segment.kind is SegmentKind.GENERATED)
+        owner = own
+    starts, numbers, generated = np.array(first), np.array(ids), np.array(is_generated)
+    of_row = np.searchsorted(starts, mask_view.positions[rows], side="right") - 1
+    of_key = np.searchsorted(starts, keys, side="right") - 1
+    tints: Levels = ((numbers[of_row][:, None] + numbers[of_key][None]) % 2).astype(np.uint8)
+    tints[generated[of_row]] = GENERATED
+    tints[:, generated[of_key]] = GENERATED
+    return tints
+
+
+def _colorless_strips(states: Levels, tints: Levels, theme: Theme) -> list[Strip]:
+    """Draw states as half blocks and shades, with styles for the cursor."""
+    if len(states) % 2:
+        states, tints = (np.vstack([part, part[-1:]]) for part in (states, tints))
+    pen, strips = Pen(theme, states.shape[1]), []
+    pairs = zip(states[::2], states[1::2], tints[::2], tints[1::2], strict=True)
+    for upper, lower, tint, under in pairs:
+        marks = np.where(under == CURSOR, under, tint).tolist()
+        cells = []
+        for a, b, mark in zip(upper.tolist(), lower.tolist(), marks, strict=True):
+            char = _cell_char(a, b)
+            if char == _CLOSED_CELL:
+                char = _CLOSED_CELL_CHARS.get(mark, char)
+            cells.append((char, _TINT_STYLES.get(mark, "text")))
+        strips.append(pen.line(*merge_spans(cells)))
+    return strips
+
+
+_TINT_STYLES = {CURSOR: "cursor", CROSS: "strong"}
+_CLOSED_CELL_CHARS = {UNVISITED: " ", FULL: ":"}
+"""Characters of a closed cell by the state of its block."""
+
+
+def _cell_char(upper: int, lower: int) -> str:
+    for letter in (BOTH, LEAKED, LOST, UNKNOWN):
+        if letter in (upper, lower):
+            return _STATE_CHARS[letter]
+    if upper in (OPEN, CLOSED) and lower in (OPEN, CLOSED):
+        return f"{_CLOSED_CELL}▄▀█"[2 * (upper == OPEN) + (lower == OPEN)]
+    if APPLIED in (upper, lower):
+        return _STATE_CHARS[APPLIED]
+    return _SHADE_CHARS[min(max((upper + lower) // 2, 1), OPEN - 1)]
+
+
+# -- the legend -----------------------------------------------------------------------------------
+
+
+def mask_legend(data: MaskData, pen: Pen) -> list[NamedSpan]:
+    """Draw the meaning of the colours on screen, and the counts of the block tables if shown."""
+    visible = {3 if CLOSED < n < OPEN else n for n in np.unique(data.states).tolist()}
+    names = {**_STATE_NAMES, **({OPEN: "full block"} if data.view_mode == "received" else {})}
+    spans: list[NamedSpan] = []
+    for state in (n for n in _STATE_NAMES if n in visible):
+        spans += [_swatch(state, EVEN, pen), (f" {names[state]}  ", "text")]
+    if data.tables is not None:
+        label = format_block_counts(data)
+        spans.append((f"{label}  " if label else "", "title"))
+        if pen.theme.no_color:
+            spans.append(("closed cells: blank not visited, · partial, : full", "text"))
+        else:
+            for tint, name in ((UNVISITED, "not visited"), (PARTIAL, "partial"), (FULL, "full")):
+                spans += [_swatch(CLOSED, tint, pen), _swatch(OPEN, tint, pen)]
+                spans.append((f" {name}  ", "text"))
+    return spans
+
+
+def _swatch(state: int, tint: int, pen: Pen) -> NamedSpan:
+    if pen.theme.no_color:
+        return _cell_char(state, state), "text"
+    rgb = mask_palette().rgb[tint * N_STATES + state]
+    return "■", pen.style("text") + Style(color=Color.from_rgb(*rgb))

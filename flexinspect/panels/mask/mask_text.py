@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import capitalize, escape_unprintable
 from flexinspect.masks.counting import Counts
 from flexinspect.panels.mask.mask_data import MAX_LISTED_ROWS, MaskData
-from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import MaskRecord
 
 MAX_TABLE_SEGMENTS = 16
@@ -21,20 +19,12 @@ MAX_TABLE_SEGMENTS = 16
 def describe_mask(data: MaskData) -> list[str]:
     """Describe the whole mask in lines of text."""
     blocks, cell = format_block_counts(data), describe_cell(data)
-    return [
-        *_describe_source(data),
-        *_describe_open_cells(data),
-        *_describe_difference(data),
-        *_describe_empty_rows(data),
-        *([f"Block tables of the step: {blocks}."] if blocks else []),
-        *_describe_segments(data),
-        *([_as_sentence(cell.sentence())] if cell is not None else []),
-        _as_sentence(format_counts(data)),
-    ]
-
-
-def _as_sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    lines = [*_describe_source(data), *_describe_open_cells(data), *_describe_difference(data)]
+    lines += _describe_empty_rows(data)
+    lines += [f"Block tables of the step: {blocks}."] if blocks else []
+    lines += _describe_segments(data)
+    lines += [f"{capitalize(cell.sentence())}."] if cell is not None else []
+    return [*lines, f"{capitalize(format_counts(data))}."]
 
 
 def _describe_source(data: MaskData) -> list[str]:
@@ -48,10 +38,8 @@ def _describe_source(data: MaskData) -> list[str]:
     if data.fallback_reason:
         lines.append(f"{data.fallback_reason}.")
     if check.is_failed:
-        lines.append(
-            f"The check exceeds its tolerance of {check.tolerance:g}: the newest row is "
-            "not what ran."
-        )
+        limit = f"its tolerance of {check.tolerance:g}"
+        lines.append(f"The check exceeds {limit}: the newest row is not what ran.")
     if mask_view.is_truncated:
         lines.append(f"Step 0 and {format_steps(data)} are shown.")
     if data.mask is not None:
@@ -82,15 +70,14 @@ _KIND_NAMES = {
 }
 
 
-def _describe_open_cells(data: MaskData) -> Iterator[str]:
+def _describe_open_cells(data: MaskData) -> list[str]:
     mask_view, n_known = data.mask_view, data.mask_view.n_known()
     if not n_known:
-        yield "No executed cells of these rows were recorded."
-        return
+        return ["No executed cells of these rows were recorded."]
     n_cells, n_open = n_known * mask_view.n_keys, mask_view.count("open")
-    yield f"{n_open} of {n_cells} cells are open ({100 * n_open / n_cells:.1f} %)."
-    if n_known < mask_view.n_rows:
-        yield f"The cells of {mask_view.n_rows - n_known} rows were not recorded."
+    lines = [f"{n_open} of {n_cells} cells are open ({100 * n_open / n_cells:.1f} %)."]
+    n_unknown = mask_view.n_rows - n_known
+    return [*lines, f"The cells of {n_unknown} rows were not recorded."] if n_unknown else lines
 
 
 def _describe_difference(data: MaskData) -> list[str]:
@@ -106,7 +93,7 @@ def _describe_difference(data: MaskData) -> list[str]:
         return [f"{declared}; the executed mask is the same."]
     return [
         f"{declared}; the executed mask differs: {format_difference(data)}.",
-        *map(_as_sentence, describe_first_pairs(data)),
+        *(f"{capitalize(pair)}." for pair in describe_first_pairs(data)),
     ]
 
 
@@ -129,15 +116,22 @@ def _describe_segments(data: MaskData) -> list[str]:
         return []
     n_open: Counts = np.sum([part.counts.group_counts for part in data.mask_view.parts], axis=0)
     n_past = _causal_counts(data)
+    names = [escape_unprintable(segment.label) for segment in data.segments]
     shares = {
         row: [_format_open_share(*pair) for pair in zip(opened, past, strict=True)]
         for row, (opened, past) in enumerate(zip(n_open.tolist(), n_past.tolist(), strict=True))
-        if row < len(data.segments) and (any(opened) or any(past))
+        if row < len(names) and (any(opened) or any(past))
     }
-    names = [escape_unprintable(segment.label) for segment in data.segments]
-    if len(names) <= MAX_TABLE_SEGMENTS:
-        return _segment_table(names, shares)
-    return [_describe_segment_row(names, row, texts) for row, texts in shares.items()]
+    if len(names) > MAX_TABLE_SEGMENTS:
+        return [_describe_segment_row(names, row, texts) for row, texts in shares.items()]
+    width = max(map(len, names)) + 4
+    rows = [(" " * width, [*map(str, range(len(names)))])]
+    rows += [(f"{row:>2} {names[row]:<{width - 3}}", texts) for row, texts in shares.items()]
+    lines = [name + "".join(f"{text:>7}" for text in texts[: len(names)]) for name, texts in rows]
+    return [
+        "Which segment (row) attends to which (column), as share of past keys (ahead: later ones):",
+        *lines,
+    ]
 
 
 def _causal_counts(data: MaskData) -> Counts:
@@ -145,13 +139,7 @@ def _causal_counts(data: MaskData) -> Counts:
     groups, mask_view = data.mask_view.groups, data.mask_view
     starts = np.array(groups.starts)
     past = np.zeros((len(starts), len(starts)), np.int64)
-    known: npt.NDArray[np.int32] = np.concatenate(
-        [
-            mask_view.positions[start:stop]
-            for part in mask_view.parts
-            for start, stop in part.known_spans()
-        ]
-    )
+    known = np.concatenate([part.positions[part.known] for part in mask_view.parts])
     of_row = groups.group_of(known)
     stops = np.append(starts[1:], mask_view.n_keys)
     for number, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
@@ -170,28 +158,16 @@ def _format_open_share(n_open: int, n_past: int) -> str:
     return f"{min(max(n_open / n_past, 0.01), 0.99):.2f}"
 
 
-def _segment_table(names: list[str], shares: dict[int, list[str]]) -> list[str]:
-    width = max(map(len, names)) + 4
-    lines = [
-        "Which segment (row) attends to which (column), as share of past keys (ahead: later ones):",
-        " " * width + "".join(f"{number:>7}" for number in range(len(names))),
-    ]
-    for row, texts in shares.items():
-        cells = "".join(f"{text:>7}" for text in texts[: len(names)])
-        lines.append(f"{row:>2} {names[row]:<{width - 3}}{cells}")
-    return lines
-
-
 def _describe_segment_row(names: list[str], row: int, shares: list[str]) -> str:
-    by_share: dict[str, list[str]] = {}
+    by_share: dict[str, list[str]] = {"open": [], "part": [], "ahead": [], "closed": [], "-": []}
     for name, share in zip(names, shares, strict=False):
-        kind = share if share in ("open", "closed", "ahead", "-") else "part"
-        by_share.setdefault(kind, []).append(name)
-    parts = [
-        f"{kind} {', '.join(by_share[kind][:6])}" + (", ..." if len(by_share[kind]) > 6 else "")
-        for kind in ("open", "part", "ahead", "closed")
-        if kind in by_share
-    ]
+        by_share[share if share in by_share else "part"].append(name)
+    del by_share["-"]
+    parts = (
+        f"{kind} {', '.join(own[:6])}" + (", ..." if len(own) > 6 else "")
+        for kind, own in by_share.items()
+        if own
+    )
     return f"{names[row]}: {'; '.join(parts)}."
 
 
@@ -306,10 +282,9 @@ def _format_block_reason(data: MaskData, row: int, key: int) -> str:
 
 def _empty_reason(data: MaskData, position: int) -> str:
     segment = data.segment(position)
-    isolated = data.generation_row.declared.get("separators") == "isolated"
-    if isolated and segment is not None and segment.kind is SegmentKind.SEPARATOR:
-        return ", as set by --separators isolated"
-    return ""
+    is_isolated = data.generation_row.declared.get("separators") == "isolated"
+    is_separator = segment is not None and segment.kind is SegmentKind.SEPARATOR
+    return ", as set by --separators isolated" if is_isolated and is_separator else ""
 
 
 def _closed_reason(data: MaskData, row: int, key: int, *, declared: bool | None) -> str:
@@ -323,13 +298,7 @@ def _closed_reason(data: MaskData, row: int, key: int, *, declared: bool | None)
         mask_mod = data.mask.mask_mod if data.mask else None
         name = escape_unprintable(mask_mod) if mask_mod else "the mask that the layer received"
         return f"closed by {name}"
-    return _separation_reason(data, data.segment(position), data.segment(key), position)
-
-
-def _separation_reason(
-    data: MaskData, own: Segment | None, other: Segment | None, position: int
-) -> str:
-    by = f"separated by {spec_name(data)}"
+    own, other, by = data.segment(position), data.segment(key), f"separated by {spec_name(data)}"
     if _empty_reason(data, position):
         return "rows of separators attend to no key (--separators isolated)"
     if own is None or other is None:
@@ -353,7 +322,7 @@ def format_counts(data: MaskData) -> str:
         return "the rows of this step are not shown"
     position, part = int(mask_view.positions[row]), mask_view.part_of(row)
     name = str(position) if data.cursor else format_token(data, position)
-    if not part.is_known(row):
+    if not part.known[row - part.row]:
         text = f"row {name}: its cells were not recorded"
     else:
         n_open = mask_view.row_count(row)

@@ -374,7 +374,7 @@ class TraceScreen(ControlScreen):
     def _help(self) -> None:
         panel = self.slots.current().panel
         rows = [(self.keys_of(key.id), key.text) for key in all_keys()]
-        self.app.push_screen(HelpScreen(panel.title, panel.help.lines(), rows))
+        self.app.push_screen(HelpScreen(panel.title, panel.help, rows))
 
     def _stop(self) -> None:
         """Ask the run to end after this step; the second time, kill it."""
