@@ -73,7 +73,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "heads": "flexinspect.rules.masks.heads_and_batches:HeadsRule",
         "batches": "flexinspect.rules.masks.heads_and_batches:BatchRowsRule",
         "paddings": "flexinspect.rules.masks.heads_and_batches:BatchPaddingRule",
-        "windows": "flexinspect.rules.masks.sliding_windows:SlidingWindowRule",
+        "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
         "twins": "flexinspect.rules.text.same_prompt:SamePromptRule",
         "trainingsteps": "flexinspect.rules.training.training_steps:TrainingRule",
     },

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,6 @@ from flexinspect.rules.engine import Rule, finding_kinds
 NumberArray = npt.NDArray[Any]
 ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
 
-SINK = "attention.sink"
-COLLAPSED = "attention.collapsed"
-UNIFORM = "attention.uniform"
-INFINITE_LSE = "attention.lse"
 SINK_SHARE = 0.99
 ONE_KEY_ENTROPY = 0.01
 """Nats; 0.999 on one key and the rest on up to a thousand others has a lower entropy."""
@@ -116,9 +112,11 @@ class _ShapeCounts:
 class AttentionShapeRule(Rule):
     """Checks entropy, segment attention and log-sum-exp of the newest row, from level advanced."""
 
-    name: ClassVar[str] = "attention shape"
-    streams: ClassVar[tuple[str, ...]] = ROW_STREAMS
-    findings = finding_kinds(SINK, COLLAPSED, UNIFORM, INFINITE_LSE)
+    name = "attention shape"
+    streams = ROW_STREAMS
+    findings = finding_kinds(
+        "attention.sink", "attention.collapsed", "attention.uniform", "attention.lse"
+    )
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the counts of a generation."""
@@ -158,7 +156,7 @@ class AttentionShapeRule(Rule):
                 f"{runs.collapsed} consecutive steps (up to step {step.step}), although up to "
                 f"{step.kv_after} keys are open."
             )
-            yield self._finding(step, COLLAPSED, sentence, {"steps": runs.collapsed})
+            yield self._finding(step, "attention.collapsed", sentence, {"steps": runs.collapsed})
             return
         share = float(row.segment_attention[0, 0, 0]) if self._has_bos else 0.0
         if share > SINK_SHARE:
@@ -170,7 +168,9 @@ class AttentionShapeRule(Rule):
                 f"{runs.sink} consecutive generated rows (up to step {step.step}): almost nothing "
                 f"is read from {plural(step.kv_after - 1, 'other key')}."
             )
-            yield self._finding(step, SINK, sentence, {"share": share, "steps": runs.sink})
+            yield self._finding(
+                step, "attention.sink", sentence, {"share": share, "steps": runs.sink}
+            )
 
     def _check_single_layers(
         self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
@@ -206,7 +206,9 @@ class AttentionShapeRule(Rule):
             )
             evidence = {"layers": which, "steps": MIN_LAYER_CHECKS}
             note = Severity.NOTE
-            yield self._finding(step, COLLAPSED, sentence, evidence, which, severity=note)
+            yield self._finding(
+                step, "attention.collapsed", sentence, evidence, which, severity=note
+            )
 
     def _sees_several(self, step: StepRecord, number: int) -> bool:
         n_open = count_open_keys(step, self.context, number)
@@ -246,7 +248,7 @@ class AttentionShapeRule(Rule):
             "token: its scores do not depend on the keys."
         )
         yield self._finding(
-            step, UNIFORM, sentence, {"entropy": high[number], "keys": n_keys}, which
+            step, "attention.uniform", sentence, {"entropy": high[number], "keys": n_keys}, which
         )
 
     def _is_uniform(self, step: StepRecord, number: int, row: NewestRow) -> bool:
@@ -293,7 +295,7 @@ class AttentionShapeRule(Rule):
         )
         evidence = {"heads": bad, "lse": first, "open": n_open}
         head = bad[0] if len(bad) == 1 else None
-        return self._finding(step, INFINITE_LSE, sentence, evidence, [call.layer], head=head)
+        return self._finding(step, "attention.lse", sentence, evidence, [call.layer], head=head)
 
     def _finding(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from flexinspect.rules.attention.attention_shape import count_open_keys, newest_
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 
-SCALE = "attention.scale"
-SOFTCAP = "attention.softcap-differs"
-DTYPE = "attention.dtype-differs"
 RESCALED_EVENT = "scores-rescaled"
 """Event of a user's attention function that did not apply the scale it received."""
 
@@ -54,22 +51,29 @@ def _format_scale(call: CallRecord) -> str:
 
 
 _CALL_FACTS = (
-    _CallFact(SCALE, "scores are scaled by", _scale_factor, _format_scale),
+    _CallFact("attention.scale", "scores are scaled by", _scale_factor, _format_scale),
     _CallFact(
-        SOFTCAP,
+        "attention.softcap-differs",
         "scores are",
         lambda call: call.softcap,
         lambda call: "not capped" if call.softcap is None else f"capped at {call.softcap:g}",
     ),
-    _CallFact(DTYPE, "attention runs in", lambda call: call.dtype, lambda call: call.dtype),
+    _CallFact(
+        "attention.dtype-differs",
+        "attention runs in",
+        lambda call: call.dtype,
+        lambda call: call.dtype,
+    ),
 )
 
 
 class CallFactsRule(Rule):
     """Compares the calls of a step with each other and with those of the step before."""
 
-    name: ClassVar[str] = "call facts"
-    findings = finding_kinds(SCALE, SOFTCAP, DTYPE)
+    name = "call facts"
+    findings = finding_kinds(
+        "attention.scale", "attention.softcap-differs", "attention.dtype-differs"
+    )
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the calls of a generation."""
@@ -91,7 +95,7 @@ class CallFactsRule(Rule):
             if found is None and known is not None:
                 found = self._check_changed(step, fact, known[1])
             if found is not None:
-                is_scale_reported |= fact.finding_id == SCALE
+                is_scale_reported |= fact.finding_id == "attention.scale"
                 yield found
         for event in step.events:
             if event.kind == RESCALED_EVENT and not is_scale_reported:
@@ -110,13 +114,17 @@ class CallFactsRule(Rule):
             f"its kernel uses {kernel} on queries and keys that may have been scaled before"
             f"{score_mod}."
         )
-        return self.finding(step, SCALE, sentence, layers=layers, evidence=facts, series="asked")
+        return self.finding(
+            step, "attention.scale", sentence, layers=layers, evidence=facts, series="asked"
+        )
 
     def _check_odd_layers(self, step: StepRecord, fact: _CallFact) -> Finding | None:
         """Report the layers that differ from the majority."""
         calls = {call.layer: call for call in step.calls}
         counts = Counter(map(fact.value, calls.values()))
-        if len(counts) == 1 or (fact.finding_id == SCALE and _have_same_scale(calls.values())):
+        if len(counts) == 1 or (
+            fact.finding_id == "attention.scale" and _have_same_scale(calls.values())
+        ):
             return None
         usual, n_usual = counts.most_common(1)[0]
         odd = [call for call in calls.values() if fact.value(call) != usual]

@@ -7,7 +7,7 @@ uses as attention weights, differs from what ran.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from flexinspect.core.text import format_layers, printable
 from flexinspect.masks.attention_row import LSE_TOLERANCE, check_tolerance
@@ -15,10 +15,6 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
-
-LSE_CHECK = "observer.gate"
-INCOMPLETE = "observer.incomplete"
-NOT_WEIGHTS = "observer.not-weights"
 
 _FAILURE_EVENTS = ("hook-disabled", "rule-disabled", "step-not-recorded")
 _NOT_FOLLOWED_EVENT = "generate-not-followed"
@@ -28,9 +24,9 @@ _UNSEEN_EVENT = "not-recorded"
 class ObserverRule(Rule):
     """Reports where the record differs from what ran, or is incomplete."""
 
-    name: ClassVar[str] = "observer"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(LSE_CHECK, INCOMPLETE, NOT_WEIGHTS)
+    name = "observer"
+    handles_standalone_calls = True
+    findings = finding_kinds("observer.gate", "observer.incomplete", "observer.not-weights")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the expected layers."""
@@ -87,7 +83,7 @@ class ObserverRule(Rule):
         }
         series = ",".join(map(str, which))
         yield self.finding(
-            step, LSE_CHECK, sentence, evidence=evidence, layers=which, series=series
+            step, "observer.gate", sentence, evidence=evidence, layers=which, series=series
         )
 
     def _check_events(self, step: StepRecord) -> Iterator[Finding]:
@@ -108,7 +104,7 @@ class ObserverRule(Rule):
         is_failure = event.kind in _FAILURE_EVENTS
         return self.finding(
             place,
-            INCOMPLETE,
+            "observer.incomplete",
             printable(event.text),
             severity=Severity.WARNING if is_failure else Severity.NOTE,
             evidence=evidence,
@@ -121,7 +117,12 @@ class ObserverRule(Rule):
         sentence = f"In step {step.step}: {printable(events[0].text).rstrip('.')}{more}."
         evidence = events[0].data
         return self.finding(
-            step, NOT_WEIGHTS, sentence, evidence=evidence, layers=which, series="not-weights"
+            step,
+            "observer.not-weights",
+            sentence,
+            evidence=evidence,
+            layers=which,
+            series="not-weights",
         )
 
     def _check_layers(self, step: StepRecord, seen: set[int]) -> Iterator[Finding]:
@@ -141,7 +142,7 @@ class ObserverRule(Rule):
         )
         yield self.finding(
             step,
-            INCOMPLETE,
+            "observer.incomplete",
             sentence,
             severity=Severity.WARNING,
             layers=missing,

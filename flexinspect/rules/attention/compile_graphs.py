@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
@@ -22,8 +22,6 @@ from flexinspect.rules.attention.kernel_failures import (
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
-COMPILED_EVERY_STEP = "graphs.every-step"
-RECOMPILE_LIMIT = "graphs.limit"
 COMPILE_EVENTS = ("compiled", "recompiled")
 
 RECOMPILE_LIMIT_EVENT = "recompile-limit"
@@ -40,9 +38,9 @@ _FUNCTION_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}
 class GraphsRule(Rule):
     """Reports a new graph at every step, and a reached recompile limit."""
 
-    name: ClassVar[str] = "graphs"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(COMPILED_EVERY_STEP, RECOMPILE_LIMIT)
+    name = "graphs"
+    handles_standalone_calls = True
+    findings = finding_kinds("graphs.every-step", "graphs.limit")
 
     def __init__(self) -> None:
         self._reset()
@@ -87,7 +85,7 @@ class GraphsRule(Rule):
         )
         yield self.finding(
             event,
-            RECOMPILE_LIMIT,
+            "graphs.limit",
             sentence,
             severity=Severity.WARNING if event.step is None else Severity.ERROR,
             layers=event_layers(event),
@@ -142,7 +140,7 @@ class GraphsRule(Rule):
             self._reported_generation = step.generation
         series = f"every-step from {self._first}"
         finding = self.finding(
-            step, COMPILED_EVERY_STEP, sentence, evidence=evidence, series=series
+            step, "graphs.every-step", sentence, evidence=evidence, series=series
         )
         # Each standalone call is a generation; all of them share one finding in the first.
         return replace(finding, generation=self._reported_generation)
@@ -166,7 +164,7 @@ class GraphsRule(Rule):
             f"torch.compile reached its recompile limit {where}{_format_functions(event)}{last}: "
             "from here on the function runs uncompiled, and FlexAttention ignores the block tables."
         )
-        return self.finding(step, RECOMPILE_LIMIT, sentence, evidence=event.data, series="limit")
+        return self.finding(step, "graphs.limit", sentence, evidence=event.data, series="limit")
 
 
 def _format_functions(event: EventRecord) -> str:

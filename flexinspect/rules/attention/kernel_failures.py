@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import EventRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-
-KERNEL_FAILED = "path.kernel-failed"
-NOT_BUILT = "kernel.does-not-build"
-LOGGER_BREAKS_FLEX = "observer.logger-breaks-flex"
-CRASH = "observer.crash"
 
 KERNEL_FAILED_EVENT = "kernel-failed"
 NOT_RETURNED_EVENT = "kernel-did-not-return"
@@ -48,16 +43,21 @@ def failure_finding_id(error: str) -> str:
     if name == _RECOMPILE_LIMIT_ERROR:
         return ""
     if name == "NotImplementedError" and _MODE_PATTERN.search(error):
-        return LOGGER_BREAKS_FLEX
-    return NOT_BUILT if name in _BUILD_ERRORS else KERNEL_FAILED
+        return "observer.logger-breaks-flex"
+    return "kernel.does-not-build" if name in _BUILD_ERRORS else "path.kernel-failed"
 
 
 class FailuresRule(Rule):
     """Reports which kernel call ended a forward or the process, with the exception's message."""
 
-    name: ClassVar[str] = "failures"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(KERNEL_FAILED, NOT_BUILT, LOGGER_BREAKS_FLEX, CRASH)
+    name = "failures"
+    handles_standalone_calls = True
+    findings = finding_kinds(
+        "path.kernel-failed",
+        "kernel.does-not-build",
+        "observer.logger-breaks-flex",
+        "observer.crash",
+    )
 
     def __init__(self) -> None:
         self._mode = ""
@@ -80,7 +80,7 @@ class FailuresRule(Rule):
         if event.kind == KERNEL_FAILED_EVENT:
             yield from self._on_kernel_failed(event)
         elif event.kind in (NOT_RETURNED_EVENT, CRASHED_EVENT):
-            yield self._event_finding(event, CRASH, event.text)
+            yield self._event_finding(event, "observer.crash", event.text)
         elif event.kind in _FORWARD_END_EVENTS:
             yield from self.on_generation_end()
 
@@ -94,7 +94,7 @@ class FailuresRule(Rule):
     def _on_kernel_failed(self, event: EventRecord) -> Iterator[Finding]:
         error = str(event.data.get("error", ""))
         finding_id = failure_finding_id(error)
-        if finding_id == LOGGER_BREAKS_FLEX:
+        if finding_id == "observer.logger-breaks-flex":
             found = _MODE_PATTERN.search(error)
             self._mode = (found[1] if found else "") or "a dispatch mode"
             sentence = (
@@ -102,14 +102,16 @@ class FailuresRule(Rule):
                 f"mode ({printable(self._mode)}); uncompiled calls may continue to fail in this "
                 "process until torch._dynamo.reset()."
             )
-            yield self._event_finding(event, LOGGER_BREAKS_FLEX, sentence)
+            yield self._event_finding(event, "observer.logger-breaks-flex", sentence)
         elif self._mode and error.startswith("Unsupported:"):
             sentence = (
                 f"FlexAttention still fails{_format_where(event)} (Unsupported) until "
                 "torch._dynamo.reset(), because dynamo cached the failure inside the dispatch mode "
                 f"{printable(self._mode)}."
             )
-            yield self._event_finding(event, LOGGER_BREAKS_FLEX, sentence, Severity.ERROR)
+            yield self._event_finding(
+                event, "observer.logger-breaks-flex", sentence, Severity.ERROR
+            )
         elif finding_id and event.generation is None:
             yield self._failure_finding(event, finding_id, 1)
         elif finding_id:
@@ -119,7 +121,7 @@ class FailuresRule(Rule):
         data = event.data
         error = _shorten_error(str(data.get("error", "")))
         kernel = printable(str(data.get("kernel")))
-        if finding_id == NOT_BUILT:
+        if finding_id == "kernel.does-not-build":
             what = f"Compiled {kernel} does not build{_format_where(event)}: {error}"
         elif event.generation is None:
             what = f"{kernel} raised in a standalone call: {error}"
@@ -128,7 +130,9 @@ class FailuresRule(Rule):
             subject = "A standalone call" if is_standalone else f"The forward of step {event.step}"
             what = f"{subject} ended{_format_in_layer(event)}: {kernel} raised {error}"
         severity = None
-        if finding_id == KERNEL_FAILED and (event.generation is None or _lengths_differ(data)):
+        if finding_id == "path.kernel-failed" and (
+            event.generation is None or _lengths_differ(data)
+        ):
             severity = Severity.NOTE if _lengths_differ(data) else Severity.WARNING
         sentence = f"{what}{_format_lengths(data)}."
         return self._event_finding(event, finding_id, sentence, severity, failed=n_failed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +21,6 @@ from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 
-NEEDLESS = "path.needless-builds"
-
 COSTLY_MS = 50.0
 COSTLY_SHARE = 0.2
 COSTLY_LAYERS = 4
@@ -31,11 +29,6 @@ COSTLY_LAYERS = 4
 MIN_UNCHANGED_STEPS = 3
 """Consecutive steps with a rebuilt unchanged mask, from which it is reported."""
 
-FALLBACK = "path.fallback"
-BYPASS = "path.bypass"
-UNPATCHED = "path.unpatched-layer"
-SUPPRESSED_EXCEPTION = "path.swallowed"
-MASK_IGNORED = "path.mask-ignored"
 
 _DIGITS = re.compile(r"\d+")
 
@@ -49,9 +42,14 @@ _NO_MASK_PASSED = (None, "none")
 class KernelPathRule(Rule):
     """Compares the path of each layer with the other layers and with its earlier steps."""
 
-    name: ClassVar[str] = "path"
+    name = "path"
     findings = finding_kinds(
-        FALLBACK, BYPASS, UNPATCHED, SUPPRESSED_EXCEPTION, MASK_IGNORED, NEEDLESS
+        "path.fallback",
+        "path.bypass",
+        "path.unpatched-layer",
+        "path.swallowed",
+        "path.mask-ignored",
+        "path.needless-builds",
     )
 
     def __init__(self) -> None:
@@ -140,9 +138,9 @@ class KernelPathRule(Rule):
         peers = [call for layer, call in last.items() if layer not in group]
         lost = compare_call_mask(step, self.context, call, peers)
         exception = f"{kernel + ' raised ' if kernel else ''}{printable(message)}, suppressed"
-        finding_id, verb = SUPPRESSED_EXCEPTION, "continued with"
+        finding_id, verb = "path.swallowed", "continued with"
         if self._is_fallback(step, call, message, kernel, peers):
-            finding_id, verb = FALLBACK, "fell back to"
+            finding_id, verb = "path.fallback", "fell back to"
         return self.finding(
             step,
             finding_id,
@@ -196,7 +194,7 @@ class KernelPathRule(Rule):
         )
         paths = " and ".join(dict.fromkeys(self._paths_before(call.layer)))
         lost = compare_call_mask(step, self.context, call, [])
-        finding_id = BYPASS if is_first or _is_flex(call.path) else FALLBACK
+        finding_id = "path.bypass" if is_first or _is_flex(call.path) else "path.fallback"
         sentence = f"From step {step.step} on {where} ran {call.path} after {paths}"
         if is_first and not _is_flex(call.path):
             sentence = (
@@ -235,7 +233,7 @@ class KernelPathRule(Rule):
         )
         yield self.finding(
             step,
-            UNPATCHED,
+            "path.unpatched-layer",
             sentence,
             severity=Severity.ERROR if lost.has_leak else None,
             layers=unpatched,
@@ -262,7 +260,7 @@ class KernelPathRule(Rule):
         )
         evidence = {"mask_passed_to_layer": passed, "mask": call.mask, "kind": mask.kind}
         yield self.finding(
-            step, MASK_IGNORED, sentence, layers=group, evidence=evidence, series=kind
+            step, "path.mask-ignored", sentence, layers=group, evidence=evidence, series=kind
         )
 
     # -- needless builds -------------------------------------------------------------------------
@@ -307,7 +305,7 @@ class KernelPathRule(Rule):
         )
         return self.finding(
             step,
-            NEEDLESS,
+            "path.needless-builds",
             sentence,
             severity=Severity.WARNING if is_costly else Severity.NOTE,
             layers=layers,
@@ -341,7 +339,9 @@ class KernelPathRule(Rule):
             f"in each (grid {grid}, {ms:.1f} ms)."
         )
         evidence = {"steps": n + 1, "grid": grid, "ms": round(ms, 2)}
-        yield self.finding(step, NEEDLESS, sentence, evidence=evidence, series="steps")
+        yield self.finding(
+            step, "path.needless-builds", sentence, evidence=evidence, series="steps"
+        )
 
 
 def _grid_sizes(build: BuildRecord) -> tuple[int, ...]:

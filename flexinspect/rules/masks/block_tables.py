@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -26,9 +25,6 @@ from flexinspect.rules.masks.mask_views import (
     mask_series,
     wrong_size_finding,
 )
-
-STALE_TABLES, IGNORES_HEAD = "mask.stale-tables", "mask.ignores-head"
-WRONG_SIZE, BLOCK_VIEW = "mask.wrong-size", "mask.block-view"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +48,11 @@ class StaleBlocks:
 class BlockTablesRule(Rule):
     """Compares block tables with the mask_mod, and the batch and heads of a mask with the call."""
 
-    name: ClassVar[str] = "tables"
-    findings = finding_kinds(STALE_TABLES, IGNORES_HEAD, WRONG_SIZE, BLOCK_VIEW)
-    handles_standalone_calls: ClassVar[bool] = True
+    name = "tables"
+    findings = finding_kinds(
+        "mask.stale-tables", "mask.ignores-head", "mask.wrong-size", "mask.block-view"
+    )
+    handles_standalone_calls = True
 
     def __init__(self) -> None:
         self._stale_blocks: dict[str, StaleBlocks] = {}
@@ -78,7 +76,7 @@ class BlockTablesRule(Rule):
                 alike.setdefault(key, (known, []))[1].extend(calls)
         for mask, calls in alike.values():
             if has_wrong_size(mask, calls[0]):
-                yield wrong_size_finding(self, step, WRONG_SIZE, mask, calls)
+                yield wrong_size_finding(self, step, "mask.wrong-size", mask, calls)
             stale = self._stale_blocks.get(mask.fingerprint)
             if stale is not None:
                 yield self._stale_finding(step, mask, calls, stale)
@@ -109,7 +107,7 @@ class BlockTablesRule(Rule):
         )
         return self.finding(
             step,
-            IGNORES_HEAD if by_head else STALE_TABLES,
+            "mask.ignores-head" if by_head else "mask.stale-tables",
             sentence,
             severity=Severity.ERROR if mask.compiled else Severity.WARNING,
             layers=call_layers(self.context, calls),
@@ -140,7 +138,9 @@ class BlockTablesRule(Rule):
             "open": n_open,
             "cells": mask.q_len * mask.kv_len,
         }
-        return self.finding(step, BLOCK_VIEW, sentence, evidence=evidence, series="one block")
+        return self.finding(
+            step, "mask.block-view", sentence, evidence=evidence, series="one block"
+        )
 
 
 def find_stale_blocks(mask: MaskRecord) -> StaleBlocks | None:

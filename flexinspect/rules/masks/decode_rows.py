@@ -11,10 +11,8 @@ In a causal model every row sees itself, except padding and rows that see no key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
 
 import numpy as np
 
@@ -26,10 +24,6 @@ from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers, read_unpadded
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import StepMaskView, is_sliding_window, step_mask_views
-
-NO_OFFSET = "decode.no-offset"
-SELF_UNSEEN = "decode.self-unseen"
-STALE_ROW = "decode.stale-row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +64,21 @@ class _FaultyRow:
         """The series of the finding: the same layers and heads."""
         return f"{self.layers} {self.heads}"
 
+    @property
+    def count(self) -> str:
+        """How many of its keys it sees, as `1 of 12 keys`."""
+        return f"{len(self.keys)} of {plural(self.view.newest_key + 1, 'key')}"
+
+    @property
+    def where(self) -> str:
+        """The layers, and the heads if not all are affected."""
+        where = f" in {format_step_layers(self.layers, self.step)}"
+        if not self.heads:
+            return where
+        if len(self.heads) == 1:
+            return f"{where}, head {self.heads[0]}"
+        return f"{where}, {len(self.heads)} of {len(self.view.cells)} heads"
+
 
 class DecodingRule(Rule):
     """Checks the newest row of every step after the first, in every layer.
@@ -78,28 +87,22 @@ class DecodingRule(Rule):
     token before it, so two cells per mask are read.
     """
 
-    name: ClassVar[str] = "decoding"
-    streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(NO_OFFSET, SELF_UNSEEN, STALE_ROW)
+    name = "decoding"
+    streams = ("inputs.mask",)
+    handles_standalone_calls = True
+    findings = finding_kinds("decode.no-offset", "decode.self-unseen", "decode.stale-row")
 
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Reset the rows of the last generation."""
+        super().on_generation_start(context)
         self._prompt_rows: dict[int, _PromptRow] = {}
         """By layer; empty if capture started with a filled cache."""
         self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}
         """The last step of each branch, with its views."""
         self._undecided: dict[tuple[int, str], tuple[_FaultyRow, Finding]] = {}
         """Rows that may be stale: the next step shows whether the visible keys stay or move on."""
-        self._decided: dict[tuple[int, str], str] = {}
-        """The finding id that the next step decided on; both by branch and series."""
-
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the rows of the last generation."""
-        super().on_generation_start(context)
-        self._reset()
+        self._is_stale: dict[tuple[int, str], bool] = {}
+        """Whether the next step showed that they are; both by branch and series."""
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for newest rows that do not see expected keys."""
@@ -110,11 +113,20 @@ class DecodingRule(Rule):
             return
         if step.step or step.kv_before:
             for view in views:
-                yield from self._check_view(step, view)
+                row, own_key = view.cells[:, -1], view.newest_key
+                # These two look-ups are the whole cost of a step without findings.
+                if not row[:, own_key].all():
+                    yield from self._check_self_unseen(step, view)
+                elif own_key and step.q_len == 1 and not row[:, own_key - 1].any():
+                    yield from self._check_generated_unseen(step, view)
         else:
             self._record_prompt_rows(views)
             yield from self._check_strict_rows(step, views)
-        yield from self._release_undecided(step)
+        for key, (newest, finding) in tuple(self._undecided.items()):
+            if key[0] == step.branch and newest.step.step < step.step:  # it did not recur
+                del self._undecided[key]
+                self._is_stale[key] = False
+                yield finding
         self._last_views[step.branch] = step, views
 
     def on_generation_end(self) -> list[Finding]:
@@ -127,39 +139,33 @@ class DecodingRule(Rule):
         For a call of one row that sees only key 0 of several, this is a warning. For more rows it
         may be intended, so it is a note.
         """
-        cells = view.cells
-        n_rows, n_keys = cells.shape[1:]
-        if n_rows >= n_keys or n_keys < 3 or cells[:, -1, n_rows:].any():
+        n_rows, n_keys = view.cells.shape[1:]
+        if n_rows >= n_keys or n_keys < 3 or view.cells[:, -1, n_rows:].any():
             return
-        if not (cells == np.tri(n_rows, n_keys, dtype=np.bool_)).all():
+        if not (view.cells == np.tri(n_rows, n_keys, dtype=np.bool_)).all():
             return
-        one = n_rows == 1
-        rows = "The only row of this call sees" if one else f"The {n_rows} rows of this call see"
-        keys = "1" if one else f"1 to {n_rows}"
+        rows, keys = f"The {n_rows} rows of this call see 1 to {n_rows}", "ones"
+        if n_rows == 1:
+            rows, keys = "The only row of this call sees 1", "one"
         sentence = (
-            f"{rows} {keys} of {n_keys} keys, the first one{'' if one else 's'}: the mask counts "
-            f"its rows from 0, but {n_keys - n_rows} keys come before them "
-            f"(with that offset the last row would see {n_keys})."
+            f"{rows} of {n_keys} keys, the first {keys}: the mask counts its rows from 0, but "
+            f"{n_keys - n_rows} keys come before them (with that offset the last row would see "
+            f"{n_keys})."
         )
+        expected = {"keys": n_keys, "seen": n_rows, "expected": n_keys}
         yield self.finding(
             step,
-            NO_OFFSET,
+            "decode.no-offset",
             sentence,
-            severity=Severity.WARNING if one else Severity.NOTE,
+            severity=Severity.WARNING if n_rows == 1 else Severity.NOTE,
             layers=view.layers[:1],
             positions=(view.newest_pos,),
-            evidence={
-                "keys": n_keys,
-                "seen": n_rows,
-                "expected": n_keys,
-                "mask": view.fingerprint,
-            },
+            evidence={**expected, "mask": view.fingerprint},
         )
 
     def _record_prompt_rows(self, views: Sequence[StepMaskView]) -> None:
         for view in views:
-            row, own_key = view.cells[:, -1], view.newest_key
-            keys = view.visible_positions()
+            row, own_key, keys = view.cells[:, -1], view.newest_key, view.visible_positions()
             n_before = np.count_nonzero(view.cells[:, max(-2, -view.cells.shape[1])].any(axis=0))
             prompt_row = _PromptRow(
                 itself=row[:, own_key],
@@ -176,31 +182,29 @@ class DecodingRule(Rule):
         """Return a finding for prompt rows that do not see themselves, in the layers with most."""
         strict: dict[tuple[int, ...], list[StepMaskView]] = {}
         for view in views:
-            blind = _find_self_blind_rows(view, partial(_unpadded_rows, self.context, step))
-            if blind:
-                strict.setdefault(blind, []).append(view)
+            strict.setdefault(_find_self_blind_rows(view, self.context, step), []).append(view)
         positions = max(strict, key=len, default=())
         if not positions or self._is_declared_closed(positions[0], positions[0]):
             return
         layers = {layer for view in strict[positions] for layer in view.layers}
-        cells = strict[positions][0].cells
+        cells, one = strict[positions][0].cells, len(positions) == 1
         rows, where = np.array(positions), format_step_layers(layers, step)
         first = self.context.format_first_position(rows)
         is_whole = len(rows) + 1 >= cells.shape[1]
-        verb = "does not see itself" if len(rows) == 1 else "do not see themselves"
+        verb = "does not see itself" if one else "do not see themselves"
         sentence = (
             f"No row of the prompt sees itself in {where}, although rows see earlier keys "
             f"({first}): the mask_mod uses `<` instead of `<=`, or an offset that is one too small."
             if is_whole
             else f"{self.context.format_rows(rows)} {verb} in {where}, although "
-            f"{'it sees' if len(rows) == 1 else 'they see'} earlier keys and the other rows see "
-            f"themselves; {first}."
+            f"{'it sees' if one else 'they see'} earlier keys and the other rows see themselves; "
+            f"{first}."
         )
         # If only the first row sees itself, which would see nothing otherwise, it may be meant.
         may_be_meant = is_whole and bool(cells[:, 0, 0].any())
         yield self.finding(
             step,
-            SELF_UNSEEN,
+            "decode.self-unseen",
             sentence,
             severity=Severity.NOTE if may_be_meant else Severity.WARNING,
             layers=layers,
@@ -208,26 +212,19 @@ class DecodingRule(Rule):
             series="strict",
         )
 
-    def _check_view(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
-        row, own_key = view.cells[:, -1], view.newest_key
-        # These two look-ups are the whole cost of a step without findings.
-        if not row[:, own_key].all():
-            yield from self._check_self_unseen(step, view)
-        elif own_key and step.q_len == 1 and not row[:, own_key - 1].any():
-            yield from self._check_generated_unseen(step, view)
-
     def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
         """Return why a row does not see itself, unless rows of the prompt do not either."""
         row = view.cells[:, -1]
         heads = np.flatnonzero(~row[:, view.newest_key])
         layers = self._layers_unlike_prompt(view, heads, "itself")
         keys = np.flatnonzero(row[heads[0], : view.newest_key])
+        # `mask.empty-row` reports rows that see nothing at all.
         if (
             not layers
             or not len(keys)
             or self._is_declared_closed(view.newest_pos, view.newest_pos)
         ):
-            return  # `mask.empty-row` reports rows that see nothing at all
+            return
         some_heads = tuple(heads.tolist()) if len(heads) < len(row) else ()
         newest = _FaultyRow(step, view, layers, some_heads, keys)
         if step.kv_before and keys[-1] < step.q_len:
@@ -239,12 +236,12 @@ class DecodingRule(Rule):
         self, view: StepMaskView, heads: Positions, field: str
     ) -> tuple[int, ...]:
         """Return the layers in which the last row of the prompt saw what this one does not."""
-        return tuple(
-            layer
-            for layer in view.layers
-            if layer not in self._prompt_rows
-            or _any_head_sees(getattr(self._prompt_rows[layer], field), heads)
-        )
+        layers = []
+        for layer in view.layers:
+            seen = getattr(self._prompt_rows.get(layer), field, np.ones(1, np.bool_))
+            if seen[0] if len(seen) == 1 else seen[heads[heads < len(seen)]].any():
+                layers.append(layer)
+        return tuple(layers)
 
     def _is_declared_closed(self, pos: int, key: int) -> bool:
         """Return whether the declared mask closes a cell."""
@@ -252,16 +249,16 @@ class DecodingRule(Rule):
         return spec is not None and not spec.dense(1, pos + 1, q_offset=pos)[0, key]
 
     def _no_offset_finding(self, newest: _FaultyRow) -> Finding:
-        step, n_seen = newest.step, len(newest.keys)
+        step, seen = newest.step, self._last_newest_row(newest)
+        before = "" if seen is None else f" (in step {seen[0]} it was {seen[1]} of {seen[2]})"
         sentence = (
             f"Row {step.q_len - 1} of {step.q_len} in step {step.step} "
-            f"({self.context.format_position(newest.view.newest_pos)}) sees {n_seen} of "
-            f"{plural(newest.view.newest_key + 1, 'key')}{self._format_where(newest)}; "
-            f"{self._count_expected_keys(newest)} expected{self._format_last_row(newest)}: the "
-            f"mask counts the rows of this step from 0, not from {step.kv_before}."
+            f"({self.context.format_position(newest.view.newest_pos)}) sees {newest.count}"
+            f"{newest.where}; {self._count_expected_keys(newest)} expected{before}: the mask "
+            f"counts the rows of this step from 0, not from {step.kv_before}."
         )
         severity = None if self._prompt_rows else Severity.WARNING
-        return self._row_finding(NO_OFFSET, newest, sentence, severity)
+        return self._row_finding("decode.no-offset", newest, sentence, severity)
 
     def _check_lagging_row(self, newest: _FaultyRow) -> Iterator[Finding]:
         """Return findings for a row that sees keys only up to one before its own.
@@ -269,84 +266,59 @@ class DecodingRule(Rule):
         If the last visible key moves on with the next step, the row does not see itself; if it
         stays, the mask is stale.
         """
-        key = newest.step.branch, newest.series
-        if key in self._decided:
-            is_stale = self._decided[key] == STALE_ROW
-            yield (
-                self._stale_finding(newest, newest)
-                if is_stale
-                else self._self_unseen_finding(newest)
-            )
-        elif key not in self._undecided:
-            self._undecided[key] = newest, self._self_unseen_finding(newest)
-        else:
+        key, first = (newest.step.branch, newest.series), newest
+        if key in self._undecided:
             first, finding = self._undecided.pop(key)
-            is_stale = (
-                first.last_key_pos == newest.last_key_pos
-                and first.view.newest_pos < newest.view.newest_pos
-            )
-            self._decided[key] = STALE_ROW if is_stale else SELF_UNSEEN
-            if is_stale:
-                yield self._stale_finding(newest, first)
-            else:
+            has_stayed = first.last_key_pos == newest.last_key_pos
+            self._is_stale[key] = has_stayed and first.view.newest_pos < newest.view.newest_pos
+            if not self._is_stale[key]:
                 yield finding
-                yield self._self_unseen_finding(newest)
-
-    def _release_undecided(self, step: StepRecord) -> Iterator[Finding]:
-        """Return the undecided findings of earlier steps of the branch that did not recur."""
-        for key, (newest, finding) in tuple(self._undecided.items()):
-            if key[0] == step.branch and newest.step.step < step.step:
-                del self._undecided[key]
-                self._decided[key] = SELF_UNSEEN
-                yield finding
+        if key not in self._is_stale:
+            self._undecided[key] = newest, self._self_unseen_finding(newest)
+        elif self._is_stale[key]:
+            yield self._stale_finding(newest, first)
+        else:
+            yield self._self_unseen_finding(newest)
 
     def _self_unseen_finding(self, newest: _FaultyRow) -> Finding:
         sentence = (
             f"The newest row of step {newest.step.step} "
             f"({self.context.format_position(newest.view.newest_pos)}) does not see itself"
-            f"{self._format_where(newest)}: it sees {len(newest.keys)} of "
-            f"{plural(newest.view.newest_key + 1, 'key')}, up to "
+            f"{newest.where}: it sees {newest.count}, up to "
             f"{self.context.format_position(newest.last_key_pos)}; "
             f"{self._count_expected_keys(newest)} expected, because rows of the prompt see "
             "themselves."
         )
-        return self._row_finding(SELF_UNSEEN, newest, sentence)
+        return self._row_finding("decode.self-unseen", newest, sentence)
 
     def _stale_finding(self, newest: _FaultyRow, first: _FaultyRow) -> Finding:
         sentence = (
             f"From step {first.step.step} on, the newest row sees only keys up to "
-            f"{self.context.format_position(newest.last_key_pos)}{self._format_where(newest)}, "
-            f"while the cache grows: in step {newest.step.step} it sees {len(newest.keys)} of "
-            f"{plural(newest.view.newest_key + 1, 'key')}, but not itself; "
+            f"{self.context.format_position(newest.last_key_pos)}{newest.where}, while the cache "
+            f"grows: in step {newest.step.step} it sees {newest.count}, but not itself; "
             f"{self._count_expected_keys(newest)} expected."
         )
-        return self._row_finding(STALE_ROW, newest, sentence, step=first.step)
+        return self._row_finding("decode.stale-row", newest, sentence, step=first.step)
 
     def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
         """Return a finding for a row that sees the prompt and itself, but no token in between."""
-        row, n_prompt = view.cells[:, -1], self.context.n_prompt - view.first_key_pos
-        heads = np.arange(len(row))
-        keys = np.flatnonzero(view.newest_row)
+        n_prompt, keys = self.context.n_prompt - view.first_key_pos, np.flatnonzero(view.newest_row)
         generated = np.count_nonzero((keys >= n_prompt) & (keys < view.newest_key))
         if not 0 < n_prompt < view.newest_key or generated or not (keys < n_prompt).any():
             return
-        layers = self._layers_unlike_prompt(view, heads, "row_before")
-        if (
-            not layers
-            or not self._prompt_rows
-            or self._is_declared_closed(view.newest_pos, view.newest_pos - 1)
-        ):
+        layers = self._layers_unlike_prompt(view, np.arange(len(view.cells)), "row_before")
+        is_declared = self._is_declared_closed(view.newest_pos, view.newest_pos - 1)
+        if not layers or not self._prompt_rows or is_declared:
             return
         newest = _FaultyRow(step, view, layers, (), keys)
-        n = view.newest_key - n_prompt
         sentence = (
             f"The newest row of step {step.step} ({self.context.format_position(view.newest_pos)}) "
-            f"sees the prompt and itself, but not the {plural(n, 'token')} generated before it"
-            f"{self._format_where(newest)}: {len(keys)} of {plural(view.newest_key + 1, 'key')}; "
-            f"{self._count_expected_keys(newest)} expected."
+            "sees the prompt and itself, but not the "
+            f"{plural(view.newest_key - n_prompt, 'token')} generated before it{newest.where}: "
+            f"{newest.count}; {self._count_expected_keys(newest)} expected."
         )
         severity = Severity.WARNING if self.context.declared_spec is None else None
-        yield self._row_finding(STALE_ROW, newest, sentence, severity)
+        yield self._row_finding("decode.stale-row", newest, sentence, severity)
 
     def _row_finding(
         self,
@@ -379,15 +351,6 @@ class DecodingRule(Rule):
             series=newest.series,
         )
 
-    def _format_where(self, newest: _FaultyRow) -> str:
-        where = f" in {format_step_layers(newest.layers, newest.step)}"
-        if not newest.heads:
-            return where
-        n_heads = len(newest.view.cells)
-        one = len(newest.heads) == 1
-        heads = f"head {newest.heads[0]}" if one else f"{len(newest.heads)} of {n_heads} heads"
-        return f"{where}, {heads}"
-
     def _last_newest_row(self, newest: _FaultyRow) -> tuple[int, int, int] | None:
         """Return the previous step, how many keys its newest row saw, and of how many."""
         last = self._last_views.get(newest.step.branch)
@@ -398,10 +361,6 @@ class DecodingRule(Rule):
             if newest.layers[0] in view.layers:
                 return step.step, int(np.count_nonzero(view.newest_row)), view.newest_key + 1
         return None
-
-    def _format_last_row(self, newest: _FaultyRow) -> str:
-        seen = self._last_newest_row(newest)
-        return "" if seen is None else f" (in step {seen[0]} it was {seen[1]} of {seen[2]})"
 
     def _count_expected_keys(self, newest: _FaultyRow) -> int:
         """Return how many keys the row should see, by the declared mask or the last prompt row."""
@@ -416,23 +375,8 @@ class DecodingRule(Rule):
         return min(prompt.n_seen + grown, view.newest_key + 1)
 
 
-def _unpadded_rows(context: RuleContext, step: StepRecord) -> BoolArray:
-    """Return which prompt rows are not padding, by the attention mask received or by their ids."""
-    received = read_unpadded(step)
-    if received is not None:
-        return received
-    pad = declared_tokenizer(context.generation.declared).pad
-    tokens = [context.token(pos) for pos in range(step.kv_after)]
-    return np.array([token is None or token.token_id != pad for token in tokens])
-
-
-def _any_head_sees(sees: BoolArray, heads: Positions) -> bool:
-    """Return whether any of the heads is True in bool (heads,), or (1,) shared by all heads."""
-    return bool(sees[0] if len(sees) == 1 else sees[heads[heads < len(sees)]].any())
-
-
 def _find_self_blind_rows(
-    view: StepMaskView, find_unpadded: Callable[[], BoolArray]
+    view: StepMaskView, context: RuleContext, step: StepRecord
 ) -> tuple[int, ...]:
     """Return the positions of rows of a whole sequence that see keys, but not their own."""
     n = view.cells.shape[1]
@@ -444,7 +388,11 @@ def _find_self_blind_rows(
         return ()
     blind = ~sees_itself & view.cells.any(axis=(0, 2))
     if blind.any():
-        real = find_unpadded()
+        real = read_unpadded(step)
+        if real is None:
+            pad = declared_tokenizer(context.generation.declared).pad
+            tokens = [context.token(pos) for pos in range(step.kv_after)]
+            real = np.array([token is None or token.token_id != pad for token in tokens])
         blind &= real if len(real) == n else True
     if blind.sum() + 1 >= n and not view.cells[:, row[1:], row[:-1]].any(axis=0).all():
         return ()  # not off by one: this layer sees only some keys

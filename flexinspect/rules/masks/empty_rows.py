@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,6 @@ from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import broadcast_rows, calls_by_mask
-
-EMPTY_ROW = "mask.empty-row"
 
 _MAX_NAMED_ROWS = 8
 """Rows of a standalone call that a sentence names."""
@@ -85,9 +83,9 @@ class EmptyRowsRule(Rule):
     to record, it sees only what the block tables of a compiled call show: whole blocks of rows.
     """
 
-    name: ClassVar[str] = "rows"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(EMPTY_ROW)
+    name = "rows"
+    handles_standalone_calls = True
+    findings = finding_kinds("mask.empty-row")
 
     def __init__(self) -> None:
         self._empty_rows: dict[str, tuple[EmptyRows, ...]] = {}
@@ -178,7 +176,7 @@ class EmptyRowsRule(Rule):
         )
         finding = self.finding(
             step,
-            EMPTY_ROW,
+            "mask.empty-row",
             sentence,
             severity=_empty_row_severity(part, is_meant),
             layers=layers,
@@ -212,7 +210,7 @@ class EmptyRowsRule(Rule):
             f"{step.step} on."
         )
         evidence = {"empty": len(read), "read": len(read), "readers": int(counts.max())}
-        yield self.finding(step, EMPTY_ROW, sentence, positions=read, evidence=evidence)
+        yield self.finding(step, "mask.empty-row", sentence, positions=read, evidence=evidence)
 
     def _standalone_finding(self, step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
         """Return the finding of a standalone call, whose rows have no tokens.
@@ -236,7 +234,7 @@ class EmptyRowsRule(Rule):
         is_warning = is_read or len(part.rows) == n_rows
         return self.finding(
             step,
-            EMPTY_ROW,
+            "mask.empty-row",
             sentence,
             severity=Severity.WARNING if is_warning else Severity.NOTE,
             head=part.heads[0] if len(part.heads) == 1 else None,

@@ -14,7 +14,7 @@ once per mask, and writes the result as an event.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,6 @@ from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import call_layers, format_mask_mod, layers_of
 
-BY_HEAD = "mask.by-head"
-KEYS_TILED = "attention.keys-tiled"
-
 KEYS_TILED_EVENT = "keys-tiled"
 _MaskCalls = tuple[MaskRecord, list[CallRecord]]
 _MAX_NAMED_HEADS = 8
@@ -40,9 +37,9 @@ _MAX_NAMED_HEADS = 8
 class HeadsRule(Rule):
     """Reports heads with a mask of their own, with their KV heads, and wrongly repeated keys."""
 
-    name: ClassVar[str] = "heads"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(BY_HEAD, KEYS_TILED)
+    name = "heads"
+    handles_standalone_calls = True
+    findings = finding_kinds("mask.by-head", "attention.keys-tiled")
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for the new masks of a step, and for its events about repeated keys."""
@@ -73,7 +70,7 @@ class HeadsRule(Rule):
         )
         return self.finding(
             step,
-            BY_HEAD,
+            "mask.by-head",
             sentence,
             layers=layers,
             head=odd[0],
@@ -95,7 +92,13 @@ class HeadsRule(Rule):
             "reads the keys of another group than its neighbour, query head 0."
         )
         return self.finding(
-            step, KEYS_TILED, sentence, layers=layers, head=1, evidence=data, series="tiled"
+            step,
+            "attention.keys-tiled",
+            sentence,
+            layers=layers,
+            head=1,
+            evidence=data,
+            series="tiled",
         )
 
 
@@ -128,8 +131,6 @@ def _format_kv_groups(call: CallRecord) -> str:
 
 # -- batch rows ------------------------------------------------------------------------------------
 
-IGNORES_BATCH = "mask.ignores-batch"
-BATCH_FUTURE = "mask.batch-future"
 
 BATCH_ROWS_EVENT = "batch-rows"
 _MAX_BATCH_ROWS = 8
@@ -138,9 +139,9 @@ _MAX_BATCH_ROWS = 8
 class BatchRowsRule(Rule):
     """Reports masks built for one batch row that depend on it, and rows that see the future."""
 
-    name: ClassVar[str] = "batches"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(IGNORES_BATCH, BATCH_FUTURE)
+    name = "batches"
+    handles_standalone_calls = True
+    findings = finding_kinds("mask.ignores-batch", "mask.batch-future")
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings from the step's events about the batch rows of its masks."""
@@ -155,10 +156,10 @@ class BatchRowsRule(Rule):
             return
         future = [row for row, n in enumerate(data["future"]) if n and not data["future"][0]]
         if mask.kind == "block" and data["made_for"] == 1:
-            finding_id, what = IGNORES_BATCH, _describe_ignored_batch(step, mask, data)
+            finding_id, what = "mask.ignores-batch", _describe_ignored_batch(step, mask, data)
         elif future and calls[0].causal is not False and step.q_len > 1:
             n_pairs = sum(data["future"][row] for row in future)
-            finding_id = BATCH_FUTURE
+            finding_id = "mask.batch-future"
             what = (
                 f"batch {_format_batch_rows(future)} of {data['batch']} "
                 f"{'sees' if len(future) == 1 else 'see'} the future ({plural(n_pairs, 'pair')} in "
@@ -168,7 +169,7 @@ class BatchRowsRule(Rule):
             return
         layers = call_layers(self.context, calls)
         where = format_step_layers(layers, step) if layers else "a standalone call"
-        is_unused = finding_id == IGNORES_BATCH and not mask.compiled
+        is_unused = finding_id == "mask.ignores-batch" and not mask.compiled
         yield self.finding(
             step,
             finding_id,
@@ -206,7 +207,6 @@ def _format_batch_rows(rows: Sequence[int]) -> str:
 
 # -- padding in a batch ----------------------------------------------------------------------------
 
-BATCH_PADDING = "mask.batch-padding"
 
 _MAX_PADDED_POSITIONS = 8
 
@@ -217,9 +217,9 @@ PadCounts = npt.NDArray[np.int64]
 class BatchPaddingRule(Rule):
     """Compares what the newest row of each sequence sees with where its padding ends."""
 
-    name: ClassVar[str] = "paddings"
-    streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "inputs.ids")
-    findings = finding_kinds(BATCH_PADDING)
+    name = "paddings"
+    streams = ("inputs.mask", "inputs.ids")
+    findings = finding_kinds("mask.batch-padding")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the known padding."""
@@ -306,13 +306,13 @@ class BatchPaddingRule(Rule):
         )
         return self.finding(
             step,
-            BATCH_PADDING,
+            "mask.batch-padding",
             sentence,
             severity=None if self._has_padding_mask else Severity.WARNING,
             layers=layers,
             positions=range(min(n_pads, _MAX_PADDED_POSITIONS)),
             evidence={"rows": list(rows), "pads": [int(pads[row]) for row in rows]},
-            series=BATCH_PADDING,
+            series="mask.batch-padding",
         )
 
 

@@ -24,12 +24,9 @@ from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.masks.mask_difference import CAUSAL, MOVED, OPEN, WINDOW, CellDifference
 
-MASK_NOT_APPLIED, MASK_LEAK, MASK_LOST = "mask.not-applied", "mask.leak", "mask.lost"
-MASK_NONE, MASK_FUTURE, BOOL_ADDED = "mask.none", "mask.future", "mask.bool-added"
 MASK_FUNCTION_EVENT = "mask-function"
 """The event that a custom attention function has a mask function, which returned no mask."""
 
-MASK_MERGED, LAYERS_DIFFER, MASK_PADDING = "mask.merged", "mask.layers-differ", "mask.padding"
 
 NO_MASK = "none"
 _MAX_LISTED_FUTURE_ROWS = 64
@@ -70,6 +67,30 @@ class LayerGroup:
         """Whether these layers took another path than the others, or a fallback after an error."""
         return self.call.suppressed_exception is not None or self.usual_path != ""
 
+    def describe_where(self, heads: Sequence[int] = (), n_heads: int = 1) -> str:
+        """Return "Layer 3", "All 8 layers", "Layers 0-2 in heads 0, 3 of 8"."""
+        in_heads = ""
+        if heads and len(heads) < n_heads:
+            in_heads = f" in {format_numbers('head', heads)} of {n_heads}"
+        return capitalize(format_layers(self.layers, self.n_layers)) + in_heads
+
+    def describe_run(self) -> str:
+        """Return what ran: "causal SDPA without a mask", "FlexAttention with mask_mod f"."""
+        kind, passed = self.mask.kind, self.call.mask_passed_to_layer
+        path = _PATH_NAMES.get(self.call.path, f"attention '{printable(self.call.backend)}'")
+        text = f"{path} with a {kind} mask"
+        if kind.startswith(NO_MASK):
+            text = f"{'' if kind == NO_MASK else 'causal '}{path} without a mask"
+        elif kind == "block":
+            text = f"{path} with mask_mod {printable(self.mask.mask_mod or '(unnamed)')}"
+        if self.call.suppressed_exception is not None:
+            return f"{text} after {printable(self.call.suppressed_exception)} was suppressed"
+        if self.usual_path:
+            return f"{text} (the other layers ran {self.usual_path})"
+        if kind.startswith(NO_MASK) and passed not in (None, NO_MASK):
+            return f"{text}, although it received {printable(str(passed))}"
+        return text
+
 
 @dataclass(frozen=True, slots=True)
 class MaskCase:
@@ -104,131 +125,91 @@ class MaskCase:
     severity: Severity | None = None
     varies: bool = False
 
+    @property
+    def finding_id(self) -> str:
+        """The finding id of the case."""
+        group, found = self.group, self.difference
+        if self.id:
+            return self.id
+        if group.adds_bools and found.leaked:
+            return "mask.bool-added"
+        if self.pattern == OPEN:
+            return "mask.none" if group.mask.kind == NO_MASK else "mask.not-applied"
+        merged = group.has_custom_mask_mod and found.leaked and self.pieces < self.segments
+        if merged and self.pattern != MOVED and not found.future:
+            return "mask.merged"
+        if self.pattern == CAUSAL and found.leaked:
+            return "mask.not-applied"
+        if found.leaked:
+            return "mask.future" if found.future == found.leaked else "mask.leak"
+        return "mask.lost"
+
     def format_pairs(self, n: int) -> str:
         """Return "3 pairs", or "up to 3 pairs" if the count varies over the layers."""
         return ("up to " if self.varies else "") + plural(n, "pair")
 
-
-def case_finding_id(case: MaskCase) -> str:
-    """Return the finding id of a case."""
-    group, found = case.group, case.difference
-    if case.id:
-        return case.id
-    if group.adds_bools and found.leaked:
-        return BOOL_ADDED
-    if case.pattern == OPEN:
-        return MASK_NONE if group.mask.kind == NO_MASK else MASK_NOT_APPLIED
-    merged = group.has_custom_mask_mod and found.leaked and case.pieces < case.segments
-    if merged and case.pattern != MOVED and not found.future:
-        return MASK_MERGED
-    if case.pattern == CAUSAL and found.leaked:
-        return MASK_NOT_APPLIED
-    if found.leaked:
-        return MASK_FUTURE if found.future == found.leaked else MASK_LEAK
-    return MASK_LOST
-
-
-def describe_run(group: LayerGroup) -> str:
-    """Return what ran: "causal SDPA without a mask", "FlexAttention with mask_mod f"."""
-    path = _PATH_NAMES.get(group.call.path, f"attention '{printable(group.call.backend)}'")
-    kind = group.mask.kind
-    if kind == "none, causal":
-        text = f"causal {path} without a mask"
-    elif kind == NO_MASK:
-        text = f"{path} without a mask"
-    elif kind == "block":
-        text = f"{path} with mask_mod {printable(group.mask.mask_mod or '(unnamed)')}"
-    else:
-        text = f"{path} with a {kind} mask"
-    return text + _describe_reason(group)
-
-
-def _describe_reason(group: LayerGroup) -> str:
-    call = group.call
-    if call.suppressed_exception is not None:
-        return f" after {printable(call.suppressed_exception)} was suppressed"
-    if group.usual_path:
-        return f" (the other layers ran {group.usual_path})"
-    if (
-        call.mask_passed_to_layer is not None
-        and group.mask.kind.startswith(NO_MASK)
-        and call.mask_passed_to_layer != NO_MASK
-    ):
-        return f", although it received {printable(call.mask_passed_to_layer)}"
-    return ""
-
-
-def describe_where(group: LayerGroup, heads: Sequence[int] = (), n_heads: int = 1) -> str:
-    """Return "Layer 3", "All 8 layers", "Layers 0-2 in heads 0, 3 of 8"."""
-    in_heads = ""
-    if heads and len(heads) < n_heads:
-        in_heads = f" in {format_numbers('head', heads)} of {n_heads}"
-    return capitalize(format_layers(group.layers, group.n_layers)) + in_heads
-
-
-# -- sentences ------------------------------------------------------------------------------------
+    def describe_all_open(self) -> str:
+        """Return which rows see the future in a mask that should be closed in part."""
+        found = self.difference
+        return (
+            f", with {found.n_open} of {found.n_open + found.n_closed} cells open where "
+            f"{self.expected} opens {found.n_expected}, so {_describe_future_rows(found)}"
+        )
 
 
 def case_sentence(context: RuleContext, case: MaskCase, finding_id: str) -> str:
     """Return one sentence: which layers, what ran there, what is wrong, and the first pair."""
     describe = {
-        MASK_NONE: _describe_open,
-        BOOL_ADDED: _describe_added_bools,
-        MASK_MERGED: _describe_merged,
-        MASK_NOT_APPLIED: _describe_not_applied,
-        MASK_FUTURE: _describe_future,
-        MASK_PADDING: _describe_padding,
+        "mask.none": _describe_open,
+        "mask.bool-added": _describe_added_bools,
+        "mask.merged": _describe_merged,
+        "mask.not-applied": _describe_not_applied,
+        "mask.future": _describe_future,
+        "mask.padding": _describe_padding,
     }.get(finding_id, _describe_counts)
+    assumption = ""
+    if case.assumed:
+        assumption = f" (no mask was declared; {case.segments} segments are assumed to be isolated)"
     return (
-        f"{describe_where(case.group, case.heads, case.n_heads)} ran {describe_run(case.group)}"
-        f"{describe(context, case)}{_describe_first_pair(context, case.difference)}"
-        f"{_describe_assumption(case)}."
+        f"{case.group.describe_where(case.heads, case.n_heads)} ran {case.group.describe_run()}"
+        f"{describe(context, case)}{_describe_first_pair(context, case.difference)}{assumption}."
     )
 
 
 def _describe_open(context: RuleContext, case: MaskCase) -> str:
-    backend = printable(case.group.call.backend)
-    known = case.group.call.backend in ("sdpa", "eager", "flex_attention", "direct")
+    backend = case.group.call.backend
+    known = backend in ("sdpa", "eager", "flex_attention", "direct")
     known = known or any(event.kind == MASK_FUNCTION_EVENT for event in case.step.events)
-    why = "" if known else f" (attention '{backend}' has no mask function)"
+    why = "" if known else f" (attention '{printable(backend)}' has no mask function)"
     return f"{why}: every cell is open, so {_describe_future_rows(case.difference)}"
 
 
 def _describe_added_bools(context: RuleContext, case: MaskCase) -> str:
     found = case.difference
     future = f", so {_describe_future_rows(found)}" if found.future else ""
-    return (
-        ", which adds 1 to the scores of its open cells and closes nothing: every cell is open"
-        f"{future}"
-    )
+    added = ", which adds 1 to the scores of its open cells and closes nothing"
+    return f"{added}: every cell is open{future}"
 
 
 def _describe_merged(context: RuleContext, case: MaskCase) -> str:
-    found, segments = case.difference, case.segments
-    pieces = plural(case.pieces, "block-diagonal piece")
+    found, segments = case.difference, f"{case.segments} segments"
     expected = (
-        f"there are {segments} segments"
-        if case.assumed
-        else f"{case.expected} keeps {segments} segments apart"
+        f"there are {segments}" if case.assumed else f"{case.expected} keeps {segments} apart"
     )
     return (
-        f", whose mask has {pieces}, but {expected}: "
+        f", whose mask has {plural(case.pieces, 'block-diagonal piece')}, but {expected}: "
         f"{_describe_worst_pair(context, found)} ({case.format_pairs(found.leaked)})"
     )
 
 
 def _describe_not_applied(context: RuleContext, case: MaskCase) -> str:
     found, group = case.difference, case.group
-    is_all = len(group.layers) == group.n_layers
-    is_none = group.mask.kind.startswith(NO_MASK) and group.call.mask_passed_to_layer is None
-    received = f" (received: None, backend {printable(group.call.backend)})" if is_none else ""
     if case.pattern == OPEN:
-        cells = found.n_open + found.n_closed
-        return (
-            f", with {found.n_open} of {cells} cells open where {case.expected} opens "
-            f"{found.n_expected}, so {_describe_future_rows(found)}"
-        )
-    lost = f", and {found.lost} that it opens are closed" if found.lost else ""
+        return case.describe_all_open()
+    received = ""
+    if group.mask.kind.startswith(NO_MASK) and group.call.mask_passed_to_layer is None:
+        received = f" (received: None, backend {printable(group.call.backend)})"
+    is_all = len(group.layers) == group.n_layers
     applied = f"applied in 0 of {plural(group.n_layers, 'layer')}" if is_all else "not applied"
     pairs = case.format_pairs(found.leaked)
     if case.assumed:
@@ -236,6 +217,7 @@ def _describe_not_applied(context: RuleContext, case: MaskCase) -> str:
             f"{received}, so the isolation of the declared segments was {applied}: "
             f"{_describe_worst_pair(context, found)} ({pairs})"
         )
+    lost = f", and {found.lost} that it opens are closed" if found.lost else ""
     return (
         f"{received}, so {case.expected} was {applied}: {pairs} that it closes "
         f"{is_or_are(found.leaked)} open{_describe_across(context, found)}{lost}"
@@ -243,22 +225,16 @@ def _describe_not_applied(context: RuleContext, case: MaskCase) -> str:
 
 
 def _describe_future(context: RuleContext, case: MaskCase) -> str:
-    found = case.difference
-    rows = f"{_describe_future_rows(found)} ({case.format_pairs(found.future)})"
+    found, pairs = case.difference, f"({case.format_pairs(case.difference.future)})"
     if found.n_closed or found.n_rows < 2:
-        return f", in which {rows}"
-    cells = found.n_open + found.n_closed
-    return (
-        f", with {found.n_open} of {cells} cells open where {case.expected} opens "
-        f"{found.n_expected}, so {rows}"
-    )
+        return f", in which {_describe_future_rows(found)} {pairs}"
+    return f"{case.describe_all_open()} {pairs}"
 
 
 def _describe_padding(context: RuleContext, case: MaskCase) -> str:
-    found = case.difference
-    n_rows = len(found.leaking_rows)
-    rows = f"{plural(n_rows, 'row')} {'sees' if n_rows == 1 else 'see'}"
-    return f", in which {rows} padding keys ({case.format_pairs(found.leaked)})"
+    n_rows, pairs = len(case.difference.leaking_rows), case.format_pairs(case.difference.leaked)
+    sees = "sees" if n_rows == 1 else "see"
+    return f", in which {plural(n_rows, 'row')} {sees} padding keys ({pairs})"
 
 
 def _describe_counts(context: RuleContext, case: MaskCase) -> str:
@@ -281,10 +257,12 @@ def _describe_across(context: RuleContext, found: CellDifference) -> str:
     if found.first_across is None:
         return ""
     kinds = [segment.kind for segment in context.segments]
-    across = [p for p in found.leaked_by_pair if p[0] != p[1]]
-    across = [p for p in across if kinds[p[0]] is kinds[p[1]] is SegmentKind.PARAPHRASE]
-    row, key = max(across, key=lambda pair: found.leaked_by_pair[pair])
-    n = found.leaked_by_pair[row, key]
+    across = [
+        (n, row, key)
+        for (row, key), n in found.leaked_by_pair.items()
+        if row != key and kinds[row] is kinds[key] is SegmentKind.PARAPHRASE
+    ]
+    n, row, key = max(across, key=lambda entry: entry[0])
     some = "they let" if n == found.leaked else f"{n} of them let"
     which = "it lets" if found.leaked == 1 else some
     return f" ({which} {_segment_label(context, row)} see {_segment_label(context, key)})"
@@ -305,12 +283,6 @@ def _describe_pattern(case: MaskCase) -> str:
         row_0 = ", as for row 0" if case.difference.last_keys == [0] else ""
         return f" ({n_open} of {plural(n_open + case.difference.lost, 'key')} left{row_0})"
     return ""
-
-
-def _describe_assumption(case: MaskCase) -> str:
-    if not case.assumed:
-        return ""
-    return f" (no mask was declared; {case.segments} segments are assumed to be isolated)"
 
 
 def _describe_future_rows(found: CellDifference) -> str:
@@ -353,9 +325,6 @@ def _describe_position(context: RuleContext, pos: int) -> str:
     segment = context.segment_at(pos)
     label = f" ({printable(segment.label)})" if segment and len(context.segments) > 2 else ""
     return context.format_position(pos) + label
-
-
-# -- segments -------------------------------------------------------------------------------------
 
 
 def count_pieces(context: RuleContext, found: CellDifference) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from flexinspect.core.text import plural
 from flexinspect.records.finding import Finding
@@ -26,11 +26,6 @@ from flexinspect.rules.masks.mask_views import (
     wrong_size_finding,
 )
 
-MASK_KV = "lengths.mask-kv"
-MASK_Q = "lengths.mask-q"
-BATCH_HEADS = "lengths.batch-heads"
-LAYER_KEYS = "lengths.layer-keys"
-
 
 class LengthsRule(Rule):
     """Compares the lengths of masks and keys with those of the calls that received them.
@@ -39,9 +34,11 @@ class LengthsRule(Rule):
     decide whether a layer with fewer keys has a sliding window.
     """
 
-    name: ClassVar[str] = "lengths"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(MASK_KV, MASK_Q, BATCH_HEADS, LAYER_KEYS)
+    name = "lengths"
+    handles_standalone_calls = True
+    findings = finding_kinds(
+        "lengths.mask-kv", "lengths.mask-q", "lengths.batch-heads", "lengths.layer-keys"
+    )
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the known lengths."""
@@ -96,7 +93,7 @@ class LengthsRule(Rule):
             if mask.batch > 1 or mask.heads > 1:
                 wrong = [call for call in same_mask if has_wrong_size(mask, call)]
                 if wrong:
-                    yield wrong_size_finding(self, step, BATCH_HEADS, mask, wrong)
+                    yield wrong_size_finding(self, step, "lengths.batch-heads", mask, wrong)
             if step.kv_before:
                 yield from self._check_dense_rows(step, mask, same_mask)
         if step.inputs is not None and calls:
@@ -126,7 +123,7 @@ class LengthsRule(Rule):
         )
         yield self.finding(
             step,
-            MASK_Q,
+            "lengths.mask-q",
             sentence,
             layers=layers_of(calls),
             evidence={
@@ -178,7 +175,7 @@ class LengthsRule(Rule):
         )
         yield self.finding(
             step,
-            LAYER_KEYS,
+            "lengths.layer-keys",
             sentence,
             layers=layers_of(short),
             evidence={
@@ -207,11 +204,13 @@ def _find_mismatches(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     mismatches = []
     if mask_kv is not None and mask_kv != kv_len:
-        mismatches.append((MASK_KV, f"KV length {kv_len} but mask built for {mask_kv}"))
+        mismatches.append(("lengths.mask-kv", f"KV length {kv_len} but mask built for {mask_kv}"))
     if mask_q is not None and mask_q != q_len:
         text = f"q length {q_len} but mask built for {plural(mask_q, 'row')}"
-        mismatches.append((MASK_Q, text))
-    return mismatches or [(BATCH_HEADS, text) for text in _batch_head_mismatches(data, dense)]
+        mismatches.append(("lengths.mask-q", text))
+    return mismatches or [
+        ("lengths.batch-heads", text) for text in _batch_head_mismatches(data, dense)
+    ]
 
 
 def _batch_head_mismatches(data: Mapping[str, Any], shape: Sequence[int] | None) -> list[str]:

@@ -136,12 +136,9 @@ def wrong_size_finding(
     if mask.heads not in (1, call.q_heads):
         kv = " (its KV heads)" if mask.heads == call.kv_heads else ""
         wrong.append(f"{plural(mask.heads, 'head')}{kv}, but the call has {call.q_heads}")
-    outcome = (
-        "compiled FlexAttention reads past the end of the block tables and may crash"
-        if mask.compiled
-        else "uncompiled FlexAttention does not notice, compiled FlexAttention reads past the end "
-        "of the block tables and may crash"
-    )
+    outcome = "compiled FlexAttention reads past the end of the block tables and may crash"
+    if not mask.compiled:
+        outcome = f"uncompiled FlexAttention does not notice, {outcome}"
     return rule.finding(
         step,
         finding_id,
@@ -176,17 +173,14 @@ def slice_flags(flags: BoolArray, start: int, n: int, *, fill: bool = True) -> B
     return np.concatenate((inside, np.full(n - len(inside), fill)))
 
 
-def is_suffix(positions: Positions, last: int) -> bool:
-    """Return whether positions are a contiguous run that ends at `last`."""
-    return len(positions) > 0 and positions[-1] == last == positions[0] + len(positions) - 1
-
-
 def is_sliding_window(positions: Positions, last: int, before: int) -> bool:
     """Return whether a row sees a sliding window: a run of as many keys as the row before it.
 
     `positions` are those that the row at position `last` sees; the row before it saw `before`.
     """
-    return is_suffix(positions, last) and positions[0] > 0 and len(positions) == before
+    if not len(positions) or positions[0] == 0 or len(positions) != before:
+        return False
+    return bool(positions[-1] == last == positions[0] + len(positions) - 1)
 
 
 def paraphrase_segments(segments: Iterable[Segment]) -> list[Segment]:
@@ -209,13 +203,5 @@ def spec_reads_key(spec: MaskSpec, pos: int, n_rows: int) -> bool:
     """Return whether a spec lets any later row, of `n_rows` rows, see the key at a position."""
     starts, stops = np.asarray(spec.starts), np.asarray([*spec.starts[1:], n_rows])
     later = (np.minimum(stops, n_rows) > pos + 1) & (starts < n_rows)
-    return bool(
-        (
-            later & ((pos < np.asarray(spec.prefix_stops)) | (pos >= np.asarray(spec.local_starts)))
-        ).any()
-    )
-
-
-def segment_labels(segments: Sequence[Segment]) -> list[str]:
-    """Return the labels of segments."""
-    return [segment.label for segment in segments]
+    sees = (pos < np.asarray(spec.prefix_stops)) | (pos >= np.asarray(spec.local_starts))
+    return bool((later & sees).any())

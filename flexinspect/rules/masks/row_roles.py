@@ -8,11 +8,10 @@ the generated rows, they do not see the segments that they should fuse.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 import numpy as np
 
-from flexinspect.core.text import Positions, capitalize, is_or_are, plural, printable
+from flexinspect.core.text import capitalize, is_or_are, plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
@@ -23,17 +22,8 @@ from flexinspect.rules.context import (
     format_step_layers,
 )
 from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.mask_views import (
-    StepMaskView,
-    is_sliding_window,
-    paraphrase_segments,
-    segment_labels,
-    spec_sees_segment,
-    step_mask_views,
-)
-
-PROMPT_ROW_GENERATED = "decode.prompt-row-generated"
-GENERATED_ROW_ISOLATED = "decode.generated-row-isolated"
+from flexinspect.rules.masks import mask_views
+from flexinspect.rules.masks.mask_views import StepMaskView, spec_sees_segment
 
 
 class RowRolesRule(Rule):
@@ -44,13 +34,13 @@ class RowRolesRule(Rule):
     prompt is checked once; a generated row that sees all keys costs one look-up.
     """
 
-    name: ClassVar[str] = "roles"
-    findings = finding_kinds(PROMPT_ROW_GENERATED, GENERATED_ROW_ISOLATED)
+    name = "roles"
+    findings = finding_kinds("decode.prompt-row-generated", "decode.generated-row-isolated")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the rows of the last generation."""
         super().on_generation_start(context)
-        self._paraphrases = paraphrase_segments(context.segments)
+        self._paraphrases = mask_views.paraphrase_segments(context.segments)
         self._checked: set[str] = set()
         self._n_seen: dict[int, int] = {}
         """By layer: how many keys the newest row of the last step saw."""
@@ -62,15 +52,20 @@ class RowRolesRule(Rule):
         declared = self.context.declared_mask
         if declared is None or len(self._paraphrases) < 2:
             return
-        views, _ = step_mask_views(step, self.context)
+        views, _ = mask_views.step_mask_views(step, self.context)
         if step.kv_before == 0 and step.q_len >= self.context.n_prompt:
             yield from self._check_prompt_rows(step, views, declared)
         if step.kv_after > self.context.n_prompt:
             yield from self._check_generated_row(step, views, declared)
         elif step.kv_before == 0:
-            self._record_last_row(views)
-
-    # -- prompt rows that see too much -----------------------------------------------------------
+            last = self.context.segment_at(self.context.n_prompt - 1)
+            is_cue = last is not None and last.kind is SegmentKind.CUE
+            for view in views:
+                n_seen = int(np.count_nonzero(view.newest_row))
+                self._n_seen.update(dict.fromkeys(view.layers, n_seen))
+                if is_cue:
+                    seen = frozenset(s.start for s in self._paraphrases if view.sees(s))
+                    self._cue.update(dict.fromkeys(view.layers, seen))
 
     def _check_prompt_rows(
         self, step: StepRecord, views: Sequence[StepMaskView], declared: DeclaredMask
@@ -83,25 +78,23 @@ class RowRolesRule(Rule):
             self._checked.add(view.fingerprint)
             for number in range(1, len(self._paraphrases)):
                 rows = self._find_open_rows(view, number, declared)
-                if len(rows):
-                    layers.setdefault((number, tuple(rows.tolist())), []).extend(view.layers)
+                if rows:
+                    layers.setdefault((number, tuple(rows)), []).extend(view.layers)
         for (number, open_rows), group in layers.items():
             yield self._prompt_row_finding(step, number, open_rows, tuple(sorted(group)), declared)
 
-    def _find_open_rows(self, view: StepMaskView, number: int, declared: DeclaredMask) -> Positions:
+    def _find_open_rows(self, view: StepMaskView, number: int, declared: DeclaredMask) -> range:
         """Return the last rows of a segment if only they see all paraphrases before it."""
         own, others = self._paraphrases[number], self._paraphrases[:number]
         if any(spec_sees_segment(declared.spec, own.stop - 1, other) for other in others):
-            return np.zeros(0, np.intp)
+            return range(0)
         blocks = [view.block(own, other) for other in others]
         sees_all = np.logical_and.reduce([block.all(axis=1) for block in blocks])
-        if not sees_all[-1:].any():
-            return np.zeros(0, np.intp)
-        sees_none = ~np.logical_or.reduce([block.any(axis=1) for block in blocks])
-        first = len(sees_all) - int(np.argmin(sees_all[::-1])) if not sees_all.all() else 0
-        if not first or not sees_none[:first].all():
-            return np.zeros(0, np.intp)  # other rows see them too: another kind of leak
-        return own.start + np.arange(first, len(sees_all))
+        sees_any = np.logical_or.reduce([block.any(axis=1) for block in blocks])
+        first = len(sees_all) - int(np.argmin([*sees_all[::-1], False]))
+        if not first or sees_any[:first].any():
+            return range(0)  # other rows see them too: another kind of leak
+        return range(own.start + first, own.start + len(sees_all))
 
     def _prompt_row_finding(
         self,
@@ -112,22 +105,20 @@ class RowRolesRule(Rule):
         declared: DeclaredMask,
     ) -> Finding:
         own, others = self._paraphrases[number], self._paraphrases[:number]
-        one = len(rows) == 1
+        one, labels = len(rows) == 1, [segment.label for segment in others]
         last = "the last row" if one else f"the last {len(rows)} rows"
-        seen = sum(len(other) for other in others)
-        n_isolated = len(own) - len(rows)
+        seen, n_isolated = sum(map(len, others)), len(own) - len(rows)
         rest = "row of its segment sees" if n_isolated == 1 else "rows of its segment see"
         sentence = (
             f"{capitalize(self.context.format_position(rows[0]))}, {last} of "
             f"{printable(own.label)}, {is_or_are(len(rows))} masked as if generated in "
-            f"{format_step_layers(layers, step)}: "
-            f"{'it sees' if one else 'they see'} {plural(seen, 'key')} of "
-            f"{abbreviate_labels(segment_labels(others))}, of which the other {n_isolated} {rest} "
-            f"none{_format_assumption(declared)}."
+            f"{format_step_layers(layers, step)}: {'it sees' if one else 'they see'} "
+            f"{plural(seen, 'key')} of {abbreviate_labels(labels)}, of which the other "
+            f"{n_isolated} {rest} none{_format_assumption(declared)}."
         )
         return self.finding(
             step,
-            PROMPT_ROW_GENERATED,
+            "decode.prompt-row-generated",
             sentence,
             severity=Severity.WARNING if declared.assumed else None,
             layers=layers,
@@ -137,42 +128,29 @@ class RowRolesRule(Rule):
                 "rows": len(rows),
                 "rows_apart": n_isolated,
                 "keys_seen": seen,
-                "segments_seen": segment_labels(others),
+                "segments_seen": labels,
                 "assumed": declared.assumed,
             },
             series=f"{own.start} {rows[0]} {layers}",
         )
 
-    # -- generated rows that see too little ------------------------------------------------------
-
-    def _record_last_row(self, views: Sequence[StepMaskView]) -> None:
-        """Record what the last row of the prompt sees."""
-        segment = self.context.segment_at(self.context.n_prompt - 1)
-        is_cue = segment is not None and segment.kind is SegmentKind.CUE
-        for view in views:
-            n_seen = int(np.count_nonzero(view.newest_row))
-            self._n_seen.update(dict.fromkeys(view.layers, n_seen))
-            if is_cue:
-                seen = frozenset(s.start for s in self._paraphrases if view.sees(s))
-                self._cue.update(dict.fromkeys(view.layers, seen))
-
     def _check_generated_row(
         self, step: StepRecord, views: Sequence[StepMaskView], declared: DeclaredMask
     ) -> Iterator[Finding]:
-        missed: dict[tuple[int, ...], list[StepMaskView]] = {}
+        missed: dict[tuple[Segment, ...], list[StepMaskView]] = {}
         for view in views:
-            newest = view.newest_row
-            if newest[: view.newest_key + 1].all() and not view.first_key_pos:
+            if view.newest_row[: view.newest_key + 1].all() and not view.first_key_pos:
                 continue  # the whole cost of a step without findings
             missing = self._missed_paraphrases(view, declared)
             if missing:
                 missed.setdefault(missing, []).append(view)
-        for starts, group in missed.items():
-            segments = [s for s in self._paraphrases if s.start in starts]
+        for segments, group in missed.items():
             yield self._isolated_finding(step, segments, group, declared)
 
-    def _missed_paraphrases(self, view: StepMaskView, declared: DeclaredMask) -> tuple[int, ...]:
-        """Return the starts of the paraphrases that the row should see and does not.
+    def _missed_paraphrases(
+        self, view: StepMaskView, declared: DeclaredMask
+    ) -> tuple[Segment, ...]:
+        """Return the paraphrases that the row should see and does not.
 
         They do not count if the row does not see itself (then it has the mask of another row), if
         the cue does not see them either (they are unused), or if a window has moved past them.
@@ -180,16 +158,13 @@ class RowRolesRule(Rule):
         keys, layer = view.visible_positions(), view.layers[0]
         before = self._n_seen.get(layer, 0)
         self._n_seen.update(dict.fromkeys(view.layers, len(keys)))
-        if (
-            not len(keys)
-            or keys[-1] != view.newest_pos
-            or view.first_key_pos
-            or is_sliding_window(keys, view.newest_pos, before)
-        ):
+        if not len(keys) or keys[-1] != view.newest_pos or view.first_key_pos:
+            return ()
+        if mask_views.is_sliding_window(keys, view.newest_pos, before):
             return ()
         cue = self._cue.get(layer)
         return tuple(
-            segment.start
+            segment
             for segment in self._paraphrases
             if not view.sees(segment)
             and (cue is None or segment.start in cue)
@@ -205,42 +180,35 @@ class RowRolesRule(Rule):
     ) -> Finding:
         layers = tuple(sorted(layer for view in views for layer in view.layers))
         keys, last = views[0].visible_positions(), views[0].newest_pos
-        names = abbreviate_labels(segment_labels(missed))
+        labels = [segment.label for segment in missed]
         cue = ", although the last row of the cue does" if self._cue else ""
+        inside = self.context.format_rows(keys).partition(" of ")[2]
         sentence = (
-            f"Generated rows do not see {names} in {format_step_layers(layers, step)}: in step "
-            f"{step.step} {self.context.format_position(last)} sees {len(keys)} of "
-            f"{plural(last + 1, 'key')}, {self._format_segments(keys)}{cue}"
+            f"Generated rows do not see {abbreviate_labels(labels)} in "
+            f"{format_step_layers(layers, step)}: in step {step.step} "
+            f"{self.context.format_position(last)} sees {len(keys)} of {plural(last + 1, 'key')}, "
+            f"{f'of {inside}' if inside else 'all of them elsewhere'}{cue}"
             f"{_format_assumption(declared)}."
         )
+        severity = Severity.WARNING if declared.assumed else Severity.ERROR
+        if declared.assumed and not self._cue and list(missed) == self._paraphrases[:-1]:
+            severity = Severity.NOTE  # a packed prompt may continue its last document on purpose
         return self.finding(
             step,
-            GENERATED_ROW_ISOLATED,
+            "decode.generated-row-isolated",
             sentence,
-            severity=self._severity(missed, declared),
+            severity=severity,
             layers=layers,
             positions=(last,),
             evidence={
-                "missed": segment_labels(missed),
-                "keys_missed": sum(len(segment) for segment in missed),
+                "missed": labels,
+                "keys_missed": sum(map(len, missed)),
                 "seen": len(keys),
                 "keys": last + 1,
                 "assumed": declared.assumed,
             },
             series=f"{[segment.start for segment in missed]} {layers}",
         )
-
-    def _format_segments(self, keys: Positions) -> str:
-        """Return `of the cue and generated`, the segments of the keys that a row sees."""
-        inside = self.context.format_rows(keys).partition(" of ")[2]
-        return f"of {inside}" if inside else "all of them elsewhere"
-
-    def _severity(self, missed: Sequence[Segment], declared: DeclaredMask) -> Severity:
-        """Return the severity; a packed prompt may continue its last document on purpose."""
-        if not declared.assumed:
-            return Severity.ERROR
-        continues_last = not self._cue and list(missed) == self._paraphrases[:-1]
-        return Severity.NOTE if continues_last else Severity.WARNING
 
 
 def _format_assumption(declared: DeclaredMask) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,17 +21,10 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.declared_vs_executed import count_pads_by_id
+from flexinspect.rules.masks.declared_vs_executed import count_pads
 
-NOT_RESET = "positions.not-reset"
-
-POSITION_JUMP = "positions.jump"
-POSITION_RESTART = "positions.restart"
-POSITION_PADDING = "positions.padding"
 LEARNED_POSITIONS_EVENT = "learned-positions"
 """Event of a model with learned position embeddings, where absolute ids matter."""
-
-POSITION_DUPLICATE = "positions.duplicate"
 
 
 PositionIds = npt.NDArray[Any]
@@ -53,10 +46,14 @@ class PositionsRule(Rule):
     Runs at every capture level. Steps without two-dimensional position ids are skipped.
     """
 
-    name: ClassVar[str] = "positions"
-    streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "inputs.positions")
+    name = "positions"
+    streams = ("inputs.mask", "inputs.positions")
     findings = finding_kinds(
-        POSITION_JUMP, POSITION_RESTART, POSITION_PADDING, POSITION_DUPLICATE, NOT_RESET
+        "positions.jump",
+        "positions.restart",
+        "positions.padding",
+        "positions.duplicate",
+        "positions.not-reset",
     )
 
     def on_generation_start(self, context: RuleContext) -> None:
@@ -149,7 +146,7 @@ class PositionsRule(Rule):
                 "the attention mask"
             )
             return _PositionFault(
-                POSITION_PADDING, Severity.WARNING, words, at, {"id": b, "before": a}
+                "positions.padding", Severity.WARNING, words, at, {"id": b, "before": a}
             )
         if n_pads and int(real_ids[0]) == n_pads:
             words = (
@@ -159,7 +156,7 @@ class PositionsRule(Rule):
             )
             seen = {"id": n_pads, "pads": n_pads}
             return _PositionFault(
-                POSITION_PADDING, self._counted_pads_severity, words, n_pads, seen
+                "positions.padding", self._counted_pads_severity, words, n_pads, seen
             )
         return None
 
@@ -184,20 +181,17 @@ class PositionsRule(Rule):
         where = f"at {self.context.format_position(at)}{inside}{others}"
         if now == before:
             words = f"position id {now} is used twice, again {where}"
-            return _PositionFault(POSITION_DUPLICATE, Severity.WARNING, words, at, seen)
+            return _PositionFault("positions.duplicate", Severity.WARNING, words, at, seen)
         if now < before:
             words = f"position ids restart at {now} after {before}, {where}"
-            return _PositionFault(POSITION_RESTART, severity, words, at, seen)
+            return _PositionFault("positions.restart", severity, words, at, seen)
         words = f"position ids jump from {before} to {now} {where}"
-        return _PositionFault(POSITION_JUMP, severity, words, at, seen)
+        return _PositionFault("positions.jump", severity, words, at, seen)
 
     def _count_pads(self, ids: PositionIds) -> int:
         if self._unpadded is not None and self._unpadded[0].any():
             return int(self._unpadded[0].argmax())
-        first = self.context.segments[0] if self.context.segments else None
-        if first is not None and first.label == "padding":
-            return first.stop
-        return count_pads_by_id(self.context)
+        return count_pads(self.context)
 
     def _segment_starts(self) -> list[int]:
         return [segment.start for segment in self.context.segments]
@@ -239,7 +233,7 @@ class PositionsRule(Rule):
             f"({self.context.format_position(step.kv_before)})"
         )
         seen = {"id": 0, "cached": step.kv_before}
-        fault = _PositionFault(POSITION_RESTART, Severity.WARNING, words, 0, seen)
+        fault = _PositionFault("positions.restart", Severity.WARNING, words, 0, seen)
         yield self._fault_finding(step, fault, 0, 1)
 
     def _follows_faulty_cache(self, step: StepRecord, ids: PositionIds) -> bool:
@@ -260,20 +254,20 @@ class PositionsRule(Rule):
                 f"{plural(pads, 'padding token')}, and those of the decode steps count them"
             )
             return _PositionFault(
-                POSITION_PADDING, Severity.WARNING, words, 0, {**seen, "pads": pads}
+                "positions.padding", Severity.WARNING, words, 0, {**seen, "pads": pads}
             )
         if now == before:
             words = f"position id {now} is used twice, again {where}; {expected} was expected"
-            return _PositionFault(POSITION_DUPLICATE, Severity.WARNING, words, 0, seen)
+            return _PositionFault("positions.duplicate", Severity.WARNING, words, 0, seen)
         if now < before:
             words = (
                 f"position ids restart at {now} {where}; {expected} was expected, and the cache "
                 f"holds {cached} keys"
             )
-            return _PositionFault(POSITION_RESTART, Severity.ERROR, words, 0, seen)
+            return _PositionFault("positions.restart", Severity.ERROR, words, 0, seen)
         counts = ": they count the cached keys, unlike the prompt's ids" if now == cached else ""
         words = f"position ids jump from {before} to {now} {where}{counts}"
-        return _PositionFault(POSITION_JUMP, Severity.WARNING, words, 0, seen)
+        return _PositionFault("positions.jump", Severity.WARNING, words, 0, seen)
 
     # -- findings --------------------------------------------------------------------------------
 
@@ -308,7 +302,7 @@ class PositionsRule(Rule):
         )
         return self.finding(
             step,
-            NOT_RESET,
+            "positions.not-reset",
             sentence,
             positions=(pair.second.start,),
             evidence={

@@ -35,8 +35,6 @@ from flexinspect.rules.prompt.prompt_facts import (
     token_lengths,
 )
 
-SHIFTED, DRIFT, SEGMENTS_MERGED = "segments.shifted", "segments.drift", "segments.merged"
-
 _LIBRARY_PREFIXES = ("transformers.", "flexinspect")
 
 MAX_NAMES = 3
@@ -103,13 +101,13 @@ class BorderCheck:
             off = {*offsets}
             if not off or off == {-(self._span_shift or 0)}:
                 return None
-            kind = SHIFTED if len(off) == 1 else DRIFT
+            kind = "segments.shifted" if len(off) == 1 else "segments.drift"
             return BorderFault(kind, head_borders.heads, head_borders.borders, offsets)
         missing = self._declared_missing(found.missing, apart)
         if not missing or not self._is_custom_mask(mask, head_borders.borders):
             return None
         return BorderFault(
-            SEGMENTS_MERGED, head_borders.heads, head_borders.borders, missing=missing
+            "segments.merged", head_borders.heads, head_borders.borders, missing=missing
         )
 
     def _find_declared_shift(self, borders: Borders, n_rows: int) -> tuple[int, ...]:
@@ -156,9 +154,9 @@ class BorderCheck:
         if fault.heads:
             where += f" ({plural(len(fault.heads), 'head')}, first {fault.heads[0]})"
         describe = {
-            SHIFTED: self._describe_shift,
-            DRIFT: self._describe_drift,
-            SEGMENTS_MERGED: self._describe_merge,
+            "segments.shifted": self._describe_shift,
+            "segments.drift": self._describe_drift,
+            "segments.merged": self._describe_merge,
         }[fault.id]
         sentence, positions = describe(fault, where)
         if not self._has_declared_mask:
@@ -188,7 +186,7 @@ class BorderCheck:
         if fault.offsets:
             evidence["shift"] = fault.offsets[0]
             evidence["offsets"] = list(fault.offsets)
-        if fault.id == DRIFT:
+        if fault.id == "segments.drift":
             evidence["tokens alone and fed"] = [list(pair) for pair in token_lengths(self._prompt)]
         return evidence
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from flexinspect.core.text import join_labels, plural, printable
 from flexinspect.records.finding import Finding, Severity
@@ -20,10 +20,7 @@ from flexinspect.rules.masks.mask_views import calls_by_mask
 from flexinspect.rules.prompt import prompt_facts
 from flexinspect.rules.prompt.prompt_facts import PromptTokens, SpanShift
 from flexinspect.rules.prompt.segment_borders import (
-    DRIFT,
     MAX_NAMES,
-    SEGMENTS_MERGED,
-    SHIFTED,
     BorderCheck,
     BorderFault,
     HeadBorders,
@@ -31,19 +28,6 @@ from flexinspect.rules.prompt.segment_borders import (
     find_borders,
     limit_names,
 )
-
-ODD_BORDER = "segments.odd-border"
-NOT_FOUND = "segments.not-found"
-TRUNCATED = "segments.truncated"
-AMBIGUOUS = "segments.ambiguous"
-OVERLAP = "segments.overlap"
-UNCOVERED = "segments.uncovered"
-PADDING_INSIDE = "segments.padding-inside"
-BOS_MISSING = "segments.bos-missing"
-BOS_DOUBLED = "segments.bos-doubled"
-EOS_INSIDE = "segments.eos-inside"
-REORDERED = "segments.reordered"
-SPECIAL_AS_TEXT = "segments.special-as-text"
 
 _MAX_LISTED = 32
 _SHIFT_REASONS = {
@@ -63,23 +47,23 @@ _SHIFT_REASONS = {
 class PromptRule(Rule):
     """Reports where the declared segments differ from the input tokens or the executed mask."""
 
-    name: ClassVar[str] = "fed"
+    name = "fed"
     findings = finding_kinds(
-        SHIFTED,
-        DRIFT,
-        SEGMENTS_MERGED,
-        ODD_BORDER,
-        NOT_FOUND,
-        TRUNCATED,
-        AMBIGUOUS,
-        OVERLAP,
-        UNCOVERED,
-        PADDING_INSIDE,
-        BOS_MISSING,
-        BOS_DOUBLED,
-        EOS_INSIDE,
-        REORDERED,
-        SPECIAL_AS_TEXT,
+        "segments.shifted",
+        "segments.drift",
+        "segments.merged",
+        "segments.odd-border",
+        "segments.not-found",
+        "segments.truncated",
+        "segments.ambiguous",
+        "segments.overlap",
+        "segments.uncovered",
+        "segments.padding-inside",
+        "segments.bos-missing",
+        "segments.bos-doubled",
+        "segments.eos-inside",
+        "segments.reordered",
+        "segments.special-as-text",
     )
 
     def __init__(self) -> None:
@@ -202,7 +186,7 @@ class PromptRule(Rule):
         positions = sorted({position for _, some in misfits for position in some})
         declared = [[span.label, span.start, span.stop] for span in spans]
         evidence = {"shift": n, "declared": declared, "reported_by": shift.source}
-        return self._prompt_finding(SHIFTED, sentence, positions, evidence)
+        return self._prompt_finding("segments.shifted", sentence, positions, evidence)
 
     def _describe_misfit(self, span: DeclaredSegment, n: int) -> tuple[str, list[int]]:
         """Describe the tokens that a span wrongly includes and misses; also their positions."""
@@ -236,7 +220,7 @@ class PromptRule(Rule):
         declared = [[span.label, span.start, span.stop] for span in spans]
         evidence = {"offsets": list(shift.offsets), "declared": declared}
         severity = Severity.WARNING
-        return self._prompt_finding(DRIFT, sentence, positions, evidence, severity)
+        return self._prompt_finding("segments.drift", sentence, positions, evidence, severity)
 
     def _odd_border(self) -> Iterator[Finding]:
         """A single border does not fit."""
@@ -251,7 +235,7 @@ class PromptRule(Rule):
             )
             between = range(min(at, at + n), max(at, at + n))
             evidence = {"border": at, "shift": n, "segment": span.label}
-            yield self._prompt_finding(ODD_BORDER, sentence, between, evidence)
+            yield self._prompt_finding("segments.odd-border", sentence, between, evidence)
 
     def _inner_padding(self) -> Iterator[Finding]:
         """Pieces contain padding: one finding for all of them."""
@@ -268,7 +252,7 @@ class PromptRule(Rule):
         )
         labels = [piece.label for piece in pieces]
         evidence = {"pads": len(pads), "before the prompt": self._prompt.n_pads, "segments": labels}
-        yield self._prompt_finding(PADDING_INSIDE, sentence, pads, evidence)
+        yield self._prompt_finding("segments.padding-inside", sentence, pads, evidence)
 
     def _uncovered_words(self) -> Iterator[Finding]:
         """Words belong to no piece: one finding for all of them."""
@@ -284,7 +268,7 @@ class PromptRule(Rule):
             )
             positions = [p for a, b in gaps for p in range(a, b)]
             yield self._prompt_finding(
-                UNCOVERED, sentence, positions, {"gaps": len(gaps), "tokens": n}
+                "segments.uncovered", sentence, positions, {"gaps": len(gaps), "tokens": n}
             )
 
     # -- texts -----------------------------------------------------------------------------------
@@ -311,7 +295,9 @@ class PromptRule(Rule):
             )
             texts = [piece.text for piece in missing]
             severity = Severity.NOTE if self._had_complete_prompt else None
-            yield self._prompt_finding(NOT_FOUND, sentence, (), {"texts": texts}, severity)
+            yield self._prompt_finding(
+                "segments.not-found", sentence, (), {"texts": texts}, severity
+            )
 
     def _truncated(
         self, cut: prompt_facts.TruncatedPiece, after: Sequence[DeclaredSegment]
@@ -334,7 +320,7 @@ class PromptRule(Rule):
             "segment": cut.piece.label,
         }
         severity = Severity.NOTE if self._had_complete_prompt else None
-        return self._prompt_finding(TRUNCATED, sentence, (at,), evidence, severity)
+        return self._prompt_finding("segments.truncated", sentence, (at,), evidence, severity)
 
     def _quote_beginning(self) -> str:
         texts = "".join(token.text for token in self._prompt.tokens[self._prompt.n_pads :][:12])
@@ -353,7 +339,7 @@ class PromptRule(Rule):
                 f"the occurrence at {self.context.format_position(start)} was used."
             )
             evidence = {"places": n, "text": located.piece.text}
-            yield self._prompt_finding(AMBIGUOUS, sentence, (start,), evidence)
+            yield self._prompt_finding("segments.ambiguous", sentence, (start,), evidence)
 
     def _overlaps(self) -> Iterator[Finding]:
         located = [piece for piece in self._prompt.located_pieces if piece.span is not None]
@@ -370,7 +356,7 @@ class PromptRule(Rule):
                     f"{self.context.format_position(shared[0])}; only the first is a segment."
                 )
                 both = [first.piece.label, second.piece.label]
-                yield self._prompt_finding(OVERLAP, sentence, shared, {"segments": both})
+                yield self._prompt_finding("segments.overlap", sentence, shared, {"segments": both})
                 break
 
     def _length_drift(self) -> Iterator[Finding]:
@@ -389,7 +375,7 @@ class PromptRule(Rule):
             f"{plural(worst, 'token')}."
         )
         evidence = {"tokens alone and fed": [list(pair) for pair in pairs], "worst": worst}
-        yield self._prompt_finding(DRIFT, sentence, (), evidence)
+        yield self._prompt_finding("segments.drift", sentence, (), evidence)
 
     # -- special tokens --------------------------------------------------------------------------
 
@@ -402,7 +388,7 @@ class PromptRule(Rule):
                 f"The prompt begins with {context.format_position(first)}, without the BOS "
                 f"(id {bos}) that its tokenizer adds to every text."
             )
-            yield self._prompt_finding(BOS_MISSING, sentence, (first,), {"bos": bos})
+            yield self._prompt_finding("segments.bos-missing", sentence, (first,), {"bos": bos})
         n = prompt_facts.count_leading_bos(prompt)
         if n > 1:
             sentence = (
@@ -410,7 +396,9 @@ class PromptRule(Rule):
                 f"{context.format_position(first + n)}, is {n - 1} further than in training."
             )
             evidence = {"bos": bos, "n": n}
-            yield self._prompt_finding(BOS_DOUBLED, sentence, range(first, first + n), evidence)
+            yield self._prompt_finding(
+                "segments.bos-doubled", sentence, range(first, first + n), evidence
+            )
         later = prompt_facts.find_inner_bos(prompt)
         if later:
             sentence = (
@@ -420,7 +408,9 @@ class PromptRule(Rule):
                 "with special tokens."
             )
             evidence = {"bos": bos, "n": len(later)}
-            yield self._prompt_finding(BOS_DOUBLED, sentence, later, evidence, Severity.NOTE)
+            yield self._prompt_finding(
+                "segments.bos-doubled", sentence, later, evidence, Severity.NOTE
+            )
 
     def _check_eos(self) -> Iterator[Finding]:
         """The tokenizer added an EOS to each piece; only a note where that may be intended."""
@@ -437,7 +427,7 @@ class PromptRule(Rule):
             may_be_intended = not prompt.pieces or prompt_facts.is_packed(prompt)
             evidence = {"eos": list(prompt.tokenizer_facts.eos), "n": len(inside)}
             severity = Severity.NOTE if may_be_intended else None
-            yield self._prompt_finding(EOS_INSIDE, sentence, inside, evidence, severity)
+            yield self._prompt_finding("segments.eos-inside", sentence, inside, evidence, severity)
 
     def _reordered(self) -> Iterator[Finding]:
         """Texts are in another order; only a note where the declared order may mean nothing."""
@@ -452,7 +442,7 @@ class PromptRule(Rule):
             starts = [located.span[0] for located in reordered if located.span is not None]
             evidence = {"received": [piece.label for piece in pieces], "declared": declared}
             severity = None if prompt_facts.is_order_declared(self._prompt) else Severity.NOTE
-            yield self._prompt_finding(REORDERED, sentence, starts, evidence, severity)
+            yield self._prompt_finding("segments.reordered", sentence, starts, evidence, severity)
 
     def _special_tokens(self) -> Iterator[Finding]:
         """Special tokens were encoded as characters: one finding for each kind of token."""
@@ -470,7 +460,7 @@ class PromptRule(Rule):
             )
             positions = [p for special in occurrences for p in range(*special.span)]
             evidence = {"token": name, "id": token_id, "times": len(occurrences)}
-            yield self._prompt_finding(SPECIAL_AS_TEXT, sentence, positions, evidence)
+            yield self._prompt_finding("segments.special-as-text", sentence, positions, evidence)
 
 
 def _quote_label(piece: DeclaredSegment) -> str:
