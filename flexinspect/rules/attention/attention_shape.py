@@ -19,7 +19,7 @@ import numpy.typing as npt
 from flexinspect.core.text import plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind
-from flexinspect.records.step import CallRecord, StepRecord
+from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 
@@ -71,14 +71,11 @@ class NewestRow(NamedTuple):
 
 def newest_row(step: StepRecord) -> NewestRow | None:
     """The arrays of the newest row of a step, None if attention was not recorded."""
-    found: dict[str, NumberArray] = {}
-    for record in step.arrays:
-        if record.stream in ROW_STREAMS:
-            found[record.stream] = record.array
-            if len(found) == len(ROW_STREAMS):
-                arrays = NewestRow(*(found[stream] for stream in ROW_STREAMS))
-                return arrays if len(arrays.lse) == len(step.calls) else None
-    return None
+    found = {one.stream: one.array for one in step.arrays if one.stream in ROW_STREAMS}
+    if len(found) < len(ROW_STREAMS):
+        return None
+    arrays = NewestRow(*(found[stream] for stream in ROW_STREAMS))
+    return arrays if len(arrays.lse) == len(step.calls) else None
 
 
 def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> NumberArray | None:
@@ -86,10 +83,7 @@ def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> Number
 
     None if it is not known, and if the row has no open key and is averaged instead.
     """
-    record = step.calls[call]
-    if record.mask is None:
-        return None
-    mask = context.mask(record.mask)
+    mask = context.mask(step.calls[call].mask)
     if mask is None or mask.cells is None:
         return None
     if mask.uniform_rows is not None and mask.uniform_rows[:, -1].any():
@@ -133,11 +127,15 @@ class AttentionShapeRule(Rule):
         if not math.isfinite(float(row.lse.sum())):
             yield from self._check_infinite_lse(step, row)
             return
-        runs = self._counts[step.branch]
-        if step.phase == "decode":
+        runs, is_decode = self._counts[step.branch], step.phase == "decode"
+        if is_decode:
             yield from self._check_all_layers(step, runs, row)
+        # Checking all heads of single layers costs more.
         if step.step < LAYER_CHECK_INTERVAL or step.step % LAYER_CHECK_INTERVAL == 0:
-            yield from self._check_single_layers(step, runs, row)
+            high = row.entropy.max(axis=1).tolist()
+            yield from self._check_uniform(step, runs, row, high)
+            if is_decode and self._has_bos and not runs.collapsed and not runs.sink:
+                yield from self._check_collapsed_layers(step, runs, row, high)
 
     def _check_all_layers(
         self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
@@ -146,7 +144,7 @@ class AttentionShapeRule(Rule):
         is_collapsed = (
             float(row.entropy[0, 0]) < ONE_KEY_ENTROPY
             and float(row.entropy.max()) < ONE_KEY_ENTROPY
-            and self._has_open_keys(step)
+            and self._sees_several(step)
         )
         runs.collapsed = runs.collapsed + 1 if is_collapsed else 0
         if runs.collapsed >= MIN_STEPS_IN_A_ROW:
@@ -161,29 +159,15 @@ class AttentionShapeRule(Rule):
         share = float(row.segment_attention[0, 0, 0]) if self._has_bos else 0.0
         if share > SINK_SHARE:
             share = float(row.segment_attention[:, :, 0].min())
-        runs.sink = runs.sink + 1 if share > SINK_SHARE and self._has_open_keys(step) else 0
+        runs.sink = runs.sink + 1 if share > SINK_SHARE and self._sees_several(step) else 0
         if runs.sink >= MIN_STEPS_IN_A_ROW:
             sentence = (
                 f"Every head of every layer gives BOS at least {share:.3f} of its attention in "
                 f"{runs.sink} consecutive generated rows (up to step {step.step}): almost nothing "
                 f"is read from {plural(step.kv_after - 1, 'other key')}."
             )
-            yield self._finding(
-                step, "attention.sink", sentence, {"share": share, "steps": runs.sink}
-            )
-
-    def _check_single_layers(
-        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
-    ) -> Iterator[Finding]:
-        """Check all heads of single layers; this costs more, so not in every step."""
-        high = row.entropy.max(axis=1).tolist()
-        yield from self._check_uniform(step, runs, row, high)
-        if step.phase == "decode" and self._has_bos and not runs.collapsed and not runs.sink:
-            yield from self._check_collapsed_layers(step, runs, row, high)
-
-    def _has_open_keys(self, step: StepRecord) -> bool:
-        """Whether the newest row has several open keys in every call."""
-        return all(self._sees_several(step, number) for number in range(len(step.calls)))
+            evidence = {"share": share, "steps": runs.sink}
+            yield self._finding(step, "attention.sink", sentence, evidence)
 
     def _check_collapsed_layers(
         self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
@@ -204,27 +188,21 @@ class AttentionShapeRule(Rule):
                 f"attention on one key other than BOS in {MIN_LAYER_CHECKS} consecutive checks (up "
                 f"to step {step.step})."
             )
-            evidence = {"layers": which, "steps": MIN_LAYER_CHECKS}
-            note = Severity.NOTE
-            yield self._finding(
-                step, "attention.collapsed", sentence, evidence, which, severity=note
-            )
+            id_, evidence = "attention.collapsed", {"layers": which, "steps": MIN_LAYER_CHECKS}
+            yield self._finding(step, id_, sentence, evidence, which, severity=Severity.NOTE)
 
-    def _sees_several(self, step: StepRecord, number: int) -> bool:
-        n_open = count_open_keys(step, self.context, number)
-        return n_open is not None and int(n_open.min()) >= MIN_OPEN_KEYS
-
-    # -- uniform weights -------------------------------------------------------------------------
+    def _sees_several(self, step: StepRecord, number: int | None = None) -> bool:
+        """Whether the newest row has several open keys, in one call or in every call."""
+        numbers = range(len(step.calls)) if number is None else (number,)
+        counts = (count_open_keys(step, self.context, number) for number in numbers)
+        return all(n_open is not None and n_open.min() >= MIN_OPEN_KEYS for n_open in counts)
 
     def _check_uniform(
         self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
     ) -> Iterator[Finding]:
+        """Check for layers whose weights are all equal, for several input tokens."""
         low = row.entropy.min(axis=1).tolist()
-        flat = [
-            n
-            for n, (a, b) in enumerate(zip(low, high, strict=True))
-            if b - a < ENTROPY_TOLERANCE < b
-        ]
+        flat = [n for n, b in enumerate(high) if b - low[n] < ENTROPY_TOLERANCE < b]
         if not flat:
             runs.uniform.clear()
             return
@@ -235,9 +213,7 @@ class AttentionShapeRule(Rule):
         seen = {step.calls[n].layer for n in flat if self._is_uniform(step, n, row)}
         seen -= {stat.layer + 1 for stat in step.layer_stats if stat.min == stat.max}
         runs.uniform = {layer: runs.uniform.get(layer, set()) | {token.token_id} for layer in seen}
-        which = sorted(
-            layer for layer, ids in runs.uniform.items() if len(ids) >= MIN_UNIFORM_TOKENS
-        )
+        which = sorted(n for n, ids in runs.uniform.items() if len(ids) >= MIN_UNIFORM_TOKENS)
         if not which:
             return
         number = next(n for n, call in enumerate(step.calls) if call.layer == which[0])
@@ -247,9 +223,8 @@ class AttentionShapeRule(Rule):
             f"to the newest row of step {step.step} the same weight (1/{n_keys}), for any input "
             "token: its scores do not depend on the keys."
         )
-        yield self._finding(
-            step, "attention.uniform", sentence, {"entropy": high[number], "keys": n_keys}, which
-        )
+        evidence = {"entropy": high[number], "keys": n_keys}
+        yield self._finding(step, "attention.uniform", sentence, evidence, which)
 
     def _is_uniform(self, step: StepRecord, number: int, row: NewestRow) -> bool:
         """Whether the weights of a call are equal; capped scores belong to another rule."""
@@ -260,8 +235,6 @@ class AttentionShapeRule(Rule):
         offset = np.abs(row.lse[number] - most)
         are_the_same = bool(((offset < ZERO_OFFSET) | (offset > MIN_OFFSET)).all())
         return are_the_same and float(np.abs(most - row.entropy[number]).max()) < ENTROPY_TOLERANCE
-
-    # -- log-sum-exp -----------------------------------------------------------------------------
 
     def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> Iterator[Finding]:
         """Report an infinite log-sum-exp in a row with open keys; another rule reports NaN."""
@@ -276,26 +249,23 @@ class AttentionShapeRule(Rule):
             if call.layer >= first_nonfinite:
                 return
             n_open = count_open_keys(step, self.context, number)
-            if n_open is None:
+            wrong = (
+                [] if n_open is None else bad[np.broadcast_to(n_open, lse.shape)[bad] > 0].tolist()
+            )
+            if n_open is None or not wrong:
                 continue
-            bad = bad[np.broadcast_to(n_open, lse.shape)[bad] > 0]
-            if len(bad):
-                yield self._lse_finding(step, call, lse, bad.tolist(), int(n_open.max()))
-                return
-
-    def _lse_finding(
-        self, step: StepRecord, call: CallRecord, lse: Any, bad: list[int], n_open: int
-    ) -> Finding:
-        first = float(lse[bad[0]])
-        heads = f"head {bad[0]}" if len(bad) == 1 else f"{len(bad)} of {len(lse)} heads"
-        sentence = (
-            f"The log-sum-exp of the newest row is {'+' if first > 0 else '-'}Inf in {heads} of "
-            f"layer {call.layer} in step {step.step}, although the row attends to "
-            f"{plural(n_open, 'key')}."
-        )
-        evidence = {"heads": bad, "lse": first, "open": n_open}
-        head = bad[0] if len(bad) == 1 else None
-        return self._finding(step, "attention.lse", sentence, evidence, [call.layer], head=head)
+            first, most = float(lse[wrong[0]]), int(n_open.max())
+            one = len(wrong) == 1
+            heads = f"head {wrong[0]}" if one else f"{len(wrong)} of {len(lse)} heads"
+            sentence = (
+                f"The log-sum-exp of the newest row is {'+' if first > 0 else '-'}Inf in {heads} "
+                f"of layer {call.layer} in step {step.step}, although the row attends to "
+                f"{plural(most, 'key')}."
+            )
+            id_, evidence = "attention.lse", {"heads": wrong, "lse": first, "open": most}
+            head = wrong[0] if one else None
+            yield self._finding(step, id_, sentence, evidence, [call.layer], head=head)
+            return
 
     def _finding(
         self,

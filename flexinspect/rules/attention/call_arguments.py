@@ -8,7 +8,7 @@ layer types also differ in masks or head dimension. `find_capped_layers` serves 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -40,13 +40,11 @@ class _CallFact(NamedTuple):
 
 def _scale_factor(call: CallRecord) -> float:
     """The scale relative to the default, 1/sqrt(head_dim)."""
-    usual = call.head_dim**-0.5
-    return 1.0 if call.scale is None else float(f"{call.scale / usual:.4g}")
+    return 1.0 if call.scale is None else float(f"{call.scale / call.head_dim**-0.5:.4g}")
 
 
 def _format_scale(call: CallRecord) -> str:
-    usual = call.head_dim**-0.5
-    scale = usual if call.scale is None else call.scale
+    scale = call.head_dim**-0.5 if call.scale is None else call.scale
     return f"{scale:.4g} ({_scale_factor(call):g} times 1/sqrt({call.head_dim}))"
 
 
@@ -103,9 +101,8 @@ class CallFactsRule(Rule):
 
     def _rescaled_finding(self, step: StepRecord, facts: Mapping[str, Any]) -> Finding:
         """A user's attention function applied another scale than the layers requested."""
-        layers, factor = list(map(int, facts["layers"])), float(facts["factor"])
+        layers, factor, score_mod = list(map(int, facts["layers"])), float(facts["factor"]), ""
         kernel = "its default" if facts["scale"] is None else f"{float(facts['scale']):.4g}"
-        score_mod = ""
         if facts.get("score_mod") is not None:
             score_mod = f", and its `score_mod` multiplies by {float(facts['score_mod']):.4g}"
         sentence = (
@@ -120,40 +117,28 @@ class CallFactsRule(Rule):
 
     def _check_odd_layers(self, step: StepRecord, fact: _CallFact) -> Finding | None:
         """Report the layers that differ from the majority."""
-        calls = {call.layer: call for call in step.calls}
-        counts = Counter(map(fact.value, calls.values()))
-        if len(counts) == 1 or (
-            fact.finding_id == "attention.scale" and _have_same_scale(calls.values())
-        ):
+        calls = list({call.layer: call for call in step.calls}.values())
+        counts, scales = Counter(map(fact.value, calls)), {call.scale for call in calls}
+        # One scale for any head dimension is the same scale.
+        is_same_scale = fact.finding_id == "attention.scale" and len(scales) == 1
+        if len(counts) == 1 or (is_same_scale and None not in scales):
             return None
         usual, n_usual = counts.most_common(1)[0]
-        odd = [call for call in calls.values() if fact.value(call) != usual]
-        others = [call for call in calls.values() if fact.value(call) == usual]
+        odd = [call for call in calls if fact.value(call) != usual]
+        others = [call for call in calls if fact.value(call) == usual]
         has_majority = n_usual > len(odd) or len(calls) <= 2
-        if not has_majority or self._are_other_kinds(odd, others):
+        if not has_majority or _are_other_kinds(odd, others):
             return None
         rest = "the other layer" if len(others) == 1 else f"the {len(others)} others"
-        place = f"in step {step.step}, in {rest}"
-        return self._fact_finding(step, fact, odd, others[0], place)
-
-    def _are_other_kinds(self, odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
-        """Whether the layers are another layer type: other heads, or several with other masks."""
-        heads = {(call.head_dim, call.kv_heads) for call in odd}
-        if not heads & {(call.head_dim, call.kv_heads) for call in others}:
-            return True
-        masks = {call.mask for call in odd}
-        return len(odd) > 1 and not masks & {call.mask for call in others}
+        return self._fact_finding(step, fact, odd, others[0], f"in step {step.step}, in {rest}")
 
     def _check_changed(
         self, step: StepRecord, fact: _CallFact, before: Sequence[CallRecord]
     ) -> Finding | None:
         """Report the layers whose argument differs from the previous step."""
         previous = {call.layer: call for call in before}
-        odd = [
-            call
-            for call in step.calls
-            if call.layer in previous and fact.value(call) != fact.value(previous[call.layer])
-        ]
+        calls = [call for call in step.calls if call.layer in previous]
+        odd = [call for call in calls if fact.value(call) != fact.value(previous[call.layer])]
         if not odd:
             return None
         place = f"from step {step.step} ({step.phase}) on, in the step before"
@@ -172,24 +157,19 @@ class CallFactsRule(Rule):
             f"In {format_step_layers(layers, step)} {fact.phrase} {fact.format_value(odd[0])} "
             f"{place} {fact.format_value(other)}."
         )
+        values = {"odd": fact.value(odd[0]), "others": fact.value(other), "path": odd[0].path}
+        series = f"layer {layers[0]}"
         return self.finding(
-            step,
-            fact.finding_id,
-            sentence,
-            layers=layers,
-            evidence={
-                "odd": fact.value(odd[0]),
-                "others": fact.value(other),
-                "path": odd[0].path,
-            },
-            series=f"layer {layers[0]}",
+            step, fact.finding_id, sentence, layers=layers, evidence=values, series=series
         )
 
 
-def _have_same_scale(calls: Iterable[CallRecord]) -> bool:
-    """Whether all have the same scale, for any head dimension."""
-    scales = {call.scale for call in calls}
-    return len(scales) == 1 and None not in scales
+def _are_other_kinds(odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
+    """Whether the layers are another layer type: other heads, or several with other masks."""
+    heads = {(call.head_dim, call.kv_heads) for call in odd}
+    if heads.isdisjoint((call.head_dim, call.kv_heads) for call in others):
+        return True
+    return len(odd) > 1 and {call.mask for call in odd}.isdisjoint(call.mask for call in others)
 
 
 def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:
@@ -198,12 +178,12 @@ def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:
     The attention-weighted mean score of a row is its log-sum-exp minus its entropy.
     """
     row = newest_row(step)
-    caps = [call.softcap or np.inf for call in step.calls]
     if row is None:
         return []
+    caps = np.array([call.softcap or np.inf for call in step.calls])
     level = np.abs(row.lse - row.entropy).min(axis=1)
     found = []
-    for number in np.flatnonzero(level >= CAP_SHARE * np.array(caps)).tolist():
+    for number in np.flatnonzero(level >= CAP_SHARE * caps).tolist():
         n_open = count_open_keys(step, context, number)
         if n_open is not None and n_open.min() > 1 and level[number] < np.inf:
             found.append(step.calls[number].layer)

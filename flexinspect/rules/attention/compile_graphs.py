@@ -13,7 +13,7 @@ from typing import Any
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import EventRecord, StepRecord
+from flexinspect.records.step import EventRecord, MaskRecord, StepRecord
 from flexinspect.rules.attention.kernel_failures import (
     KERNEL_FAILED_EVENT,
     event_layers,
@@ -30,7 +30,6 @@ MIN_STEPS_BY_CODE = 4
 
 MIN_STEPS = 6
 """Consecutive steps with a new graph each, for any reason."""
-
 
 _FUNCTION_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}
 
@@ -70,7 +69,8 @@ class GraphsRule(Rule):
                 self._reset()
             return
         self._count_graphs(step, built)
-        if self._is_too_often():
+        by_code = self._n_steps >= MIN_STEPS_BY_CODE and self._n_by_code >= MIN_STEPS_BY_CODE - 2
+        if by_code or self._n_steps >= MIN_STEPS:
             yield self._every_step_finding(step, built[-1])
 
     def on_event(self, event: EventRecord) -> Iterator[Finding]:
@@ -106,36 +106,26 @@ class GraphsRule(Rule):
         """What consecutive steps have in common; a call with another key starts a new count."""
         if not self.context.is_standalone:
             return (step.branch, step.phase)
-        call = step.calls[0] if step.calls else None
-        if call is None:
+        if not step.calls:
             return ()
-        mask = self.context.mask(call.mask)
+        call, mask = step.calls[0], self._first_mask(step)
         shape = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.head_dim, call.dtype)
         return (*shape, call.path, None if mask is None else (mask.mask_mod, mask.mask_mod_source))
-
-    def _is_too_often(self) -> bool:
-        by_code = self._n_steps >= MIN_STEPS_BY_CODE and self._n_by_code >= MIN_STEPS_BY_CODE - 2
-        return by_code or self._n_steps >= MIN_STEPS
 
     def _step_number(self, step: StepRecord) -> int:
         return step.generation if self.context.is_standalone else step.step
 
     def _every_step_finding(self, step: StepRecord, event: EventRecord) -> Finding:
-        what = "calls" if self.context.is_standalone else f"{step.phase} steps"
-        rows = f"{self._first} to {self._step_number(step)}"
-        graphs = plural(self._n_graphs, "new graph")
+        what, rows = f"{step.phase} steps", "steps"
+        if self.context.is_standalone:
+            what, rows = "calls", "generations"
         sentence = (
-            f"torch.compile built {graphs} in {self._n_steps} {what} in a row "
-            f"({'generations' if self.context.is_standalone else 'steps'} {rows}, {self._ms:.0f} "
-            f"ms){_format_functions(event)}: {self._format_guard(step, event)}."
+            f"torch.compile built {plural(self._n_graphs, 'new graph')} in {self._n_steps} {what} "
+            f"in a row ({rows} {self._first} to {self._step_number(step)}, {self._ms:.0f} ms)"
+            f"{_format_functions(event)}: {_format_guard(event, self._first_mask(step))}."
         )
-        evidence = {
-            "graphs": self._n_graphs,
-            "steps": self._n_steps,
-            "first": self._first,
-            "ms": round(self._ms, 1),
-            **event.data,
-        }
+        counts = {"graphs": self._n_graphs, "steps": self._n_steps, "first": self._first}
+        evidence = {**counts, "ms": round(self._ms, 1), **event.data}
         if self._reported_generation is None:
             self._reported_generation = step.generation
         series = f"every-step from {self._first}"
@@ -145,16 +135,8 @@ class GraphsRule(Rule):
         # Each standalone call is a generation; all of them share one finding in the first.
         return replace(finding, generation=self._reported_generation)
 
-    def _format_guard(self, step: StepRecord, event: EventRecord) -> str:
-        if not (guard := event.data.get("guard")):
-            reason = event.data.get("reason")
-            return f"guard: {printable(str(reason))}" if reason else "the guard is not known"
-        mask = self.context.mask(step.calls[0].mask) if step.calls else None
-        if mask is None or not mask.mask_mod:
-            return f"guard: {printable(str(guard))}, which is new each time"
-        source = f" ({printable(mask.mask_mod_source)})" if mask.mask_mod_source else ""
-        mask_mod = f'"{printable(mask.mask_mod)}"{source}'
-        return f"guard: {printable(str(guard))}; the mask_mod {mask_mod} is new code each time"
+    def _first_mask(self, step: StepRecord) -> MaskRecord | None:
+        return self.context.mask(step.calls[0].mask) if step.calls else None
 
     def _limit_finding(self, event: EventRecord, step: StepRecord) -> Finding:
         where = "in a standalone call" if self.context.is_standalone else f"in step {step.step}"
@@ -165,6 +147,17 @@ class GraphsRule(Rule):
             "from here on the function runs uncompiled, and FlexAttention ignores the block tables."
         )
         return self.finding(step, "graphs.limit", sentence, evidence=event.data, series="limit")
+
+
+def _format_guard(event: EventRecord, mask: MaskRecord | None) -> str:
+    guard, reason = event.data.get("guard"), event.data.get("reason")
+    if not guard:
+        return f"guard: {printable(str(reason))}" if reason else "the guard is not known"
+    if mask is None or not mask.mask_mod:
+        return f"guard: {printable(str(guard))}, which is new each time"
+    source = f" ({printable(mask.mask_mod_source)})" if mask.mask_mod_source else ""
+    mask_mod = f'"{printable(mask.mask_mod)}"{source}'
+    return f"guard: {printable(str(guard))}; the mask_mod {mask_mod} is new code each time"
 
 
 def _format_functions(event: EventRecord) -> str:

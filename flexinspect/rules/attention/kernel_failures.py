@@ -23,7 +23,6 @@ CRASHED_EVENT = "crashed"
 
 _FORWARD_END_EVENTS = ("forward-failed", "error")
 
-
 _BUILD_ERRORS = (
     "InductorError",
     "CppCompileError",
@@ -93,8 +92,8 @@ class FailuresRule(Rule):
 
     def _on_kernel_failed(self, event: EventRecord) -> Iterator[Finding]:
         error = str(event.data.get("error", ""))
-        finding_id = failure_finding_id(error)
-        if finding_id == "observer.logger-breaks-flex":
+        finding_id, id_in_mode = failure_finding_id(error), "observer.logger-breaks-flex"
+        if finding_id == id_in_mode:
             found = _MODE_PATTERN.search(error)
             self._mode = (found[1] if found else "") or "a dispatch mode"
             sentence = (
@@ -102,24 +101,24 @@ class FailuresRule(Rule):
                 f"mode ({printable(self._mode)}); uncompiled calls may continue to fail in this "
                 "process until torch._dynamo.reset()."
             )
-            yield self._event_finding(event, "observer.logger-breaks-flex", sentence)
+            yield self._event_finding(event, id_in_mode, sentence)
         elif self._mode and error.startswith("Unsupported:"):
             sentence = (
                 f"FlexAttention still fails{_format_where(event)} (Unsupported) until "
                 "torch._dynamo.reset(), because dynamo cached the failure inside the dispatch mode "
                 f"{printable(self._mode)}."
             )
-            yield self._event_finding(
-                event, "observer.logger-breaks-flex", sentence, Severity.ERROR
-            )
+            yield self._event_finding(event, id_in_mode, sentence, Severity.ERROR)
         elif finding_id and event.generation is None:
             yield self._failure_finding(event, finding_id, 1)
         elif finding_id:
             self._pending.append(event)
 
     def _failure_finding(self, event: EventRecord, finding_id: str, n_failed: int) -> Finding:
-        data = event.data
-        error = _shorten_error(str(data.get("error", "")))
+        data, severity = event.data, None
+        error = printable(str(data.get("error", ""))).partition(". ")[0].rstrip(".")
+        if len(error) > _MAX_ERROR_LENGTH:
+            error = error[: _MAX_ERROR_LENGTH - 1] + "…"
         kernel = printable(str(data.get("kernel")))
         if finding_id == "kernel.does-not-build":
             what = f"Compiled {kernel} does not build{_format_where(event)}: {error}"
@@ -128,12 +127,13 @@ class FailuresRule(Rule):
         else:
             is_standalone = event.step is None
             subject = "A standalone call" if is_standalone else f"The forward of step {event.step}"
-            what = f"{subject} ended{_format_in_layer(event)}: {kernel} raised {error}"
-        severity = None
-        if finding_id == "path.kernel-failed" and (
-            event.generation is None or _lengths_differ(data)
-        ):
-            severity = Severity.NOTE if _lengths_differ(data) else Severity.WARNING
+            in_layer = f" in layer {data['layer']}" if data.get("layer") is not None else ""
+            what = f"{subject} ended{in_layer}: {kernel} raised {error}"
+        if finding_id == "path.kernel-failed":
+            if _lengths_differ(data):
+                severity = Severity.NOTE
+            elif event.generation is None:
+                severity = Severity.WARNING
         sentence = f"{what}{_format_lengths(data)}."
         return self._event_finding(event, finding_id, sentence, severity, failed=n_failed)
 
@@ -161,21 +161,11 @@ def event_layers(event: EventRecord) -> tuple[int, ...]:
     return () if layer is None else (layer,)
 
 
-def _shorten_error(error: str) -> str:
-    """The first sentence of an exception's message, cut at `_MAX_ERROR_LENGTH`."""
-    words = printable(error).partition(". ")[0].rstrip(".")
-    return words if len(words) <= _MAX_ERROR_LENGTH else words[: _MAX_ERROR_LENGTH - 1] + "…"
-
-
-def _format_in_layer(event: EventRecord) -> str:
-    layer = event.data.get("layer")
-    return "" if layer is None else f" in layer {layer}"
-
-
 def _format_where(event: EventRecord) -> str:
     if event.step is None:
         return " in a standalone call"
-    return f"{_format_in_layer(event)}{',' if _format_in_layer(event) else ' in'} step {event.step}"
+    layer = event.data.get("layer")
+    return f" in step {event.step}" if layer is None else f" in layer {layer}, step {event.step}"
 
 
 def _lengths_differ(data: Mapping[str, Any]) -> bool:
