@@ -93,7 +93,7 @@ class MasksRule(Rule):
             if real is not None:
                 self._unpadded = None if real.all() else real
         groups = self._group_calls(step)
-        cases = [case for group in groups if (case := self._check_group(step, group)) is not None]
+        cases = [case for group in groups if (case := self._check_group(group)) is not None]
         findings = [self._report_case(case) for case in _merge_cases(cases)]
         if len(groups) > 1 and not findings:
             return self._find_differing_layers(step, groups)
@@ -110,32 +110,30 @@ class MasksRule(Rule):
             if call.q_len == step.q_len:
                 by_mask.setdefault((call.mask, call.window, call.kv_len), []).append(call)
         groups: list[LayerGroup] = []
-        n_layers = len({call.layer for call in step.calls}) if by_mask else 0
         is_declared = self.context.declared_spec is not None
         for calls in by_mask.values():
             mask = self.context.mask(calls[0].mask)
             if mask is not None and (calls[0].causal is not False or is_declared):
-                _add_group(groups, LayerGroup(mask, calls[0], layers_of(calls), n_layers))
+                _add_group(groups, LayerGroup(step, mask, calls[0], layers_of(calls)))
         return groups if len(groups) < 2 else _add_usual_paths(groups)
 
-    def _check_group(self, step: StepRecord, group: LayerGroup) -> MaskCase | None:
-        declared, frame = self.context.declared_mask, call_frame(step, group.call)
-        spec, has_cells = self.context.declared_spec, group.mask.cells is not None
+    def _check_group(self, group: LayerGroup) -> MaskCase | None:
+        declared, spec = self.context.declared_mask, self.context.declared_spec
+        has_cells = group.mask.cells is not None
         if spec is not None and has_cells:
-            case = self._check_declared(step, group, frame, spec)
+            case = self._check_declared(group, spec)
         else:
-            case = self._check_causality(step, group, frame)
+            case = self._check_causality(group)
             is_fault = case is not None and case.severity is not Severity.NOTE
             if not is_fault and self._paraphrase_flags is not None and declared is not None:
-                case = self._check_assumed(step, group, frame, declared.spec) or case
+                case = self._check_assumed(group, declared.spec, self._paraphrase_flags) or case
         if case is None and self._unpadded is not None and has_cells:
-            return self._check_padding(step, group, frame, self._unpadded)
+            return self._check_padding(group, self._unpadded)
         return case
 
-    def _check_declared(
-        self, step: StepRecord, group: LayerGroup, frame: CellFrame, spec: MaskSpec
-    ) -> MaskCase | None:
+    def _check_declared(self, group: LayerGroup, spec: MaskSpec) -> MaskCase | None:
         """Return how the cells differ from the declared mask."""
+        frame = call_frame(group.step, group.call)
         heads, first = self._find_differing_heads(group.mask, spec, frame)
         if first is None:
             return None
@@ -147,7 +145,7 @@ class MasksRule(Rule):
             )
         if self._differs_only_in_bos(group.mask, spec, frame):
             return None
-        case = self._make_case(step, group, first, spec, heads)
+        case = self._make_case(group, first, spec, heads)
         return replace(case, expected=f"the declared mask ({spec.name})")
 
     def _differs_only_in_bos(self, mask: MaskRecord, spec: MaskSpec, frame: CellFrame) -> bool:
@@ -166,30 +164,28 @@ class MasksRule(Rule):
         return self._find_differing_heads(mask, spec, others)[1] is None
 
     def _check_assumed(
-        self, step: StepRecord, group: LayerGroup, frame: CellFrame, spec: MaskSpec
+        self, group: LayerGroup, spec: MaskSpec, flags: BoolArray
     ) -> MaskCase | None:
         """Return where paraphrases see each other; nothing is assumed about other rows."""
-        flags = self._paraphrase_flags
-        if flags is None or group.mask.cells is None or frame.q_offset >= len(flags):
+        frame = call_frame(group.step, group.call)
+        if group.mask.cells is None or frame.q_offset >= len(flags):
             return None  # nothing is assumed about generated rows
-        rows = slice_flags(flags, frame.q_offset, step.q_len, fill=False)
+        rows = slice_flags(flags, frame.q_offset, group.step.q_len, fill=False)
         keys = slice_flags(flags, frame.kv_offset, frame.n_keys, fill=False)
         inside = replace(frame, rows=rows, keys=keys)
         heads, first = self._find_differing_heads(group.mask, spec, inside)
         if first is None:
             return None
-        case = self._make_case(step, group, first, spec, heads)
+        case = self._make_case(group, first, spec, heads)
         leaked = case.difference.leaked_by_pair
         across = {pair: n for pair, n in leaked.items() if pair[0] != pair[1]}
         case.difference.leaked_by_pair, case.difference.lost = across, 0
         expected = "the isolation of the declared segments"
         return replace(case, assumed=True, expected=expected) if across else None
 
-    def _check_causality(
-        self, step: StepRecord, group: LayerGroup, frame: CellFrame
-    ) -> MaskCase | None:
+    def _check_causality(self, group: LayerGroup) -> MaskCase | None:
         """Return where a causal layer sees the future."""
-        mask, call = group.mask, group.call
+        step, mask, call = group.step, group.mask, group.call
         if step.q_len == 1 or not call.causal or mask.kind == "none, causal":
             return None
         if mask.kind != NO_MASK and self.context.has_custom_mask_mod:
@@ -200,10 +196,10 @@ class MasksRule(Rule):
             # Without a mask, every cell is open.
             mask = replace(mask, cells=np.ones((1, step.q_len, call.kv_len), np.bool_))
             group = replace(group, mask=mask)
-        heads, first = self._find_differing_heads(mask, None, frame)
+        heads, first = self._find_differing_heads(mask, None, call_frame(step, call))
         if first is None:
             return None
-        case = self._make_case(step, group, first, algebra.causal(), heads)
+        case = self._make_case(group, first, algebra.causal(), heads)
         case.difference.lost = 0
         case = replace(case, expected="a causal mask", pieces=0, segments=0)
         is_certain = mask.kind == NO_MASK or group.adds_bools
@@ -213,12 +209,11 @@ class MasksRule(Rule):
         severity = Severity.WARNING if is_open else Severity.NOTE
         return replace(case, pattern=mask_difference.OTHER, severity=severity)
 
-    def _check_padding(
-        self, step: StepRecord, group: LayerGroup, frame: CellFrame, real: BoolArray
-    ) -> MaskCase | None:
+    def _check_padding(self, group: LayerGroup, real: BoolArray) -> MaskCase | None:
         """Return which rows see padding keys."""
+        frame = call_frame(group.step, group.call)
         keys = ~slice_flags(real, frame.kv_offset, frame.n_keys)
-        rows = slice_flags(real, frame.q_offset, step.q_len)
+        rows = slice_flags(real, frame.q_offset, group.step.q_len)
         if not keys.any() or not rows.any():
             return None
         closed = MaskSpec("no padding", (0,), (0,), (1 << 30,))
@@ -226,7 +221,7 @@ class MasksRule(Rule):
         heads, first = self._find_differing_heads(group.mask, closed, padding)
         if first is None:
             return None
-        return replace(self._make_case(step, group, first, closed, heads), id="mask.padding")
+        return replace(self._make_case(group, first, closed, heads), id="mask.padding")
 
     def _find_differing_heads(
         self, mask: MaskRecord, spec: MaskSpec | None, frame: CellFrame
@@ -270,7 +265,6 @@ class MasksRule(Rule):
 
     def _make_case(
         self,
-        step: StepRecord,
         group: LayerGroup,
         first: tuple[BoolArray, CellFrame],
         spec: MaskSpec,
@@ -280,7 +274,7 @@ class MasksRule(Rule):
         found = mask_difference.find_difference(cells, spec, frame, self._parts)
         pattern, amount = mask_difference.classify_pattern(cells, spec, frame, found)
         earlier = None
-        if pattern in (mask_difference.MOVED, mask_difference.OTHER) and step.q_len > 1:
+        if pattern in (mask_difference.MOVED, mask_difference.OTHER) and group.step.q_len > 1:
             for generation, other in self._earlier_specs:
                 count_wrong = mask_difference.count_wrong_cells
                 if other != spec and not count_wrong(cells, other, frame, limit=1):
@@ -288,7 +282,6 @@ class MasksRule(Rule):
                     break
         pieces, segments = mask_findings.count_pieces(self.context, found)
         return MaskCase(
-            step,
             group,
             found,
             expected=spec.name,
@@ -296,7 +289,6 @@ class MasksRule(Rule):
             amount=amount,
             earlier_generation=earlier,
             heads=heads,
-            n_heads=len(group.mask.cells) if group.mask.cells is not None else 1,
             pieces=pieces,
             segments=segments,
         )
@@ -307,7 +299,8 @@ class MasksRule(Rule):
         A mask that leaks in the prompt leaks in generated rows too, whatever each step looks like.
         """
         found, layers = case.difference, case.group.layers
-        place = case.step.branch, layers
+        step = case.group.step
+        place = step.branch, layers
         sides = [side for side, n in (("leaks", found.leaked), ("loses", found.lost)) if n]
         new = [side for side in sides if (*place, side) not in self._reported]
         known = next((self._reported[(*place, s)] for s in sides if s not in new), None)
@@ -317,12 +310,12 @@ class MasksRule(Rule):
         for side in new:
             self._reported[(*place, side)] = finding_id
         return self.finding(
-            case.step,
+            step,
             finding_id,
             mask_findings.case_sentence(self.context, case, finding_id),
             severity=case.severity or _case_severity(case, finding_id),
             layers=layers,
-            head=case.heads[0] if case.heads and len(case.heads) < case.n_heads else None,
+            head=case.heads[0] if case.heads and len(case.heads) < case.group.n_heads else None,
             positions=found.leaking_rows if found.leaked else found.losing_rows,
             evidence=_case_evidence(case),
             series="layers " + ", ".join(map(str, layers)),
@@ -534,7 +527,7 @@ def _case_severity(case: MaskCase, finding_id: str) -> Severity:
     found = case.difference
     if case.assumed:
         return Severity.WARNING
-    is_row_0 = finding_id == "mask.lost" and case.step.q_len == 1 and found.n_open == 1
+    is_row_0 = finding_id == "mask.lost" and case.group.step.q_len == 1 and found.n_open == 1
     if is_row_0 and case.pattern != mask_difference.WINDOW and found.last_keys == [0]:
         return Severity.NOTE  # a decode row masked as row 0, which `decode.no-offset` reports
     return Severity.ERROR

@@ -1,44 +1,37 @@
-"""The rule for decode rows with the mask of another row, and for rows that do not see themselves.
+"""The rules for the rows of decode steps: the mask of another row, and of another role.
 
-The mask of a decode row is built separately from the mask of the prompt, so it can be wrong on its
-own: it may be that of row 0 (the offset is missing), of the row before, or of the row that was
-newest when the mask was built. The executed mask of the row is compared with that of the last row
-of the prompt in the same layer: if no row of the prompt sees itself, that is by design.
-
-In a causal model every row sees itself, except padding and rows that see no key at all, which
-`mask.empty-row` reports.
+- `DecodingRule`: rows with the mask of another row, and rows that do not see themselves. The mask
+  of a decode row is built separately from the mask of the prompt, so it may be that of row 0 (the
+  offset is missing), of the row before, or of the row that was newest when the mask was built. It
+  is compared with the last row of the prompt in the same layer: if no row of the prompt sees
+  itself, that is by design. In a causal model every row sees itself, except padding and rows that
+  see no key at all, which `mask.empty-row` reports.
+- `RowRolesRule`: prompt rows that are masked as generated rows, and the reverse. If the spans are
+  counted wrong, a row at the end of a segment is masked as generated and sees the other segments.
+  If the mask forgets the generated rows, they do not see the segments that they should fuse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flexinspect.core.text import Positions, plural
-from flexinspect.masks.algebra import BoolArray
+from flexinspect.core.text import Positions, capitalize, is_or_are, plural, printable
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.prompt import declared_tokenizer
+from flexinspect.records.prompt import Segment, SegmentKind, declared_tokenizer
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import RuleContext, format_step_layers, read_unpadded
+from flexinspect.rules.context import (
+    DeclaredMask,
+    RuleContext,
+    abbreviate_labels,
+    format_step_layers,
+    read_unpadded,
+)
 from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.mask_views import StepMaskView, is_sliding_window, step_mask_views
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptRow:
-    """What the last row of the prompt saw in a layer.
-
-    `itself` and `row_before` say whether it saw its own key and the one before, bool (heads,) or
-    (1,). It saw `n_seen` of `n_keys` keys. `is_sliding` says whether it saw a sliding window.
-    """
-
-    itself: BoolArray
-    row_before: BoolArray
-    n_seen: int
-    n_keys: int
-    is_sliding: bool
+from flexinspect.rules.masks import mask_views
+from flexinspect.rules.masks.mask_views import StepMaskView, spec_sees_segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +88,8 @@ class DecodingRule(Rule):
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the rows of the last generation."""
         super().on_generation_start(context)
-        self._prompt_rows: dict[int, _PromptRow] = {}
-        """By layer; empty if capture started with a filled cache."""
+        self._prompt_views: dict[int, StepMaskView] = {}
+        """By layer, the last two rows of the prompt; empty if capture began with a filled cache."""
         self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}
         """The last step of each branch, with its views."""
         self._undecided: dict[tuple[int, str], tuple[_FaultyRow, Finding]] = {}
@@ -106,7 +99,7 @@ class DecodingRule(Rule):
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for newest rows that do not see expected keys."""
-        views, _ = step_mask_views(step, self.context)
+        views, _ = mask_views.step_mask_views(step, self.context)
         if self.context.is_standalone:
             for view in views:
                 yield from self._check_standalone_call(step, view)
@@ -120,7 +113,9 @@ class DecodingRule(Rule):
                 elif own_key and step.q_len == 1 and not row[:, own_key - 1].any():
                     yield from self._check_generated_unseen(step, view)
         else:
-            self._record_prompt_rows(views)
+            for view in views:
+                last = replace(view, cells=view.cells[:, -2:].copy())
+                self._prompt_views.update(dict.fromkeys(view.layers, last))
             yield from self._check_strict_rows(step, views)
         for key, (newest, finding) in tuple(self._undecided.items()):
             if key[0] == step.branch and newest.step.step < step.step:  # it did not recur
@@ -163,19 +158,6 @@ class DecodingRule(Rule):
             evidence={**expected, "mask": view.fingerprint},
         )
 
-    def _record_prompt_rows(self, views: Sequence[StepMaskView]) -> None:
-        for view in views:
-            row, own_key, keys = view.cells[:, -1], view.newest_key, view.visible_positions()
-            n_before = np.count_nonzero(view.cells[:, max(-2, -view.cells.shape[1])].any(axis=0))
-            prompt_row = _PromptRow(
-                itself=row[:, own_key],
-                row_before=row[:, max(own_key - 1, 0)],
-                n_seen=len(keys),
-                n_keys=own_key + 1,
-                is_sliding=is_sliding_window(keys, view.newest_pos, int(n_before)),
-            )
-            self._prompt_rows.update(dict.fromkeys(view.layers, prompt_row))
-
     def _check_strict_rows(
         self, step: StepRecord, views: Sequence[StepMaskView]
     ) -> Iterator[Finding]:
@@ -216,7 +198,7 @@ class DecodingRule(Rule):
         """Return why a row does not see itself, unless rows of the prompt do not either."""
         row = view.cells[:, -1]
         heads = np.flatnonzero(~row[:, view.newest_key])
-        layers = self._layers_unlike_prompt(view, heads, "itself")
+        layers = self._layers_unlike_prompt(view, heads, 0)
         keys = np.flatnonzero(row[heads[0], : view.newest_key])
         # `mask.empty-row` reports rows that see nothing at all.
         if (
@@ -229,16 +211,19 @@ class DecodingRule(Rule):
         newest = _FaultyRow(step, view, layers, some_heads, keys)
         if step.kv_before and keys[-1] < step.q_len:
             yield self._no_offset_finding(newest)
-        elif self._prompt_rows:
+        elif self._prompt_views:
             yield from self._check_lagging_row(newest)
 
     def _layers_unlike_prompt(
-        self, view: StepMaskView, heads: Positions, field: str
+        self, view: StepMaskView, heads: Positions, back: int
     ) -> tuple[int, ...]:
-        """Return the layers in which the last row of the prompt saw what this one does not."""
+        """Return the layers where the last prompt row saw the key `back` before its own."""
         layers = []
         for layer in view.layers:
-            seen = getattr(self._prompt_rows.get(layer), field, np.ones(1, np.bool_))
+            prompt = self._prompt_views.get(layer)
+            seen = np.ones(1, np.bool_)
+            if prompt is not None:
+                seen = prompt.cells[:, -1, max(prompt.newest_key - back, 0)]
             if seen[0] if len(seen) == 1 else seen[heads[heads < len(seen)]].any():
                 layers.append(layer)
         return tuple(layers)
@@ -257,7 +242,7 @@ class DecodingRule(Rule):
             f"{newest.where}; {self._count_expected_keys(newest)} expected{before}: the mask "
             f"counts the rows of this step from 0, not from {step.kv_before}."
         )
-        severity = None if self._prompt_rows else Severity.WARNING
+        severity = None if self._prompt_views else Severity.WARNING
         return self._row_finding("decode.no-offset", newest, sentence, severity)
 
     def _check_lagging_row(self, newest: _FaultyRow) -> Iterator[Finding]:
@@ -306,9 +291,9 @@ class DecodingRule(Rule):
         generated = np.count_nonzero((keys >= n_prompt) & (keys < view.newest_key))
         if not 0 < n_prompt < view.newest_key or generated or not (keys < n_prompt).any():
             return
-        layers = self._layers_unlike_prompt(view, np.arange(len(view.cells)), "row_before")
+        layers = self._layers_unlike_prompt(view, np.arange(len(view.cells)), 1)
         is_declared = self._is_declared_closed(view.newest_pos, view.newest_pos - 1)
-        if not layers or not self._prompt_rows or is_declared:
+        if not layers or not self._prompt_views or is_declared:
             return
         newest = _FaultyRow(step, view, layers, (), keys)
         sentence = (
@@ -329,7 +314,7 @@ class DecodingRule(Rule):
         *,
         step: StepRecord | None = None,
     ) -> Finding:
-        seen = self._last_newest_row(newest)
+        step_before, seen_before, _ = self._last_newest_row(newest) or (None, None, None)
         return self.finding(
             step or newest.step,
             finding_id,
@@ -343,8 +328,8 @@ class DecodingRule(Rule):
                 "seen": len(newest.keys),
                 "expected": self._count_expected_keys(newest),
                 "last_key_seen": newest.last_key_pos,
-                "seen_before": None if seen is None else seen[1],
-                "step_before": None if seen is None else seen[0],
+                "seen_before": seen_before,
+                "step_before": step_before,
                 "heads": list(newest.heads) or "all",
                 "mask": newest.view.fingerprint,
             },
@@ -353,10 +338,7 @@ class DecodingRule(Rule):
 
     def _last_newest_row(self, newest: _FaultyRow) -> tuple[int, int, int] | None:
         """Return the previous step, how many keys its newest row saw, and of how many."""
-        last = self._last_views.get(newest.step.branch)
-        if last is None:
-            return None
-        step, views = last
+        step, views = self._last_views.get(newest.step.branch, (newest.step, []))
         for view in views:
             if newest.layers[0] in view.layers:
                 return step.step, int(np.count_nonzero(view.newest_row)), view.newest_key + 1
@@ -368,11 +350,13 @@ class DecodingRule(Rule):
         if spec is not None:
             row = spec.dense(1, view.newest_pos + 1, q_offset=view.newest_pos)[0]
             return int(np.count_nonzero(row[view.first_key_pos :]))
-        prompt = self._prompt_rows.get(newest.layers[0])
+        prompt = self._prompt_views.get(newest.layers[0])
         if prompt is None:
             return view.newest_key + 1
-        grown = 0 if prompt.is_sliding else view.newest_key + 1 - prompt.n_keys
-        return min(prompt.n_seen + grown, view.newest_key + 1)
+        keys, n_before = prompt.visible_positions(), int(prompt.cells[:, 0].any(axis=0).sum())
+        is_sliding = mask_views.is_sliding_window(keys, prompt.newest_pos, n_before)
+        grown = 0 if is_sliding else view.newest_key - prompt.newest_key
+        return min(len(keys) + grown, view.newest_key + 1)
 
 
 def _find_self_blind_rows(
@@ -397,3 +381,194 @@ def _find_self_blind_rows(
     if blind.sum() + 1 >= n and not view.cells[:, row[1:], row[:-1]].any(axis=0).all():
         return ()  # not off by one: this layer sees only some keys
     return tuple(int(pos) for pos in np.flatnonzero(blind) + view.first_key_pos)
+
+
+class RowRolesRule(Rule):
+    """Checks which segments the last rows of a segment and the generated rows see.
+
+    It needs at least two paraphrases. Without a declared mask they are assumed to be isolated, and
+    findings are at most warnings; under a custom mask function the rule is silent. Each mask of a
+    prompt is checked once; a generated row that sees all keys costs one look-up.
+    """
+
+    name = "roles"
+    findings = finding_kinds("decode.prompt-row-generated", "decode.generated-row-isolated")
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Reset the rows of the last generation."""
+        super().on_generation_start(context)
+        self._paraphrases = mask_views.paraphrase_segments(context.segments)
+        self._checked: set[str] = set()
+        self._n_seen: dict[int, int] = {}
+        """By layer: how many keys the newest row of the last step saw."""
+        self._cue: dict[int, frozenset[int]] = {}
+        """By layer: starts of the paraphrases that the last prompt row sees, if it is a cue."""
+
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+        """Return findings for rows of a step that are masked for another role."""
+        declared = self.context.declared_mask
+        if declared is None or len(self._paraphrases) < 2:
+            return
+        views, _ = mask_views.step_mask_views(step, self.context)
+        if step.kv_before == 0 and step.q_len >= self.context.n_prompt:
+            yield from self._check_prompt_rows(step, views, declared)
+        if step.kv_after > self.context.n_prompt:
+            yield from self._check_generated_row(step, views, declared)
+        elif step.kv_before == 0:
+            last = self.context.segment_at(self.context.n_prompt - 1)
+            is_cue = last is not None and last.kind is SegmentKind.CUE
+            for view in views:
+                n_seen = int(np.count_nonzero(view.newest_row))
+                self._n_seen.update(dict.fromkeys(view.layers, n_seen))
+                if is_cue:
+                    seen = frozenset(s.start for s in self._paraphrases if view.sees(s))
+                    self._cue.update(dict.fromkeys(view.layers, seen))
+
+    def _check_prompt_rows(
+        self, step: StepRecord, views: Sequence[StepMaskView], declared: DeclaredMask
+    ) -> Iterator[Finding]:
+        """Return a finding for each segment and group of layers with the same open rows."""
+        layers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for view in views:
+            if view.fingerprint in self._checked:
+                continue
+            self._checked.add(view.fingerprint)
+            for number in range(1, len(self._paraphrases)):
+                rows = self._find_open_rows(view, number, declared)
+                if rows:
+                    layers.setdefault((number, tuple(rows)), []).extend(view.layers)
+        for (number, open_rows), group in layers.items():
+            yield self._prompt_row_finding(step, number, open_rows, tuple(sorted(group)), declared)
+
+    def _find_open_rows(self, view: StepMaskView, number: int, declared: DeclaredMask) -> range:
+        """Return the last rows of a segment if only they see all paraphrases before it."""
+        own, others = self._paraphrases[number], self._paraphrases[:number]
+        if any(spec_sees_segment(declared.spec, own.stop - 1, other) for other in others):
+            return range(0)
+        blocks = [view.block(own, other) for other in others]
+        sees_all = np.logical_and.reduce([block.all(axis=1) for block in blocks])
+        sees_any = np.logical_or.reduce([block.any(axis=1) for block in blocks])
+        first = len(sees_all) - int(np.argmin([*sees_all[::-1], False]))
+        if not first or sees_any[:first].any():
+            return range(0)  # other rows see them too: another kind of leak
+        return range(own.start + first, own.start + len(sees_all))
+
+    def _prompt_row_finding(
+        self,
+        step: StepRecord,
+        number: int,
+        rows: Sequence[int],
+        layers: tuple[int, ...],
+        declared: DeclaredMask,
+    ) -> Finding:
+        own, others = self._paraphrases[number], self._paraphrases[:number]
+        one, labels = len(rows) == 1, [segment.label for segment in others]
+        last = "the last row" if one else f"the last {len(rows)} rows"
+        seen, n_isolated = sum(map(len, others)), len(own) - len(rows)
+        rest = "row of its segment sees" if n_isolated == 1 else "rows of its segment see"
+        sentence = (
+            f"{capitalize(self.context.format_position(rows[0]))}, {last} of "
+            f"{printable(own.label)}, {is_or_are(len(rows))} masked as if generated in "
+            f"{format_step_layers(layers, step)}: {'it sees' if one else 'they see'} "
+            f"{plural(seen, 'key')} of {abbreviate_labels(labels)}, of which the other "
+            f"{n_isolated} {rest} none{_format_assumption(declared)}."
+        )
+        return self.finding(
+            step,
+            "decode.prompt-row-generated",
+            sentence,
+            severity=Severity.WARNING if declared.assumed else None,
+            layers=layers,
+            positions=rows,
+            evidence={
+                "segment": own.label,
+                "rows": len(rows),
+                "rows_apart": n_isolated,
+                "keys_seen": seen,
+                "segments_seen": labels,
+                "assumed": declared.assumed,
+            },
+            series=f"{own.start} {rows[0]} {layers}",
+        )
+
+    def _check_generated_row(
+        self, step: StepRecord, views: Sequence[StepMaskView], declared: DeclaredMask
+    ) -> Iterator[Finding]:
+        missed: dict[tuple[Segment, ...], list[StepMaskView]] = {}
+        for view in views:
+            if view.newest_row[: view.newest_key + 1].all() and not view.first_key_pos:
+                continue  # the whole cost of a step without findings
+            missing = self._missed_paraphrases(view, declared)
+            if missing:
+                missed.setdefault(missing, []).append(view)
+        for segments, group in missed.items():
+            yield self._isolated_finding(step, segments, group, declared)
+
+    def _missed_paraphrases(
+        self, view: StepMaskView, declared: DeclaredMask
+    ) -> tuple[Segment, ...]:
+        """Return the paraphrases that the row should see and does not.
+
+        They do not count if the row does not see itself (then it has the mask of another row), if
+        the cue does not see them either (they are unused), or if a window has moved past them.
+        """
+        keys, layer = view.visible_positions(), view.layers[0]
+        before = self._n_seen.get(layer, 0)
+        self._n_seen.update(dict.fromkeys(view.layers, len(keys)))
+        if not len(keys) or keys[-1] != view.newest_pos or view.first_key_pos:
+            return ()
+        if mask_views.is_sliding_window(keys, view.newest_pos, before):
+            return ()
+        cue = self._cue.get(layer)
+        return tuple(
+            segment
+            for segment in self._paraphrases
+            if not view.sees(segment)
+            and (cue is None or segment.start in cue)
+            and spec_sees_segment(declared.spec, view.newest_pos, segment)
+        )
+
+    def _isolated_finding(
+        self,
+        step: StepRecord,
+        missed: Sequence[Segment],
+        views: Sequence[StepMaskView],
+        declared: DeclaredMask,
+    ) -> Finding:
+        layers = tuple(sorted(layer for view in views for layer in view.layers))
+        keys, last = views[0].visible_positions(), views[0].newest_pos
+        labels = [segment.label for segment in missed]
+        cue = ", although the last row of the cue does" if self._cue else ""
+        inside = self.context.format_rows(keys).partition(" of ")[2]
+        sentence = (
+            f"Generated rows do not see {abbreviate_labels(labels)} in "
+            f"{format_step_layers(layers, step)}: in step {step.step} "
+            f"{self.context.format_position(last)} sees {len(keys)} of {plural(last + 1, 'key')}, "
+            f"{f'of {inside}' if inside else 'all of them elsewhere'}{cue}"
+            f"{_format_assumption(declared)}."
+        )
+        severity = Severity.WARNING if declared.assumed else Severity.ERROR
+        if declared.assumed and not self._cue and list(missed) == self._paraphrases[:-1]:
+            severity = Severity.NOTE  # a packed prompt may continue its last document on purpose
+        return self.finding(
+            step,
+            "decode.generated-row-isolated",
+            sentence,
+            severity=severity,
+            layers=layers,
+            positions=(last,),
+            evidence={
+                "missed": labels,
+                "keys_missed": sum(map(len, missed)),
+                "seen": len(keys),
+                "keys": last + 1,
+                "assumed": declared.assumed,
+            },
+            series=f"{[segment.start for segment in missed]} {layers}",
+        )
+
+
+def _format_assumption(declared: DeclaredMask) -> str:
+    if not declared.assumed:
+        return ""
+    return "; no mask was declared, so the segments are assumed to be isolated in the prompt"

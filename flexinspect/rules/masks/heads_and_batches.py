@@ -23,8 +23,8 @@ from flexinspect.core.text import format_numbers, format_ranges, plural
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import declared_tokenizer
-from flexinspect.records.step import CallRecord, EventRecord, MaskRecord, StepRecord
-from flexinspect.rules.context import RuleContext, format_step_layers
+from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
+from flexinspect.rules.context import RuleContext, format_step_layers, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import call_layers, format_mask_mod, layers_of
 
@@ -45,7 +45,17 @@ class HeadsRule(Rule):
         """Return findings for the new masks of a step, and for its events about repeated keys."""
         for event in step.events:
             if event.kind == KEYS_TILED_EVENT:
-                yield self._tiled_finding(step, event)
+                layers = [int(layer) for layer in event.data["layers"]]
+                sentence = (
+                    f"In {format_step_layers(layers, step)} the keys of {event.data['q_heads']} "
+                    "query heads were repeated as a whole (repeat), not head by head "
+                    "(repeat_interleave): query head 1 reads the keys of another group than its "
+                    "neighbour, query head 0."
+                )
+                id_, data = "attention.keys-tiled", event.data
+                yield self.finding(
+                    step, id_, sentence, layers=layers, head=1, evidence=data, series="tiled"
+                )
         alike: dict[tuple[str | None, tuple[int, ...]], _MaskCalls] = {}
         for mask in step.masks:
             if mask.cells is not None and len(mask.cells) > 1:
@@ -59,14 +69,16 @@ class HeadsRule(Rule):
     def _by_head_finding(
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], odd: Sequence[int]
     ) -> Finding:
-        call, layers = calls[0], call_layers(self.context, calls)
+        call, layers, groups = calls[0], call_layers(self.context, calls), ""
         where = f" in {format_step_layers(layers, step)}" if layers else ""
-        rest = call.q_heads - len(odd)
+        if call.q_heads != call.kv_heads:
+            size = call.q_heads // call.kv_heads
+            groups = f", and {size} neighbours share each of the {call.kv_heads} kv heads"
         sentence = (
             f"The mask of {format_mask_mod(mask)} depends on the head{where}: "
             f"{_format_odd_heads(call, odd)} {'has' if len(odd) == 1 else 'have'} other cells than "
-            f"the remaining {plural(rest, 'query head')}; h counts query heads"
-            f"{_format_kv_groups(call)}."
+            f"the remaining {plural(call.q_heads - len(odd), 'query head')}; h counts query "
+            f"heads{groups}."
         )
         return self.finding(
             step,
@@ -82,23 +94,6 @@ class HeadsRule(Rule):
                 "kv_heads": call.kv_heads,
             },
             series=f"{mask.mask_mod} {list(odd)}",
-        )
-
-    def _tiled_finding(self, step: StepRecord, event: EventRecord) -> Finding:
-        data, layers = event.data, [int(layer) for layer in event.data["layers"]]
-        sentence = (
-            f"In {format_step_layers(layers, step)} the keys of {data['q_heads']} query heads were "
-            "repeated as a whole (repeat), not head by head (repeat_interleave): query head 1 "
-            "reads the keys of another group than its neighbour, query head 0."
-        )
-        return self.finding(
-            step,
-            "attention.keys-tiled",
-            sentence,
-            layers=layers,
-            head=1,
-            evidence=data,
-            series="tiled",
         )
 
 
@@ -120,16 +115,6 @@ def _format_odd_heads(call: CallRecord, odd: Sequence[int]) -> str:
     if call.q_heads == call.kv_heads:
         return format_numbers("head", odd)
     return ", ".join(f"query head {head} -> kv head {_key_head(call, head)}" for head in odd)
-
-
-def _format_kv_groups(call: CallRecord) -> str:
-    if call.q_heads == call.kv_heads:
-        return ""
-    size = call.q_heads // call.kv_heads
-    return f", and {size} neighbours share each of the {call.kv_heads} kv heads"
-
-
-# -- batch rows ------------------------------------------------------------------------------------
 
 
 BATCH_ROWS_EVENT = "batch-rows"
@@ -185,27 +170,22 @@ class BatchRowsRule(Rule):
 def _describe_ignored_batch(step: StepRecord, mask: MaskRecord, data: Mapping[str, Any]) -> str:
     other, row, key = data["first"]
     n_open, differ = data["open"], data["differ"]
-    effect = (
-        "compiled FlexAttention used the tables of batch row 0 for all of them"
-        if mask.compiled
-        else "uncompiled FlexAttention is correct, compiled it would use the tables of batch row 0 "
-        "for all of them"
-    )
+    uses = "uncompiled FlexAttention is correct, compiled it would use"
+    if mask.compiled:
+        uses = "compiled FlexAttention used"
     return (
         f"the block mask of {format_mask_mod(mask)} was built for one batch row (B=None), but its "
         f"mask_mod depends on the batch: batch {_format_batch_rows(differ)} of {data['batch']} "
         f"{'differs' if len(differ) == 1 else 'differ'} from row 0, first at row "
         f"{step.kv_before + row}, key {key} of batch row {other} ({n_open[other]} cells open in "
-        f"the checked rows, {n_open[0]} in batch row 0); {effect}"
+        f"the checked rows, {n_open[0]} in batch row 0); {uses} the tables of batch row 0 for all "
+        "of them"
     )
 
 
 def _format_batch_rows(rows: Sequence[int]) -> str:
     """Return `row 1` or `rows 1, 3`."""
     return format_numbers("row", rows[:_MAX_BATCH_ROWS])
-
-
-# -- padding in a batch ----------------------------------------------------------------------------
 
 
 _MAX_PADDED_POSITIONS = 8
@@ -245,17 +225,16 @@ class BatchPaddingRule(Rule):
 
     def _count_pads(self, step: StepRecord) -> None:
         """Count the padding tokens that each sequence begins with."""
-        arrays = {one.stream: one.array for one in step.arrays if one.stream in self.streams}
-        self._pads = None
-        self._has_padding_mask = "inputs.mask" in arrays
-        if self._has_padding_mask:
-            real = np.asarray(arrays["inputs.mask"], np.bool_)
-            is_left_padded = bool(len(real)) and bool(real[:, -1].all())
-            self._pads = _count_leading(~real) if is_left_padded else None
-        elif "inputs.ids" in arrays:
+        mask, ids = step_array(step, "inputs.mask"), step_array(step, "inputs.ids")
+        self._pads, self._has_padding_mask = None, mask is not None
+        if mask is not None:
+            real = np.asarray(mask, np.bool_)
+            if len(real) and real[:, -1].all():  # padded on the left
+                self._pads = _count_leading(~real)
+        elif ids is not None:
             tokenizer = declared_tokenizer(self.context.generation.declared)
             if tokenizer.pad is not None and tokenizer.pad not in (tokenizer.bos, *tokenizer.eos):
-                pads = _count_leading(np.asarray(arrays["inputs.ids"]) == tokenizer.pad)
+                pads = _count_leading(np.asarray(ids) == tokenizer.pad)
                 # If each sequence has as many, the model may begin every text with this token.
                 self._pads = pads if pads.min() < pads.max() else None
 
@@ -295,9 +274,10 @@ class BatchPaddingRule(Rule):
         self, step: StepRecord, rows: Sequence[int], calls: Sequence[CallRecord], pads: PadCounts
     ) -> Finding:
         layers, n_pads = layers_of(calls), int(pads[rows[0]])
-        source = ""
+        source, severity = "", None
         if not self._has_padding_mask:
             source = " (counted by token ids, because the model received no attention mask)"
+            severity = Severity.WARNING
         sentence = (
             f"In {format_step_layers(layers, step)} batch {_format_batch_rows(rows)} of "
             f"{len(pads)} {'sees' if len(rows) == 1 else 'see'} padding keys in step {step.step}: "
@@ -308,7 +288,7 @@ class BatchPaddingRule(Rule):
             step,
             "mask.batch-padding",
             sentence,
-            severity=None if self._has_padding_mask else Severity.WARNING,
+            severity=severity,
             layers=layers,
             positions=range(min(n_pads, _MAX_PADDED_POSITIONS)),
             evidence={"rows": list(rows), "pads": [int(pads[row]) for row in rows]},
@@ -318,6 +298,5 @@ class BatchPaddingRule(Rule):
 
 def _count_leading(flags: npt.NDArray[np.bool_]) -> PadCounts:
     """Return how many flags each row of flags, bool (batch, positions), begins with."""
-    with_end = np.concatenate((flags, np.zeros((len(flags), 1), np.bool_)), axis=1)
-    counts: PadCounts = (~with_end).argmax(axis=1).astype(np.int64)
+    counts: PadCounts = np.pad(flags, ((0, 0), (0, 1))).argmin(axis=1)
     return counts

@@ -79,16 +79,6 @@ class CellDifference:
     first_row: int = 0
 
 
-# -- the expected cells ---------------------------------------------------------------------------
-
-
-def spec_rows(spec: MaskSpec, frame: CellFrame, start: int, stop: int) -> PackedMask:
-    """Return rows `start` to `stop` of a spec, packed: uint8 (rows, bytes of keys)."""
-    positions = np.arange(frame.q_offset + start, frame.q_offset + stop)
-    kv_offset, window = frame.kv_offset, frame.window
-    return pack_spec(spec, positions, frame.n_keys, kv_offset=kv_offset, window=window)
-
-
 def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
     """Return a spec with its borders shifted by n positions (to earlier ones for n < 0)."""
     starts = [max(start + n, 0) for start in spec.starts]
@@ -98,9 +88,6 @@ def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
         for ends in (spec.prefix_stops, spec.local_starts)
     )
     return MaskSpec(spec.name, (0, *(starts[i] for i in keep[1:])), head, low)
-
-
-# -- comparing ------------------------------------------------------------------------------------
 
 
 def row_matches_spec(row: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
@@ -128,8 +115,8 @@ def count_wrong_cells(
     Counting stops once the number reaches `limit`.
     """
     n_wrong = 0
-    for start, ran, counts in _iter_packed_rows(cells, frame):
-        wrong = (ran ^ spec_rows(spec, frame, start, start + len(ran))) & counts
+    for _, ran, expected, counts in _iter_packed_rows(cells, spec, frame):
+        wrong = (ran ^ expected) & counts
         if wrong.any():
             n_wrong += int(BIT_COUNTS[wrong].sum(dtype=np.int64))
             if n_wrong >= limit:
@@ -139,27 +126,25 @@ def count_wrong_cells(
 
 def has_future_keys(cells: BoolArray, frame: CellFrame) -> bool:
     """Return whether any row sees a key that comes after it."""
-    unwindowed = replace(frame, window=None)
-    for start, ran, counts in _iter_packed_rows(cells, frame):
-        past = spec_rows(algebra.causal(), unwindowed, start, start + len(ran))
-        if (ran & ~past & counts).any():
-            return True
-    return False
+    rows = _iter_packed_rows(cells, algebra.causal(), replace(frame, window=None))
+    return any((ran & ~past & counts).any() for _, ran, past, counts in rows)
 
 
 def _iter_packed_rows(
-    cells: BoolArray, frame: CellFrame
-) -> Iterator[tuple[int, PackedMask, PackedMask]]:
-    """Yield (first row, packed rows, packed flags of the cells to compare)."""
+    cells: BoolArray, spec: MaskSpec, frame: CellFrame
+) -> Iterator[tuple[int, PackedMask, PackedMask, PackedMask]]:
+    """Yield chunks as (first row, packed rows, those of the spec, flags of cells to compare)."""
     keys = np.ones(frame.n_keys, np.bool_) if frame.keys is None else frame.keys
-    counting = np.packbits(keys)
+    counting, offset, window = np.packbits(keys), frame.kv_offset, frame.window
     for start, stop in row_chunks(len(cells), _DIFF_ROW_CHUNK):
         some = cells[start:stop]
         sees: BoolArray = np.any(some, axis=1)
         if frame.rows is not None:
             sees &= frame.rows[start:stop]
         ran = np.packbits(some[:, : frame.n_keys], axis=1)
-        yield start, ran, np.where(sees[:, None], counting, np.uint8(0))
+        rows = np.arange(frame.q_offset + start, frame.q_offset + start + len(ran))
+        expected = pack_spec(spec, rows, frame.n_keys, kv_offset=offset, window=window)
+        yield start, ran, expected, np.where(sees[:, None], counting, np.uint8(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +168,9 @@ def find_difference(
     """
     out = CellDifference(n_rows=len(cells), first_row=frame.q_offset)
     key_idx = np.arange(frame.n_keys) + frame.kv_offset
-    for start, packed, counting in _iter_packed_rows(cells, frame):
+    for start, *packed in _iter_packed_rows(cells, spec, frame):
         ran, expected, counts = (
-            np.unpackbits(bits, axis=1, count=frame.n_keys).view(np.bool_)
-            for bits in (packed, spec_rows(spec, frame, start, start + len(packed)), counting)
+            np.unpackbits(bits, axis=1, count=frame.n_keys).view(np.bool_) for bits in packed
         )
         q_idx = np.arange(start, start + len(ran)) + frame.q_offset
         ran &= counts
@@ -235,8 +219,6 @@ def _add_lost(out: CellDifference, lost: BoolArray, q_idx: IntArray, key_idx: In
     if out.first_lost is None:
         out.first_lost = int(q_idx[rows[0]]), int(key_idx[keys[0]])
 
-
-# -- patterns -------------------------------------------------------------------------------------
 
 OPEN, CAUSAL, MOVED, WINDOW, OTHER = "open", "causal", "moved", "window", "other"
 

@@ -45,11 +45,21 @@ class LayerGroup:
     `usual_path` is the path of most other layers if these layers took another one.
     """
 
+    step: StepRecord
     mask: MaskRecord
     call: CallRecord
     layers: tuple[int, ...]
-    n_layers: int
     usual_path: str = ""
+
+    @property
+    def n_layers(self) -> int:
+        """How many layers have calls in the step."""
+        return len({call.layer for call in self.step.calls})
+
+    @property
+    def n_heads(self) -> int:
+        """How many heads have a mask of their own; 1 if all share one."""
+        return 1 if self.mask.cells is None else len(self.mask.cells)
 
     @property
     def has_custom_mask_mod(self) -> bool:
@@ -67,11 +77,11 @@ class LayerGroup:
         """Whether these layers took another path than the others, or a fallback after an error."""
         return self.call.suppressed_exception is not None or self.usual_path != ""
 
-    def describe_where(self, heads: Sequence[int] = (), n_heads: int = 1) -> str:
+    def describe_where(self, heads: Sequence[int] = ()) -> str:
         """Return "Layer 3", "All 8 layers", "Layers 0-2 in heads 0, 3 of 8"."""
         in_heads = ""
-        if heads and len(heads) < n_heads:
-            in_heads = f" in {format_numbers('head', heads)} of {n_heads}"
+        if heads and len(heads) < self.n_heads:
+            in_heads = f" in {format_numbers('head', heads)} of {self.n_heads}"
         return capitalize(format_layers(self.layers, self.n_layers)) + in_heads
 
     def describe_run(self) -> str:
@@ -102,14 +112,13 @@ class MaskCase:
         pattern: what ran instead (see `mask_difference.classify_pattern`).
         amount: the shift or the window of the pattern.
         earlier_generation: the generation whose declared mask it is, if any.
-        heads: the heads that differ, of `n_heads`.
+        heads: the heads that differ.
         pieces: how many block-diagonal pieces the `segments` form.
         id: the finding id, if it does not follow from the rest.
         severity: the severity, if it does not follow from the rest.
         varies: whether the counts vary over the layers; those here are the largest.
     """
 
-    step: StepRecord
     group: LayerGroup
     difference: CellDifference
     expected: str
@@ -118,7 +127,6 @@ class MaskCase:
     amount: int = 0
     earlier_generation: int | None = None
     heads: tuple[int, ...] = ()
-    n_heads: int = 1
     pieces: int = 0
     segments: int = 0
     id: str = ""
@@ -171,7 +179,7 @@ def case_sentence(context: RuleContext, case: MaskCase, finding_id: str) -> str:
     if case.assumed:
         assumption = f" (no mask was declared; {case.segments} segments are assumed to be isolated)"
     return (
-        f"{case.group.describe_where(case.heads, case.n_heads)} ran {case.group.describe_run()}"
+        f"{case.group.describe_where(case.heads)} ran {case.group.describe_run()}"
         f"{describe(context, case)}{_describe_first_pair(context, case.difference)}{assumption}."
     )
 
@@ -179,7 +187,7 @@ def case_sentence(context: RuleContext, case: MaskCase, finding_id: str) -> str:
 def _describe_open(context: RuleContext, case: MaskCase) -> str:
     backend = case.group.call.backend
     known = backend in ("sdpa", "eager", "flex_attention", "direct")
-    known = known or any(event.kind == MASK_FUNCTION_EVENT for event in case.step.events)
+    known = known or any(event.kind == MASK_FUNCTION_EVENT for event in case.group.step.events)
     why = "" if known else f" (attention '{printable(backend)}' has no mask function)"
     return f"{why}: every cell is open, so {_describe_future_rows(case.difference)}"
 
@@ -278,7 +286,7 @@ def _describe_pattern(case: MaskCase) -> str:
             f" (it is the declared one cut to the newest {plural(case.amount, 'key')}, but the "
             "layer declares no such window)"
         )
-    if not case.difference.leaked and case.difference.lost and case.step.q_len == 1:
+    if not case.difference.leaked and case.difference.lost and case.group.step.q_len == 1:
         n_open = case.difference.n_open
         row_0 = ", as for row 0" if case.difference.last_keys == [0] else ""
         return f" ({n_open} of {plural(n_open + case.difference.lost, 'key')} left{row_0})"

@@ -158,29 +158,17 @@ def spec_reach(
 ) -> tuple[BoolArray, BoolArray]:
     """Return which targets reach which sources in one layer, and over any number of layers.
 
-    Both are bool (targets, sources). They are computed over runs of positions without a border of a
-    segment or of the spec inside: in each run, the last row sees all keys that the others see.
+    Both are bool (targets, sources).
     """
     n = max(segment.stop for segment in (*targets, *sources))
-    spans = [pos for s in (*targets, *sources) for pos in (s.start, s.stop)]
-    borders = {0, n, *spans, *spec.starts, *spec.prefix_stops, *spec.local_starts}
-    starts = np.array(sorted(border for border in borders if 0 <= border < n))
-    rows = np.append(starts[1:], n) - 1
-    region = np.searchsorted(spec.starts, rows, side="right") - 1
-    prefix_stops = np.asarray(spec.prefix_stops)[region][:, None]
-    local_starts = np.asarray(spec.local_starts)[region][:, None]
-    sees = (starts <= rows[:, None]) & ((starts < prefix_stops) | (starts >= local_starts))
-    closure = sees | np.eye(len(starts), dtype=np.bool_)
-    for _ in range(int(np.ceil(np.log2(len(starts)))) + 1):
-        closure = (closure.astype(np.int64) @ closure) > 0
-
-    def joined(cells: BoolArray) -> BoolArray:
-        inside = [
-            [(s.start <= starts) & (starts < s.stop) for s in some] for some in (targets, sources)
-        ]
-        return np.array([[cells[np.ix_(t, s)].any() for s in inside[1]] for t in inside[0]])
-
-    return joined(sees), joined(closure)
+    rows = pack_rows(spec.dense(n)[None], n)
+    # As many layers as rows are enough. After one that adds no row, the others cost nothing.
+    inputs = [_rows_reached(dict.fromkeys(range(n), rows), source) for source in sources]
+    direct, over_layers = (
+        np.array([[reached[at][t.start : t.stop].any() for reached in inputs] for t in targets])
+        for at in (1, -1)
+    )
+    return direct, over_layers
 
 
 _MAX_NAMED_CARRIERS = 4

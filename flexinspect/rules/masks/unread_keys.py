@@ -281,7 +281,7 @@ def _read_by_others(view: StepMaskView, positions: Positions, offset: int) -> Bo
     read[inside] = cells[:, next_rows[inside], columns[inside]].any(axis=0)
     rest = np.flatnonzero(~read)
     if len(rest):
-        read[rest] = count_readers(cells, columns[rest], offset - view.first_key_pos) > 0
+        read[rest] = count_readers(cells, columns[rest], offset - view.first_key_pos)[0] > 0
     return read
 
 

@@ -83,7 +83,7 @@ class BorderCheck:
 
         A mask with a border in most rows (sliding window, fully open) has no segments to compare.
         """
-        heads, borders = head_borders.heads, head_borders.borders
+        heads, borders = head_borders
         if mask is None or mask.q_offset or len(borders) > mask.q_len // 2:
             return None
         apart = [one for one in self._paraphrases if one.start < mask.q_len]
@@ -263,12 +263,8 @@ def explain_shift(prompt: PromptTokens, n: int) -> str:
     return f", as if positions had been counted without {omitted}" if omitted else ""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadBorders:
-    """The borders of some heads of a mask; `heads` is empty if all heads share them."""
-
-    heads: tuple[int, ...]
-    borders: Borders
+HeadBorders = tuple[tuple[int, ...], Borders]
+"""Heads of a mask with their borders; without heads, all heads share them."""
 
 
 def find_borders(mask: MaskRecord | None) -> tuple[HeadBorders, ...]:
@@ -290,8 +286,8 @@ def find_borders(mask: MaskRecord | None) -> tuple[HeadBorders, ...]:
             return ()
         by_head.setdefault(_find_row_borders(counts, mask.q_offset), []).append(head)
     if len(by_head) == 1:
-        return (HeadBorders((), next(iter(by_head))),)
-    return tuple(HeadBorders(tuple(heads), borders) for borders, heads in by_head.items())
+        return (((), next(iter(by_head))),)
+    return tuple((tuple(heads), borders) for borders, heads in by_head.items())
 
 
 def _has_sliding_rows(cells: BoolArray, counts: OpenKeyCounts, offset: int) -> bool:
