@@ -320,20 +320,17 @@ def _format_scale(call: CallRecord) -> str:
     return f"{scale:.4g} ({_scale_factor(call):g} times 1/sqrt({call.head_dim}))"
 
 
+_dtype = attrgetter("dtype")
+
+
+def _format_softcap(call: CallRecord) -> str:
+    return "not capped" if call.softcap is None else f"capped at {call.softcap:g}"
+
+
 _CALL_FACTS = (
     _CallFact("attention.scale", "scores are scaled by", _scale_factor, _format_scale),
-    _CallFact(
-        "attention.softcap-differs",
-        "scores are",
-        lambda call: call.softcap,
-        lambda call: "not capped" if call.softcap is None else f"capped at {call.softcap:g}",
-    ),
-    _CallFact(
-        "attention.dtype-differs",
-        "attention runs in",
-        lambda call: call.dtype,
-        lambda call: call.dtype,
-    ),
+    _CallFact("attention.softcap-differs", "scores are", attrgetter("softcap"), _format_softcap),
+    _CallFact("attention.dtype-differs", "attention runs in", _dtype, _dtype),
 )
 
 

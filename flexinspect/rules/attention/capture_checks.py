@@ -106,10 +106,8 @@ class ObserverRule(Rule):
         )
 
     def _check_layers(self, step: StepRecord, seen: set[int]) -> Iterator[Finding]:
-        """Report layers without a call in this step that had one before.
-
-        Capture writes an event about layers that never had one.
-        """
+        """Report layers without a call in this step that had one before."""
+        # Capture writes an event about layers that never had one.
         missing = sorted(self._expected - seen)
         self._expected = self._expected | seen
         if not missing or not seen or not self._is_followed or self.context.is_standalone:

@@ -63,8 +63,7 @@ class FailuresRule(Rule):
     )
 
     def __init__(self) -> None:
-        self._mode = ""
-        """The dispatch mode in which FlexAttention failed in this process."""
+        self._mode = ""  # the dispatch mode in which FlexAttention failed in this process
         self._pending: list[EventRecord] = []
 
     def on_generation_start(self, context: RuleContext) -> None:
@@ -231,7 +230,14 @@ class GraphsRule(Rule):
             if self._n_steps:
                 self._reset()
             return
-        self._count_graphs(step, built)
+        key = self._call_key(step)
+        if key != self._key:
+            self._reset()
+            self._key, self._first = key, self._step_number(step)
+        self._n_steps += 1
+        self._n_graphs += sum(int(event.data.get("graphs", 1)) for event in built)
+        self._n_by_code += any("guard" in event.data for event in built)
+        self._ms += step.wall_ms
         by_code = self._n_steps >= MIN_STEPS_BY_CODE and self._n_by_code >= MIN_STEPS_BY_CODE - 2
         if by_code or self._n_steps >= MIN_STEPS:
             yield self._every_step_finding(step, built[-1])
@@ -254,16 +260,6 @@ class GraphsRule(Rule):
             layers=event_layers(event),
             evidence=event.data,
         )
-
-    def _count_graphs(self, step: StepRecord, built: Sequence[EventRecord]) -> None:
-        key = self._call_key(step)
-        if key != self._key:
-            self._reset()
-            self._key, self._first = key, self._step_number(step)
-        self._n_steps += 1
-        self._n_graphs += sum(int(event.data.get("graphs", 1)) for event in built)
-        self._n_by_code += any("guard" in event.data for event in built)
-        self._ms += step.wall_ms
 
     def _call_key(self, step: StepRecord) -> tuple[Any, ...]:
         """What consecutive steps have in common; a call with another key starts a new count."""

@@ -27,15 +27,12 @@ COSTLY_LAYERS = 4
 MIN_UNCHANGED_STEPS = 3
 """Consecutive steps with a rebuilt unchanged mask, from which it is reported."""
 
-
-_DIGITS = re.compile(r"\d+")
-
+_DIGITS = re.compile(r"\d+")  # they differ between the messages of steps and layers
 _LOOKUP_ERRORS = ("KeyError", "IndexError", "AttributeError", "StopIteration", "LookupError")
 """Exceptions that code uses to detect that it has no mask yet."""
 
 _NO_MASK_PASSED = (None, "none")
 """The kernel received the mask of its layer, or the layer received none."""
-
 
 Calls = Mapping[int, CallRecord]
 """The last call of each layer."""
@@ -71,10 +68,8 @@ class KernelPathRule(Rule):
     def __init__(self) -> None:
         self._last_mask: str | None = None
         """The only mask of the last step, even of another generation."""
-        self._n_unchanged = 0
-        """Consecutive steps that rebuilt it without a change."""
-        self._unchanged_masks: set[str] = set()
-        """Masks whose needless builds were reported."""
+        self._n_unchanged = 0  # consecutive steps that rebuilt it without a change
+        self._unchanged_masks: set[str] = set()  # masks whose needless builds were reported
         self._failed_kernels: dict[tuple[int | None, str], str] = {}
         """Which kernel raised, by layer and exception message, for the whole run."""
 
@@ -178,7 +173,7 @@ class KernelPathRule(Rule):
         )
         evidence = {"suppressed_exception": message, "kernel": kernel}
         severity = Severity.ERROR if lost.has_leak else None
-        series = f"{call.path} in {list(group)}: {_mask_digits(message)}"
+        series = f"{call.path} in {list(group)}: {_DIGITS.sub('#', message)}"
         return self._path_finding(
             step,
             finding_id,
@@ -316,11 +311,9 @@ class KernelPathRule(Rule):
         return _MaskComparison(words, has_leak=leaked > 0, evidence=evidence)
 
     def _check_builds(self, step: StepRecord) -> Iterator[Finding]:
-        """Report masks that several layers build, or else one that each step builds again.
-
-        A step is compared with the previous one, even of another generation: a loop over sequences
-        of equal length rebuilds the same mask for each.
-        """
+        """Report masks that several layers build, or else one that each step builds again."""
+        # A step is compared with the previous one, even of another generation: a loop over
+        # sequences of equal length rebuilds the same mask for each.
         groups: dict[tuple[Any, ...], list[BuildRecord]] = {}
         mask_of = {call.layer: call.mask for call in step.calls}
         for build in step.builds:
@@ -409,10 +402,5 @@ def _group_by_message(last: Calls, name: str) -> dict[str, dict[int, CallRecord]
     for layer, call in last.items():
         message = getattr(call, name)
         if message is not None:
-            groups.setdefault(f"{call.path} {_mask_digits(message)}", {})[layer] = call
+            groups.setdefault(f"{call.path} {_DIGITS.sub('#', message)}", {})[layer] = call
     return groups
-
-
-def _mask_digits(words: str) -> str:
-    """A message without its numbers, which differ between steps and layers."""
-    return _DIGITS.sub("#", words)

@@ -264,10 +264,8 @@ class LengthsRule(Rule):
     def _check_dense_rows(
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord]
     ) -> Iterator[Finding]:
-        """Return a finding if a decode step reads a larger dense mask from its first row.
-
-        For a prompt, the upper left corner of a larger mask is correct.
-        """
+        """Return a finding if a decode step reads a larger dense mask from its first row."""
+        # For a prompt, the upper left corner of a larger mask is correct.
         passed = calls[0].mask_passed_to_layer
         is_dense = mask.kind in ("bool", "float") and calls[0].path.startswith("flex")
         if not is_dense or passed is None:
@@ -293,11 +291,9 @@ class LengthsRule(Rule):
         )
 
     def _check_short_layers(self, step: StepRecord, inputs: InputsRecord) -> Iterator[Finding]:
-        """Return a finding for layers that receive fewer keys than their cache holds.
-
-        A sliding window explains missing keys if one more is missing at each step and if the prompt
-        did not see further back.
-        """
+        """Return a finding for layers that receive fewer keys than their cache holds."""
+        # A sliding window explains missing keys if one more is missing at each step and if the
+        # prompt did not see further back.
         previous, self._n_missing_keys = self._n_missing_keys, {}
         cached, short = dict(enumerate(inputs.cached_after)), list[CallRecord]()
         for call in step.calls:

@@ -100,11 +100,9 @@ class MasksRule(Rule):
         return findings
 
     def _group_calls(self, step: StepRecord) -> list[LayerGroup]:
-        """Return the known masks of a step with their layers.
-
-        A layer that is not causal is compared only with a declared mask; calls that attend from
-        other rows (cross attention) are left out.
-        """
+        """Return the known masks of a step with their layers."""
+        # A layer that is not causal is compared only with a declared mask; calls that attend from
+        # other rows (cross attention) are left out.
         by_mask: dict[tuple[object, ...], list[CallRecord]] = {}
         for call in step.calls:
             if call.q_len == step.q_len:
@@ -115,7 +113,11 @@ class MasksRule(Rule):
             mask = self.context.mask(calls[0].mask)
             if mask is not None and (calls[0].causal is not False or is_declared):
                 _add_group(groups, LayerGroup(step, mask, calls[0], layers_of(calls)))
-        return groups if len(groups) < 2 else _add_usual_paths(groups)
+        if len(groups) < 2:
+            return groups
+        paths = Counter(group.call.path for group in groups for _ in group.layers)
+        most = max(paths, key=lambda path: (paths[path], path.startswith("flex")))
+        return [replace(g, usual_path=most if g.call.path != most else "") for g in groups]
 
     def _check_group(self, group: LayerGroup) -> MaskCase | None:
         declared, spec = self.context.declared_mask, self.context.declared_spec
@@ -149,10 +151,8 @@ class MasksRule(Rule):
         return replace(case, expected=f"the declared mask ({spec.name})")
 
     def _differs_only_in_bos(self, mask: MaskRecord, spec: MaskSpec, frame: CellFrame) -> bool:
-        """Return whether the cells differ from a spec only in which rows see the BOS.
-
-        Conventions differ, and nothing can leak through the BOS, which sees only itself.
-        """
+        """Return whether the cells differ from a spec only in which rows see the BOS."""
+        # Conventions differ, and nothing can leak through the BOS, which sees only itself.
         if self._non_bos is None or spec.name == "causal":
             return False
         keys = slice_flags(self._non_bos, frame.kv_offset, frame.n_keys)
@@ -226,10 +226,8 @@ class MasksRule(Rule):
     def _find_differing_heads(
         self, mask: MaskRecord, spec: MaskSpec | None, frame: CellFrame
     ) -> tuple[tuple[int, ...], tuple[BoolArray, CellFrame] | None]:
-        """Return the heads whose cells differ from a spec, and cells and frame of the first one.
-
-        Without a spec, a head differs if any of its rows sees the future.
-        """
+        """Return the heads whose cells differ from a spec, and cells and frame of the first one."""
+        # Without a spec, a head differs if any of its rows sees the future.
         if mask.cells is None:
             return (), None
         n_rows = max(mask.q_len, 1)
@@ -294,10 +292,9 @@ class MasksRule(Rule):
         )
 
     def _report_case(self, case: MaskCase) -> Finding:
-        """Return the finding of a case, under the id of an earlier one of the same layers.
-
-        A mask that leaks in the prompt leaks in generated rows too, whatever each step looks like.
-        """
+        """Return the finding of a case, under the id of an earlier one of the same layers."""
+        # A mask that leaks in the prompt leaks in generated rows too, whatever each step looks
+        # like.
         found, layers = case.difference, case.group.layers
         step = case.group.step
         place = step.branch, layers
@@ -321,13 +318,9 @@ class MasksRule(Rule):
             series="layers " + ", ".join(map(str, layers)),
         )
 
-    def _find_differing_layers(
-        self, step: StepRecord, groups: Sequence[LayerGroup]
-    ) -> list[Finding]:
-        """Return a finding for layers that ran another mask than most layers of their kind.
-
-        Layers of one kind have the same window and the same number of keys.
-        """
+    def _find_differing_layers(self, step: StepRecord, groups: list[LayerGroup]) -> list[Finding]:
+        """Return a finding for layers that ran another mask than most layers of their kind."""
+        # Layers of one kind have the same window and the same number of keys.
         kinds: dict[tuple[int | None, int], list[list[LayerGroup]]] = {}
         for group in groups:
             if group.mask.cells is None:
@@ -439,10 +432,8 @@ def call_frame(step: StepRecord, call: CallRecord) -> CellFrame:
 
 
 def _add_group(groups: list[LayerGroup], new: LayerGroup) -> None:
-    """Add a group, or add its layers to a group that executed the same cells.
-
-    Layers that each build their own mask have different fingerprints for equal cells.
-    """
+    """Add a group, or add its layers to a group that executed the same cells."""
+    # Layers that each build their own mask have different fingerprints for equal cells.
     for number, known in enumerate(groups):
         if _ran_same_mask(known, new):
             both = tuple(sorted({*known.layers, *new.layers}))
@@ -483,13 +474,6 @@ def _ran_same_mask(a: LayerGroup, b: LayerGroup) -> bool:
     if a.mask.uniform_rows is None or b.mask.uniform_rows is None:
         return a.mask.uniform_rows is b.mask.uniform_rows
     return np.array_equal(a.mask.uniform_rows, b.mask.uniform_rows)
-
-
-def _add_usual_paths(groups: list[LayerGroup]) -> list[LayerGroup]:
-    """Return groups with `usual_path`, the path of most layers, set where theirs is another."""
-    paths = Counter(group.call.path for group in groups for _ in group.layers)
-    most = max(paths, key=lambda path: (paths[path], path.startswith("flex")))
-    return [replace(g, usual_path=most if g.call.path != most else "") for g in groups]
 
 
 def count_pads(context: RuleContext) -> int:
@@ -576,9 +560,8 @@ class SlidingWindowRule(Rule):
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return a finding for each window with rows that see the first key outside of it."""
-        wide: dict[int, list[CallRecord]] = {}
+        wide: dict[int, tuple[list[int], list[CallRecord]]] = {}
         checked: dict[tuple[Any, ...], list[int]] = {}
-        rows: dict[int, list[int]] = {}
         for call in step.calls:
             window = call.window
             if window is None or call.causal is False or step.kv_after <= window:
@@ -587,10 +570,9 @@ class SlidingWindowRule(Rule):
             if key not in checked:
                 checked[key] = self._rows_beyond_window(step, call, window)
             if checked[key]:
-                wide.setdefault(window, []).append(call)
-                rows.setdefault(window, checked[key])
-        for window, calls in wide.items():
-            yield self._window_finding(step, window, calls, rows[window])
+                wide.setdefault(window, (checked[key], []))[1].append(call)
+        for window, (rows, calls) in wide.items():
+            yield self._window_finding(step, window, calls, rows)
 
     def _rows_beyond_window(self, step: StepRecord, call: CallRecord, window: int) -> list[int]:
         """Return the positions of rows that see the first key outside of the window."""

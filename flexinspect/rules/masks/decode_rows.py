@@ -129,11 +129,9 @@ class DecodingRule(Rule):
         return [finding for _, finding in self._undecided.values()]
 
     def _check_standalone_call(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
-        """Return a finding if a call has a causal mask aligned to the upper left corner.
-
-        For a call of one row that sees only key 0 of several, this is a warning. For more rows it
-        may be intended, so it is a note.
-        """
+        """Return a finding if a call has a causal mask aligned to the upper left corner."""
+        # For a call of one row that sees only key 0 of several, this is a warning. For more rows it
+        # may be intended, so it is a note.
         n_rows, n_keys = view.cells.shape[1:]
         if n_rows >= n_keys or n_keys < 3 or view.cells[:, -1, n_rows:].any():
             return
@@ -158,9 +156,7 @@ class DecodingRule(Rule):
             evidence={**expected, "mask": view.fingerprint},
         )
 
-    def _check_strict_rows(
-        self, step: StepRecord, views: Sequence[StepMaskView]
-    ) -> Iterator[Finding]:
+    def _check_strict_rows(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
         """Return a finding for prompt rows that do not see themselves, in the layers with most."""
         strict: dict[tuple[int, ...], list[StepMaskView]] = {}
         for view in views:
@@ -198,7 +194,7 @@ class DecodingRule(Rule):
         """Return why a row does not see itself, unless rows of the prompt do not either."""
         row = view.cells[:, -1]
         heads = np.flatnonzero(~row[:, view.newest_key])
-        layers = self._layers_unlike_prompt(view, heads, 0)
+        layers = self._unlike_prompt(view, heads, 0)
         keys = np.flatnonzero(row[heads[0], : view.newest_key])
         # `mask.empty-row` reports rows that see nothing at all.
         if (
@@ -214,14 +210,11 @@ class DecodingRule(Rule):
         elif self._prompt_views:
             yield from self._check_lagging_row(newest)
 
-    def _layers_unlike_prompt(
-        self, view: StepMaskView, heads: Positions, back: int
-    ) -> tuple[int, ...]:
+    def _unlike_prompt(self, view: StepMaskView, heads: Positions, back: int) -> tuple[int, ...]:
         """Return the layers where the last prompt row saw the key `back` before its own."""
         layers = []
         for layer in view.layers:
-            prompt = self._prompt_views.get(layer)
-            seen = np.ones(1, np.bool_)
+            prompt, seen = self._prompt_views.get(layer), np.ones(1, np.bool_)
             if prompt is not None:
                 seen = prompt.cells[:, -1, max(prompt.newest_key - back, 0)]
             if seen[0] if len(seen) == 1 else seen[heads[heads < len(seen)]].any():
@@ -246,11 +239,9 @@ class DecodingRule(Rule):
         return self._row_finding("decode.no-offset", newest, sentence, severity)
 
     def _check_lagging_row(self, newest: _FaultyRow) -> Iterator[Finding]:
-        """Return findings for a row that sees keys only up to one before its own.
-
-        If the last visible key moves on with the next step, the row does not see itself; if it
-        stays, the mask is stale.
-        """
+        """Return findings for a row that sees keys only up to one before its own."""
+        # If the last visible key moves on with the next step, the row does not see itself; if it
+        # stays, the mask is stale.
         key, first = (newest.step.branch, newest.series), newest
         if key in self._undecided:
             first, finding = self._undecided.pop(key)
@@ -291,7 +282,7 @@ class DecodingRule(Rule):
         generated = np.count_nonzero((keys >= n_prompt) & (keys < view.newest_key))
         if not 0 < n_prompt < view.newest_key or generated or not (keys < n_prompt).any():
             return
-        layers = self._layers_unlike_prompt(view, np.arange(len(view.cells)), 1)
+        layers = self._unlike_prompt(view, np.arange(len(view.cells)), 1)
         is_declared = self._is_declared_closed(view.newest_pos, view.newest_pos - 1)
         if not layers or not self._prompt_views or is_declared:
             return
@@ -507,11 +498,9 @@ class RowRolesRule(Rule):
     def _missed_paraphrases(
         self, view: StepMaskView, declared: DeclaredMask
     ) -> tuple[Segment, ...]:
-        """Return the paraphrases that the row should see and does not.
-
-        They do not count if the row does not see itself (then it has the mask of another row), if
-        the cue does not see them either (they are unused), or if a window has moved past them.
-        """
+        """Return the paraphrases that the row should see and does not."""
+        # They do not count if the row does not see itself (then it has the mask of another row), if
+        # the cue does not see them either (they are unused), or if a window has moved past them.
         keys, layer = view.visible_positions(), view.layers[0]
         before = self._n_seen.get(layer, 0)
         self._n_seen.update(dict.fromkeys(view.layers, len(keys)))

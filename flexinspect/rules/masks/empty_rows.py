@@ -22,8 +22,7 @@ from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import broadcast_rows, calls_by_mask
 
-_MAX_NAMED_ROWS = 8
-"""Rows of a standalone call that a sentence names."""
+_MAX_NAMED_ROWS = 8  # rows of a standalone call that a sentence names
 _EMPTY_ROW_CHUNK = 256
 """Rows that are copied at once, so that the copy of a large mask takes only a few MiB."""
 
@@ -134,7 +133,14 @@ class EmptyRowsRule(Rule):
         if self.context.is_standalone:
             yield self._standalone_finding(step, part, calls[0])
             return
-        part = part.select(self._find_unreported(step, part, calls))
+        # All generated rows count as one. Otherwise a mask that is wrong for every decode row would
+        # be reported at every step.
+        key = (step.branch, part.heads != (), *(call.layer for call in calls))
+        reported = self._reported.setdefault(key, set())
+        n_prompt = self.context.n_prompt or step.kv_after
+        positions = [min(pos, n_prompt) for pos in (step.kv_before + part.rows).tolist()]
+        part = part.select(np.array([pos not in reported for pos in positions]))
+        reported.update(positions)
         if not len(part.rows):
             return
         meant = self._is_declared_empty(step.kv_before + part.rows)
@@ -144,21 +150,6 @@ class EmptyRowsRule(Rule):
         for keep, is_meant in ((~meant, False), (meant, True)):
             if keep.any():
                 yield self._empty_finding(step, part.select(keep), calls, is_meant)
-
-    def _find_unreported(
-        self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
-    ) -> BoolArray:
-        """Return which of the rows are new, bool (rows,); all generated rows count as one.
-
-        Otherwise a mask that is wrong for every decode row would be reported at every step.
-        """
-        key = (step.branch, part.heads != (), *(call.layer for call in calls))
-        reported = self._reported.setdefault(key, set())
-        n_prompt = self.context.n_prompt or step.kv_after
-        positions = [min(pos, n_prompt) for pos in (step.kv_before + part.rows).tolist()]
-        new = np.array([pos not in reported for pos in positions])
-        reported.update(positions)
-        return new
 
     def _is_declared_empty(self, positions: Positions) -> BoolArray:
         """Return which rows the declared mask leaves empty (see `masks.algebra.MaskSpec`)."""
@@ -224,11 +215,9 @@ class EmptyRowsRule(Rule):
         yield self.finding(step, "mask.empty-row", sentence, positions=read, evidence=evidence)
 
     def _standalone_finding(self, step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
-        """Return the finding of a standalone call, whose rows have no tokens.
-
-        Which rows are read is known only if rows and keys are the same tokens, so if their numbers
-        are equal.
-        """
+        """Return the finding of a standalone call, whose rows have no tokens."""
+        # Which rows are read is known only if rows and keys are the same tokens, so if their
+        # numbers are equal.
         n, n_rows, is_square = len(part.rows), part.last + 1, part.mask.q_len == part.mask.kv_len
         rows = format_ranges(part.rows[:_MAX_NAMED_ROWS].tolist())
         rows += ", ..." if n > _MAX_NAMED_ROWS else ""
@@ -351,11 +340,9 @@ def intended_cells(mask: MaskRecord) -> BoolArray | None:
 
 
 def _empty_by_head(cells: BoolArray, offset: int) -> BoolArray | None:
-    """Return which rows are empty, bool (heads, rows), or None if none is.
-
-    A row that sees itself is not empty, so for most masks the diagonal is enough: for 8192 rows and
-    keys that takes a hundredth of the time of reading all cells.
-    """
+    """Return which rows are empty, bool (heads, rows), or None if none is."""
+    # A row that sees itself is not empty, so for most masks the diagonal is enough: for 8192 rows
+    # and keys that takes a hundredth of the time of reading all cells.
     heads, n_rows, n_keys = cells.shape
     closed = np.ones((heads, n_rows), np.bool_)
     if 0 <= offset <= n_keys - n_rows:

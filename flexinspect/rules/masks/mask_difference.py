@@ -242,20 +242,6 @@ def classify_pattern(
     return OTHER, 0
 
 
-def _is_bidirectional(cells: BoolArray, frame: CellFrame) -> bool:
-    """Return whether each row that sees a later position is also seen by the row there."""
-    start = frame.q_offset - frame.kv_offset
-    n = min(len(cells), frame.n_keys - start)
-    if n < 2:
-        return True
-    among = cells[:n, start : start + n]
-    rows, keys = np.nonzero(np.triu(among, 1))
-    counts = np.ones(len(rows), np.bool_)
-    if frame.rows is not None:
-        counts &= frame.rows[rows] & frame.rows[keys]
-    return not (counts & ~among[keys, rows]).any()
-
-
 def is_blockwise(found: CellDifference, cells: BoolArray, frame: CellFrame) -> bool:
     """Return whether rows see the future in whole blocks, as in a prefix or bidirectional segments.
 
@@ -263,8 +249,15 @@ def is_blockwise(found: CellDifference, cells: BoolArray, frame: CellFrame) -> b
     mask_mod with an offset that is one too large has rows whose last key sees further; one with
     rows and keys swapped, or inverted, has rows that see the future but not the past.
     """
-    if not _is_bidirectional(cells, frame):
-        return False
+    start = frame.q_offset - frame.kv_offset
+    n = max(min(len(cells), frame.n_keys - start), 0)
+    among = cells[:n, start : start + n]
+    rows, keys = np.nonzero(np.triu(among, 1))
+    counts = np.ones(len(rows), np.bool_)
+    if frame.rows is not None:
+        counts &= frame.rows[rows] & frame.rows[keys]
+    if (counts & ~among[keys, rows]).any():
+        return False  # a row that sees a later position is not seen by the row there
     last = len(found.last_keys) - 1
     for row, furthest in enumerate(found.last_keys):
         at = furthest - frame.q_offset

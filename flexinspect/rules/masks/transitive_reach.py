@@ -95,10 +95,8 @@ def _find_carriers(
     target: Segment,
     source: Segment,
 ) -> tuple[int, tuple[int, ...]]:
-    """Return from which layer on a target depends on a source, and through which rows.
-
-    There are no such rows if it sees the source directly.
-    """
+    """Return from which layer on a target depends on a source, and through which rows."""
+    # There are no such rows if it sees the source directly.
     layers, carriers = sorted(packed), np.zeros_like(inputs[0])
     after = [bool(reached[target.start : target.stop].any()) for reached in inputs[1:]]
     first = layers[after.index(True)]
@@ -114,10 +112,8 @@ def _find_carriers(
 
 
 def _is_sliding_row(mask: PackedRows, last: int, n: int) -> bool:
-    """Return whether a row sees a window of keys that moved by one from the row before it.
-
-    A sliding window closes distant keys, but passes them on from row to row by design.
-    """
+    """Return whether a row sees a window of keys that moved by one from the row before it."""
+    # A sliding window closes distant keys, but passes them on from row to row by design.
     before, keys = (np.flatnonzero(_unpack_row(mask[row], n)) for row in (max(last - 1, 0), last))
     return (
         len(keys) > 1
@@ -133,10 +129,8 @@ def _unpack_row(packed: PackedRows, n: int) -> BoolArray:
 def _drop_implied_leaks(
     leaks: Sequence[TransitiveLeak], targets: Sequence[Segment], sources: Sequence[Segment]
 ) -> list[TransitiveLeak]:
-    """Return the leaks that follow neither from directly visible segments nor from other leaks.
-
-    If all carriers lie in a third segment, that segment has a leak of its own.
-    """
+    """Return the leaks that follow neither from directly visible segments nor from other leaks."""
+    # If all carriers lie in a third segment, that segment has a leak of its own.
     spans = [(s.start, s.stop) for s in sources]
     numbers = [spans.index((target.start, target.stop)) for target in targets]
     direct = np.eye(len(sources), dtype=np.int64)
@@ -171,8 +165,7 @@ def spec_reach(
     return direct, over_layers
 
 
-_MAX_NAMED_CARRIERS = 4
-"""Up to this many rows, a sentence names each with its token."""
+_MAX_NAMED_CARRIERS = 4  # up to this many rows, a sentence names each with its token
 
 
 class TransitiveReachRule(Rule):
@@ -221,16 +214,12 @@ class TransitiveReachRule(Rule):
         if leaks:
             yield self._leak_finding(step, sorted(leaks, key=lambda leak: leak.layer), by_design)
 
-    def _reportable_leaks(
-        self, leaks: Sequence[TransitiveLeak]
-    ) -> tuple[list[TransitiveLeak], bool]:
-        """Return the leaks beyond the declared mask, or else those that it has by design.
-
-        Segments that the declared mask lets see each other directly are not a leak.
-        """
+    def _reportable_leaks(self, leaks: list[TransitiveLeak]) -> tuple[list[TransitiveLeak], bool]:
+        """Return the leaks beyond the declared mask, or else those that it has by design."""
+        # Segments that the declared mask lets see each other directly are not a leak.
         declared = self.context.declared_mask
         if declared is None:  # a mask function of the user: its executed cells are the design
-            return list(leaks), True
+            return leaks, True
         direct, over_layers = spec_reach(declared.spec, self._targets, self._sources)
         beyond = [leak for leak in leaks if not over_layers[leak.target, leak.source]]
         if beyond:

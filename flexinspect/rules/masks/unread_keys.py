@@ -42,16 +42,14 @@ class UnreadKeysRule(Rule):
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset what was read."""
         super().on_generation_start(context)
-        self._has_unknown_mask = False
-        """Whether a mask is not known, so any key may have been read."""
+        self._has_unknown_mask = False  # whether a mask is not known, so any key may have been read
         self._unread: Positions = np.zeros(0, np.intp)
         """Positions of the prompt that no other row has read so far."""
         self._length = 0
         self._layers: set[int] = set()
         self._unseen_segments: list[Segment] = []
         """Segments that no row of the cue and no generated row has seen so far."""
-        self._n_readers = 0
-        """Number of views of a cue or a generated row so far."""
+        self._n_readers = 0  # number of views of a cue or a generated row so far
         self._n_seen: dict[int, int] = {}
         """By layer: how many keys the newest row of the last step saw."""
         self._is_sliding = False
@@ -126,10 +124,8 @@ class UnreadKeysRule(Rule):
         return is_padding
 
     def _should_be_read(self, pos: int) -> bool:
-        """Return whether the declared mask lets a later row read a key.
-
-        With an assumed mask, only later rows of the same segment and generated rows count.
-        """
+        """Return whether the declared mask lets a later row read a key."""
+        # With an assumed mask, only later rows of the same segment and generated rows count.
         declared, segment = self.context.declared_mask, self.context.segment_at(pos)
         if declared is None or segment is None:
             return False
@@ -251,10 +247,8 @@ class UnreadKeysRule(Rule):
         )
 
     def _should_be_seen(self, segment: Segment, declared: DeclaredMask | None) -> bool:
-        """Return whether the declared mask, if there is one, shows a segment to the newest row.
-
-        False for paraphrases without a cue: `decode.generated-row-isolated` reports those.
-        """
+        """Return whether the declared mask, if there is one, shows a segment to the newest row."""
+        # False for paraphrases without a cue: `decode.generated-row-isolated` reports those.
         if declared is None:
             return True
         if segment.kind is SegmentKind.SHARED:
@@ -265,10 +259,8 @@ class UnreadKeysRule(Rule):
 
 
 def _read_by_others(view: StepMaskView, positions: Positions, offset: int) -> BoolArray:
-    """Return which keys any row but their own reads; row 0 of the step is at position `offset`.
-
-    Nearly every key is read by the row after it, so that row is checked first.
-    """
+    """Return which keys any row but their own reads; row 0 of the step is at position `offset`."""
+    # Nearly every key is read by the row after it, so that row is checked first.
     columns, cells = positions - view.first_key_pos, view.cells
     read: BoolArray = np.zeros(len(columns), np.bool_)
     inside = (columns >= 0) & (columns < cells.shape[2])

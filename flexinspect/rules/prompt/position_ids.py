@@ -59,8 +59,7 @@ class PositionsRule(Rule):
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the state of a generation."""
         super().on_generation_start(context)
-        self._last_ids: PositionIds | None = None
-        """The last id of each row of the batch."""
+        self._last_ids: PositionIds | None = None  # the last id of each row of the batch
         self._length = 0
         self._unpadded: npt.NDArray[np.bool_] | None = None
         self._reported: _Fault | None = None
@@ -285,10 +284,8 @@ class _IsolatedPair:
 def _find_isolated_pairs(
     context: RuleContext, step: StepRecord, ids: npt.NDArray[Any]
 ) -> list[_IsolatedPair]:
-    """Pairs of segments that the executed mask isolates while the position ids continue.
-
-    `ids` are the position ids (rows,) of batch row 0. One layer that isolates them is enough.
-    """
+    """Pairs of segments that the executed mask isolates while the position ids continue."""
+    # `ids` are the position ids (rows,) of batch row 0. One layer that isolates them is enough.
     n = len(ids)
     pieces = [s for s in context.segments if s.kind is SegmentKind.PARAPHRASE and s.stop <= n]
     pairs = [(a, b) for a, b in combinations(pieces, 2) if ids[b.start] > ids[a.stop - 1]]

@@ -72,12 +72,6 @@ class BorderCheck:
         cells = declared.spec.dense(min(self._context.n_prompt + 1, MAX_BORDER_ROWS))
         return _find_row_borders(np.count_nonzero(cells, axis=1), 0)
 
-    @cached_property
-    def _span_shift(self) -> int:
-        """The number of tokens by which the declared spans themselves are off."""
-        shift = prompt_facts.find_shift(self._prompt)
-        return (shift.tokens or 0) if shift is not None else 0
-
     def check_mask(self, mask: MaskRecord | None, head_borders: HeadBorders) -> BorderFault | None:
         """The fault in the borders of a mask; None if there is none, or if it is unclear.
 
@@ -95,7 +89,8 @@ class BorderCheck:
         offsets = offsets or self._find_declared_shift(borders, mask.q_len, shifts)
         if misplaced or offsets:
             off = {*offsets}
-            if not off or off == {-self._span_shift}:
+            shift = prompt_facts.find_shift(self._prompt)  # of the declared spans themselves
+            if not off or off == {-((shift and shift.tokens) or 0)}:
                 return None
             kind = "segments.shifted" if len(off) == 1 else "segments.drift"
             return BorderFault(kind, heads, borders, offsets)
@@ -114,10 +109,8 @@ class BorderCheck:
     def _find_declared_shift(
         self, borders: Borders, n_rows: int, shifts: Iterable[int]
     ) -> tuple[int, ...]:
-        """By how much all borders precede those of the declared mask, empty if they do not.
-
-        A declared mask defines where a separator belongs, so even a border inside one may be off.
-        """
+        """By how much all borders precede those of the declared mask, empty if they do not."""
+        # A declared mask defines where a separator belongs, so even a border inside one may be off.
         declared = self._declared_borders
         if not self._has_declared_mask or len(borders) < 2 or {*borders} <= {*declared}:
             return ()
@@ -291,11 +284,9 @@ def find_borders(mask: MaskRecord | None) -> tuple[HeadBorders, ...]:
 
 
 def _has_sliding_rows(cells: BoolArray, counts: OpenKeyCounts, offset: int) -> bool:
-    """Whether a row has as many keys as the previous row and attends to it.
-
-    This holds in a sliding window and in a fully open mask. Where a segment begins, the row does
-    not attend to the previous one.
-    """
+    """Whether a row has as many keys as the previous row and attends to it."""
+    # This holds in a sliding window and in a fully open mask. Where a segment begins, the row does
+    # not attend to the previous one.
     rows = np.flatnonzero((counts[1:] == counts[:-1]) & (counts[1:] > 1)) + 1
     before = rows + offset - 1
     return bool(cells[rows, np.minimum(before, cells.shape[1] - 1)].any())
@@ -316,11 +307,10 @@ def _find_offsets(
     apart: Sequence[Segment],
     shifts: Iterable[int],
 ) -> tuple[int, ...]:
-    """By how many tokens borders precede the declared ones, empty if they do not correspond.
-
-    They follow them where a number is negative. All are equal, one of the `shifts`, or growing. The
-    segments `apart` are isolated; a border inside a separator, or at one of its ends, is correct.
-    """
+    """By how many tokens borders precede the declared ones, empty if they do not correspond."""
+    # They follow them where a number is negative. All are equal, one of the `shifts`, or growing.
+    # The segments `apart` are isolated; a border inside a separator, or at one of its ends, is
+    # correct.
     edges = {edge for segment in segments for edge in (segment.start, segment.stop)}
     for n in shifts:
         shifted = {b + n for b in borders}

@@ -169,8 +169,6 @@ class PromptRule(Rule):
         )
         return replace(finding, step=0)
 
-    # -- spans -----------------------------------------------------------------------------------
-
     def _shifted(self, shift: SpanShift) -> Finding:
         """All spans are off by the same number of tokens."""
         n, spans = shift.tokens or 0, self._prompt.spans
@@ -286,13 +284,9 @@ class PromptRule(Rule):
             evidence = {"gaps": len(uncovered), "tokens": len(positions)}
             yield self._prompt_finding("segments.uncovered", sentence, positions, evidence)
 
-    # -- texts -----------------------------------------------------------------------------------
-
     def _missing_pieces(self) -> Iterator[Finding]:
-        """Pieces are missing or truncated; only a note if an earlier prompt had them all.
-
-        A prompt without some of the pieces then probably has another purpose.
-        """
+        """Pieces are missing or truncated; only a note if an earlier prompt had them all."""
+        # A prompt without some of the pieces then probably has another purpose.
         prompt, cut = self._prompt, self._find_truncated()
         missing = [
             located.piece
@@ -415,8 +409,6 @@ class PromptRule(Rule):
             severity = None if _is_order_declared(self._prompt) else Severity.NOTE
             yield self._prompt_finding("segments.reordered", sentence, starts, evidence, severity)
 
-    # -- special tokens --------------------------------------------------------------------------
-
     def _check_bos(self) -> Iterator[Finding]:
         """The BOS is missing, doubled, or repeated inside the prompt."""
         prompt, format_position = self._prompt, self.context.format_position
@@ -456,11 +448,9 @@ class PromptRule(Rule):
             )
 
     def _check_eos(self) -> Iterator[Finding]:
-        """The tokenizer added an EOS to each piece; only a note where that may be intended.
-
-        Without declared pieces, all EOS tokens between words count; at the ends of a prompt they
-        may be padding.
-        """
+        """The tokenizer added an EOS to each piece; only a note where that may be intended."""
+        # Without declared pieces, all EOS tokens between words count; at the ends of a prompt they
+        # may be padding.
         prompt, facts = self._prompt, self._prompt.tokenizer
         if not facts.adds_eos or facts.bos in facts.eos:
             return
