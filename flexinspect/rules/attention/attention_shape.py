@@ -414,17 +414,12 @@ class CallFactsRule(Rule):
         return self._fact_finding(step, fact, odd, previous[odd[0].layer], place)
 
     def _fact_finding(
-        self,
-        step: StepRecord,
-        fact: _CallFact,
-        odd: Sequence[CallRecord],
-        other: CallRecord,
-        place: str,
+        self, step: StepRecord, fact: _CallFact, odd: list[CallRecord], other: CallRecord, at: str
     ) -> Finding:
         layers = sorted({call.layer for call in odd})
         sentence = (
             f"In {format_step_layers(layers, step)} {fact.phrase} {fact.format_value(odd[0])} "
-            f"{place} {fact.format_value(other)}."
+            f"{at} {fact.format_value(other)}."
         )
         values = {"odd": fact.value(odd[0]), "others": fact.value(other), "path": odd[0].path}
         series = f"layer {layers[0]}"

@@ -133,7 +133,11 @@ class FailuresRule(Rule):
             in_layer = f" in layer {data['layer']}" if data.get("layer") is not None else ""
             what = f"{subject} ended{in_layer}: {kernel} raised {error}"
         if finding_id == "path.kernel-failed":
-            if _lengths_differ(data):
+            pairs = [
+                (data.get("q_len"), data.get("mask_q")),
+                (data.get("kv_len"), data.get("mask_kv")),
+            ]
+            if any(None not in pair and pair[0] != pair[1] for pair in pairs):
                 severity = Severity.NOTE
             elif event.generation is None:
                 severity = Severity.WARNING
@@ -169,11 +173,6 @@ def _format_where(event: EventRecord) -> str:
         return " in a standalone call"
     layer = event.data.get("layer")
     return f" in step {event.step}" if layer is None else f" in layer {layer}, step {event.step}"
-
-
-def _lengths_differ(data: Mapping[str, Any]) -> bool:
-    pairs = (("q_len", "mask_q"), ("kv_len", "mask_kv"))
-    return any(None not in (data.get(a), data.get(b)) and data[a] != data[b] for a, b in pairs)
 
 
 def _format_lengths(data: Mapping[str, Any]) -> str:

@@ -78,8 +78,8 @@ class BlockTablesRule(Rule):
                 key = (known.mask_mod, known.batch, known.heads, stale and stale.missing.tobytes())
                 alike.setdefault(key, (known, []))[1].extend(calls)
         for mask, calls in alike.values():
-            if mask_views.has_wrong_size(mask, calls[0]):
-                yield mask_views.wrong_size_finding(self, step, "mask.wrong-size", mask, calls)
+            if _has_wrong_size(mask, calls[0]):
+                yield _wrong_size_finding(self, step, "mask.wrong-size", mask, calls)
             stale = self._stale_blocks.get(mask.fingerprint)
             if stale is not None:
                 yield self._stale_finding(step, mask, calls, stale)
@@ -126,7 +126,7 @@ class BlockTablesRule(Rule):
                 "compiled": mask.compiled,
                 "first": [row, key],
             },
-            series=mask_views.mask_series(mask, calls),
+            series=_mask_series(mask, calls),
         )
 
     def _one_block_finding(self, step: StepRecord, mask: MaskRecord) -> Finding:
@@ -190,6 +190,48 @@ def _is_one_block(mask: MaskRecord) -> bool:
     return mask.q_len > 1 and bool(mask.cells.any()) and not mask.cells.all()
 
 
+def _mask_series(mask: MaskRecord, calls: Sequence[CallRecord]) -> str:
+    """Return the series of a finding about a mask_mod in some layers."""
+    return f"{mask.mask_mod} in layers {', '.join(map(str, layers_of(calls)))}"
+
+
+def _has_wrong_size(mask: MaskRecord, call: CallRecord) -> bool:
+    """Return whether a mask was built for another batch or another number of heads than a call."""
+    return mask.batch not in (1, call.batch) or mask.heads not in (1, call.q_heads)
+
+
+def _wrong_size_finding(
+    rule: Rule, step: StepRecord, finding_id: str, mask: MaskRecord, calls: Sequence[CallRecord]
+) -> Finding:
+    """Return the finding about a mask that `_has_wrong_size` for the first of these calls."""
+    call, wrong = calls[0], []
+    if mask.batch not in (1, call.batch):
+        wrong.append(f"batch {mask.batch}, but the call has {call.batch}")
+    if mask.heads not in (1, call.q_heads):
+        kv = " (its KV heads)" if mask.heads == call.kv_heads else ""
+        wrong.append(f"{plural(mask.heads, 'head')}{kv}, but the call has {call.q_heads}")
+    outcome = "compiled FlexAttention reads past the end of the block tables and may crash"
+    if not mask.compiled:
+        outcome = f"uncompiled FlexAttention does not notice, {outcome}"
+    return rule.finding(
+        step,
+        finding_id,
+        f"{format_call_place(rule.context, step, calls)}: the mask of "
+        f"{mask_views.format_mask_mod(mask)} was built for {', and for '.join(wrong)}; {outcome}.",
+        severity=Severity.ERROR if mask.compiled else Severity.WARNING,
+        layers=mask_views.call_layers(rule.context, calls),
+        evidence={
+            "mask": mask.fingerprint,
+            "mask_batch": mask.batch,
+            "mask_heads": mask.heads,
+            "batch": call.batch,
+            "q_heads": call.q_heads,
+            "kv_heads": call.kv_heads,
+        },
+        series=f"{_mask_series(mask, calls)}: {mask.batch}, {mask.heads}",
+    )
+
+
 class LengthsRule(Rule):
     """Compares the lengths of masks and keys with those of the calls that received them.
 
@@ -244,10 +286,10 @@ class LengthsRule(Rule):
             mask = self.context.mask(fingerprint)
             if mask is None:
                 continue
-            wrong = [call for call in same_mask if mask_views.has_wrong_size(mask, call)]
+            wrong = [call for call in same_mask if _has_wrong_size(mask, call)]
             if wrong:
                 id_ = "lengths.batch-heads"
-                yield mask_views.wrong_size_finding(self, step, id_, mask, wrong)
+                yield _wrong_size_finding(self, step, id_, mask, wrong)
             if step.kv_before:
                 yield from self._check_dense_rows(step, mask, same_mask)
             elif step.inputs is not None and step.masks and mask.cells is not None:

@@ -177,9 +177,9 @@ class MasksRule(Rule):
         if first is None:
             return None
         case = self._make_case(group, first, spec, heads)
-        leaked = case.difference.leaked_by_pair
+        leaked = case.found.leaked_by_pair
         across = {pair: n for pair, n in leaked.items() if pair[0] != pair[1]}
-        case.difference.leaked_by_pair, case.difference.lost = across, 0
+        case.found.leaked_by_pair, case.found.lost = across, 0
         expected = "the isolation of the declared segments"
         return replace(case, assumed=True, expected=expected) if across else None
 
@@ -200,10 +200,10 @@ class MasksRule(Rule):
         if first is None:
             return None
         case = self._make_case(group, first, algebra.causal(), heads)
-        case.difference.lost = 0
+        case.found.lost = 0
         case = replace(case, expected="a causal mask", pieces=0, segments=0)
         is_certain = mask.kind == NO_MASK or group.adds_bools
-        if is_certain or not mask_difference.is_blockwise(case.difference, *first):
+        if is_certain or not mask_difference.is_blockwise(case.found, *first):
             return case
         is_open = case.pattern == mask_difference.OPEN
         severity = Severity.WARNING if is_open else Severity.NOTE
@@ -280,6 +280,7 @@ class MasksRule(Rule):
                     break
         pieces, segments = mask_findings.count_pieces(self.context, found)
         return MaskCase(
+            self.context,
             group,
             found,
             expected=spec.name,
@@ -295,7 +296,7 @@ class MasksRule(Rule):
         """Return the finding of a case, under the id of an earlier one of the same layers."""
         # A mask that leaks in the prompt leaks in generated rows too, whatever each step looks
         # like.
-        found, layers = case.difference, case.group.layers
+        found, layers = case.found, case.group.layers
         step = case.group.step
         place = step.branch, layers
         sides = [side for side, n in (("leaks", found.leaked), ("loses", found.lost)) if n]
@@ -309,7 +310,7 @@ class MasksRule(Rule):
         return self.finding(
             step,
             finding_id,
-            mask_findings.case_sentence(self.context, case, finding_id),
+            case.describe(finding_id),
             severity=case.severity or _case_severity(case, finding_id),
             layers=layers,
             head=case.heads[0] if case.heads and len(case.heads) < case.group.n_heads else None,
@@ -452,7 +453,7 @@ def _merge_cases(cases: Sequence[MaskCase]) -> list[MaskCase]:
         known = merged.setdefault(key, case)
         if known is case:
             continue
-        counts = [each.difference.leaked + each.difference.lost for each in (known, case)]
+        counts = [each.found.leaked + each.found.lost for each in (known, case)]
         larger = known if counts[0] >= counts[1] else case
         layers = tuple(sorted({*known.group.layers, *group.layers}))
         varies = known.varies or counts[0] != counts[1]
@@ -508,7 +509,7 @@ def _non_bos_flags(context: RuleContext) -> BoolArray | None:
 
 def _case_severity(case: MaskCase, finding_id: str) -> Severity:
     """Return the severity of a case: at most a warning if no mask was declared."""
-    found = case.difference
+    found = case.found
     if case.assumed:
         return Severity.WARNING
     is_row_0 = finding_id == "mask.lost" and case.group.step.q_len == 1 and found.n_open == 1
@@ -518,7 +519,7 @@ def _case_severity(case: MaskCase, finding_id: str) -> Severity:
 
 
 def _case_evidence(case: MaskCase) -> dict[str, Any]:
-    found, mask, call = case.difference, case.group.mask, case.group.call
+    found, mask, call = case.found, case.group.mask, case.group.call
     facts: dict[str, Any] = {
         "mask": mask.fingerprint,
         "kind": mask.kind,

@@ -23,7 +23,6 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind, declared_tokenizer
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import (
-    DeclaredMask,
     RuleContext,
     abbreviate_labels,
     format_step_layers,
@@ -31,7 +30,7 @@ from flexinspect.rules.context import (
 )
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
-from flexinspect.rules.masks.mask_views import StepMaskView, spec_sees_segment
+from flexinspect.rules.masks.mask_views import StepMaskView
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +273,7 @@ class DecodingRule(Rule):
             f"grows: in step {newest.step.step} it sees {newest.count}, but not itself; "
             f"{self._count_expected_keys(newest)} expected."
         )
-        return self._row_finding("decode.stale-row", newest, sentence, step=first.step)
+        return self._row_finding("decode.stale-row", replace(newest, step=first.step), sentence)
 
     def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
         """Return a finding for a row that sees the prompt and itself, but no token in between."""
@@ -297,17 +296,11 @@ class DecodingRule(Rule):
         yield self._row_finding("decode.stale-row", newest, sentence, severity)
 
     def _row_finding(
-        self,
-        finding_id: str,
-        newest: _FaultyRow,
-        sentence: str,
-        severity: Severity | None = None,
-        *,
-        step: StepRecord | None = None,
+        self, finding_id: str, newest: _FaultyRow, sentence: str, severity: Severity | None = None
     ) -> Finding:
         step_before, seen_before, _ = self._last_newest_row(newest) or (None, None, None)
         return self.finding(
-            step or newest.step,
+            newest.step,
             finding_id,
             sentence,
             severity=severity,
@@ -388,7 +381,13 @@ class RowRolesRule(Rule):
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the rows of the last generation."""
         super().on_generation_start(context)
-        self._paraphrases = mask_views.paraphrase_segments(context.segments)
+        declared, self._assumption = context.declared_mask, ""
+        if declared is not None and declared.assumed:
+            self._assumption = (
+                "; no mask was declared, so the segments are assumed to be isolated in the prompt"
+            )
+        segments = () if declared is None else context.segments
+        self._paraphrases = mask_views.paraphrase_segments(segments)
         self._checked: set[str] = set()
         self._n_seen: dict[int, int] = {}
         """By layer: how many keys the newest row of the last step saw."""
@@ -397,14 +396,13 @@ class RowRolesRule(Rule):
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for rows of a step that are masked for another role."""
-        declared = self.context.declared_mask
-        if declared is None or len(self._paraphrases) < 2:
+        if len(self._paraphrases) < 2:
             return
         views, _ = mask_views.step_mask_views(step, self.context)
         if step.kv_before == 0 and step.q_len >= self.context.n_prompt:
-            yield from self._check_prompt_rows(step, views, declared)
+            yield from self._check_prompt_rows(step, views)
         if step.kv_after > self.context.n_prompt:
-            yield from self._check_generated_row(step, views, declared)
+            yield from self._check_generated_row(step, views)
         elif step.kv_before == 0:
             last = self.context.segment_at(self.context.n_prompt - 1)
             is_cue = last is not None and last.kind is SegmentKind.CUE
@@ -415,9 +413,7 @@ class RowRolesRule(Rule):
                     seen = frozenset(s.start for s in self._paraphrases if view.sees(s))
                     self._cue.update(dict.fromkeys(view.layers, seen))
 
-    def _check_prompt_rows(
-        self, step: StepRecord, views: Sequence[StepMaskView], declared: DeclaredMask
-    ) -> Iterator[Finding]:
+    def _check_prompt_rows(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
         """Return a finding for each segment and group of layers with the same open rows."""
         layers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for view in views:
@@ -425,16 +421,16 @@ class RowRolesRule(Rule):
                 continue
             self._checked.add(view.fingerprint)
             for number in range(1, len(self._paraphrases)):
-                rows = self._find_open_rows(view, number, declared)
+                rows = self._find_open_rows(view, number)
                 if rows:
                     layers.setdefault((number, tuple(rows)), []).extend(view.layers)
         for (number, open_rows), group in layers.items():
-            yield self._prompt_row_finding(step, number, open_rows, tuple(sorted(group)), declared)
+            yield self._prompt_row_finding(step, number, open_rows, tuple(sorted(group)))
 
-    def _find_open_rows(self, view: StepMaskView, number: int, declared: DeclaredMask) -> range:
+    def _find_open_rows(self, view: StepMaskView, number: int) -> range:
         """Return the last rows of a segment if only they see all paraphrases before it."""
         own, others = self._paraphrases[number], self._paraphrases[:number]
-        if any(spec_sees_segment(declared.spec, own.stop - 1, other) for other in others):
+        if any(self._is_declared_open(own.stop - 1, other) for other in others):
             return range(0)
         blocks = [view.block(own, other) for other in others]
         sees_all = np.logical_and.reduce([block.all(axis=1) for block in blocks])
@@ -445,12 +441,7 @@ class RowRolesRule(Rule):
         return range(own.start + first, own.start + len(sees_all))
 
     def _prompt_row_finding(
-        self,
-        step: StepRecord,
-        number: int,
-        rows: Sequence[int],
-        layers: tuple[int, ...],
-        declared: DeclaredMask,
+        self, step: StepRecord, number: int, rows: Sequence[int], layers: tuple[int, ...]
     ) -> Finding:
         own, others = self._paraphrases[number], self._paraphrases[:number]
         one, labels = len(rows) == 1, [segment.label for segment in others]
@@ -462,13 +453,13 @@ class RowRolesRule(Rule):
             f"{printable(own.label)}, {is_or_are(len(rows))} masked as if generated in "
             f"{format_step_layers(layers, step)}: {'it sees' if one else 'they see'} "
             f"{plural(seen, 'key')} of {abbreviate_labels(labels)}, of which the other "
-            f"{n_isolated} {rest} none{_format_assumption(declared)}."
+            f"{n_isolated} {rest} none{self._assumption}."
         )
         return self.finding(
             step,
             "decode.prompt-row-generated",
             sentence,
-            severity=Severity.WARNING if declared.assumed else None,
+            severity=Severity.WARNING if self._assumption else None,
             layers=layers,
             positions=rows,
             evidence={
@@ -477,27 +468,25 @@ class RowRolesRule(Rule):
                 "rows_apart": n_isolated,
                 "keys_seen": seen,
                 "segments_seen": labels,
-                "assumed": declared.assumed,
+                "assumed": self._assumption != "",
             },
             series=f"{own.start} {rows[0]} {layers}",
         )
 
     def _check_generated_row(
-        self, step: StepRecord, views: Sequence[StepMaskView], declared: DeclaredMask
+        self, step: StepRecord, views: Sequence[StepMaskView]
     ) -> Iterator[Finding]:
         missed: dict[tuple[Segment, ...], list[StepMaskView]] = {}
         for view in views:
             if view.newest_row[: view.newest_key + 1].all() and not view.first_key_pos:
                 continue  # the whole cost of a step without findings
-            missing = self._missed_paraphrases(view, declared)
+            missing = self._missed_paraphrases(view)
             if missing:
                 missed.setdefault(missing, []).append(view)
         for segments, group in missed.items():
-            yield self._isolated_finding(step, segments, group, declared)
+            yield self._isolated_finding(step, segments, group)
 
-    def _missed_paraphrases(
-        self, view: StepMaskView, declared: DeclaredMask
-    ) -> tuple[Segment, ...]:
+    def _missed_paraphrases(self, view: StepMaskView) -> tuple[Segment, ...]:
         """Return the paraphrases that the row should see and does not."""
         # They do not count if the row does not see itself (then it has the mask of another row), if
         # the cue does not see them either (they are unused), or if a window has moved past them.
@@ -514,15 +503,15 @@ class RowRolesRule(Rule):
             for segment in self._paraphrases
             if not view.sees(segment)
             and (cue is None or segment.start in cue)
-            and spec_sees_segment(declared.spec, view.newest_pos, segment)
+            and self._is_declared_open(view.newest_pos, segment)
         )
 
+    def _is_declared_open(self, pos: int, segment: Segment) -> bool:
+        declared = self.context.declared_mask
+        return declared is not None and mask_views.spec_sees_segment(declared.spec, pos, segment)
+
     def _isolated_finding(
-        self,
-        step: StepRecord,
-        missed: Sequence[Segment],
-        views: Sequence[StepMaskView],
-        declared: DeclaredMask,
+        self, step: StepRecord, missed: Sequence[Segment], views: Sequence[StepMaskView]
     ) -> Finding:
         layers = tuple(sorted(layer for view in views for layer in view.layers))
         keys, last = views[0].visible_positions(), views[0].newest_pos
@@ -533,11 +522,10 @@ class RowRolesRule(Rule):
             f"Generated rows do not see {abbreviate_labels(labels)} in "
             f"{format_step_layers(layers, step)}: in step {step.step} "
             f"{self.context.format_position(last)} sees {len(keys)} of {plural(last + 1, 'key')}, "
-            f"{f'of {inside}' if inside else 'all of them elsewhere'}{cue}"
-            f"{_format_assumption(declared)}."
+            f"{f'of {inside}' if inside else 'all of them elsewhere'}{cue}{self._assumption}."
         )
-        severity = Severity.WARNING if declared.assumed else Severity.ERROR
-        if declared.assumed and not self._cue and list(missed) == self._paraphrases[:-1]:
+        severity = Severity.WARNING if self._assumption else Severity.ERROR
+        if self._assumption and not self._cue and list(missed) == self._paraphrases[:-1]:
             severity = Severity.NOTE  # a packed prompt may continue its last document on purpose
         return self.finding(
             step,
@@ -551,13 +539,7 @@ class RowRolesRule(Rule):
                 "keys_missed": sum(map(len, missed)),
                 "seen": len(keys),
                 "keys": last + 1,
-                "assumed": declared.assumed,
+                "assumed": self._assumption != "",
             },
             series=f"{[segment.start for segment in missed]} {layers}",
         )
-
-
-def _format_assumption(declared: DeclaredMask) -> str:
-    if not declared.assumed:
-        return ""
-    return "; no mask was declared, so the segments are assumed to be isolated in the prompt"

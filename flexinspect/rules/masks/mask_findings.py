@@ -119,8 +119,9 @@ class MaskCase:
         varies: whether the counts vary over the layers; those here are the largest.
     """
 
+    context: RuleContext
     group: LayerGroup
-    difference: CellDifference
+    found: CellDifference
     expected: str
     assumed: bool = False
     pattern: str = ""
@@ -136,203 +137,190 @@ class MaskCase:
     @property
     def finding_id(self) -> str:
         """The finding id of the case."""
-        group, found = self.group, self.difference
+        group = self.group
         if self.id:
             return self.id
-        if group.adds_bools and found.leaked:
+        if group.adds_bools and self.found.leaked:
             return "mask.bool-added"
         if self.pattern == OPEN:
             return "mask.none" if group.mask.kind == NO_MASK else "mask.not-applied"
-        merged = group.has_custom_mask_mod and found.leaked and self.pieces < self.segments
-        if merged and self.pattern != MOVED and not found.future:
+        merged = group.has_custom_mask_mod and self.found.leaked and self.pieces < self.segments
+        if merged and self.pattern != MOVED and not self.found.future:
             return "mask.merged"
-        if self.pattern == CAUSAL and found.leaked:
+        if self.pattern == CAUSAL and self.found.leaked:
             return "mask.not-applied"
-        if found.leaked:
-            return "mask.future" if found.future == found.leaked else "mask.leak"
+        if self.found.leaked:
+            return "mask.future" if self.found.future == self.found.leaked else "mask.leak"
         return "mask.lost"
 
     def format_pairs(self, n: int) -> str:
         """Return "3 pairs", or "up to 3 pairs" if the count varies over the layers."""
         return ("up to " if self.varies else "") + plural(n, "pair")
 
-    def describe_all_open(self) -> str:
+    def _describe_all_open(self) -> str:
         """Return which rows see the future in a mask that should be closed in part."""
-        found = self.difference
+        n_cells = self.found.n_open + self.found.n_closed
         return (
-            f", with {found.n_open} of {found.n_open + found.n_closed} cells open where "
-            f"{self.expected} opens {found.n_expected}, so {_describe_future_rows(found)}"
+            f", with {self.found.n_open} of {n_cells} cells open where "
+            f"{self.expected} opens {self.found.n_expected}, so {self._describe_future_rows()}"
         )
 
-
-def case_sentence(context: RuleContext, case: MaskCase, finding_id: str) -> str:
-    """Return one sentence: which layers, what ran there, what is wrong, and the first pair."""
-    describe = {
-        "mask.none": _describe_open,
-        "mask.bool-added": _describe_added_bools,
-        "mask.merged": _describe_merged,
-        "mask.not-applied": _describe_not_applied,
-        "mask.future": _describe_future,
-        "mask.padding": _describe_padding,
-    }.get(finding_id, _describe_counts)
-    assumption = ""
-    if case.assumed:
-        assumption = f" (no mask was declared; {case.segments} segments are assumed to be isolated)"
-    return (
-        f"{case.group.describe_where(case.heads)} ran {case.group.describe_run()}"
-        f"{describe(context, case)}{_describe_first_pair(context, case.difference)}{assumption}."
-    )
-
-
-def _describe_open(context: RuleContext, case: MaskCase) -> str:
-    backend = case.group.call.backend
-    known = backend in ("sdpa", "eager", "flex_attention", "direct")
-    known = known or any(event.kind == MASK_FUNCTION_EVENT for event in case.group.step.events)
-    why = "" if known else f" (attention '{printable(backend)}' has no mask function)"
-    return f"{why}: every cell is open, so {_describe_future_rows(case.difference)}"
-
-
-def _describe_added_bools(context: RuleContext, case: MaskCase) -> str:
-    found = case.difference
-    future = f", so {_describe_future_rows(found)}" if found.future else ""
-    added = ", which adds 1 to the scores of its open cells and closes nothing"
-    return f"{added}: every cell is open{future}"
-
-
-def _describe_merged(context: RuleContext, case: MaskCase) -> str:
-    found, segments = case.difference, f"{case.segments} segments"
-    expected = (
-        f"there are {segments}" if case.assumed else f"{case.expected} keeps {segments} apart"
-    )
-    return (
-        f", whose mask has {plural(case.pieces, 'block-diagonal piece')}, but {expected}: "
-        f"{_describe_worst_pair(context, found)} ({case.format_pairs(found.leaked)})"
-    )
-
-
-def _describe_not_applied(context: RuleContext, case: MaskCase) -> str:
-    found, group = case.difference, case.group
-    if case.pattern == OPEN:
-        return case.describe_all_open()
-    received = ""
-    if group.mask.kind.startswith(NO_MASK) and group.call.mask_passed_to_layer is None:
-        received = f" (received: None, backend {printable(group.call.backend)})"
-    is_all = len(group.layers) == group.n_layers
-    applied = f"applied in 0 of {plural(group.n_layers, 'layer')}" if is_all else "not applied"
-    pairs = case.format_pairs(found.leaked)
-    if case.assumed:
+    def describe(self, finding_id: str) -> str:
+        """Return one sentence: which layers, what ran there, what is wrong, and the first pair."""
+        describe = {
+            "mask.none": self._describe_open,
+            "mask.bool-added": self._describe_added_bools,
+            "mask.merged": self._describe_merged,
+            "mask.not-applied": self._describe_not_applied,
+            "mask.future": self._describe_future,
+            "mask.padding": self._describe_padding,
+        }.get(finding_id, self._describe_counts)
+        assumption = ""
+        if self.assumed:
+            segments = f"{self.segments} segments"
+            assumption = f" (no mask was declared; {segments} are assumed to be isolated)"
         return (
-            f"{received}, so the isolation of the declared segments was {applied}: "
-            f"{_describe_worst_pair(context, found)} ({pairs})"
+            f"{self.group.describe_where(self.heads)} ran {self.group.describe_run()}"
+            f"{describe()}{self._describe_first_pair()}{assumption}."
         )
-    lost = f", and {found.lost} that it opens are closed" if found.lost else ""
-    return (
-        f"{received}, so {case.expected} was {applied}: {pairs} that it closes "
-        f"{is_or_are(found.leaked)} open{_describe_across(context, found)}{lost}"
-    )
 
+    def _describe_open(self) -> str:
+        backend = self.group.call.backend
+        known = backend in ("sdpa", "eager", "flex_attention", "direct")
+        known = known or any(event.kind == MASK_FUNCTION_EVENT for event in self.group.step.events)
+        why = "" if known else f" (attention '{printable(backend)}' has no mask function)"
+        return f"{why}: every cell is open, so {self._describe_future_rows()}"
 
-def _describe_future(context: RuleContext, case: MaskCase) -> str:
-    found, pairs = case.difference, f"({case.format_pairs(case.difference.future)})"
-    if found.n_closed or found.n_rows < 2:
-        return f", in which {_describe_future_rows(found)} {pairs}"
-    return f"{case.describe_all_open()} {pairs}"
+    def _describe_added_bools(self) -> str:
+        future = f", so {self._describe_future_rows()}" if self.found.future else ""
+        added = ", which adds 1 to the scores of its open cells and closes nothing"
+        return f"{added}: every cell is open{future}"
 
+    def _describe_merged(self) -> str:
+        segments = f"{self.segments} segments"
+        kept = f"{self.expected} keeps {segments} apart"
+        expected = f"there are {segments}" if self.assumed else kept
+        return (
+            f", whose mask has {plural(self.pieces, 'block-diagonal piece')}, but {expected}: "
+            f"{self._describe_worst_pair()} ({self.format_pairs(self.found.leaked)})"
+        )
 
-def _describe_padding(context: RuleContext, case: MaskCase) -> str:
-    n_rows, pairs = len(case.difference.leaking_rows), case.format_pairs(case.difference.leaked)
-    sees = "sees" if n_rows == 1 else "see"
-    return f", in which {plural(n_rows, 'row')} {sees} padding keys ({pairs})"
+    def _describe_not_applied(self) -> str:
+        group = self.group
+        if self.pattern == OPEN:
+            return self._describe_all_open()
+        received = ""
+        if group.mask.kind.startswith(NO_MASK) and group.call.mask_passed_to_layer is None:
+            received = f" (received: None, backend {printable(group.call.backend)})"
+        is_all = len(group.layers) == group.n_layers
+        applied = f"applied in 0 of {plural(group.n_layers, 'layer')}" if is_all else "not applied"
+        pairs = self.format_pairs(self.found.leaked)
+        if self.assumed:
+            return (
+                f"{received}, so the isolation of the declared segments was {applied}: "
+                f"{self._describe_worst_pair()} ({pairs})"
+            )
+        lost = f", and {self.found.lost} that it opens are closed" if self.found.lost else ""
+        return (
+            f"{received}, so {self.expected} was {applied}: {pairs} that it closes "
+            f"{is_or_are(self.found.leaked)} open{self._describe_across()}{lost}"
+        )
 
+    def _describe_future(self) -> str:
+        pairs = f"({self.format_pairs(self.found.future)})"
+        if self.found.n_closed or self.found.n_rows < 2:
+            return f", in which {self._describe_future_rows()} {pairs}"
+        return f"{self._describe_all_open()} {pairs}"
 
-def _describe_counts(context: RuleContext, case: MaskCase) -> str:
-    found, name = case.difference, case.expected
-    leaked, lost = case.format_pairs(found.leaked), case.format_pairs(found.lost)
-    if case.assumed:
-        shifted = f", as if shifted by {case.amount:+d}" if case.pattern == MOVED else ""
-        return f": {_describe_worst_pair(context, found)} ({leaked}{shifted})"
-    if not found.leaked:
-        return f", which closes {lost} that {name} opens{_describe_pattern(case)}"
-    also = f" and closes {lost} that it opens" if found.lost else ""
-    return (
-        f", which opens {leaked} that {name} closes{_describe_across(context, found)}"
-        f"{also}{_describe_pattern(case)}"
-    )
+    def _describe_padding(self) -> str:
+        n_rows, pairs = len(self.found.leaking_rows), self.format_pairs(self.found.leaked)
+        sees = "sees" if n_rows == 1 else "see"
+        return f", in which {plural(n_rows, 'row')} {sees} padding keys ({pairs})"
 
+    def _describe_counts(self) -> str:
+        name = self.expected
+        leaked, lost = self.format_pairs(self.found.leaked), self.format_pairs(self.found.lost)
+        if self.assumed:
+            shifted = f", as if shifted by {self.amount:+d}" if self.pattern == MOVED else ""
+            return f": {self._describe_worst_pair()} ({leaked}{shifted})"
+        if not self.found.leaked:
+            return f", which closes {lost} that {name} opens{self._describe_pattern()}"
+        also = f" and closes {lost} that it opens" if self.found.lost else ""
+        return (
+            f", which opens {leaked} that {name} closes{self._describe_across()}"
+            f"{also}{self._describe_pattern()}"
+        )
 
-def _describe_across(context: RuleContext, found: CellDifference) -> str:
-    """Return " (36 of them let segment 2 see segment 1)", or "" if no segments are joined."""
-    if found.first_across is None:
+    def _describe_across(self) -> str:
+        """Return " (36 of them let segment 2 see segment 1)", or "" if no segments are joined."""
+        if self.found.first_across is None:
+            return ""
+        kinds = [segment.kind for segment in self.context.segments]
+        across = [
+            (n, row, key)
+            for (row, key), n in self.found.leaked_by_pair.items()
+            if row != key and kinds[row] is kinds[key] is SegmentKind.PARAPHRASE
+        ]
+        n, row, key = max(across, key=lambda entry: entry[0])
+        some = "they let" if n == self.found.leaked else f"{n} of them let"
+        which = "it lets" if self.found.leaked == 1 else some
+        return f" ({which} {self._segment_label(row)} see {self._segment_label(key)})"
+
+    def _describe_pattern(self) -> str:
+        if self.earlier_generation is not None:
+            return f" (it is the mask of generation {self.earlier_generation})"
+        if self.pattern == MOVED:
+            return f" (the executed mask is the declared one shifted by {self.amount:+d})"
+        if self.pattern == WINDOW:
+            return (
+                f" (it is the declared one cut to the newest {plural(self.amount, 'key')}, but the "
+                "layer declares no such window)"
+            )
+        if not self.found.leaked and self.found.lost and self.group.step.q_len == 1:
+            n_open = self.found.n_open
+            row_0 = ", as for row 0" if self.found.last_keys == [0] else ""
+            return f" ({n_open} of {plural(n_open + self.found.lost, 'key')} left{row_0})"
         return ""
-    kinds = [segment.kind for segment in context.segments]
-    across = [
-        (n, row, key)
-        for (row, key), n in found.leaked_by_pair.items()
-        if row != key and kinds[row] is kinds[key] is SegmentKind.PARAPHRASE
-    ]
-    n, row, key = max(across, key=lambda entry: entry[0])
-    some = "they let" if n == found.leaked else f"{n} of them let"
-    which = "it lets" if found.leaked == 1 else some
-    return f" ({which} {_segment_label(context, row)} see {_segment_label(context, key)})"
 
+    def _describe_future_rows(self) -> str:
+        """Return "rows 0-10 see the future"."""
+        last_keys = enumerate(self.found.last_keys, self.found.first_row)
+        rows = [row for row, last in last_keys if last > row]
+        if len(rows) == 1:
+            return f"row {rows[0]} sees the future"
+        if len(rows) <= _MAX_LISTED_FUTURE_ROWS:
+            return f"rows {format_ranges(rows)} see the future"
+        return f"{len(rows)} rows from {rows[0]} to {rows[-1]} see the future"
 
-def _describe_pattern(case: MaskCase) -> str:
-    if case.earlier_generation is not None:
-        return f" (it is the mask of generation {case.earlier_generation})"
-    if case.pattern == MOVED:
-        return f" (the executed mask is the declared one shifted by {case.amount:+d})"
-    if case.pattern == WINDOW:
-        return (
-            f" (it is the declared one cut to the newest {plural(case.amount, 'key')}, but the "
-            "layer declares no such window)"
+    def _describe_worst_pair(self) -> str:
+        """Return "paraphrase 2 sees paraphrase 1", the two segments with the most leaked pairs."""
+        (row, key), _ = max(self.found.leaked_by_pair.items(), key=lambda item: item[1])
+        rest = len({pair for pair in self.found.leaked_by_pair if pair[0] != pair[1]}) - 1
+        more = f" and {plural(rest, 'more pair')} of segments leak" if rest > 0 else ""
+        return f"{self._segment_label(row)} sees {self._segment_label(key)}{more}"
+
+    def _segment_label(self, index: int) -> str:
+        if 0 <= index < len(self.context.segments):
+            return printable(self.context.segments[index].label)
+        return "the sequence"
+
+    def _describe_first_pair(self) -> str:
+        """Return the first wrong (row, key) pair, with the segments of the two positions."""
+        pair, sees = self.found.first_across or self.found.first_leaked, "sees"
+        if not self.found.leaked:
+            pair, sees = self.found.first_lost, "does not see"
+        if pair is None:
+            return ""
+        row, key = (self._describe_position(pos) for pos in pair)
+        several = self.found.leaked > 1 or (not self.found.leaked and self.found.lost > 1)
+        return f"; {'first: ' if several else ''}{row} {sees} {key}"
+
+    def _describe_position(self, pos: int) -> str:
+        segment = self.context.segment_at(pos)
+        label = (
+            f" ({printable(segment.label)})" if segment and len(self.context.segments) > 2 else ""
         )
-    if not case.difference.leaked and case.difference.lost and case.group.step.q_len == 1:
-        n_open = case.difference.n_open
-        row_0 = ", as for row 0" if case.difference.last_keys == [0] else ""
-        return f" ({n_open} of {plural(n_open + case.difference.lost, 'key')} left{row_0})"
-    return ""
-
-
-def _describe_future_rows(found: CellDifference) -> str:
-    """Return "rows 0-10 see the future"."""
-    rows = [row for row, last in enumerate(found.last_keys, found.first_row) if last > row]
-    if len(rows) == 1:
-        return f"row {rows[0]} sees the future"
-    if len(rows) <= _MAX_LISTED_FUTURE_ROWS:
-        return f"rows {format_ranges(rows)} see the future"
-    return f"{len(rows)} rows from {rows[0]} to {rows[-1]} see the future"
-
-
-def _describe_worst_pair(context: RuleContext, found: CellDifference) -> str:
-    """Return "paraphrase 2 sees paraphrase 1", the two segments with the most leaked pairs."""
-    (row, key), _ = max(found.leaked_by_pair.items(), key=lambda item: item[1])
-    rest = len({pair for pair in found.leaked_by_pair if pair[0] != pair[1]}) - 1
-    more = f" and {plural(rest, 'more pair')} of segments leak" if rest > 0 else ""
-    return f"{_segment_label(context, row)} sees {_segment_label(context, key)}{more}"
-
-
-def _segment_label(context: RuleContext, index: int) -> str:
-    if 0 <= index < len(context.segments):
-        return printable(context.segments[index].label)
-    return "the sequence"
-
-
-def _describe_first_pair(context: RuleContext, found: CellDifference) -> str:
-    """Return the first wrong (row, key) pair, with the segments of the two positions."""
-    pair, sees = found.first_across or found.first_leaked, "sees"
-    if not found.leaked:
-        pair, sees = found.first_lost, "does not see"
-    if pair is None:
-        return ""
-    row, key = (_describe_position(context, pos) for pos in pair)
-    several = found.leaked > 1 or (not found.leaked and found.lost > 1)
-    return f"; {'first: ' if several else ''}{row} {sees} {key}"
-
-
-def _describe_position(context: RuleContext, pos: int) -> str:
-    segment = context.segment_at(pos)
-    label = f" ({printable(segment.label)})" if segment and len(context.segments) > 2 else ""
-    return context.format_position(pos) + label
+        return self.context.format_position(pos) + label
 
 
 def count_pieces(context: RuleContext, found: CellDifference) -> tuple[int, int]:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexinspect.core.text import Positions, capitalize, plural, printable
+from flexinspect.core.text import Positions, capitalize, printable
 from flexinspect.masks.algebra import BoolArray, MaskSpec
-from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers
-from flexinspect.rules.engine import Rule
 
 NON_PROMPT_LABELS = ("padding", "before watching")
 """Labels of segments that the capture adds for positions outside of the prompt."""
@@ -114,48 +112,6 @@ def format_call_place(context: RuleContext, step: StepRecord, calls: Sequence[Ca
 def format_mask_mod(mask: MaskRecord) -> str:
     """Return the name of the mask_mod of a block mask, for sentences."""
     return printable(mask.mask_mod or "an unnamed mask_mod")
-
-
-def mask_series(mask: MaskRecord, calls: Iterable[CallRecord]) -> str:
-    """Return the series of a finding about a mask_mod in some layers."""
-    return f"{mask.mask_mod} in layers {', '.join(map(str, layers_of(calls)))}"
-
-
-def has_wrong_size(mask: MaskRecord, call: CallRecord) -> bool:
-    """Return whether a mask was built for another batch or another number of heads than a call."""
-    return mask.batch not in (1, call.batch) or mask.heads not in (1, call.q_heads)
-
-
-def wrong_size_finding(
-    rule: Rule, step: StepRecord, finding_id: str, mask: MaskRecord, calls: Sequence[CallRecord]
-) -> Finding:
-    """Return the finding about a mask that `has_wrong_size` for the first of these calls."""
-    call, wrong = calls[0], []
-    if mask.batch not in (1, call.batch):
-        wrong.append(f"batch {mask.batch}, but the call has {call.batch}")
-    if mask.heads not in (1, call.q_heads):
-        kv = " (its KV heads)" if mask.heads == call.kv_heads else ""
-        wrong.append(f"{plural(mask.heads, 'head')}{kv}, but the call has {call.q_heads}")
-    outcome = "compiled FlexAttention reads past the end of the block tables and may crash"
-    if not mask.compiled:
-        outcome = f"uncompiled FlexAttention does not notice, {outcome}"
-    return rule.finding(
-        step,
-        finding_id,
-        f"{format_call_place(rule.context, step, calls)}: the mask of {format_mask_mod(mask)} was "
-        f"built for {', and for '.join(wrong)}; {outcome}.",
-        severity=Severity.ERROR if mask.compiled else Severity.WARNING,
-        layers=call_layers(rule.context, calls),
-        evidence={
-            "mask": mask.fingerprint,
-            "mask_batch": mask.batch,
-            "mask_heads": mask.heads,
-            "batch": call.batch,
-            "q_heads": call.q_heads,
-            "kv_heads": call.kv_heads,
-        },
-        series=f"{mask_series(mask, calls)}: {mask.batch}, {mask.heads}",
-    )
 
 
 def broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:

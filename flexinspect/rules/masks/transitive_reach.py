@@ -90,10 +90,7 @@ def _rows_reached(packed: Mapping[int, PackedRows], source: Segment) -> list[Boo
 
 
 def _find_carriers(
-    packed: Mapping[int, PackedRows],
-    inputs: Sequence[BoolArray],
-    target: Segment,
-    source: Segment,
+    packed: Mapping[int, PackedRows], inputs: Sequence[BoolArray], target: Segment, source: Segment
 ) -> tuple[int, tuple[int, ...]]:
     """Return from which layer on a target depends on a source, and through which rows."""
     # There are no such rows if it sees the source directly.

@@ -279,11 +279,9 @@ def _read_by_others(view: StepMaskView, positions: Positions, offset: int) -> Bo
 
 def _follows_earlier_keys(view: StepMaskView, positions: Positions) -> BoolArray:
     """Return for which keys the next row sees earlier keys, so that no new block starts there."""
-    follows = np.zeros(len(positions), np.bool_)
-    for index, pos in enumerate(positions.tolist()):
-        row = view.cells[:, min(pos + 1, view.cells.shape[1] - 1)]
-        follows[index] = row[:, :pos].any()
-    return follows
+    last = view.cells.shape[1] - 1
+    rows = ((pos, view.cells[:, min(pos + 1, last)]) for pos in positions.tolist())
+    return np.array([row[:, :pos].any() for pos, row in rows], np.bool_)
 
 
 def _format_labels(segments: Sequence[Segment]) -> str:

@@ -302,10 +302,7 @@ def _find_row_borders(counts: OpenKeyCounts, offset: int) -> Borders:
 
 
 def _find_offsets(
-    borders: Borders,
-    segments: Sequence[Segment],
-    apart: Sequence[Segment],
-    shifts: Iterable[int],
+    borders: Borders, segments: Sequence[Segment], apart: Sequence[Segment], shifts: Iterable[int]
 ) -> tuple[int, ...]:
     """By how many tokens borders precede the declared ones, empty if they do not correspond."""
     # They follow them where a number is negative. All are equal, one of the `shifts`, or growing.
