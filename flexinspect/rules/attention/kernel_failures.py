@@ -210,8 +210,7 @@ class GraphsRule(Rule):
         self._n_steps = self._n_graphs = self._n_by_code = 0
         self._ms = 0.0
         self._first = 0
-        self._reported_generation: int | None = None
-        """The generation of the finding about these steps, None before it is reported."""
+        self._reported_generation: int | None = None  # that has the finding
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the counts, except between standalone calls."""

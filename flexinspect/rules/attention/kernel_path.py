@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexinspect.core.text import capitalize, format_layers, is_or_are, plural, printable
 from flexinspect.masks.algebra import BoolArray
@@ -38,8 +37,7 @@ Calls = Mapping[int, CallRecord]
 """The last call of each layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _MaskComparison:
+class _MaskComparison(NamedTuple):
     """How the executed mask of a call differs from the expected one.
 
     `description` ends a sentence. `has_leak` says that pairs are open that should be closed,
@@ -49,7 +47,7 @@ class _MaskComparison:
     description: str = ""
     has_leak: bool = False
     is_same: bool = False
-    evidence: Mapping[str, int] = field(default_factory=dict)
+    evidence: Mapping[str, int] | None = None
 
 
 class KernelPathRule(Rule):
@@ -66,20 +64,16 @@ class KernelPathRule(Rule):
     )
 
     def __init__(self) -> None:
-        self._last_mask: str | None = None
-        """The only mask of the last step, even of another generation."""
+        self._last_mask: str | None = None  # the only one of the last step, of any generation
         self._n_unchanged = 0  # consecutive steps that rebuilt it without a change
         self._unchanged_masks: set[str] = set()  # masks whose needless builds were reported
-        self._failed_kernels: dict[tuple[int | None, str], str] = {}
-        """Which kernel raised, by layer and exception message, for the whole run."""
+        self._failed_kernels: dict[tuple[int | None, str], str] = {}  # by layer and message
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the paths of a generation."""
         super().on_generation_start(context)
-        self._uniform_path = ("", False)
-        """The only path of all layers so far, and whether the last step had one row."""
-        self._ongoing: list[tuple[dict[int, str], Finding]] = []
-        """Findings about layers that changed their path, with the path since then."""
+        self._uniform_path = ("", False)  # of all layers so far; whether the last step had one row
+        self._ongoing: list[tuple[dict[int, str], Finding]] = []  # with the new path of each layer
         self._paths_by_layer: dict[int, dict[tuple[str, bool], None]] = {}
         """By layer, its paths so far, each with whether the step had one row."""
 
@@ -152,7 +146,7 @@ class KernelPathRule(Rule):
             finding_id,
             f"{sentence}{lost.description}.",
             layers=group,
-            evidence={**evidence, **facts, **lost.evidence},
+            evidence={**evidence, **facts, **(lost.evidence or {})},
             **options,
         )
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +29,7 @@ from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.mask_views import calls_by_mask, format_call_place, layers_of
 
 
-@dataclass(frozen=True, slots=True)
-class StaleBlocks:
+class StaleBlocks(NamedTuple):
     """Blocks in which the tables and the mask_mod disagree, bool (heads, row blocks, key blocks).
 
     The mask_mod opens cells of `missing` blocks, which are in no table. It closes cells of `extra`
@@ -58,8 +56,7 @@ class BlockTablesRule(Rule):
     handles_standalone_calls = True
 
     def __init__(self) -> None:
-        self._stale_blocks: dict[str, StaleBlocks] = {}
-        """By fingerprint and for the whole run, as a mask is in one step's record only."""
+        self._stale_blocks: dict[str, StaleBlocks] = {}  # by fingerprint, for the whole run
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for masks of a step whose tables or sizes do not match."""
@@ -249,10 +246,8 @@ class LengthsRule(Rule):
         """Reset the known lengths."""
         super().on_generation_start(context)
         self._n_cached: int | None = None
-        self._lookback: dict[int, int] = {}
-        """Layer to the number of keys that the last row of the prompt sees before its own."""
-        self._n_missing_keys: dict[int, int] = {}
-        """Layer to the number of keys that it lacked in the previous step."""
+        self._lookback: dict[int, int] = {}  # by layer, how far the last prompt row sees back
+        self._n_missing_keys: dict[int, int] = {}  # by layer, in the previous step
 
     def on_event(self, event: EventRecord) -> Iterator[Finding]:
         """Return a finding if a call raised whose lengths are not those of its mask."""

@@ -76,8 +76,7 @@ class MasksRule(Rule):
         self._unpadded = rows >= n_pads if n_pads else None
         """Which prompt positions are not padding, bool (n_prompt,); None without padding."""
         self._non_bos = _non_bos_flags(context)
-        self._paraphrase_flags: BoolArray | None = None
-        """Which belong to paraphrases that are assumed to be isolated."""
+        self._paraphrase_flags: BoolArray | None = None  # which are assumed to be isolated
         if declared is not None and declared.assumed:
             spans = [(s.start, s.stop) for s in segments if s.kind is SegmentKind.PARAPHRASE]
             inside = [(rows >= start) & (rows < stop) for start, stop in spans]

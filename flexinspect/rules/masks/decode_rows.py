@@ -14,7 +14,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,8 +34,7 @@ from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.mask_views import StepMaskView
 
 
-@dataclass(frozen=True, slots=True)
-class _FaultyRow:
+class _FaultyRow(NamedTuple):
     """A newest row that does not see expected keys: its layers, its heads, and the keys it sees.
 
     `keys` are indices of keys; `heads` is empty if all heads are affected.
@@ -57,7 +57,7 @@ class _FaultyRow:
         return f"{self.layers} {self.heads}"
 
     @property
-    def count(self) -> str:
+    def share(self) -> str:
         """How many of its keys it sees, as `1 of 12 keys`."""
         return f"{len(self.keys)} of {plural(self.view.newest_key + 1, 'key')}"
 
@@ -89,8 +89,7 @@ class DecodingRule(Rule):
         super().on_generation_start(context)
         self._prompt_views: dict[int, StepMaskView] = {}
         """By layer, the last two rows of the prompt; empty if capture began with a filled cache."""
-        self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}
-        """The last step of each branch, with its views."""
+        self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}  # by branch
         self._undecided: dict[tuple[int, str], tuple[_FaultyRow, Finding]] = {}
         """Rows that may be stale: the next step shows whether the visible keys stay or move on."""
         self._is_stale: dict[tuple[int, str], bool] = {}
@@ -230,7 +229,7 @@ class DecodingRule(Rule):
         before = "" if seen is None else f" (in step {seen[0]} it was {seen[1]} of {seen[2]})"
         sentence = (
             f"Row {step.q_len - 1} of {step.q_len} in step {step.step} "
-            f"({self.context.format_position(newest.view.newest_pos)}) sees {newest.count}"
+            f"({self.context.format_position(newest.view.newest_pos)}) sees {newest.share}"
             f"{newest.where}; {self._count_expected_keys(newest)} expected{before}: the mask "
             f"counts the rows of this step from 0, not from {step.kv_before}."
         )
@@ -259,7 +258,7 @@ class DecodingRule(Rule):
         sentence = (
             f"The newest row of step {newest.step.step} "
             f"({self.context.format_position(newest.view.newest_pos)}) does not see itself"
-            f"{newest.where}: it sees {newest.count}, up to "
+            f"{newest.where}: it sees {newest.share}, up to "
             f"{self.context.format_position(newest.last_key_pos)}; "
             f"{self._count_expected_keys(newest)} expected, because rows of the prompt see "
             "themselves."
@@ -270,10 +269,10 @@ class DecodingRule(Rule):
         sentence = (
             f"From step {first.step.step} on, the newest row sees only keys up to "
             f"{self.context.format_position(newest.last_key_pos)}{newest.where}, while the cache "
-            f"grows: in step {newest.step.step} it sees {newest.count}, but not itself; "
+            f"grows: in step {newest.step.step} it sees {newest.share}, but not itself; "
             f"{self._count_expected_keys(newest)} expected."
         )
-        return self._row_finding("decode.stale-row", replace(newest, step=first.step), sentence)
+        return self._row_finding("decode.stale-row", newest._replace(step=first.step), sentence)
 
     def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
         """Return a finding for a row that sees the prompt and itself, but no token in between."""
@@ -290,7 +289,7 @@ class DecodingRule(Rule):
             f"The newest row of step {step.step} ({self.context.format_position(view.newest_pos)}) "
             "sees the prompt and itself, but not the "
             f"{plural(view.newest_key - n_prompt, 'token')} generated before it{newest.where}: "
-            f"{newest.count}; {self._count_expected_keys(newest)} expected."
+            f"{newest.share}; {self._count_expected_keys(newest)} expected."
         )
         severity = Severity.WARNING if self.context.declared_spec is None else None
         yield self._row_finding("decode.stale-row", newest, sentence, severity)
@@ -389,8 +388,7 @@ class RowRolesRule(Rule):
         segments = () if declared is None else context.segments
         self._paraphrases = mask_views.paraphrase_segments(segments)
         self._checked: set[str] = set()
-        self._n_seen: dict[int, int] = {}
-        """By layer: how many keys the newest row of the last step saw."""
+        self._n_seen: dict[int, int] = {}  # by layer, keys that the last newest row saw
         self._cue: dict[int, frozenset[int]] = {}
         """By layer: starts of the paraphrases that the last prompt row sees, if it is a cue."""
 

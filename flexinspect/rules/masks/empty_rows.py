@@ -101,8 +101,7 @@ class EmptyRowsRule(Rule):
     findings = finding_kinds("mask.empty-row")
 
     def __init__(self) -> None:
-        self._empty_rows: dict[str, tuple[EmptyRows, ...]] = {}
-        """By fingerprint and for the whole run, as a mask is in one step's record only."""
+        self._empty_rows: dict[str, tuple[EmptyRows, ...]] = {}  # by fingerprint, for the whole run
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset what was reported; masks stay known."""

@@ -9,7 +9,7 @@ and through which rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,7 @@ PackedRows = npt.NDArray[np.uint64]
 """Mask cells, 64 per word: (rows, words)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TransitiveLeak:
+class TransitiveLeak(NamedTuple):
     """Segment `target` depends on segment `source` from `layer` on, through the rows `carriers`.
 
     The carriers are all rows outside of both segments that the target sees and that depend on the

@@ -43,21 +43,15 @@ class UnreadKeysRule(Rule):
         """Reset what was read."""
         super().on_generation_start(context)
         self._has_unknown_mask = False  # whether a mask is not known, so any key may have been read
-        self._unread: Positions = np.zeros(0, np.intp)
-        """Positions of the prompt that no other row has read so far."""
+        self._unread: Positions = np.zeros(0, np.intp)  # positions that no other row has read
         self._length = 0
         self._layers: set[int] = set()
-        self._unseen_segments: list[Segment] = []
-        """Segments that no row of the cue and no generated row has seen so far."""
+        self._unseen_segments: list[Segment] = []  # no cue and no generated row saw them
         self._n_readers = 0  # number of views of a cue or a generated row so far
-        self._n_seen: dict[int, int] = {}
-        """By layer: how many keys the newest row of the last step saw."""
-        self._is_sliding = False
-        """Whether windows in all layers may have moved past the unseen segments."""
-        self._shares: dict[int, float] = {}
-        """Index of each segment without attention to the largest share that it got."""
-        self._visible_segments: set[int] = set()
-        """Those of them that a generated row with recorded attention could see."""
+        self._n_seen: dict[int, int] = {}  # by layer, keys that the last newest row saw
+        self._is_sliding = False  # whether windows may have moved past the unseen segments
+        self._shares: dict[int, float] = {}  # by index of a segment, the largest share of attention
+        self._visible_segments: set[int] = set()  # to generated rows with recorded attention
         for number, segment in enumerate(context.segments[:-1]):
             if segment.kind in _READ_KINDS and segment.label not in NON_PROMPT_LABELS:
                 self._unseen_segments.append(segment)

@@ -7,7 +7,6 @@ start of a segment they may restart. The ids are those that the layers received.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -62,12 +61,9 @@ class PositionsRule(Rule):
         self._last_ids: PositionIds | None = None  # the last id of each row of the batch
         self._length = 0
         self._unpadded: npt.NDArray[np.bool_] | None = None
-        self._reported: _Fault | None = None
-        """The first fault of the decode steps, or the first error among them."""
-        self._counted_pads_severity = Severity.NOTE
-        """Severity of ids that count padding: rotary embeddings are not affected."""
-        self._isolated_pairs: Sequence[_IsolatedPair] = ()
-        """Isolated segments without restarted ids, until a row attends to both."""
+        self._reported: _Fault | None = None  # the first fault of the decode steps, or first error
+        self._counted_pads_severity = Severity.NOTE  # rotary embeddings are not affected
+        self._isolated_pairs: Sequence[_IsolatedPair] = ()  # until a row attends to both
 
     def on_step(self, step: StepRecord) -> Iterable[Finding]:
         """Check the position ids of a step."""
@@ -271,8 +267,7 @@ class PositionsRule(Rule):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _IsolatedPair:
+class _IsolatedPair(NamedTuple):
     """Two segments that do not attend to each other, and the position ids at which they begin."""
 
     first: Segment

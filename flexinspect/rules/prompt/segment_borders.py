@@ -9,10 +9,9 @@ the latter are not compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +42,7 @@ MAX_BORDER_ROWS = 4096
 """Rows up to which the borders of a declared mask are computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class BorderFault:
+class BorderFault(NamedTuple):
     """A fault in the borders of some heads of a mask (see `BorderComparison`)."""
 
     id: str

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexinspect.core.text import is_or_are, join_labels, plural, printable
 from flexinspect.records.finding import Finding, Severity
@@ -44,8 +44,7 @@ _SHIFT_REASONS = {
 """By `SpanShift.source`, why the shifted spans fit: for one span, and for several."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TruncatedPiece:
+class _TruncatedPiece(NamedTuple):
     """A piece of which the prompt holds only one end: `n_lost` of `n` units are missing.
 
     `unit` is "position", "token" or "character"; `at_end` says that its end is missing.
@@ -81,10 +80,8 @@ class PromptRule(Rule):
     )
 
     def __init__(self) -> None:
-        self._borders: dict[str, tuple[HeadBorders, ...]] = {}
-        """By mask fingerprint, for the whole run."""
-        self._had_complete_prompt = False
-        """Whether an earlier generation had every piece: missing pieces are then only a note."""
+        self._borders: dict[str, tuple[HeadBorders, ...]] = {}  # by mask, for the whole run
+        self._had_complete_prompt = False  # missing pieces are then only a note
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the state of a generation."""
