@@ -83,10 +83,7 @@ def newest_row(step: StepRecord) -> NewestRow | None:
 
 
 def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> NumberArray | None:
-    """Number of open keys of the newest row of a call, (1,) or (heads,).
-
-    None if it is not known, and if the row has no open key and is averaged instead.
-    """
+    """Number of open keys of a call's newest row, (1,) or (heads,); None if unknown or averaged."""
     mask = context.mask(step.calls[call].mask)
     if mask is None or mask.cells is None:
         return None
@@ -97,7 +94,7 @@ def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> Number
 
 
 @dataclass(slots=True)
-class _ShapeCounts:
+class _Counts:
     """Consecutive steps with each fault."""
 
     collapsed: int = 0
@@ -119,7 +116,7 @@ class AttentionShapeRule(Rule):
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the counts of a generation."""
         super().on_generation_start(context)
-        self._counts = defaultdict[int, _ShapeCounts](_ShapeCounts)
+        self._counts = defaultdict[int, _Counts](_Counts)
         first = context.segments[0] if context.segments else None
         self._has_bos = first is not None and first.kind is SegmentKind.BOS and len(first) == 1
 
@@ -133,7 +130,7 @@ class AttentionShapeRule(Rule):
             return
         runs, is_decode = self._counts[step.branch], step.phase == "decode"
         if is_decode:
-            yield from self._check_all_layers(step, runs, row)
+            yield from self._check_model(step, runs, row)
         # Checking all heads of single layers costs more.
         if step.step < LAYER_CHECK_INTERVAL or step.step % LAYER_CHECK_INTERVAL == 0:
             high = row.entropy.max(axis=1).tolist()
@@ -141,9 +138,7 @@ class AttentionShapeRule(Rule):
             if is_decode and self._has_bos and not runs.collapsed and not runs.sink:
                 yield from self._check_collapsed_layers(step, runs, row, high)
 
-    def _check_all_layers(
-        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
-    ) -> Iterator[Finding]:
+    def _check_model(self, step: StepRecord, runs: _Counts, row: NewestRow) -> Iterator[Finding]:
         """Check all heads of all layers; the first head is enough to skip most steps."""
         is_collapsed = (
             float(row.entropy[0, 0]) < ONE_KEY_ENTROPY
@@ -158,7 +153,8 @@ class AttentionShapeRule(Rule):
                 f"{runs.collapsed} consecutive steps (up to step {step.step}), although up to "
                 f"{step.kv_after} keys are open."
             )
-            yield self._finding(step, "attention.collapsed", sentence, {"steps": runs.collapsed})
+            evidence: dict[str, Any] = {"steps": runs.collapsed}
+            yield self._finding(step, "attention.collapsed", sentence, evidence=evidence)
             return
         share = float(row.segment_attention[0, 0, 0]) if self._has_bos else 0.0
         if share > SINK_SHARE:
@@ -171,10 +167,10 @@ class AttentionShapeRule(Rule):
                 f"is read from {plural(step.kv_after - 1, 'other key')}."
             )
             evidence = {"share": share, "steps": runs.sink}
-            yield self._finding(step, "attention.sink", sentence, evidence)
+            yield self._finding(step, "attention.sink", sentence, evidence=evidence)
 
     def _check_collapsed_layers(
-        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
+        self, step: StepRecord, runs: _Counts, row: NewestRow, high: list[float]
     ) -> Iterator[Finding]:
         """A note on single layers whose heads all attend to one key that is not BOS."""
         sharp = {
@@ -192,8 +188,9 @@ class AttentionShapeRule(Rule):
                 f"attention on one key other than BOS in {MIN_LAYER_CHECKS} consecutive checks (up "
                 f"to step {step.step})."
             )
-            id_, evidence = "attention.collapsed", {"layers": which, "steps": MIN_LAYER_CHECKS}
-            yield self._finding(step, id_, sentence, evidence, which, severity=Severity.NOTE)
+            facts, note = {"layers": which, "steps": MIN_LAYER_CHECKS}, Severity.NOTE
+            id_ = "attention.collapsed"
+            yield self._finding(step, id_, sentence, evidence=facts, layers=which, severity=note)
 
     def _sees_several(self, step: StepRecord, number: int | None = None) -> bool:
         """Whether the newest row has several open keys, in one call or in every call."""
@@ -202,7 +199,7 @@ class AttentionShapeRule(Rule):
         return all(n_open is not None and n_open.min() >= MIN_OPEN_KEYS for n_open in counts)
 
     def _check_uniform(
-        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
+        self, step: StepRecord, runs: _Counts, row: NewestRow, high: list[float]
     ) -> Iterator[Finding]:
         """Check for layers whose weights are all equal, for several input tokens."""
         low = row.entropy.min(axis=1).tolist()
@@ -228,7 +225,7 @@ class AttentionShapeRule(Rule):
             "token: its scores do not depend on the keys."
         )
         evidence = {"entropy": high[number], "keys": n_keys}
-        yield self._finding(step, "attention.uniform", sentence, evidence, which)
+        yield self._finding(step, "attention.uniform", sentence, evidence=evidence, layers=which)
 
     def _is_uniform(self, step: StepRecord, number: int, row: NewestRow) -> bool:
         """Whether the weights of a call are equal; capped scores belong to another rule."""
@@ -253,10 +250,10 @@ class AttentionShapeRule(Rule):
             if call.layer >= first_nonfinite:
                 return
             n_open = count_open_keys(step, self.context, number)
-            wrong = (
-                [] if n_open is None else bad[np.broadcast_to(n_open, lse.shape)[bad] > 0].tolist()
-            )
-            if n_open is None or not wrong:
+            if n_open is None:
+                continue
+            wrong = bad[np.broadcast_to(n_open, lse.shape)[bad] > 0].tolist()
+            if not wrong:
                 continue
             first, most = float(lse[wrong[0]]), int(n_open.max())
             one = len(wrong) == 1
@@ -266,36 +263,23 @@ class AttentionShapeRule(Rule):
                 f"of layer {call.layer} in step {step.step}, although the row attends to "
                 f"{plural(most, 'key')}."
             )
-            id_, evidence = "attention.lse", {"heads": wrong, "lse": first, "open": most}
-            head = wrong[0] if one else None
-            yield self._finding(step, id_, sentence, evidence, [call.layer], head=head)
+            facts, head = {"heads": wrong, "lse": first, "open": most}, wrong[0] if one else None
+            id_, layers = "attention.lse", [call.layer]
+            yield self._finding(step, id_, sentence, evidence=facts, layers=layers, head=head)
             return
 
-    def _finding(
-        self,
-        step: StepRecord,
-        finding_id: str,
-        sentence: str,
-        evidence: dict[str, Any],
-        which: Sequence[int] = (),
-        **options: Any,
-    ) -> Finding:
-        return self.finding(
-            step,
-            finding_id,
-            sentence,
-            layers=which,
-            positions=(step.kv_after - 1,),
-            evidence=evidence,
-            series=f"layer {which[0]}" if which else "all",
-            **options,
-        )
+    def _finding(self, step: StepRecord, id_: str, sentence: str, **options: Any) -> Finding:
+        """Return a finding about the newest row; its series depends on the option `layers`."""
+        layers, at = options.get("layers"), (step.kv_after - 1,)
+        series = f"layer {layers[0]}" if layers else "all"
+        return self.finding(step, id_, sentence, positions=at, series=series, **options)
 
 
 RESCALED_EVENT = "scores-rescaled"
 """Event of a user's attention function that did not apply the scale it received."""
 
 _compared_fields = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
+_dtype = attrgetter("dtype")
 
 CAP_SHARE = 0.98
 """Share of the softcap from which scores count as capped: tanh(2.3)."""
@@ -318,9 +302,6 @@ def _scale_factor(call: CallRecord) -> float:
 def _format_scale(call: CallRecord) -> str:
     scale = call.head_dim**-0.5 if call.scale is None else call.scale
     return f"{scale:.4g} ({_scale_factor(call):g} times 1/sqrt({call.head_dim}))"
-
-
-_dtype = attrgetter("dtype")
 
 
 def _format_softcap(call: CallRecord) -> str:
@@ -437,10 +418,8 @@ def _are_other_kinds(odd: Sequence[CallRecord], others: Sequence[CallRecord]) ->
 
 
 def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:
-    """The layers in which the attended keys have scores at the softcap in every head.
-
-    The attention-weighted mean score of a row is its log-sum-exp minus its entropy.
-    """
+    """The layers in which the attended keys have scores at the softcap in every head."""
+    # The attention-weighted mean score of a row is its log-sum-exp minus its entropy.
     row = newest_row(step)
     if row is None:
         return []

@@ -6,7 +6,7 @@ uses as attention weights, differs from what ran.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flexinspect.core.text import format_layers, printable
@@ -40,7 +40,7 @@ class ObserverRule(Rule):
         failed = [c for c in step.calls if c.lse_error is not None and c.lse_error > LSE_TOLERANCE]
         seen = {call.layer for call in step.calls}
         if failed:
-            yield from self._report_failed_checks(step, failed)
+            yield from self._report_checks(step, failed)
         if step.events:
             yield from self._check_events(step)
         if seen != self._expected:
@@ -51,9 +51,7 @@ class ObserverRule(Rule):
         if event.kind in _FAILURE_EVENTS:
             yield self._incomplete_finding(event, event, {"event": event.kind, **event.data})
 
-    def _report_failed_checks(
-        self, step: StepRecord, failed: Iterable[CallRecord]
-    ) -> Iterator[Finding]:
+    def _report_checks(self, step: StepRecord, failed: list[CallRecord]) -> Iterator[Finding]:
         """Report LSE checks above the panel's tolerance; NaN is reported by the numbers rule."""
         checks = [(c.lse_error or 0.0, check_tolerance(c.check_kind, c.dtype), c) for c in failed]
         bad = [check for check in checks if check[0] > check[1]]

@@ -1,10 +1,9 @@
 """Reports kernel calls that failed or never returned, and calls that compile too often.
 
 If a layer catches the exception of a kernel call and continues, that is a fallback, which the path
-rule reports. `FailuresRule` reports a failure once the forward has ended, and immediately for
-standalone calls. `GraphsRule` reports a new graph of torch.compile at every step, and a reached
-recompile limit. The first call compiles, and the second, with another length, compiles once more
-with dynamic lengths; later calls should not compile.
+rule reports. Other failures are reported once the forward has ended, and immediately for standalone
+calls. torch.compile compiles the first call, and the second, with another length, once more with
+dynamic lengths; later calls should not compile.
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ _BUILD_ERRORS = (
 )
 _MODE_PATTERN = re.compile(r"flex_attention and mode <?([\w.]*)")
 _MAX_ERROR_LENGTH = 160
-_RECOMPILE_LIMIT_ERROR = "FailOnRecompileLimitHit"
 
 
 def failure_finding_id(error: str) -> str:
     """The finding id for an exception ("Type: first line"), "" for one of the graphs rule."""
     name = error.partition(":")[0]
-    if name == _RECOMPILE_LIMIT_ERROR:
+    if name == "FailOnRecompileLimitHit":
         return ""
     if name == "NotImplementedError" and _MODE_PATTERN.search(error):
         return "observer.logger-breaks-flex"
@@ -111,7 +109,7 @@ class FailuresRule(Rule):
                 "torch._dynamo.reset(), because dynamo cached the failure inside the dispatch mode "
                 f"{printable(self._mode)}."
             )
-            yield self._event_finding(event, id_in_mode, sentence, Severity.ERROR)
+            yield self._event_finding(event, id_in_mode, sentence, severity=Severity.ERROR)
         elif finding_id and event.generation is None:
             yield self._failure_finding(event, finding_id, 1)
         elif finding_id:
@@ -141,25 +139,13 @@ class FailuresRule(Rule):
                 severity = Severity.NOTE
             elif event.generation is None:
                 severity = Severity.WARNING
-        sentence = f"{what}{_format_lengths(data)}."
-        return self._event_finding(event, finding_id, sentence, severity, failed=n_failed)
+        sentence, failed = f"{what}{_format_lengths(data)}.", {"failed": n_failed}
+        return self._event_finding(event, finding_id, sentence, severity=severity, evidence=failed)
 
-    def _event_finding(
-        self,
-        event: EventRecord,
-        finding_id: str,
-        sentence: str,
-        severity: Severity | None = None,
-        **evidence: Any,
-    ) -> Finding:
-        return self.finding(
-            event,
-            finding_id,
-            sentence,
-            severity=severity,
-            layers=event_layers(event),
-            evidence={**event.data, **evidence},
-        )
+    def _event_finding(self, event: EventRecord, id_: str, text: str, **options: Any) -> Finding:
+        evidence = {**event.data, **options.pop("evidence", {})}
+        layers = event_layers(event)
+        return self.finding(event, id_, text, layers=layers, evidence=evidence, **options)
 
 
 def event_layers(event: EventRecord) -> tuple[int, ...]:
@@ -184,7 +170,6 @@ def _format_lengths(data: Mapping[str, Any]) -> str:
 
 
 COMPILE_EVENTS = ("compiled", "recompiled")
-
 RECOMPILE_LIMIT_EVENT = "recompile-limit"
 MIN_STEPS_BY_CODE = 4
 """Consecutive steps with a new graph each, at least two of them because of a new mask_mod."""

@@ -197,9 +197,8 @@ class KernelPathRule(Rule):
     def _has_changed_path(self, call: CallRecord) -> bool:
         """Whether a layer switched to or from FlexAttention for the first time."""
         before = self._paths_before(call.layer)
-        if not before or call.path in before:
-            return False
-        return _is_flex(call.path) != any(map(_is_flex, before))
+        is_new = bool(before) and call.path not in before
+        return is_new and _is_flex(call.path) != any(map(_is_flex, before))
 
     def _changed_path_finding(self, step: StepRecord, moved: Calls, last: Calls) -> Finding:
         """Report layers that switch to or from FlexAttention within a generation."""

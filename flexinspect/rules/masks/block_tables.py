@@ -1,13 +1,10 @@
 """The rules for masks whose block tables, sizes or lengths do not fit.
 
-- `BlockTablesRule`: block tables that do not match the mask_mod. Uncompiled FlexAttention ignores
-  the block tables, compiled FlexAttention follows them. Such a fault is therefore invisible in an
-  uncompiled debug run. A mask is checked when it is new to the trace.
-- `LengthsRule`: lengths of a mask (rows, keys, batch, heads) or of the keys of a layer.
-  FlexAttention rejects a block mask whose lengths differ from those of the call, so a mismatch is
-  found in the event of the failed call, even if its exception was suppressed. It rejects neither a
-  block mask of another batch or number of heads, nor a dense mask that is too large, which it reads
-  from the upper left corner.
+Uncompiled FlexAttention ignores the block tables, compiled FlexAttention follows them, so stale
+tables are invisible in an uncompiled debug run. FlexAttention rejects a block mask whose lengths
+differ from those of the call; the event of the failed call shows it, even if its exception was
+suppressed. It rejects neither a block mask of another batch or number of heads, nor a dense mask
+that is too large, which it reads from the upper left corner.
 """
 
 from __future__ import annotations
@@ -80,8 +77,8 @@ class BlockTablesRule(Rule):
             stale = self._stale_blocks.get(mask.fingerprint)
             if stale is not None:
                 yield self._stale_finding(step, mask, calls, stale)
-            elif self.context.is_standalone and _is_one_block(mask):
-                yield self._one_block_finding(step, mask)
+            elif self.context.is_standalone and mask.cells is not None and mask.q_len > 1:
+                yield from self._check_one_block(step, mask, mask.cells)
 
     def _stale_finding(
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], stale: StaleBlocks
@@ -126,25 +123,27 @@ class BlockTablesRule(Rule):
             series=_mask_series(mask, calls),
         )
 
-    def _one_block_finding(self, step: StepRecord, mask: MaskRecord) -> Finding:
-        n_open = 0 if mask.cells is None else int(np.count_nonzero(mask.cells[0]))
+    def _check_one_block(
+        self, step: StepRecord, mask: MaskRecord, cells: BoolArray
+    ) -> Iterator[Finding]:
+        """Return a finding if a mask is a single block of which only some cells are open."""
+        visited = _visited_blocks(mask)
+        if visited is None or visited.shape != (1, 1, 1) or not cells.any() or cells.all():
+            return
+        n_open = int(np.count_nonzero(cells[0]))
         sentence = (
             f"A mask of {mask.q_len} x {mask.kv_len} cells, {n_open} of them open, fits into one "
             f"block of {mask.block_q} x {mask.block_kv}: `to_dense()` shows a single open cell, "
             "and up to torch 2.13 `sparsity()` is negative."
         )
-        sizes = {"open": n_open, "cells": mask.q_len * mask.kv_len}
-        evidence = {"mask": mask.fingerprint, **sizes}
-        return self.finding(
-            step, "mask.block-view", sentence, evidence=evidence, series="one block"
-        )
+        n_cells, id_ = mask.q_len * mask.kv_len, "mask.block-view"
+        evidence = {"mask": mask.fingerprint, "open": n_open, "cells": n_cells}
+        yield self.finding(step, id_, sentence, evidence=evidence, series="one block")
 
 
 def find_stale_blocks(mask: MaskRecord) -> StaleBlocks | None:
-    """Return the blocks in which a mask's tables and mask_mod disagree, None if they agree.
-
-    Partial blocks without any open cell do not matter: the mask_mod closes their cells.
-    """
+    """Return the blocks in which a mask's tables and mask_mod disagree, None if they agree."""
+    # Partial blocks without any open cell do not matter: the mask_mod closes their cells.
     visited, full = _visited_blocks(mask), mask.full
     if visited is None:
         return None
@@ -177,14 +176,6 @@ def _format_block_span(step: StepRecord, mask: MaskRecord, row: int, key: int) -
     rows = range(first_row, min(first_row + size_q, step.kv_before + mask.q_len))
     keys = range(first_key, min(first_key + size_kv, kv_offset + mask.kv_len))
     return format_ranges(rows), format_ranges(keys)
-
-
-def _is_one_block(mask: MaskRecord) -> bool:
-    """Return whether the tables are a single block, although only some of its cells are open."""
-    visited = _visited_blocks(mask)
-    if visited is None or mask.cells is None or visited.shape != (1, 1, 1):
-        return False
-    return mask.q_len > 1 and bool(mask.cells.any()) and not mask.cells.all()
 
 
 def _mask_series(mask: MaskRecord, calls: Sequence[CallRecord]) -> str:

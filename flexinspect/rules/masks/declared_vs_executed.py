@@ -254,9 +254,8 @@ class MasksRule(Rule):
             rows = slice_flags(self._unpadded, frame.q_offset, n_rows)
             keys = slice_flags(self._unpadded, frame.kv_offset, frame.n_keys)
         if mask.uniform_rows is not None:
-            averaged = np.broadcast_to(
-                mask.uniform_rows[min(head, len(mask.uniform_rows) - 1)], n_rows
-            )
+            of_head = mask.uniform_rows[min(head, len(mask.uniform_rows) - 1)]
+            averaged = np.broadcast_to(of_head, n_rows)
             rows = ~averaged if rows is None else rows & ~averaged
         return replace(frame, rows=rows, keys=keys)
 
@@ -477,10 +476,7 @@ def _ran_same_mask(a: LayerGroup, b: LayerGroup) -> bool:
 
 
 def count_pads(context: RuleContext) -> int:
-    """Return how many padding tokens a prompt begins with, by its first segment or their ids.
-
-    A single one does not count: some models begin every text with the pad token.
-    """
+    """Return how many padding tokens a prompt begins with, by its first segment or their ids."""
     first = context.segments[0] if context.segments else None
     if first is not None and first.label == "padding":
         return first.stop
@@ -490,6 +486,7 @@ def count_pads(context: RuleContext) -> int:
     n = 0
     while (token := context.token(n)) is not None and token.token_id == tokenizer.pad:
         n += 1
+    # A single one does not count: some models begin every text with the pad token.
     return n if 1 < n < context.n_prompt else 0
 
 

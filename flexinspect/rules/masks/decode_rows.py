@@ -1,14 +1,11 @@
 """The rules for the rows of decode steps: the mask of another row, and of another role.
 
-- `DecodingRule`: rows with the mask of another row, and rows that do not see themselves. The mask
-  of a decode row is built separately from the mask of the prompt, so it may be that of row 0 (the
-  offset is missing), of the row before, or of the row that was newest when the mask was built. It
-  is compared with the last row of the prompt in the same layer: if no row of the prompt sees
-  itself, that is by design. In a causal model every row sees itself, except padding and rows that
-  see no key at all, which `mask.empty-row` reports.
-- `RowRolesRule`: prompt rows that are masked as generated rows, and the reverse. If the spans are
-  counted wrong, a row at the end of a segment is masked as generated and sees the other segments.
-  If the mask forgets the generated rows, they do not see the segments that they should fuse.
+The mask of a decode row is built separately from the mask of the prompt, so it may be that of row 0
+(the offset is missing), of the row before, or of the row that was newest when the mask was built.
+It is compared with the last row of the prompt in the same layer: if no row of the prompt sees
+itself, that is by design. If the spans of segments are counted wrong, a prompt row is masked as a
+generated row. If the mask forgets the generated rows, they do not see the segments that they should
+fuse.
 """
 
 from __future__ import annotations
@@ -158,7 +155,7 @@ class DecodingRule(Rule):
         """Return a finding for prompt rows that do not see themselves, in the layers with most."""
         strict: dict[tuple[int, ...], list[StepMaskView]] = {}
         for view in views:
-            strict.setdefault(_find_self_blind_rows(view, self.context, step), []).append(view)
+            strict.setdefault(_self_blind_rows(view, self.context, step), []).append(view)
         positions = max(strict, key=len, default=())
         if not positions or self._is_declared_closed(positions[0], positions[0]):
             return
@@ -342,9 +339,7 @@ class DecodingRule(Rule):
         return min(len(keys) + grown, view.newest_key + 1)
 
 
-def _find_self_blind_rows(
-    view: StepMaskView, context: RuleContext, step: StepRecord
-) -> tuple[int, ...]:
+def _self_blind_rows(view: StepMaskView, context: RuleContext, step: StepRecord) -> tuple[int, ...]:
     """Return the positions of rows of a whole sequence that see keys, but not their own."""
     n = view.cells.shape[1]
     if n < 3 or view.newest_key + 1 != n or view.cells.shape[2] < n:
@@ -400,7 +395,7 @@ class RowRolesRule(Rule):
         if step.kv_before == 0 and step.q_len >= self.context.n_prompt:
             yield from self._check_prompt_rows(step, views)
         if step.kv_after > self.context.n_prompt:
-            yield from self._check_generated_row(step, views)
+            yield from self._check_generated(step, views)
         elif step.kv_before == 0:
             last = self.context.segment_at(self.context.n_prompt - 1)
             is_cue = last is not None and last.kind is SegmentKind.CUE
@@ -471,9 +466,7 @@ class RowRolesRule(Rule):
             series=f"{own.start} {rows[0]} {layers}",
         )
 
-    def _check_generated_row(
-        self, step: StepRecord, views: Sequence[StepMaskView]
-    ) -> Iterator[Finding]:
+    def _check_generated(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
         missed: dict[tuple[Segment, ...], list[StepMaskView]] = {}
         for view in views:
             if view.newest_row[: view.newest_key + 1].all() and not view.first_key_pos:

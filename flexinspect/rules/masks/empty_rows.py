@@ -327,11 +327,9 @@ def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
 
 
 def intended_cells(mask: MaskRecord) -> BoolArray | None:
-    """Return the cells of a mask with averaged rows closed, bool (heads, rows, keys).
-
-    An averaged row is closed by the lowest float throughout, so softmax weights all its keys
-    equally. It counts as a row that sees no key, and not as a reader of other rows.
-    """
+    """Return the cells of a mask with averaged rows closed, bool (heads, rows, keys)."""
+    # An averaged row is closed by the lowest float throughout, so softmax weights all its keys
+    # equally. It counts as a row that sees no key, and not as a reader of other rows.
     if mask.cells is None or mask.uniform_rows is None:
         return mask.cells
     intended: BoolArray = mask.cells & ~mask.uniform_rows[..., None]

@@ -1,14 +1,9 @@
 """The rules for masks that depend on the head or the batch row, and for padding in a batch.
 
-- `HeadsRule`: heads with a mask of their own, and KV heads that were repeated in the wrong order.
-  Query heads that share a KV head are neighbours, and `h` in a mask_mod counts query heads.
-- `BatchRowsRule`: masks built for one batch row although they depend on it, and batch rows that see
-  the future.
-- `BatchPaddingRule`: batch rows that see padding. Padding is counted in the 2D attention mask that
-  the model received, or else by the token ids.
-
-Cells are recorded of batch row 0 only. The capture compares it with a sample of the other rows,
-once per mask, and writes the result as an event.
+Query heads that share a KV head are neighbours, and `h` in a mask_mod counts query heads. Padding
+is counted in the 2D attention mask that the model received, or else by the token ids. Cells are
+recorded of batch row 0 only. The capture compares it with a sample of the other rows, once per
+mask, and writes the result as an event.
 """
 
 from __future__ import annotations
@@ -189,7 +184,6 @@ def _format_batch_rows(rows: Sequence[int]) -> str:
 
 
 _MAX_PADDED_POSITIONS = 8
-
 PadCounts = npt.NDArray[np.int64]
 """Number of leading padding tokens, or another count of positions, (batch,)."""
 

@@ -91,10 +91,8 @@ def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
 
 
 def row_matches_spec(row: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
-    """Return whether a row, bool (keys,), matches a spec.
-
-    It does so by counting, because this is the whole cost of a decode step without findings.
-    """
+    """Return whether a row, bool (keys,), matches a spec."""
+    # It counts keys, because this is the whole cost of a decode step without findings.
     q_idx, first = frame.q_offset, frame.kv_offset
     region = spec.region(q_idx)
     begin = max(first, 0 if frame.window is None else q_idx + 1 - frame.window)
@@ -110,10 +108,7 @@ def row_matches_spec(row: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
 def count_wrong_cells(
     cells: BoolArray, spec: MaskSpec, frame: CellFrame, *, limit: int = _UNBOUNDED
 ) -> int:
-    """Count cells, bool (rows, keys), that differ from a spec, in rows that see any key.
-
-    Counting stops once the number reaches `limit`.
-    """
+    """Count cells, bool (rows, keys), that differ from a spec in rows with keys, up to `limit`."""
     n_wrong = 0
     for _, ran, expected, counts in _iter_packed_rows(cells, spec, frame):
         wrong = (ran ^ expected) & counts
@@ -162,10 +157,7 @@ class SegmentParts:
 def find_difference(
     cells: BoolArray, spec: MaskSpec, frame: CellFrame, parts: SegmentParts
 ) -> CellDifference:
-    """Return how cells, bool (rows, keys), differ from a spec.
-
-    This is slow; use it only for cells that are known to differ.
-    """
+    """Return how cells, bool (rows, keys), differ from a spec; slow, for cells that do differ."""
     out = CellDifference(n_rows=len(cells), first_row=frame.q_offset)
     key_idx = np.arange(frame.n_keys) + frame.kv_offset
     for start, *packed in _iter_packed_rows(cells, spec, frame):
@@ -243,12 +235,10 @@ def classify_pattern(
 
 
 def is_blockwise(found: CellDifference, cells: BoolArray, frame: CellFrame) -> bool:
-    """Return whether rows see the future in whole blocks, as in a prefix or bidirectional segments.
-
-    In a block, the last key that a row sees sees no further than itself, and sees that row. A
-    mask_mod with an offset that is one too large has rows whose last key sees further; one with
-    rows and keys swapped, or inverted, has rows that see the future but not the past.
-    """
+    """Return whether rows see the future in whole blocks: a prefix, or bidirectional segments."""
+    # In a block, the last key that a row sees sees no further than itself, and sees that row. A
+    # mask_mod with an offset that is one too large has rows whose last key sees further; one with
+    # rows and keys swapped, or inverted, has rows that see the future but not the past.
     start = frame.q_offset - frame.kv_offset
     n = max(min(len(cells), frame.n_keys - start), 0)
     among = cells[:n, start : start + n]

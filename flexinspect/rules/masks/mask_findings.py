@@ -27,7 +27,6 @@ from flexinspect.rules.masks.mask_difference import CAUSAL, MOVED, OPEN, WINDOW,
 MASK_FUNCTION_EVENT = "mask-function"
 """The event that a custom attention function has a mask function, which returned no mask."""
 
-
 NO_MASK = "none"
 _MAX_LISTED_FUTURE_ROWS = 64
 _PATH_NAMES = {
@@ -324,10 +323,8 @@ class MaskCase:
 
 
 def count_pieces(context: RuleContext, found: CellDifference) -> tuple[int, int]:
-    """Return the number of block-diagonal pieces, and the number of paraphrases.
-
-    Two paraphrases form one piece where every row of one sees every key of the other.
-    """
+    """Return the number of block-diagonal pieces, and the number of paraphrases."""
+    # Two paraphrases form one piece where every row of one sees every key of the other.
     segments = context.segments
     paraphrases = [n for n, s in enumerate(segments) if s.kind is SegmentKind.PARAPHRASE]
     piece_of = {n: n for n in paraphrases}

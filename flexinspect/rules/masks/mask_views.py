@@ -52,10 +52,7 @@ class StepMaskView:
         return bool(self.cells[:, -1, start:stop].any())
 
     def block(self, rows: Segment, keys: Segment) -> BoolArray:
-        """Return the cells of one segment's rows and another's keys, in any head.
-
-        The step must compute the whole sequence.
-        """
+        """Return the cells of a segment's rows and another's keys, in any head of a whole step."""
         cells = broadcast_rows(self.cells, rows.stop)
         part = cells[:, rows.start : rows.stop, keys.start : keys.stop]
         return part[0] if len(part) == 1 else np.asarray(part.any(axis=0))

@@ -146,10 +146,7 @@ def _drop_implied_leaks(
 def spec_reach(
     spec: MaskSpec, targets: Sequence[Segment], sources: Sequence[Segment]
 ) -> tuple[BoolArray, BoolArray]:
-    """Return which targets reach which sources in one layer, and over any number of layers.
-
-    Both are bool (targets, sources).
-    """
+    """Return which targets reach which sources, bool (targets, sources), in one layer and all."""
     n = max(segment.stop for segment in (*targets, *sources))
     rows = pack_rows(spec.dense(n)[None], n)
     # As many layers as rows are enough. After one that adds no row, the others cost nothing.

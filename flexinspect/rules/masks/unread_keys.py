@@ -8,6 +8,7 @@ reported when the generation is over.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -205,7 +206,9 @@ class UnreadKeysRule(Rule):
             )
             severity = Severity.NOTE if declared is None else Severity.WARNING
             positions = [pos for s in unseen for pos in range(s.start, s.stop)]
-            yield self._unused_finding(unseen, sentence, severity, positions, 0.0)
+            yield self._unused_finding(
+                unseen, 0.0, sentence, severity=severity, positions=positions
+            )
         numbers = self._shares.keys() & self._visible_segments
         weak = [self.context.segments[n] for n in sorted(numbers)]
         if weak:
@@ -215,30 +218,16 @@ class UnreadKeysRule(Rule):
                 f"{'gets' if len(weak) == 1 else 'get'} at most {most:.1g} of their attention in "
                 "any layer and head."
             )
-            positions = [segment.start for segment in weak]
-            yield self._unused_finding(weak, sentence, Severity.NOTE, positions, most)
+            starts, note = [segment.start for segment in weak], Severity.NOTE
+            yield self._unused_finding(weak, most, sentence, severity=note, positions=starts)
 
     def _unused_finding(
-        self,
-        segments: Sequence[Segment],
-        sentence: str,
-        severity: Severity,
-        positions: Sequence[int],
-        share: float,
+        self, segments: Sequence[Segment], share: float, sentence: str, **options: Any
     ) -> Finding:
-        return self.finding(
-            None,
-            "segments.unused",
-            sentence,
-            severity=severity,
-            positions=positions,
-            evidence={
-                "segments": [segment.label for segment in segments],
-                "keys": sum(len(segment) for segment in segments),
-                "largest_share": share,
-                "layers": len(self._layers),
-            },
-        )
+        labels, n_keys = [segment.label for segment in segments], sum(map(len, segments))
+        evidence = {"segments": labels, "keys": n_keys, "largest_share": share}
+        evidence["layers"] = len(self._layers)
+        return self.finding(None, "segments.unused", sentence, evidence=evidence, **options)
 
     def _should_be_seen(self, segment: Segment, declared: DeclaredMask | None) -> bool:
         """Return whether the declared mask, if there is one, shows a segment to the newest row."""

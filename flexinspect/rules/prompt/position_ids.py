@@ -25,7 +25,6 @@ from flexinspect.rules.masks.declared_vs_executed import count_pads
 LEARNED_POSITIONS_EVENT = "learned-positions"
 """Event of a model with learned position embeddings, where absolute ids matter."""
 
-
 PositionIds = npt.NDArray[Any]
 
 
@@ -58,6 +57,7 @@ class PositionsRule(Rule):
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the state of a generation."""
         super().on_generation_start(context)
+        self._segment_starts = [segment.start for segment in context.segments]
         self._last_ids: PositionIds | None = None  # the last id of each row of the batch
         self._length = 0
         self._unpadded: npt.NDArray[np.bool_] | None = None
@@ -121,7 +121,7 @@ class PositionsRule(Rule):
         columns = np.flatnonzero(real)
         real_ids, n_pads = ids[columns], int(columns[0])
         breaks = np.flatnonzero(np.diff(real_ids) != 1)
-        if len(breaks) and not np.isin(columns[breaks + 1], self._segment_starts()).all():
+        if len(breaks) and not np.isin(columns[breaks + 1], self._segment_starts).all():
             at = int(columns[breaks[0] + 1])
             a, b = int(real_ids[breaks[0]]), int(real_ids[breaks[0] + 1])
             words = (
@@ -146,7 +146,7 @@ class PositionsRule(Rule):
         if self._unpadded is not None and self._unpadded[0].any():
             start = int(self._unpadded[0].argmax())
         breaks = start + 1 + np.flatnonzero(np.diff(ids[start:]) != 1)
-        breaks = breaks[~np.isin(breaks, self._segment_starts())]
+        breaks = breaks[~np.isin(breaks, self._segment_starts)]
         if not len(breaks):
             return None
         at = int(breaks[0])
@@ -167,12 +167,8 @@ class PositionsRule(Rule):
         elif now < before:
             id_ = "positions.restart"
             words = f"position ids restart at {now} after {before}, {where}"
-        return _Fault(
-            id_, severity, words, at, {"id": now, "before": before, "places": len(breaks)}
-        )
-
-    def _segment_starts(self) -> list[int]:
-        return [segment.start for segment in self.context.segments]
+        seen = {"id": now, "before": before, "places": len(breaks)}
+        return _Fault(id_, severity, words, at, seen)
 
     def _check_decode_step(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
         held = step.inputs.cached_before if step.inputs is not None else ()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, pairwise
+from typing import NamedTuple
 
 from flexinspect.records import prompt as records
 from flexinspect.records.prompt import DeclaredSegment, Segment, SegmentKind, Span, TokenizerFacts
@@ -31,8 +32,7 @@ SPECIAL_MARK = "\0"
 _SENTENCE_ENDS = ".?!:。？！："
 
 
-@dataclass(frozen=True, slots=True)
-class LocatedPiece:
+class LocatedPiece(NamedTuple):
     """A declared piece and its span in the prompt, None for a text that was not found.
 
     `overlaps` says that it shares tokens with an earlier piece. `n_places` is how often its text
@@ -55,16 +55,14 @@ class PromptTokens:
     tokenizer: TokenizerFacts
 
     @classmethod
-    def from_context(
-        cls, context: RuleContext, later_tokens: Sequence[TokenRecord] = ()
-    ) -> PromptTokens:
-        """The prompt of a generation; `later_tokens` are those of later chunks of a prefill."""
+    def from_context(cls, context: RuleContext, later: Sequence[TokenRecord] = ()) -> PromptTokens:
+        """The prompt of a generation; `later` are the tokens of later chunks of a prefill."""
         tokens, declared = context.generation.tokens, context.generation.declared
         pieces, tokenizer = (
             records.declared_segments(declared),
             records.declared_tokenizer(declared),
         )
-        return cls((*tokens, *later_tokens), context.segments, pieces, tokenizer)
+        return cls((*tokens, *later), context.segments, pieces, tokenizer)
 
     @property
     def start(self) -> int:
@@ -130,10 +128,7 @@ class PromptTokens:
 
     @cached_property
     def located_pieces(self) -> tuple[LocatedPiece, ...]:
-        """All pieces with their spans, in declared order.
-
-        A text is searched after the previous piece first, then from the beginning.
-        """
+        """All pieces with their spans, in declared order."""
         located: list[LocatedPiece] = []
         taken: list[Span] = []
         after = self.n_pads
@@ -171,6 +166,7 @@ class PromptTokens:
         """Return the span of a piece, and how often its text occurs."""
         if piece.text is None:
             return (piece.start, piece.stop), 1
+        # After the previous piece first, then from the beginning.
         searches = (*self._search(piece, after), *self._search(piece, self.n_pads))
         for start, stop in islice(chain.from_iterable(searches), 1):
             counts = [
@@ -205,8 +201,7 @@ class PromptTokens:
         return frozenset(begins), frozenset(ends)
 
 
-@dataclass(frozen=True, slots=True)
-class SpanShift:
+class SpanShift(NamedTuple):
     """By how many tokens each span must be shifted to fit (0: it fits), and the reason.
 
     `source` is "lines" (line and sentence boundaries), "gaps" (the tokens between the spans) or
@@ -231,7 +226,7 @@ def find_shift(prompt: PromptTokens) -> SpanShift | None:
         if _spans_fit(prompt, spans, 0):
             return None
         n = _shift_by_lines(prompt, spans)
-        offsets = _span_shifts_by_lines(prompt, spans) if n is None else (n,) * len(spans)
+        offsets = _span_shifts_by_lines(prompt) if n is None else (n,) * len(spans)
         if offsets is not None:
             return SpanShift(offsets, "lines")
     for source, find in (("gaps", _shift_by_gaps), ("ends", _shift_by_ends)):
@@ -264,18 +259,16 @@ def _shift_by_lines(prompt: PromptTokens, spans: Sequence[DeclaredSegment]) -> i
     return next((n for n in shifts if _spans_fit(prompt, spans, n)), None)
 
 
-def _span_shifts_by_lines(
-    prompt: PromptTokens, spans: Sequence[DeclaredSegment]
-) -> tuple[int, ...] | None:
+def _span_shifts_by_lines(prompt: PromptTokens) -> tuple[int, ...] | None:
     """Offsets that grow from span to span; None unless each span has one."""
     offsets = []
     shifts = sorted(range(-_MAX_SPAN_SHIFT, _MAX_SPAN_SHIFT + 1), key=abs)
-    for span in spans:
+    for span in prompt.spans:
         fit = next((n for n in shifts if _spans_fit(prompt, (span,), n)), None)
         if fit is None:
             return None
         offsets.append(fit)
-    if len(spans) < 3 and max(map(abs, offsets)) > 2:
+    if len(offsets) < 3 and max(map(abs, offsets)) > 2:
         return None
     return tuple(offsets) if is_growing(offsets) else None
 

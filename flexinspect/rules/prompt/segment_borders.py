@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.core.text import is_or_are, join_labels, plural, printable
-from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
@@ -71,20 +70,18 @@ class BorderCheck:
         return _find_row_borders(np.count_nonzero(cells, axis=1), 0)
 
     def check_mask(self, mask: MaskRecord | None, head_borders: HeadBorders) -> BorderFault | None:
-        """The fault in the borders of a mask; None if there is none, or if it is unclear.
-
-        A mask with a border in most rows (sliding window, fully open) has no segments to compare.
-        """
+        """The fault in the borders of a mask; None if there is none, or if it is unclear."""
+        # A mask with a border in most rows (sliding window, fully open) has no segments to compare.
         heads, borders = head_borders
         if mask is None or mask.q_offset or len(borders) > mask.q_len // 2:
             return None
         apart = [one for one in self._paraphrases if one.start < mask.q_len]
-        shifts = prompt_facts.candidate_shifts(self._prompt)
         misplaced = any(s.start < b < s.stop for b in borders for s in apart)
         offsets: tuple[int, ...] = ()
         if misplaced:
+            shifts = prompt_facts.candidate_shifts(self._prompt)
             offsets = _find_offsets(borders, self._context.segments, apart, shifts)
-        offsets = offsets or self._find_declared_shift(borders, mask.q_len, shifts)
+        offsets = offsets or self._find_declared_shift(borders, mask.q_len)
         if misplaced or offsets:
             off = {*offsets}
             shift = prompt_facts.find_shift(self._prompt)  # of the declared spans themselves
@@ -104,15 +101,13 @@ class BorderCheck:
             return None
         return BorderFault("segments.merged", heads, borders, missing=missing)
 
-    def _find_declared_shift(
-        self, borders: Borders, n_rows: int, shifts: Iterable[int]
-    ) -> tuple[int, ...]:
+    def _find_declared_shift(self, borders: Borders, n_rows: int) -> tuple[int, ...]:
         """By how much all borders precede those of the declared mask, empty if they do not."""
         # A declared mask defines where a separator belongs, so even a border inside one may be off.
         declared = self._declared_borders
         if not self._has_declared_mask or len(borders) < 2 or {*borders} <= {*declared}:
             return ()
-        for n in shifts:
+        for n in prompt_facts.candidate_shifts(self._prompt):
             if borders == tuple(b - n for b in declared if 0 < b - n < n_rows):
                 return (n,) * len(borders)
         return ()
@@ -259,10 +254,8 @@ HeadBorders = tuple[tuple[int, ...], Borders]
 
 
 def find_borders(mask: MaskRecord | None) -> tuple[HeadBorders, ...]:
-    """The borders of a mask of several rows, by heads; empty if they are not defined.
-
-    They are not for a mask whose cells are unknown, a single broadcast row, and a sliding window.
-    """
+    """The borders of a mask of several rows, by heads; empty if they are not defined."""
+    # They are not for a mask whose cells are unknown, a single broadcast row, and a sliding window.
     if mask is None or mask.cells is None or mask.kv_offset or mask.kind.startswith("none"):
         return ()
     cells = mask.cells
@@ -273,21 +266,15 @@ def find_borders(mask: MaskRecord | None) -> tuple[HeadBorders, ...]:
     by_head: dict[Borders, list[int]] = {}
     for head, rows in enumerate(cells):
         counts = np.count_nonzero(rows, axis=1)
-        if _has_sliding_rows(rows, counts, mask.q_offset):
+        # In a sliding window and in a fully open mask, rows attend to the previous row and to as
+        # many keys. Where a segment begins, the row does not attend to the previous one.
+        same = np.flatnonzero((counts[1:] == counts[:-1]) & (counts[1:] > 1)) + 1
+        if rows[same, np.minimum(same + mask.q_offset - 1, rows.shape[1] - 1)].any():
             return ()
         by_head.setdefault(_find_row_borders(counts, mask.q_offset), []).append(head)
     if len(by_head) == 1:
         return (((), next(iter(by_head))),)
     return tuple((tuple(heads), borders) for borders, heads in by_head.items())
-
-
-def _has_sliding_rows(cells: BoolArray, counts: OpenKeyCounts, offset: int) -> bool:
-    """Whether a row has as many keys as the previous row and attends to it."""
-    # This holds in a sliding window and in a fully open mask. Where a segment begins, the row does
-    # not attend to the previous one.
-    rows = np.flatnonzero((counts[1:] == counts[:-1]) & (counts[1:] > 1)) + 1
-    before = rows + offset - 1
-    return bool(cells[rows, np.minimum(before, cells.shape[1] - 1)].any())
 
 
 def _find_row_borders(counts: OpenKeyCounts, offset: int) -> Borders:

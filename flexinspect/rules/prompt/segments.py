@@ -209,9 +209,8 @@ class PromptRule(Rule):
         positions = [span.start for span in spans]
         declared = [[span.label, span.start, span.stop] for span in spans]
         evidence = {"offsets": offsets, "declared": declared}
-        return self._prompt_finding(
-            "segments.drift", sentence, positions, evidence, Severity.WARNING
-        )
+        severity = Severity.WARNING
+        return self._prompt_finding("segments.drift", sentence, positions, evidence, severity)
 
     def _odd_border(self) -> Iterator[Finding]:
         """A single border of several spans does not fit to a line or sentence boundary."""
@@ -275,7 +274,7 @@ class PromptRule(Rule):
                 f"{plural(len(uncovered), 'gap')} between declared pieces "
                 f"{'contains' if len(uncovered) == 1 else 'contain'} words that belong to no "
                 f"piece, {plural(len(positions), 'token')}; first: "
-                f'"{_quote_beginning(uncovered[0][1].strip())}" at '
+                f'"{printable(uncovered[0][1].strip())[:_MAX_QUOTED_CHARACTERS]}" at '
                 f"{self.context.format_position(positions[0])}."
             )
             evidence = {"gaps": len(uncovered), "tokens": len(positions)}
@@ -297,11 +296,12 @@ class PromptRule(Rule):
         elif missing:
             n, one = len(prompt.pieces), len(missing) == 1
             beginning = "".join(token.text for token in prompt.tokens[prompt.n_pads :][:12])
+            beginning = printable(beginning)[:_MAX_QUOTED_CHARACTERS]
             sentence = (
                 f"The {'text' if one else 'texts'} of {_join_labels(missing)} "
                 f"{is_or_are(len(missing))} not in the prompt ({plural(len(prompt.ids), 'token')}, "
-                f'beginning with "{_quote_beginning(beginning)}"); {n - len(missing)} of {n} '
-                "declared pieces were found."
+                f'beginning with "{beginning}"); {n - len(missing)} of {n} declared pieces were '
+                "found."
             )
             evidence = {"texts": [piece.text for piece in missing]}
             severity = Severity.NOTE if self._had_complete_prompt else None
@@ -440,9 +440,8 @@ class PromptRule(Rule):
             )
             positions = [prompt.start + index for index in later]
             evidence = {"bos": facts.bos, "n": len(later)}
-            yield self._prompt_finding(
-                "segments.bos-doubled", sentence, positions, evidence, Severity.NOTE
-            )
+            id_, severity = "segments.bos-doubled", Severity.NOTE
+            yield self._prompt_finding(id_, sentence, positions, evidence, severity)
 
     def _check_eos(self) -> Iterator[Finding]:
         """The tokenizer added an EOS to each piece; only a note where that may be intended."""
@@ -496,10 +495,6 @@ def _quote_label(piece: DeclaredSegment) -> str:
 
 def _join_labels(pieces: Iterable[DeclaredSegment]) -> str:
     return join_labels(limit_names([_quote_label(piece) for piece in pieces]))
-
-
-def _quote_beginning(text: str) -> str:
-    return printable(text)[:_MAX_QUOTED_CHARACTERS]
 
 
 def _find_written_specials(prompt: PromptTokens) -> Iterator[tuple[str, Span]]:
