@@ -54,7 +54,7 @@ class _FaultyRow(NamedTuple):
         return f"{self.layers} {self.heads}"
 
     @property
-    def share(self) -> str:
+    def seen_keys(self) -> str:
         """How many of its keys it sees, as `1 of 12 keys`."""
         return f"{len(self.keys)} of {plural(self.view.newest_key + 1, 'key')}"
 
@@ -226,7 +226,7 @@ class DecodingRule(Rule):
         before = "" if seen is None else f" (in step {seen[0]} it was {seen[1]} of {seen[2]})"
         sentence = (
             f"Row {step.q_len - 1} of {step.q_len} in step {step.step} "
-            f"({self.context.format_position(newest.view.newest_pos)}) sees {newest.share}"
+            f"({self.context.format_position(newest.view.newest_pos)}) sees {newest.seen_keys}"
             f"{newest.where}; {self._count_expected_keys(newest)} expected{before}: the mask "
             f"counts the rows of this step from 0, not from {step.kv_before}."
         )
@@ -255,7 +255,7 @@ class DecodingRule(Rule):
         sentence = (
             f"The newest row of step {newest.step.step} "
             f"({self.context.format_position(newest.view.newest_pos)}) does not see itself"
-            f"{newest.where}: it sees {newest.share}, up to "
+            f"{newest.where}: it sees {newest.seen_keys}, up to "
             f"{self.context.format_position(newest.last_key_pos)}; "
             f"{self._count_expected_keys(newest)} expected, because rows of the prompt see "
             "themselves."
@@ -266,7 +266,7 @@ class DecodingRule(Rule):
         sentence = (
             f"From step {first.step.step} on, the newest row sees only keys up to "
             f"{self.context.format_position(newest.last_key_pos)}{newest.where}, while the cache "
-            f"grows: in step {newest.step.step} it sees {newest.share}, but not itself; "
+            f"grows: in step {newest.step.step} it sees {newest.seen_keys}, but not itself; "
             f"{self._count_expected_keys(newest)} expected."
         )
         return self._row_finding("decode.stale-row", newest._replace(step=first.step), sentence)
@@ -286,7 +286,7 @@ class DecodingRule(Rule):
             f"The newest row of step {step.step} ({self.context.format_position(view.newest_pos)}) "
             "sees the prompt and itself, but not the "
             f"{plural(view.newest_key - n_prompt, 'token')} generated before it{newest.where}: "
-            f"{newest.share}; {self._count_expected_keys(newest)} expected."
+            f"{newest.seen_keys}; {self._count_expected_keys(newest)} expected."
         )
         severity = Severity.WARNING if self.context.declared_spec is None else None
         yield self._row_finding("decode.stale-row", newest, sentence, severity)

@@ -85,7 +85,8 @@ class BorderCheck:
         if misplaced or offsets:
             off = {*offsets}
             shift = prompt_facts.find_shift(self._prompt)  # of the declared spans themselves
-            if not off or off == {-((shift and shift.tokens) or 0)}:
+            n = 0 if shift is None else shift.tokens or 0
+            if not off or off == {-n}:
                 return None
             kind = "segments.shifted" if len(off) == 1 else "segments.drift"
             return BorderFault(kind, heads, borders, offsets)
