@@ -158,9 +158,9 @@ class KernelPathRule(Rule):
         kernel = self._failed_kernels.get((call.layer, message), "")
         peers = [call for layer, call in last.items() if layer not in group]
         lost = self._compare_mask(call, peers)
-        finding_id, verb = "path.swallowed", "continued with"
+        id_, verb = "path.swallowed", "continued with"
         if self._is_fallback(step, call, kernel, peers):
-            finding_id, verb = "path.fallback", "fell back to"
+            id_, verb = "path.fallback", "fell back to"
         sentence = (
             f"{where}{of} {verb} {call.path} in step {step.step}: "
             f"{kernel + ' raised ' if kernel else ''}{printable(message)}, suppressed"
@@ -169,15 +169,7 @@ class KernelPathRule(Rule):
         severity = Severity.ERROR if lost.has_leak else None
         series = f"{call.path} in {list(group)}: {_DIGITS.sub('#', message)}"
         return self._path_finding(
-            step,
-            finding_id,
-            sentence,
-            group,
-            last,
-            lost,
-            evidence,
-            severity=severity,
-            series=series,
+            step, id_, sentence, group, last, lost, evidence, severity=severity, series=series
         )
 
     def _is_fallback(
@@ -207,7 +199,7 @@ class KernelPathRule(Rule):
         is_first = call.q_len == 1 and not any(one_row for _, one_row in before)
         paths = " and ".join(dict.fromkeys(path for path, _ in before))
         lost = self._compare_mask(call, [])
-        finding_id = "path.bypass" if is_first or _is_flex(call.path) else "path.fallback"
+        id_ = "path.bypass" if is_first or _is_flex(call.path) else "path.fallback"
         sentence = f"From step {step.step} on {where} ran {call.path} after {paths}"
         if is_first and not _is_flex(call.path):
             sentence = (
@@ -218,15 +210,7 @@ class KernelPathRule(Rule):
         evidence, series = {"before": paths}, f"{call.path} in {list(moved)}"
         severity = Severity.NOTE if lost.is_same else None
         return self._path_finding(
-            step,
-            finding_id,
-            sentence,
-            moved,
-            last,
-            lost,
-            evidence,
-            severity=severity,
-            series=series,
+            step, id_, sentence, moved, last, lost, evidence, severity=severity, series=series
         )
 
     def _check_unpatched(self, step: StepRecord, rest: Calls, last: Calls) -> Iterator[Finding]:
