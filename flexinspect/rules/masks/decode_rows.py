@@ -73,7 +73,8 @@ class DecodingRule(Rule):
     """Checks the newest row of every step after the first, in every layer.
 
     It needs cells, which are recorded from level advanced on. A correct row sees itself and the
-    token before it, so two cells per mask are read.
+    token before it, so two cells per mask are read. In a causal model every row sees itself, except
+    padding and rows that see no key at all, which `mask.empty-row` reports.
     """
 
     name = "decoding"
