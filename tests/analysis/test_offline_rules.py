@@ -30,7 +30,7 @@ from flexinspect.records.step import (
     MaskRecord,
     StepRecord,
 )
-from flexinspect.rules.masks.block_tables import STALE_TABLES, BlockTablesRule
+from flexinspect.rules.masks.block_tables import BlockTablesRule
 from flexinspect.trace.file import writer as append
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
@@ -333,5 +333,5 @@ def test_a_rule_that_runs_offline_sees_the_block_tables_of_a_compiled_call(tmp_p
     with open_trace(path) as reader:
         review(reader, [BlockTablesRule()])
         (finding,) = reader.findings()
-    assert finding.id == STALE_TABLES
+    assert finding.id == "mask.stale-tables"
     assert finding.evidence["missing"] == 1

@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, GenerationRecord, StepRecord
-from flexinspect.rules.attention.call_arguments import CallFactsRule
+from flexinspect.rules.attention.attention_shape import CallFactsRule
 from flexinspect.rules.context import RuleContext
 
 FED = torch.tensor([ids(14, 3)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.paths import DOCS
 
-from flexinspect.rules.attention import attention_shape, call_arguments
+from flexinspect.rules.attention import attention_shape
 from flexinspect.rules.engine import FindingKind
 from flexinspect.rules.numerics import nan_and_inf, output_ranges
 from flexinspect.rules.text import degenerate_text, token_choice
@@ -17,7 +17,7 @@ KINDS: dict[str, FindingKind] = {
         nan_and_inf.NumbersRule,
         output_ranges.OutputRangeRule,
         attention_shape.AttentionShapeRule,
-        call_arguments.CallFactsRule,
+        attention_shape.CallFactsRule,
         degenerate_text.TextRule,
         token_choice.TokenChoiceRule,
     )

@@ -1,17 +1,21 @@
-"""Checks the attention of the newest row: collapsed to one key, to BOS, uniform, or infinite.
+"""Checks the attention of the newest row, and that the calls of a run agree on their arguments.
 
-Trained models have many heads that attend to one key, or to BOS only. So the checks apply to all
-heads of a layer or model at once, over several steps, and only to rows with several open keys.
-`newest_row` and `count_open_keys` are shared with other rules.
+- `AttentionShapeRule`: attention that is collapsed to one key, to BOS, uniform, or infinite.
+  Trained models have many heads that attend to one key, or to BOS only. So the checks apply to all
+  heads of a layer or model at once, over several steps, and only to rows with several open keys.
+- `CallFactsRule`: scale, softcap and dtype. A patched layer typically differs from the other
+  layers, or from itself in another phase. Models with alternating layer types are not reported:
+  their layer types also differ in masks or head dimension.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +30,6 @@ from flexinspect.rules.engine import Rule, finding_kinds
 NumberArray = npt.NDArray[Any]
 ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
 
-SINK = "attention.sink"
-COLLAPSED = "attention.collapsed"
-UNIFORM = "attention.uniform"
-INFINITE_LSE = "attention.lse"
 SINK_SHARE = 0.99
 ONE_KEY_ENTROPY = 0.01
 """Nats; 0.999 on one key and the rest on up to a thousand others has a lower entropy."""
@@ -75,25 +75,16 @@ class NewestRow(NamedTuple):
 
 def newest_row(step: StepRecord) -> NewestRow | None:
     """The arrays of the newest row of a step, None if attention was not recorded."""
-    found: dict[str, NumberArray] = {}
-    for record in step.arrays:
-        if record.stream in ROW_STREAMS:
-            found[record.stream] = record.array
-            if len(found) == len(ROW_STREAMS):
-                arrays = NewestRow(*(found[stream] for stream in ROW_STREAMS))
-                return arrays if len(arrays.lse) == len(step.calls) else None
-    return None
+    found = {one.stream: one.array for one in step.arrays if one.stream in ROW_STREAMS}
+    if len(found) < len(ROW_STREAMS):
+        return None
+    arrays = NewestRow(*(found[stream] for stream in ROW_STREAMS))
+    return arrays if len(arrays.lse) == len(step.calls) else None
 
 
 def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> NumberArray | None:
-    """Number of open keys of the newest row of a call, (1,) or (heads,).
-
-    None if it is not known, and if the row has no open key and is averaged instead.
-    """
-    record = step.calls[call]
-    if record.mask is None:
-        return None
-    mask = context.mask(record.mask)
+    """Number of open keys of a call's newest row, (1,) or (heads,); None if unknown or averaged."""
+    mask = context.mask(step.calls[call].mask)
     if mask is None or mask.cells is None:
         return None
     if mask.uniform_rows is not None and mask.uniform_rows[:, -1].any():
@@ -103,7 +94,7 @@ def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> Number
 
 
 @dataclass(slots=True)
-class _ShapeCounts:
+class _Counts:
     """Consecutive steps with each fault."""
 
     collapsed: int = 0
@@ -116,14 +107,16 @@ class _ShapeCounts:
 class AttentionShapeRule(Rule):
     """Checks entropy, segment attention and log-sum-exp of the newest row, from level advanced."""
 
-    name: ClassVar[str] = "attention shape"
-    streams: ClassVar[tuple[str, ...]] = ROW_STREAMS
-    findings = finding_kinds(SINK, COLLAPSED, UNIFORM, INFINITE_LSE)
+    name = "attention shape"
+    streams = ROW_STREAMS
+    findings = finding_kinds(
+        "attention.sink", "attention.collapsed", "attention.uniform", "attention.lse"
+    )
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the counts of a generation."""
         super().on_generation_start(context)
-        self._counts = defaultdict[int, _ShapeCounts](_ShapeCounts)
+        self._counts = defaultdict[int, _Counts](_Counts)
         first = context.segments[0] if context.segments else None
         self._has_bos = first is not None and first.kind is SegmentKind.BOS and len(first) == 1
 
@@ -135,20 +128,22 @@ class AttentionShapeRule(Rule):
         if not math.isfinite(float(row.lse.sum())):
             yield from self._check_infinite_lse(step, row)
             return
-        runs = self._counts[step.branch]
-        if step.phase == "decode":
-            yield from self._check_all_layers(step, runs, row)
+        runs, is_decode = self._counts[step.branch], step.phase == "decode"
+        if is_decode:
+            yield from self._check_model(step, runs, row)
+        # Checking all heads of single layers costs more.
         if step.step < LAYER_CHECK_INTERVAL or step.step % LAYER_CHECK_INTERVAL == 0:
-            yield from self._check_single_layers(step, runs, row)
+            high = row.entropy.max(axis=1).tolist()
+            yield from self._check_uniform(step, runs, row, high)
+            if is_decode and self._has_bos and not runs.collapsed and not runs.sink:
+                yield from self._check_collapsed_layers(step, runs, row, high)
 
-    def _check_all_layers(
-        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
-    ) -> Iterator[Finding]:
+    def _check_model(self, step: StepRecord, runs: _Counts, row: NewestRow) -> Iterator[Finding]:
         """Check all heads of all layers; the first head is enough to skip most steps."""
         is_collapsed = (
             float(row.entropy[0, 0]) < ONE_KEY_ENTROPY
             and float(row.entropy.max()) < ONE_KEY_ENTROPY
-            and self._has_open_keys(step)
+            and self._sees_several(step)
         )
         runs.collapsed = runs.collapsed + 1 if is_collapsed else 0
         if runs.collapsed >= MIN_STEPS_IN_A_ROW:
@@ -158,35 +153,24 @@ class AttentionShapeRule(Rule):
                 f"{runs.collapsed} consecutive steps (up to step {step.step}), although up to "
                 f"{step.kv_after} keys are open."
             )
-            yield self._finding(step, COLLAPSED, sentence, {"steps": runs.collapsed})
+            evidence: dict[str, Any] = {"steps": runs.collapsed}
+            yield self._finding(step, "attention.collapsed", sentence, evidence=evidence)
             return
         share = float(row.segment_attention[0, 0, 0]) if self._has_bos else 0.0
         if share > SINK_SHARE:
             share = float(row.segment_attention[:, :, 0].min())
-        runs.sink = runs.sink + 1 if share > SINK_SHARE and self._has_open_keys(step) else 0
+        runs.sink = runs.sink + 1 if share > SINK_SHARE and self._sees_several(step) else 0
         if runs.sink >= MIN_STEPS_IN_A_ROW:
             sentence = (
                 f"Every head of every layer gives BOS at least {share:.3f} of its attention in "
                 f"{runs.sink} consecutive generated rows (up to step {step.step}): almost nothing "
                 f"is read from {plural(step.kv_after - 1, 'other key')}."
             )
-            yield self._finding(step, SINK, sentence, {"share": share, "steps": runs.sink})
-
-    def _check_single_layers(
-        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
-    ) -> Iterator[Finding]:
-        """Check all heads of single layers; this costs more, so not in every step."""
-        high = row.entropy.max(axis=1).tolist()
-        yield from self._check_uniform(step, runs, row, high)
-        if step.phase == "decode" and self._has_bos and not runs.collapsed and not runs.sink:
-            yield from self._check_collapsed_layers(step, runs, row, high)
-
-    def _has_open_keys(self, step: StepRecord) -> bool:
-        """Whether the newest row has several open keys in every call."""
-        return all(self._sees_several(step, number) for number in range(len(step.calls)))
+            evidence = {"share": share, "steps": runs.sink}
+            yield self._finding(step, "attention.sink", sentence, evidence=evidence)
 
     def _check_collapsed_layers(
-        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
+        self, step: StepRecord, runs: _Counts, row: NewestRow, high: list[float]
     ) -> Iterator[Finding]:
         """A note on single layers whose heads all attend to one key that is not BOS."""
         sharp = {
@@ -204,25 +188,22 @@ class AttentionShapeRule(Rule):
                 f"attention on one key other than BOS in {MIN_LAYER_CHECKS} consecutive checks (up "
                 f"to step {step.step})."
             )
-            evidence = {"layers": which, "steps": MIN_LAYER_CHECKS}
-            note = Severity.NOTE
-            yield self._finding(step, COLLAPSED, sentence, evidence, which, severity=note)
+            facts, note = {"layers": which, "steps": MIN_LAYER_CHECKS}, Severity.NOTE
+            id_ = "attention.collapsed"
+            yield self._finding(step, id_, sentence, evidence=facts, layers=which, severity=note)
 
-    def _sees_several(self, step: StepRecord, number: int) -> bool:
-        n_open = count_open_keys(step, self.context, number)
-        return n_open is not None and int(n_open.min()) >= MIN_OPEN_KEYS
-
-    # -- uniform weights -------------------------------------------------------------------------
+    def _sees_several(self, step: StepRecord, number: int | None = None) -> bool:
+        """Whether the newest row has several open keys, in one call or in every call."""
+        numbers = range(len(step.calls)) if number is None else (number,)
+        counts = (count_open_keys(step, self.context, number) for number in numbers)
+        return all(n_open is not None and n_open.min() >= MIN_OPEN_KEYS for n_open in counts)
 
     def _check_uniform(
-        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
+        self, step: StepRecord, runs: _Counts, row: NewestRow, high: list[float]
     ) -> Iterator[Finding]:
+        """Check for layers whose weights are all equal, for several input tokens."""
         low = row.entropy.min(axis=1).tolist()
-        flat = [
-            n
-            for n, (a, b) in enumerate(zip(low, high, strict=True))
-            if b - a < ENTROPY_TOLERANCE < b
-        ]
+        flat = [n for n, b in enumerate(high) if b - low[n] < ENTROPY_TOLERANCE < b]
         if not flat:
             runs.uniform.clear()
             return
@@ -233,9 +214,7 @@ class AttentionShapeRule(Rule):
         seen = {step.calls[n].layer for n in flat if self._is_uniform(step, n, row)}
         seen -= {stat.layer + 1 for stat in step.layer_stats if stat.min == stat.max}
         runs.uniform = {layer: runs.uniform.get(layer, set()) | {token.token_id} for layer in seen}
-        which = sorted(
-            layer for layer, ids in runs.uniform.items() if len(ids) >= MIN_UNIFORM_TOKENS
-        )
+        which = sorted(n for n, ids in runs.uniform.items() if len(ids) >= MIN_UNIFORM_TOKENS)
         if not which:
             return
         number = next(n for n, call in enumerate(step.calls) if call.layer == which[0])
@@ -245,9 +224,8 @@ class AttentionShapeRule(Rule):
             f"to the newest row of step {step.step} the same weight (1/{n_keys}), for any input "
             "token: its scores do not depend on the keys."
         )
-        yield self._finding(
-            step, UNIFORM, sentence, {"entropy": high[number], "keys": n_keys}, which
-        )
+        evidence = {"entropy": high[number], "keys": n_keys}
+        yield self._finding(step, "attention.uniform", sentence, evidence=evidence, layers=which)
 
     def _is_uniform(self, step: StepRecord, number: int, row: NewestRow) -> bool:
         """Whether the weights of a call are equal; capped scores belong to another rule."""
@@ -258,8 +236,6 @@ class AttentionShapeRule(Rule):
         offset = np.abs(row.lse[number] - most)
         are_the_same = bool(((offset < ZERO_OFFSET) | (offset > MIN_OFFSET)).all())
         return are_the_same and float(np.abs(most - row.entropy[number]).max()) < ENTROPY_TOLERANCE
-
-    # -- log-sum-exp -----------------------------------------------------------------------------
 
     def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> Iterator[Finding]:
         """Report an infinite log-sum-exp in a row with open keys; another rule reports NaN."""
@@ -276,41 +252,182 @@ class AttentionShapeRule(Rule):
             n_open = count_open_keys(step, self.context, number)
             if n_open is None:
                 continue
-            bad = bad[np.broadcast_to(n_open, lse.shape)[bad] > 0]
-            if len(bad):
-                yield self._lse_finding(step, call, lse, bad.tolist(), int(n_open.max()))
-                return
+            wrong = bad[np.broadcast_to(n_open, lse.shape)[bad] > 0].tolist()
+            if not wrong:
+                continue
+            first, most = float(lse[wrong[0]]), int(n_open.max())
+            one = len(wrong) == 1
+            heads = f"head {wrong[0]}" if one else f"{len(wrong)} of {len(lse)} heads"
+            sentence = (
+                f"The log-sum-exp of the newest row is {'+' if first > 0 else '-'}Inf in {heads} "
+                f"of layer {call.layer} in step {step.step}, although the row attends to "
+                f"{plural(most, 'key')}."
+            )
+            facts, head = {"heads": wrong, "lse": first, "open": most}, wrong[0] if one else None
+            id_, layers = "attention.lse", [call.layer]
+            yield self._finding(step, id_, sentence, evidence=facts, layers=layers, head=head)
+            return
 
-    def _lse_finding(
-        self, step: StepRecord, call: CallRecord, lse: Any, bad: list[int], n_open: int
-    ) -> Finding:
-        first = float(lse[bad[0]])
-        heads = f"head {bad[0]}" if len(bad) == 1 else f"{len(bad)} of {len(lse)} heads"
+    def _finding(self, step: StepRecord, id_: str, sentence: str, **options: Any) -> Finding:
+        """Return a finding about the newest row; its series depends on the option `layers`."""
+        layers, at = options.get("layers"), (step.kv_after - 1,)
+        series = f"layer {layers[0]}" if layers else "all"
+        return self.finding(step, id_, sentence, positions=at, series=series, **options)
+
+
+RESCALED_EVENT = "scores-rescaled"
+"""Event of a user's attention function that did not apply the scale it received."""
+
+_compared_fields = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
+_dtype = attrgetter("dtype")
+
+CAP_SHARE = 0.98
+"""Share of the softcap from which scores count as capped: tanh(2.3)."""
+
+
+class _CallFact(NamedTuple):
+    """One argument of a call that is compared, and how it is formatted."""
+
+    finding_id: str
+    phrase: str
+    value: Callable[[CallRecord], Any]
+    format_value: Callable[[CallRecord], str]
+
+
+def _scale_factor(call: CallRecord) -> float:
+    """The scale relative to the default, 1/sqrt(head_dim)."""
+    return 1.0 if call.scale is None else float(f"{call.scale / call.head_dim**-0.5:.4g}")
+
+
+def _format_scale(call: CallRecord) -> str:
+    scale = call.head_dim**-0.5 if call.scale is None else call.scale
+    return f"{scale:.4g} ({_scale_factor(call):g} times 1/sqrt({call.head_dim}))"
+
+
+def _format_softcap(call: CallRecord) -> str:
+    return "not capped" if call.softcap is None else f"capped at {call.softcap:g}"
+
+
+_CALL_FACTS = (
+    _CallFact("attention.scale", "scores are scaled by", _scale_factor, _format_scale),
+    _CallFact("attention.softcap-differs", "scores are", attrgetter("softcap"), _format_softcap),
+    _CallFact("attention.dtype-differs", "attention runs in", _dtype, _dtype),
+)
+
+
+class CallFactsRule(Rule):
+    """Compares the calls of a step with each other and with those of the step before."""
+
+    name = "call facts"
+    findings = finding_kinds(
+        "attention.scale", "attention.softcap-differs", "attention.dtype-differs"
+    )
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Reset the calls of a generation."""
+        super().on_generation_start(context)
+        self._last_calls: dict[int, tuple[list[Any], Sequence[CallRecord]]] = {}
+
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+        """Compare the calls of a step with each other and with those of the previous step."""
+        if not step.calls:
+            return
+        facts = list(map(_compared_fields, step.calls))
+        known = self._last_calls.get(step.branch)
+        if known is not None and known[0] == facts:
+            return
+        self._last_calls[step.branch] = (facts, step.calls)
+        is_scale_reported = False
+        for fact in _CALL_FACTS:
+            found = self._check_odd_layers(step, fact)
+            if found is None and known is not None:
+                found = self._check_changed(step, fact, known[1])
+            if found is not None:
+                is_scale_reported |= fact.finding_id == "attention.scale"
+                yield found
+        for event in step.events:
+            if event.kind == RESCALED_EVENT and not is_scale_reported:
+                yield self._rescaled_finding(step, event.data)
+
+    def _rescaled_finding(self, step: StepRecord, facts: Mapping[str, Any]) -> Finding:
+        """A user's attention function applied another scale than the layers requested."""
+        layers, factor, score_mod = list(map(int, facts["layers"])), float(facts["factor"]), ""
+        kernel = "its default" if facts["scale"] is None else f"{float(facts['scale']):.4g}"
+        if facts.get("score_mod") is not None:
+            score_mod = f", and its `score_mod` multiplies by {float(facts['score_mod']):.4g}"
         sentence = (
-            f"The log-sum-exp of the newest row is {'+' if first > 0 else '-'}Inf in {heads} of "
-            f"layer {call.layer} in step {step.step}, although the row attends to "
-            f"{plural(n_open, 'key')}."
+            f"In {format_step_layers(layers, step)} scores are scaled by {factor:.4g} times the "
+            f"requested scale in step {step.step}: the attention function received `scaling`, and "
+            f"its kernel uses {kernel} on queries and keys that may have been scaled before"
+            f"{score_mod}."
         )
-        evidence = {"heads": bad, "lse": first, "open": n_open}
-        head = bad[0] if len(bad) == 1 else None
-        return self._finding(step, INFINITE_LSE, sentence, evidence, [call.layer], head=head)
-
-    def _finding(
-        self,
-        step: StepRecord,
-        finding_id: str,
-        sentence: str,
-        evidence: dict[str, Any],
-        which: Sequence[int] = (),
-        **options: Any,
-    ) -> Finding:
         return self.finding(
-            step,
-            finding_id,
-            sentence,
-            layers=which,
-            positions=(step.kv_after - 1,),
-            evidence=evidence,
-            series=f"layer {which[0]}" if which else "all",
-            **options,
+            step, "attention.scale", sentence, layers=layers, evidence=facts, series="asked"
         )
+
+    def _check_odd_layers(self, step: StepRecord, fact: _CallFact) -> Finding | None:
+        """Report the layers that differ from the majority."""
+        calls = list({call.layer: call for call in step.calls}.values())
+        counts, scales = Counter(map(fact.value, calls)), {call.scale for call in calls}
+        # One scale for any head dimension is the same scale.
+        is_same_scale = fact.finding_id == "attention.scale" and len(scales) == 1
+        if len(counts) == 1 or (is_same_scale and None not in scales):
+            return None
+        usual, n_usual = counts.most_common(1)[0]
+        odd = [call for call in calls if fact.value(call) != usual]
+        others = [call for call in calls if fact.value(call) == usual]
+        has_majority = n_usual > len(odd) or len(calls) <= 2
+        if not has_majority or _are_other_kinds(odd, others):
+            return None
+        rest = "the other layer" if len(others) == 1 else f"the {len(others)} others"
+        return self._fact_finding(step, fact, odd, others[0], f"in step {step.step}, in {rest}")
+
+    def _check_changed(
+        self, step: StepRecord, fact: _CallFact, before: Sequence[CallRecord]
+    ) -> Finding | None:
+        """Report the layers whose argument differs from the previous step."""
+        previous = {call.layer: call for call in before}
+        calls = [call for call in step.calls if call.layer in previous]
+        odd = [call for call in calls if fact.value(call) != fact.value(previous[call.layer])]
+        if not odd:
+            return None
+        place = f"from step {step.step} ({step.phase}) on, in the step before"
+        return self._fact_finding(step, fact, odd, previous[odd[0].layer], place)
+
+    def _fact_finding(
+        self, step: StepRecord, fact: _CallFact, odd: list[CallRecord], other: CallRecord, at: str
+    ) -> Finding:
+        layers = sorted({call.layer for call in odd})
+        sentence = (
+            f"In {format_step_layers(layers, step)} {fact.phrase} {fact.format_value(odd[0])} "
+            f"{at} {fact.format_value(other)}."
+        )
+        values = {"odd": fact.value(odd[0]), "others": fact.value(other), "path": odd[0].path}
+        series = f"layer {layers[0]}"
+        return self.finding(
+            step, fact.finding_id, sentence, layers=layers, evidence=values, series=series
+        )
+
+
+def _are_other_kinds(odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
+    """Whether the layers are another layer type: other heads, or several with other masks."""
+    heads = {(call.head_dim, call.kv_heads) for call in odd}
+    if heads.isdisjoint((call.head_dim, call.kv_heads) for call in others):
+        return True
+    return len(odd) > 1 and {call.mask for call in odd}.isdisjoint(call.mask for call in others)
+
+
+def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:
+    """The layers in which the attended keys have scores at the softcap in every head."""
+    # The attention-weighted mean score of a row is its log-sum-exp minus its entropy.
+    row = newest_row(step)
+    if row is None:
+        return []
+    caps = np.array([call.softcap or np.inf for call in step.calls])
+    level = np.abs(row.lse - row.entropy).min(axis=1)
+    found = []
+    for number in np.flatnonzero(level >= CAP_SHARE * caps).tolist():
+        n_open = count_open_keys(step, context, number)
+        if n_open is not None and n_open.min() > 1 and level[number] < np.inf:
+            found.append(step.calls[number].layer)
+    return found

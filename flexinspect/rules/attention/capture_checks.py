@@ -6,8 +6,8 @@ uses as attention weights, differs from what ran.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from flexinspect.core.text import format_layers, printable
 from flexinspect.masks.attention_row import LSE_TOLERANCE, check_tolerance
@@ -15,10 +15,6 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
-
-LSE_CHECK = "observer.gate"
-INCOMPLETE = "observer.incomplete"
-NOT_WEIGHTS = "observer.not-weights"
 
 _FAILURE_EVENTS = ("hook-disabled", "rule-disabled", "step-not-recorded")
 _NOT_FOLLOWED_EVENT = "generate-not-followed"
@@ -28,9 +24,9 @@ _UNSEEN_EVENT = "not-recorded"
 class ObserverRule(Rule):
     """Reports where the record differs from what ran, or is incomplete."""
 
-    name: ClassVar[str] = "observer"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(LSE_CHECK, INCOMPLETE, NOT_WEIGHTS)
+    name = "observer"
+    handles_standalone_calls = True
+    findings = finding_kinds("observer.gate", "observer.incomplete", "observer.not-weights")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the expected layers."""
@@ -41,14 +37,10 @@ class ObserverRule(Rule):
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check the LSE checks, the layers that were captured, and the events of a step."""
         # A step without a fault costs only these two lines.
-        failed = [
-            call
-            for call in step.calls
-            if call.lse_error is not None and call.lse_error > LSE_TOLERANCE
-        ]
+        failed = [c for c in step.calls if c.lse_error is not None and c.lse_error > LSE_TOLERANCE]
         seen = {call.layer for call in step.calls}
         if failed:
-            yield from self._report_failed_checks(step, failed)
+            yield from self._report_checks(step, failed)
         if step.events:
             yield from self._check_events(step)
         if seen != self._expected:
@@ -59,41 +51,37 @@ class ObserverRule(Rule):
         if event.kind in _FAILURE_EVENTS:
             yield self._incomplete_finding(event, event, {"event": event.kind, **event.data})
 
-    def _report_failed_checks(
-        self, step: StepRecord, failed: Iterable[CallRecord]
-    ) -> Iterator[Finding]:
+    def _report_checks(self, step: StepRecord, failed: list[CallRecord]) -> Iterator[Finding]:
         """Report LSE checks above the panel's tolerance; NaN is reported by the numbers rule."""
-        bad = [(call.lse_error or 0.0, call) for call in failed]
-        bad = [(value, call) for value, call in bad if value > _call_tolerance(call)]
+        checks = [(c.lse_error or 0.0, check_tolerance(c.check_kind, c.dtype), c) for c in failed]
+        bad = [check for check in checks if check[0] > check[1]]
         if not bad:
             return
-        value, worst = max(bad, key=lambda pair: pair[0])
-        which = sorted({call.layer for _, call in bad})
-        how = "output" if worst.check_kind == "output" else "row sum"
-        where = (
-            "In a standalone call"
-            if self.context.is_standalone
-            else f"In {format_step_layers(which, step)}, step {step.step},"
-        )
+        value, tolerance, worst = max(bad, key=lambda check: check[0])
+        which = sorted({call.layer for _, _, call in bad})
+        where = "In a standalone call"
+        if not self.context.is_standalone:
+            where = f"In {format_step_layers(which, step)}, step {step.step},"
         sentence = (
             f"{where} the record is not what ran: recomputed under the recorded mask, the newest "
-            f"row's {how} is off by {value:.2g} (tolerance {_call_tolerance(worst):g}, path "
-            f"{worst.path}, {worst.dtype})."
+            f"row's {'output' if worst.check_kind == 'output' else 'row sum'} is off by "
+            f"{value:.2g} (tolerance {tolerance:g}, path {worst.path}, {worst.dtype})."
         )
-        evidence = {
-            "check_error": value,
-            "tolerance": _call_tolerance(worst),
-            "kind": worst.check_kind,
-        }
+        evidence = {"check_error": value, "tolerance": tolerance, "kind": worst.check_kind}
         series = ",".join(map(str, which))
         yield self.finding(
-            step, LSE_CHECK, sentence, evidence=evidence, layers=which, series=series
+            step, "observer.gate", sentence, evidence=evidence, layers=which, series=series
         )
 
     def _check_events(self, step: StepRecord) -> Iterator[Finding]:
         no_weights = [event for event in step.events if event.kind == "not-attention-weights"]
         if no_weights:
-            yield self._not_weights_finding(step, no_weights)
+            layers = {int(event.data.get("layer", 0)) for event in no_weights}
+            more = f" (and so did {len(layers) - 1} more layers)" if len(layers) > 1 else ""
+            text, evidence = printable(no_weights[0].text).rstrip("."), no_weights[0].data
+            id_, sentence = "observer.not-weights", f"In step {step.step}: {text}{more}."
+            series = "not-weights"
+            yield self.finding(step, id_, sentence, evidence=evidence, layers=layers, series=series)
         for event in step.events:
             if event.kind == _NOT_FOLLOWED_EVENT:
                 self._is_followed = False
@@ -108,27 +96,16 @@ class ObserverRule(Rule):
         is_failure = event.kind in _FAILURE_EVENTS
         return self.finding(
             place,
-            INCOMPLETE,
+            "observer.incomplete",
             printable(event.text),
             severity=Severity.WARNING if is_failure else Severity.NOTE,
             evidence=evidence,
             series=event.text if is_failure else event.kind,
         )
 
-    def _not_weights_finding(self, step: StepRecord, events: Sequence[EventRecord]) -> Finding:
-        which = {int(event.data.get("layer", 0)) for event in events}
-        more = f" (and so did {len(which) - 1} more layers)" if len(which) > 1 else ""
-        sentence = f"In step {step.step}: {printable(events[0].text).rstrip('.')}{more}."
-        evidence = events[0].data
-        return self.finding(
-            step, NOT_WEIGHTS, sentence, evidence=evidence, layers=which, series="not-weights"
-        )
-
     def _check_layers(self, step: StepRecord, seen: set[int]) -> Iterator[Finding]:
-        """Report layers without a call in this step that had one before.
-
-        Capture writes an event about layers that never had one.
-        """
+        """Report layers without a call in this step that had one before."""
+        # Capture writes an event about layers that never had one.
         missing = sorted(self._expected - seen)
         self._expected = self._expected | seen
         if not missing or not seen or not self._is_followed or self.context.is_standalone:
@@ -141,14 +118,10 @@ class ObserverRule(Rule):
         )
         yield self.finding(
             step,
-            INCOMPLETE,
+            "observer.incomplete",
             sentence,
             severity=Severity.WARNING,
             layers=missing,
             evidence={"missing": missing, "seen": len(seen)},
             series=f"layers {missing}",
         )
-
-
-def _call_tolerance(call: CallRecord) -> float:
-    return check_tolerance(call.check_kind, call.dtype)

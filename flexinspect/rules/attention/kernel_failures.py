@@ -1,25 +1,23 @@
-"""Reports kernel calls that ended a forward with an exception, or that never returned.
+"""Reports kernel calls that failed or never returned, and calls that compile too often.
 
-If a layer catches the exception and continues, that is a fallback, which the path rule reports.
-This rule reports a failure once the forward has ended, and immediately for standalone calls.
+If a layer catches the exception of a kernel call and continues, that is a fallback, which the path
+rule reports. Other failures are reported once the forward has ended, and immediately for standalone
+calls. torch.compile compiles the first call, and the second, with another length, once more with
+dynamic lengths; later calls should not compile.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import EventRecord, StepRecord
+from flexinspect.records.step import EventRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-
-KERNEL_FAILED = "path.kernel-failed"
-NOT_BUILT = "kernel.does-not-build"
-LOGGER_BREAKS_FLEX = "observer.logger-breaks-flex"
-CRASH = "observer.crash"
 
 KERNEL_FAILED_EVENT = "kernel-failed"
 NOT_RETURNED_EVENT = "kernel-did-not-return"
@@ -27,7 +25,6 @@ CRASHED_EVENT = "crashed"
 """Events of a process that crashed: `NOT_RETURNED_EVENT` in a kernel call, the other elsewhere."""
 
 _FORWARD_END_EVENTS = ("forward-failed", "error")
-
 
 _BUILD_ERRORS = (
     "InductorError",
@@ -39,29 +36,32 @@ _BUILD_ERRORS = (
 )
 _MODE_PATTERN = re.compile(r"flex_attention and mode <?([\w.]*)")
 _MAX_ERROR_LENGTH = 160
-_RECOMPILE_LIMIT_ERROR = "FailOnRecompileLimitHit"
 
 
 def failure_finding_id(error: str) -> str:
     """The finding id for an exception ("Type: first line"), "" for one of the graphs rule."""
     name = error.partition(":")[0]
-    if name == _RECOMPILE_LIMIT_ERROR:
+    if name == "FailOnRecompileLimitHit":
         return ""
     if name == "NotImplementedError" and _MODE_PATTERN.search(error):
-        return LOGGER_BREAKS_FLEX
-    return NOT_BUILT if name in _BUILD_ERRORS else KERNEL_FAILED
+        return "observer.logger-breaks-flex"
+    return "kernel.does-not-build" if name in _BUILD_ERRORS else "path.kernel-failed"
 
 
 class FailuresRule(Rule):
     """Reports which kernel call ended a forward or the process, with the exception's message."""
 
-    name: ClassVar[str] = "failures"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(KERNEL_FAILED, NOT_BUILT, LOGGER_BREAKS_FLEX, CRASH)
+    name = "failures"
+    handles_standalone_calls = True
+    findings = finding_kinds(
+        "path.kernel-failed",
+        "kernel.does-not-build",
+        "observer.logger-breaks-flex",
+        "observer.crash",
+    )
 
     def __init__(self) -> None:
-        self._mode = ""
-        """The dispatch mode in which FlexAttention failed in this process."""
+        self._mode = ""  # the dispatch mode in which FlexAttention failed in this process
         self._pending: list[EventRecord] = []
 
     def on_generation_start(self, context: RuleContext) -> None:
@@ -80,7 +80,7 @@ class FailuresRule(Rule):
         if event.kind == KERNEL_FAILED_EVENT:
             yield from self._on_kernel_failed(event)
         elif event.kind in (NOT_RETURNED_EVENT, CRASHED_EVENT):
-            yield self._event_finding(event, CRASH, event.text)
+            yield self._event_finding(event, "observer.crash", event.text)
         elif event.kind in _FORWARD_END_EVENTS:
             yield from self.on_generation_end()
 
@@ -93,8 +93,8 @@ class FailuresRule(Rule):
 
     def _on_kernel_failed(self, event: EventRecord) -> Iterator[Finding]:
         error = str(event.data.get("error", ""))
-        finding_id = failure_finding_id(error)
-        if finding_id == LOGGER_BREAKS_FLEX:
+        finding_id, id_in_mode = failure_finding_id(error), "observer.logger-breaks-flex"
+        if finding_id == id_in_mode:
             found = _MODE_PATTERN.search(error)
             self._mode = (found[1] if found else "") or "a dispatch mode"
             sentence = (
@@ -102,53 +102,50 @@ class FailuresRule(Rule):
                 f"mode ({printable(self._mode)}); uncompiled calls may continue to fail in this "
                 "process until torch._dynamo.reset()."
             )
-            yield self._event_finding(event, LOGGER_BREAKS_FLEX, sentence)
+            yield self._event_finding(event, id_in_mode, sentence)
         elif self._mode and error.startswith("Unsupported:"):
             sentence = (
                 f"FlexAttention still fails{_format_where(event)} (Unsupported) until "
                 "torch._dynamo.reset(), because dynamo cached the failure inside the dispatch mode "
                 f"{printable(self._mode)}."
             )
-            yield self._event_finding(event, LOGGER_BREAKS_FLEX, sentence, Severity.ERROR)
+            yield self._event_finding(event, id_in_mode, sentence, severity=Severity.ERROR)
         elif finding_id and event.generation is None:
             yield self._failure_finding(event, finding_id, 1)
         elif finding_id:
             self._pending.append(event)
 
     def _failure_finding(self, event: EventRecord, finding_id: str, n_failed: int) -> Finding:
-        data = event.data
-        error = _shorten_error(str(data.get("error", "")))
+        data, severity = event.data, None
+        error = printable(str(data.get("error", ""))).partition(". ")[0].rstrip(".")
+        if len(error) > _MAX_ERROR_LENGTH:
+            error = error[: _MAX_ERROR_LENGTH - 1] + "…"
         kernel = printable(str(data.get("kernel")))
-        if finding_id == NOT_BUILT:
+        if finding_id == "kernel.does-not-build":
             what = f"Compiled {kernel} does not build{_format_where(event)}: {error}"
         elif event.generation is None:
             what = f"{kernel} raised in a standalone call: {error}"
         else:
             is_standalone = event.step is None
             subject = "A standalone call" if is_standalone else f"The forward of step {event.step}"
-            what = f"{subject} ended{_format_in_layer(event)}: {kernel} raised {error}"
-        severity = None
-        if finding_id == KERNEL_FAILED and (event.generation is None or _lengths_differ(data)):
-            severity = Severity.NOTE if _lengths_differ(data) else Severity.WARNING
-        sentence = f"{what}{_format_lengths(data)}."
-        return self._event_finding(event, finding_id, sentence, severity, failed=n_failed)
+            in_layer = f" in layer {data['layer']}" if data.get("layer") is not None else ""
+            what = f"{subject} ended{in_layer}: {kernel} raised {error}"
+        if finding_id == "path.kernel-failed":
+            pairs = [
+                (data.get("q_len"), data.get("mask_q")),
+                (data.get("kv_len"), data.get("mask_kv")),
+            ]
+            if any(None not in pair and pair[0] != pair[1] for pair in pairs):
+                severity = Severity.NOTE
+            elif event.generation is None:
+                severity = Severity.WARNING
+        sentence, failed = f"{what}{_format_lengths(data)}.", {"failed": n_failed}
+        return self._event_finding(event, finding_id, sentence, severity=severity, evidence=failed)
 
-    def _event_finding(
-        self,
-        event: EventRecord,
-        finding_id: str,
-        sentence: str,
-        severity: Severity | None = None,
-        **evidence: Any,
-    ) -> Finding:
-        return self.finding(
-            event,
-            finding_id,
-            sentence,
-            severity=severity,
-            layers=event_layers(event),
-            evidence={**event.data, **evidence},
-        )
+    def _event_finding(self, event: EventRecord, id_: str, text: str, **options: Any) -> Finding:
+        evidence = {**event.data, **options.pop("evidence", {})}
+        layers = event_layers(event)
+        return self.finding(event, id_, text, layers=layers, evidence=evidence, **options)
 
 
 def event_layers(event: EventRecord) -> tuple[int, ...]:
@@ -157,26 +154,11 @@ def event_layers(event: EventRecord) -> tuple[int, ...]:
     return () if layer is None else (layer,)
 
 
-def _shorten_error(error: str) -> str:
-    """The first sentence of an exception's message, cut at `_MAX_ERROR_LENGTH`."""
-    words = printable(error).partition(". ")[0].rstrip(".")
-    return words if len(words) <= _MAX_ERROR_LENGTH else words[: _MAX_ERROR_LENGTH - 1] + "…"
-
-
-def _format_in_layer(event: EventRecord) -> str:
-    layer = event.data.get("layer")
-    return "" if layer is None else f" in layer {layer}"
-
-
 def _format_where(event: EventRecord) -> str:
     if event.step is None:
         return " in a standalone call"
-    return f"{_format_in_layer(event)}{',' if _format_in_layer(event) else ' in'} step {event.step}"
-
-
-def _lengths_differ(data: Mapping[str, Any]) -> bool:
-    pairs = (("q_len", "mask_q"), ("kv_len", "mask_kv"))
-    return any(None not in (data.get(a), data.get(b)) and data[a] != data[b] for a, b in pairs)
+    layer = event.data.get("layer")
+    return f" in step {event.step}" if layer is None else f" in layer {layer}, step {event.step}"
 
 
 def _format_lengths(data: Mapping[str, Any]) -> str:
@@ -185,3 +167,142 @@ def _format_lengths(data: Mapping[str, Any]) -> str:
         return ""
     mask = f", mask made for {data['mask_q']} x {data['mask_kv']}" if data.get("mask_kv") else ""
     return f" ({plural(data['q_len'], 'row')}, {plural(data['kv_len'], 'key')}{mask})"
+
+
+COMPILE_EVENTS = ("compiled", "recompiled")
+RECOMPILE_LIMIT_EVENT = "recompile-limit"
+MIN_STEPS_BY_CODE = 4
+"""Consecutive steps with a new graph each, at least two of them because of a new mask_mod."""
+
+MIN_STEPS = 6
+"""Consecutive steps with a new graph each, for any reason."""
+
+_FUNCTION_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}
+
+
+class GraphsRule(Rule):
+    """Reports a new graph at every step, and a reached recompile limit."""
+
+    name = "graphs"
+    handles_standalone_calls = True
+    findings = finding_kinds("graphs.every-step", "graphs.limit")
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._n_steps = self._n_graphs = self._n_by_code = 0
+        self._ms = 0.0
+        self._first = 0
+        self._reported_generation: int | None = None  # that has the finding
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Reset the counts, except between standalone calls."""
+        super().on_generation_start(context)
+        if not context.is_standalone:
+            self._reset()
+
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+        """Count consecutive new graphs, and report them once there are too many."""
+        for event in step.events:
+            if event.kind == RECOMPILE_LIMIT_EVENT:
+                yield self._limit_finding(event, step)
+        built = [event for event in step.events if event.kind in COMPILE_EVENTS]
+        if not built:
+            if self._n_steps:
+                self._reset()
+            return
+        key = self._call_key(step)
+        if key != self._key:
+            self._reset()
+            self._key, self._first = key, self._step_number(step)
+        self._n_steps += 1
+        self._n_graphs += sum(int(event.data.get("graphs", 1)) for event in built)
+        self._n_by_code += any("guard" in event.data for event in built)
+        self._ms += step.wall_ms
+        by_code = self._n_steps >= MIN_STEPS_BY_CODE and self._n_by_code >= MIN_STEPS_BY_CODE - 2
+        if by_code or self._n_steps >= MIN_STEPS:
+            yield self._every_step_finding(step, built[-1])
+
+    def on_event(self, event: EventRecord) -> Iterator[Finding]:
+        """Report a call that raised because of the limit."""
+        error = str(event.data.get("error", ""))
+        if event.kind != KERNEL_FAILED_EVENT or failure_finding_id(error):
+            return
+        where = "" if event.step is None else f" in step {event.step}"
+        sentence = (
+            f"torch.compile reached its recompile limit{where}; with fullgraph=True "
+            f"{printable(str(event.data.get('kernel')))} raises instead of running uncompiled."
+        )
+        yield self.finding(
+            event,
+            "graphs.limit",
+            sentence,
+            severity=Severity.WARNING if event.step is None else Severity.ERROR,
+            layers=event_layers(event),
+            evidence=event.data,
+        )
+
+    def _call_key(self, step: StepRecord) -> tuple[Any, ...]:
+        """What consecutive steps have in common; a call with another key starts a new count."""
+        if not self.context.is_standalone:
+            return (step.branch, step.phase)
+        if not step.calls:
+            return ()
+        call, mask = step.calls[0], self._first_mask(step)
+        shape = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.head_dim, call.dtype)
+        return (*shape, call.path, None if mask is None else (mask.mask_mod, mask.mask_mod_source))
+
+    def _step_number(self, step: StepRecord) -> int:
+        return step.generation if self.context.is_standalone else step.step
+
+    def _every_step_finding(self, step: StepRecord, event: EventRecord) -> Finding:
+        what, rows = f"{step.phase} steps", "steps"
+        if self.context.is_standalone:
+            what, rows = "calls", "generations"
+        sentence = (
+            f"torch.compile built {plural(self._n_graphs, 'new graph')} in {self._n_steps} {what} "
+            f"in a row ({rows} {self._first} to {self._step_number(step)}, {self._ms:.0f} ms)"
+            f"{_format_functions(event)}: {_format_guard(event, self._first_mask(step))}."
+        )
+        counts = {"graphs": self._n_graphs, "steps": self._n_steps, "first": self._first}
+        evidence = {**counts, "ms": round(self._ms, 1), **event.data}
+        if self._reported_generation is None:
+            self._reported_generation = step.generation
+        series = f"every-step from {self._first}"
+        finding = self.finding(
+            step, "graphs.every-step", sentence, evidence=evidence, series=series
+        )
+        # Each standalone call is a generation; all of them share one finding in the first.
+        return replace(finding, generation=self._reported_generation)
+
+    def _first_mask(self, step: StepRecord) -> MaskRecord | None:
+        return self.context.mask(step.calls[0].mask) if step.calls else None
+
+    def _limit_finding(self, event: EventRecord, step: StepRecord) -> Finding:
+        where = "in a standalone call" if self.context.is_standalone else f"in step {step.step}"
+        guard = event.data.get("guard") or event.data.get("reason")
+        last = f" (last guard: {printable(str(guard))})" if guard else ""
+        sentence = (
+            f"torch.compile reached its recompile limit {where}{_format_functions(event)}{last}: "
+            "from here on the function runs uncompiled, and FlexAttention ignores the block tables."
+        )
+        return self.finding(step, "graphs.limit", sentence, evidence=event.data, series="limit")
+
+
+def _format_guard(event: EventRecord, mask: MaskRecord | None) -> str:
+    guard, reason = event.data.get("guard"), event.data.get("reason")
+    if not guard:
+        return f"guard: {printable(str(reason))}" if reason else "the guard is not known"
+    if mask is None or not mask.mask_mod:
+        return f"guard: {printable(str(guard))}, which is new each time"
+    source = f" ({printable(mask.mask_mod_source)})" if mask.mask_mod_source else ""
+    mask_mod = f'"{printable(mask.mask_mod)}"{source}'
+    return f"guard: {printable(str(guard))}; the mask_mod {mask_mod} is new code each time"
+
+
+def _format_functions(event: EventRecord) -> str:
+    """` for flex_attention`, from dynamo's names of the functions."""
+    names = [_FUNCTION_NAMES.get(name, name) for name in event.data.get("of", ())]
+    return f" for {printable(' and '.join(dict.fromkeys(names)))}" if names else ""

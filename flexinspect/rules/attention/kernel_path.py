@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from flexinspect.core.text import capitalize, format_layers, is_or_are, plural, printable
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import BuildRecord, CallRecord, EventRecord, MaskRecord, StepRecord
+from flexinspect.records.step import BuildRecord, CallRecord, EventRecord, StepRecord
 from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
-
-NEEDLESS = "path.needless-builds"
 
 COSTLY_MS = 50.0
 COSTLY_SHARE = 0.2
@@ -31,46 +26,54 @@ COSTLY_LAYERS = 4
 MIN_UNCHANGED_STEPS = 3
 """Consecutive steps with a rebuilt unchanged mask, from which it is reported."""
 
-FALLBACK = "path.fallback"
-BYPASS = "path.bypass"
-UNPATCHED = "path.unpatched-layer"
-SUPPRESSED_EXCEPTION = "path.swallowed"
-MASK_IGNORED = "path.mask-ignored"
-
-_DIGITS = re.compile(r"\d+")
-
+_DIGITS = re.compile(r"\d+")  # they differ between the messages of steps and layers
 _LOOKUP_ERRORS = ("KeyError", "IndexError", "AttributeError", "StopIteration", "LookupError")
 """Exceptions that code uses to detect that it has no mask yet."""
 
 _NO_MASK_PASSED = (None, "none")
 """The kernel received the mask of its layer, or the layer received none."""
 
+Calls = Mapping[int, CallRecord]
+"""The last call of each layer."""
+
+
+class _MaskComparison(NamedTuple):
+    """How the executed mask of a call differs from the expected one.
+
+    `description` ends a sentence. `has_leak` says that pairs are open that should be closed,
+    `is_same` that the masks are known to be equal.
+    """
+
+    description: str = ""
+    has_leak: bool = False
+    is_same: bool = False
+    evidence: Mapping[str, int] | None = None
+
 
 class KernelPathRule(Rule):
     """Compares the path of each layer with the other layers and with its earlier steps."""
 
-    name: ClassVar[str] = "path"
+    name = "path"
     findings = finding_kinds(
-        FALLBACK, BYPASS, UNPATCHED, SUPPRESSED_EXCEPTION, MASK_IGNORED, NEEDLESS
+        "path.fallback",
+        "path.bypass",
+        "path.unpatched-layer",
+        "path.swallowed",
+        "path.mask-ignored",
+        "path.needless-builds",
     )
 
     def __init__(self) -> None:
-        self._last_mask: str | None = None
-        """The only mask of the last step, even of another generation."""
-        self._n_unchanged = 0
-        """Consecutive steps that rebuilt it without a change."""
-        self._unchanged_masks: set[str] = set()
-        """Masks whose needless builds were reported."""
-        self._failed_kernels: dict[tuple[int | None, str], str] = {}
-        """Which kernel raised, by layer and exception message, for the whole run."""
+        self._last_mask: str | None = None  # the only one of the last step, of any generation
+        self._n_unchanged = 0  # consecutive steps that rebuilt it without a change
+        self._unchanged_masks: set[str] = set()  # masks whose needless builds were reported
+        self._failed_kernels: dict[tuple[int | None, str], str] = {}  # by layer and message
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the paths of a generation."""
         super().on_generation_start(context)
-        self._uniform_path = ("", False)
-        """The only path of all layers so far, and whether the last step had one row."""
-        self._ongoing: list[tuple[dict[int, str], Finding]] = []
-        """Findings about layers that changed their path, with the path since then."""
+        self._uniform_path = ("", False)  # of all layers so far; whether the last step had one row
+        self._ongoing: list[tuple[dict[int, str], Finding]] = []  # with the new path of each layer
         self._paths_by_layer: dict[int, dict[tuple[str, bool], None]] = {}
         """By layer, its paths so far, each with whether the step had one row."""
 
@@ -89,13 +92,10 @@ class KernelPathRule(Rule):
         if step.builds:
             yield from self._check_builds(step)
         # From here on, this is what a step without a fault costs.
-        paths = {call.path for call in calls}
-        suspicious = [
-            c
-            for c in calls
-            if c.suppressed_exception is not None or c.mask_passed_to_layer not in _NO_MASK_PASSED
-        ]
-        is_uniform = len(paths) == 1 and not suspicious
+        is_uniform = len({call.path for call in calls}) == 1 and all(
+            call.suppressed_exception is None and call.mask_passed_to_layer in _NO_MASK_PASSED
+            for call in calls
+        )
         if is_uniform and (calls[0].path, step.q_len == 1) == self._uniform_path:
             return
         last = {call.layer: call for call in calls}
@@ -108,7 +108,7 @@ class KernelPathRule(Rule):
     def _paths_before(self, layer: int) -> list[str]:
         return [path for path, _ in self._paths_by_layer.get(layer, ())]
 
-    def _check_calls(self, step: StepRecord, last: Mapping[int, CallRecord]) -> Iterator[Finding]:
+    def _check_calls(self, step: StepRecord, last: Calls) -> Iterator[Finding]:
         reported = set[int]()
         for group in _group_by_message(last, "suppressed_exception").values():
             yield self._suppressed_finding(step, group, last)
@@ -127,129 +127,120 @@ class KernelPathRule(Rule):
         for group in _group_by_message(rest, "mask_passed_to_layer").values():
             yield from self._check_ignored_mask(step, group)
 
-    # -- an exception ----------------------------------------------------------------------------
-
-    def _suppressed_finding(
-        self, step: StepRecord, group: Mapping[int, CallRecord], last: Mapping[int, CallRecord]
+    def _path_finding(
+        self,
+        step: StepRecord,
+        finding_id: str,
+        sentence: str,
+        group: Calls,
+        last: Calls,
+        lost: _MaskComparison,
+        evidence: Mapping[str, Any],
+        **options: Any,
     ) -> Finding:
-        call = next(iter(group.values()))
-        message = str(call.suppressed_exception)
-        where = format_layers(tuple(group), 0 if len(last) == 1 else len(last))
-        of = "" if len(group) == len(last) else f" (of {len(last)} layers)"
-        kernel = self._failed_kernels.get((call.layer, message), "")
-        peers = [call for layer, call in last.items() if layer not in group]
-        lost = compare_call_mask(step, self.context, call, peers)
-        exception = f"{kernel + ' raised ' if kernel else ''}{printable(message)}, suppressed"
-        finding_id, verb = SUPPRESSED_EXCEPTION, "continued with"
-        if self._is_fallback(step, call, message, kernel, peers):
-            finding_id, verb = FALLBACK, "fell back to"
+        """Return the finding about a group of the last calls; `lost` ends its sentence."""
+        paths = {str(layer): call.path for layer, call in last.items()}
+        facts = {"layers": len(group), "of": len(last), "paths": paths}
         return self.finding(
             step,
             finding_id,
-            f"{capitalize(where)}{of} {verb} {call.path} in step {step.step}: "
-            f"{exception}{lost.description}.",
-            severity=Severity.ERROR if lost.has_leak else None,
+            f"{sentence}{lost.description}.",
             layers=group,
-            evidence={
-                "suppressed_exception": message,
-                "kernel": kernel,
-                **_path_evidence(group, last),
-                **lost.evidence,
-            },
-            series=f"{call.path} in {list(group)}: {_mask_digits(message)}",
+            evidence={**evidence, **facts, **(lost.evidence or {})},
+            **options,
+        )
+
+    def _suppressed_finding(self, step: StepRecord, group: Calls, last: Calls) -> Finding:
+        call = next(iter(group.values()))
+        message = str(call.suppressed_exception)
+        where = capitalize(format_layers(tuple(group), 0 if len(last) == 1 else len(last)))
+        of = "" if len(group) == len(last) else f" (of {len(last)} layers)"
+        kernel = self._failed_kernels.get((call.layer, message), "")
+        peers = [call for layer, call in last.items() if layer not in group]
+        lost = self._compare_mask(call, peers)
+        id_, verb = "path.swallowed", "continued with"
+        if self._is_fallback(step, call, kernel, peers):
+            id_, verb = "path.fallback", "fell back to"
+        sentence = (
+            f"{where}{of} {verb} {call.path} in step {step.step}: "
+            f"{kernel + ' raised ' if kernel else ''}{printable(message)}, suppressed"
+        )
+        evidence = {"suppressed_exception": message, "kernel": kernel}
+        severity = Severity.ERROR if lost.has_leak else None
+        series = f"{call.path} in {list(group)}: {_DIGITS.sub('#', message)}"
+        return self._path_finding(
+            step, id_, sentence, group, last, lost, evidence, severity=severity, series=series
         )
 
     def _is_fallback(
-        self,
-        step: StepRecord,
-        call: CallRecord,
-        message: str,
-        kernel: str,
-        peers: Sequence[CallRecord],
+        self, step: StepRecord, call: CallRecord, kernel: str, peers: Sequence[CallRecord]
     ) -> bool:
         """Whether the call after an exception took another path than the one that raised."""
         others = {peer.path for peer in peers}
         if others.union(self._paths_before(call.layer)) - {call.path}:
             return True
+        if kernel in ("flex_attention", "create_block_mask"):  # building a mask is part of it
+            return not _is_flex(call.path)
         if kernel:
-            return not _is_path_of_kernel(kernel, call.path)
-        is_lookup = message.partition(":")[0] in _LOOKUP_ERRORS
+            return call.path != "sdpa"
+        is_lookup = str(call.suppressed_exception).partition(":")[0] in _LOOKUP_ERRORS
         return not _is_flex(call.path) and (bool(step.builds) or not is_lookup)
-
-    # -- no exception ----------------------------------------------------------------------------
 
     def _has_changed_path(self, call: CallRecord) -> bool:
         """Whether a layer switched to or from FlexAttention for the first time."""
         before = self._paths_before(call.layer)
-        if not before or call.path in before:
-            return False
-        return _is_flex(call.path) != any(map(_is_flex, before))
+        is_new = bool(before) and call.path not in before
+        return is_new and _is_flex(call.path) != any(map(_is_flex, before))
 
-    def _changed_path_finding(
-        self, step: StepRecord, moved: Mapping[int, CallRecord], last: Mapping[int, CallRecord]
-    ) -> Finding:
+    def _changed_path_finding(self, step: StepRecord, moved: Calls, last: Calls) -> Finding:
         """Report layers that switch to or from FlexAttention within a generation."""
-        call = next(iter(moved.values()))
-        where = format_layers(tuple(moved), len(last))
-        is_first = call.q_len == 1 and not any(
-            one_row for _, one_row in self._paths_by_layer[call.layer]
-        )
-        paths = " and ".join(dict.fromkeys(self._paths_before(call.layer)))
-        lost = compare_call_mask(step, self.context, call, [])
-        finding_id = BYPASS if is_first or _is_flex(call.path) else FALLBACK
+        call, where = next(iter(moved.values())), format_layers(tuple(moved), len(last))
+        before = self._paths_by_layer[call.layer]
+        is_first = call.q_len == 1 and not any(one_row for _, one_row in before)
+        paths = " and ".join(dict.fromkeys(path for path, _ in before))
+        lost = self._compare_mask(call, [])
+        id_ = "path.bypass" if is_first or _is_flex(call.path) else "path.fallback"
         sentence = f"From step {step.step} on {where} ran {call.path} after {paths}"
         if is_first and not _is_flex(call.path):
             sentence = (
                 f"{capitalize(where)} ran {paths} for the prompt and {call.path} for the steps of "
                 f"one row, from step {step.step} on: the patch calls the original attention there"
             )
-        return self.finding(
-            step,
-            finding_id,
-            f"{sentence}, without an exception{lost.description}.",
-            severity=Severity.NOTE if lost.is_same else None,
-            layers=moved,
-            evidence={"before": paths, **_path_evidence(moved, last), **lost.evidence},
-            series=f"{call.path} in {list(moved)}",
+        sentence += ", without an exception"
+        evidence, series = {"before": paths}, f"{call.path} in {list(moved)}"
+        severity = Severity.NOTE if lost.is_same else None
+        return self._path_finding(
+            step, id_, sentence, moved, last, lost, evidence, severity=severity, series=series
         )
 
-    def _check_unpatched(
-        self, step: StepRecord, rest: Mapping[int, CallRecord], last: Mapping[int, CallRecord]
-    ) -> Iterator[Finding]:
+    def _check_unpatched(self, step: StepRecord, rest: Calls, last: Calls) -> Iterator[Finding]:
         """Report layers that never ran FlexAttention although others do."""
         unpatched = {
             layer: call
             for layer, call in rest.items()
-            if not _is_flex(call.path) and not any(map(_is_flex, self._paths_before(layer)))
+            if not any(map(_is_flex, (call.path, *self._paths_before(layer))))
         }
         flex = [call for call in last.values() if _is_flex(call.path)]
         if not flex or not unpatched:
             return
         call, where = next(iter(unpatched.values())), format_layers(tuple(unpatched), len(last))
-        lost = compare_call_mask(step, self.context, call, flex)
+        lost = self._compare_mask(call, flex)
         with_flex = format_layers([c.layer for c in flex], len(last))
         sentence = (
             f"{capitalize(where)} (of {len(last)} layers) ran {call.path} in step {step.step}, "
             f"while {with_flex} ran {flex[0].path}, without an exception: "
-            f"{'it was' if len(unpatched) == 1 else 'they were'} never patched{lost.description}."
+            f"{'it was' if len(unpatched) == 1 else 'they were'} never patched"
         )
-        yield self.finding(
-            step,
-            UNPATCHED,
-            sentence,
-            severity=Severity.ERROR if lost.has_leak else None,
-            layers=unpatched,
-            evidence={**_path_evidence(unpatched, last), **lost.evidence},
-            series="layers " + ",".join(map(str, unpatched)),
+        id_, series = "path.unpatched-layer", "layers " + ",".join(map(str, unpatched))
+        severity = Severity.ERROR if lost.has_leak else None
+        yield self._path_finding(
+            step, id_, sentence, unpatched, last, lost, {}, severity=severity, series=series
         )
 
-    def _check_ignored_mask(
-        self, step: StepRecord, group: Mapping[int, CallRecord]
-    ) -> Iterator[Finding]:
+    def _check_ignored_mask(self, step: StepRecord, group: Calls) -> Iterator[Finding]:
         """Report a mask that the layer received but the kernel did not use, not even in part."""
         call = next(iter(group.values()))
-        passed = str(call.mask_passed_to_layer)
-        mask = self.context.mask(call.mask)
+        passed, mask = str(call.mask_passed_to_layer), self.context.mask(call.mask)
         if passed in _NO_MASK_PASSED or mask is None:
             return
         kind = passed.partition(" ")[0]
@@ -262,17 +253,44 @@ class KernelPathRule(Rule):
         )
         evidence = {"mask_passed_to_layer": passed, "mask": call.mask, "kind": mask.kind}
         yield self.finding(
-            step, MASK_IGNORED, sentence, layers=group, evidence=evidence, series=kind
+            step, "path.mask-ignored", sentence, layers=group, evidence=evidence, series=kind
         )
 
-    # -- needless builds -------------------------------------------------------------------------
+    def _compare_mask(self, call: CallRecord, peers: Sequence[CallRecord]) -> _MaskComparison:
+        """Compare a call's mask with those of `peers`, or with the declared mask if there are none.
+
+        Of several other masks (sliding and full layers) the most similar one is used. The result is
+        empty if cells were not recorded.
+        """
+        mask, spec = self.context.mask(call.mask), self.context.declared_spec
+        if mask is None or mask.cells is None:
+            return _MaskComparison()
+        mine, theirs = mask.cells, list[BoolArray]()
+        if peers:
+            others = map(self.context.mask, dict.fromkeys(peer.mask for peer in peers))
+            theirs = [one.cells for one in others if one is not None and one.cells is not None]
+        elif spec is not None and not mask.kv_offset:
+            theirs = [spec.dense(mine.shape[1], mine.shape[2], q_offset=mask.q_offset)[None]]
+        counts = [
+            tuple(int(cells.any(axis=0).sum()) for cells in (mine & ~other, ~mine & other))
+            for other in theirs
+            if other.shape[1:] == mine.shape[1:]
+        ]
+        if not counts:
+            return _MaskComparison()
+        leaked, closed = min(counts, key=sum)
+        evidence = {"leaked": leaked, "lost": closed}
+        if not leaked and not closed:
+            return _MaskComparison(is_same=True, evidence=evidence)
+        n, now, then = (leaked, "open", "closed") if leaked else (closed, "closed", "open")
+        owner = "in the other layers" if peers else "in the declared mask"
+        words = f"; {plural(n, 'pair')} {is_or_are(n)} {now} that {is_or_are(n)} {then} {owner}"
+        return _MaskComparison(words, has_leak=leaked > 0, evidence=evidence)
 
     def _check_builds(self, step: StepRecord) -> Iterator[Finding]:
-        """Report masks that several layers build, or else one that each step builds again.
-
-        A step is compared with the previous one, even of another generation: a loop over sequences
-        of equal length rebuilds the same mask for each.
-        """
+        """Report masks that several layers build, or else one that each step builds again."""
+        # A step is compared with the previous one, even of another generation: a loop over
+        # sequences of equal length rebuilds the same mask for each.
         groups: dict[tuple[Any, ...], list[BuildRecord]] = {}
         mask_of = {call.layer: call.mask for call in step.calls}
         for build in step.builds:
@@ -290,30 +308,27 @@ class KernelPathRule(Rule):
     ) -> Finding:
         layers = {build.layer for build in builds if build.layer is not None}
         first, ms = builds[0], sum(build.wall_ms for build in builds)
-        spare = ms * (len(builds) - 1) / len(builds)
+        grid, spare = _format_grid(first), ms * (len(builds) - 1) / len(builds)
         known = self.context.mask(mask)
-        cells = known.cells if known is not None else None
-        heads_ignored = (first.heads or 1) > 1 and cells is not None and len(cells) == 1
+        has_one_head = known is not None and known.cells is not None and len(known.cells) == 1
+        heads_ignored = (first.heads or 1) > 1 and has_one_head
         heads = f", for {first.heads} heads that all share it" if heads_ignored else ""
         sentence = (
             f"The same mask was built {len(builds)} times in step {step.step}, in "
-            f"{format_step_layers(layers, step)} (grid {_format_grid(first)}, {ms:.1f} ms, "
+            f"{format_step_layers(layers, step)} (grid {grid}, {ms:.1f} ms, "
             f"mask_mod {printable(first.mask_mod)}){heads}."
         )
-        is_costly = (
-            len(layers) >= COSTLY_LAYERS
-            and spare >= COSTLY_MS
-            and spare >= COSTLY_SHARE * step.wall_ms
-        )
+        is_slow = spare >= COSTLY_MS and spare >= COSTLY_SHARE * step.wall_ms
+        is_costly = is_slow and len(layers) >= COSTLY_LAYERS
         return self.finding(
             step,
-            NEEDLESS,
+            "path.needless-builds",
             sentence,
             severity=Severity.WARNING if is_costly else Severity.NOTE,
             layers=layers,
             evidence={
                 "builds": len(builds),
-                "grid": _format_grid(first),
+                "grid": grid,
                 "ms": round(ms, 2),
                 "needless_ms": round(spare, 2),
                 "peak_growth": sum(build.peak_growth for build in builds),
@@ -341,7 +356,9 @@ class KernelPathRule(Rule):
             f"in each (grid {grid}, {ms:.1f} ms)."
         )
         evidence = {"steps": n + 1, "grid": grid, "ms": round(ms, 2)}
-        yield self.finding(step, NEEDLESS, sentence, evidence=evidence, series="steps")
+        yield self.finding(
+            step, "path.needless-builds", sentence, evidence=evidence, series="steps"
+        )
 
 
 def _grid_sizes(build: BuildRecord) -> tuple[int, ...]:
@@ -356,95 +373,11 @@ def _is_flex(path: str) -> bool:
     return path.startswith("flex")
 
 
-def _is_path_of_kernel(kernel: str, path: str) -> bool:
-    """Whether a path belongs to a kernel; building a mask is part of FlexAttention."""
-    return _is_flex(path) if kernel in ("flex_attention", "create_block_mask") else path == "sdpa"
-
-
-def _group_by_message(
-    last: Mapping[int, CallRecord], name: str
-) -> dict[str, dict[int, CallRecord]]:
+def _group_by_message(last: Calls, name: str) -> dict[str, dict[int, CallRecord]]:
     """The layers whose calls have a message in the field `name`, by path and message."""
     groups: dict[str, dict[int, CallRecord]] = {}
     for layer, call in last.items():
         message = getattr(call, name)
         if message is not None:
-            groups.setdefault(f"{call.path} {_mask_digits(message)}", {})[layer] = call
+            groups.setdefault(f"{call.path} {_DIGITS.sub('#', message)}", {})[layer] = call
     return groups
-
-
-def _mask_digits(words: str) -> str:
-    """A message without its numbers, which differ between steps and layers."""
-    return _DIGITS.sub("#", words)
-
-
-def _path_evidence(
-    group: Mapping[int, CallRecord], last: Mapping[int, CallRecord]
-) -> dict[str, Any]:
-    return {
-        "layers": len(group),
-        "of": len(last),
-        "paths": {str(layer): call.path for layer, call in last.items()},
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class MaskComparison:
-    """How the executed mask of a call differs from the expected one.
-
-    `description` ends a sentence. `has_leak` says that pairs are open that should be closed,
-    `is_same` that the masks are known to be equal.
-    """
-
-    description: str = ""
-    has_leak: bool = False
-    is_same: bool = False
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-
-
-def compare_call_mask(
-    step: StepRecord, context: RuleContext, call: CallRecord, peers: Sequence[CallRecord]
-) -> MaskComparison:
-    """Compare a call's mask with those of `peers`, or with the declared mask if there are none.
-
-    Of several other masks (sliding and full layers) the most similar one is used. The result is
-    empty if cells were not recorded.
-    """
-    mask = context.mask(call.mask)
-    if mask is None or mask.cells is None:
-        return MaskComparison()
-    mine = mask.cells
-    theirs = _peer_cells(context, peers) if peers else _declared_cells(context, mask, mine)
-    counts = [
-        _count_differing_pairs(mine, one) for one in theirs if one.shape[1:] == mine.shape[1:]
-    ]
-    if not counts:
-        return MaskComparison()
-    leaked, closed = min(counts, key=sum)
-    facts = {"leaked": leaked, "lost": closed}
-    if not leaked and not closed:
-        return MaskComparison(is_same=True, evidence=facts)
-    n, now, then = (leaked, "open", "closed") if leaked else (closed, "closed", "open")
-    owner = "in the other layers" if peers else "in the declared mask"
-    words = f"; {plural(n, 'pair')} {is_or_are(n)} {now} that {is_or_are(n)} {then} {owner}"
-    return MaskComparison(words, has_leak=leaked > 0, evidence=facts)
-
-
-def _peer_cells(context: RuleContext, peers: Sequence[CallRecord]) -> list[BoolArray]:
-    names = dict.fromkeys(peer.mask for peer in peers)
-    masks = (context.mask(name) for name in names)
-    return [mask.cells for mask in masks if mask is not None and mask.cells is not None]
-
-
-def _declared_cells(context: RuleContext, mask: MaskRecord, mine: BoolArray) -> list[BoolArray]:
-    spec = context.declared_spec
-    if spec is None or mask.kv_offset:
-        return []
-    return [spec.dense(mine.shape[1], mine.shape[2], q_offset=mask.q_offset)[None]]
-
-
-def _count_differing_pairs(mine: BoolArray, other: BoolArray) -> tuple[int, int]:
-    """Number of pairs that are open only in `mine`, and only in `other`, in any head."""
-    leaked: BoolArray = np.any(mine & ~other, axis=0)
-    closed: BoolArray = np.any(~mine & other, axis=0)
-    return int(leaked.sum()), int(closed.sum())

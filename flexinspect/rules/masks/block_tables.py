@@ -1,38 +1,32 @@
-"""The rule for block masks whose block tables do not match their mask_mod, or of a wrong size.
+"""The rules for masks whose block tables, sizes or lengths do not fit.
 
-Uncompiled FlexAttention ignores the block tables, compiled FlexAttention follows them. Such a fault
-is therefore invisible in an uncompiled debug run. A mask is checked when it is new to the trace.
+Uncompiled FlexAttention ignores the block tables, compiled FlexAttention follows them, so stale
+tables are invisible in an uncompiled debug run. FlexAttention rejects a block mask whose lengths
+differ from those of the call; the event of the failed call shows it, even if its exception was
+suppressed. It rejects neither a block mask of another batch or number of heads, nor a dense mask
+that is too large, which it reads from the upper left corner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flexinspect.core.text import format_numbers, format_ranges, plural
-from flexinspect.masks.algebra import BlockStates, BoolArray, block_row_states
+from flexinspect.masks.algebra import BoolArray, block_row_states
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
+from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, MaskRecord, StepRecord
+from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT, event_layers
+from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.mask_views import (
-    call_layers,
-    calls_by_mask,
-    format_call_place,
-    format_mask_mod,
-    has_wrong_size,
-    mask_series,
-    wrong_size_finding,
-)
-
-STALE_TABLES, IGNORES_HEAD = "mask.stale-tables", "mask.ignores-head"
-WRONG_SIZE, BLOCK_VIEW = "mask.wrong-size", "mask.block-view"
+from flexinspect.rules.masks import mask_views
+from flexinspect.rules.masks.mask_views import calls_by_mask, format_call_place, layers_of
 
 
-@dataclass(frozen=True, slots=True)
-class StaleBlocks:
+class StaleBlocks(NamedTuple):
     """Blocks in which the tables and the mask_mod disagree, bool (heads, row blocks, key blocks).
 
     The mask_mod opens cells of `missing` blocks, which are in no table. It closes cells of `extra`
@@ -52,13 +46,14 @@ class StaleBlocks:
 class BlockTablesRule(Rule):
     """Compares block tables with the mask_mod, and the batch and heads of a mask with the call."""
 
-    name: ClassVar[str] = "tables"
-    findings = finding_kinds(STALE_TABLES, IGNORES_HEAD, WRONG_SIZE, BLOCK_VIEW)
-    handles_standalone_calls: ClassVar[bool] = True
+    name = "tables"
+    findings = finding_kinds(
+        "mask.stale-tables", "mask.ignores-head", "mask.wrong-size", "mask.block-view"
+    )
+    handles_standalone_calls = True
 
     def __init__(self) -> None:
-        self._stale_blocks: dict[str, StaleBlocks] = {}
-        """By fingerprint and for the whole run, as a mask is in one step's record only."""
+        self._stale_blocks: dict[str, StaleBlocks] = {}  # by fingerprint, for the whole run
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for masks of a step whose tables or sizes do not match."""
@@ -77,13 +72,13 @@ class BlockTablesRule(Rule):
                 key = (known.mask_mod, known.batch, known.heads, stale and stale.missing.tobytes())
                 alike.setdefault(key, (known, []))[1].extend(calls)
         for mask, calls in alike.values():
-            if has_wrong_size(mask, calls[0]):
-                yield wrong_size_finding(self, step, WRONG_SIZE, mask, calls)
+            if _has_wrong_size(mask, calls[0]):
+                yield _wrong_size_finding(self, step, "mask.wrong-size", mask, calls)
             stale = self._stale_blocks.get(mask.fingerprint)
             if stale is not None:
                 yield self._stale_finding(step, mask, calls, stale)
-            elif self.context.is_standalone and _is_one_block(mask):
-                yield self._one_block_finding(step, mask)
+            elif self.context.is_standalone and mask.cells is not None and mask.q_len > 1:
+                yield from self._check_one_block(step, mask, mask.cells)
 
     def _stale_finding(
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], stale: StaleBlocks
@@ -95,24 +90,24 @@ class BlockTablesRule(Rule):
         rows, keys = _format_block_span(step, mask, row, key)
         parts = [f"{plural(n_missing, 'open block')} missing"] if n_missing else []
         parts += [f"{plural(n_extra, 'full block')} that the mask_mod closes"] if n_extra else []
-        wrong_blocks = " and ".join(parts)
+        wrong_blocks, visited = " and ".join(parts), _visited_blocks(mask)
         cause = (
             f"was built for one head (H=None), but its mask_mod depends on the head: for "
             f"{format_numbers('head', stale.heads)} of {n_heads} its tables have {wrong_blocks}"
             if by_head
             else f"has block tables that do not match its mask_mod: {wrong_blocks}"
         )
-        sentence = (
-            f"{format_call_place(self.context, step, calls)}: the block mask of "
-            f"{format_mask_mod(mask)} {cause}, first: rows {rows}, keys {keys}; "
-            f"{_format_table_effect(mask)}."
-        )
+        effect = "uncompiled FlexAttention is correct, compiled it would follow the tables"
+        if mask.compiled:
+            effect = "compiled FlexAttention followed the tables, so the executed mask is wrong"
         return self.finding(
             step,
-            IGNORES_HEAD if by_head else STALE_TABLES,
-            sentence,
+            "mask.ignores-head" if by_head else "mask.stale-tables",
+            f"{format_call_place(self.context, step, calls)}: the block mask of "
+            f"{mask_views.format_mask_mod(mask)} {cause}, first: rows {rows}, keys {keys}; "
+            f"{effect}.",
             severity=Severity.ERROR if mask.compiled else Severity.WARNING,
-            layers=call_layers(self.context, calls),
+            layers=mask_views.call_layers(self.context, calls),
             head=head if by_head else None,
             positions=(step.kv_before + row * (mask.block_q or 1),),
             evidence={
@@ -120,39 +115,45 @@ class BlockTablesRule(Rule):
                 "mask_mod": mask.mask_mod,
                 "missing": n_missing,
                 "extra": n_extra,
-                "in_tables": _count_visited_blocks(mask),
+                "in_tables": 0 if visited is None else int(np.count_nonzero(visited[0])),
                 "heads": stale.heads,
                 "compiled": mask.compiled,
                 "first": [row, key],
             },
-            series=mask_series(mask, calls),
+            series=_mask_series(mask, calls),
         )
 
-    def _one_block_finding(self, step: StepRecord, mask: MaskRecord) -> Finding:
-        n_open = 0 if mask.cells is None else int(np.count_nonzero(mask.cells[0]))
+    def _check_one_block(
+        self, step: StepRecord, mask: MaskRecord, cells: BoolArray
+    ) -> Iterator[Finding]:
+        """Return a finding if a mask is a single block of which only some cells are open."""
+        visited = _visited_blocks(mask)
+        if visited is None or visited.shape != (1, 1, 1) or not cells.any() or cells.all():
+            return
+        n_open = int(np.count_nonzero(cells[0]))
         sentence = (
             f"A mask of {mask.q_len} x {mask.kv_len} cells, {n_open} of them open, fits into one "
             f"block of {mask.block_q} x {mask.block_kv}: `to_dense()` shows a single open cell, "
             "and up to torch 2.13 `sparsity()` is negative."
         )
-        evidence = {
-            "mask": mask.fingerprint,
-            "open": n_open,
-            "cells": mask.q_len * mask.kv_len,
-        }
-        return self.finding(step, BLOCK_VIEW, sentence, evidence=evidence, series="one block")
+        n_cells, id_ = mask.q_len * mask.kv_len, "mask.block-view"
+        evidence = {"mask": mask.fingerprint, "open": n_open, "cells": n_cells}
+        yield self.finding(step, id_, sentence, evidence=evidence, series="one block")
 
 
 def find_stale_blocks(mask: MaskRecord) -> StaleBlocks | None:
-    """Return the blocks in which a mask's tables and mask_mod disagree, None if they agree.
-
-    Partial blocks without any open cell do not matter: the mask_mod closes their cells.
-    """
-    tables = _visited_blocks(mask)
-    if tables is None:
+    """Return the blocks in which a mask's tables and mask_mod disagree, None if they agree."""
+    # Partial blocks without any open cell do not matter: the mask_mod closes their cells.
+    visited, full = _visited_blocks(mask), mask.full
+    if visited is None:
         return None
-    visited, full = tables
-    ruled = mask.mask_mod_blocks if mask.compiled else _block_states(mask)
+    ruled, cells, size_q, size_kv = mask.mask_mod_blocks, mask.cells, mask.block_q, mask.block_kv
+    if not mask.compiled:  # the cells of an uncompiled call are those of its mask_mod
+        if cells is None or size_q is None or size_kv is None:
+            return None
+        starts = range(0, cells.shape[1], size_q)
+        rows = [block_row_states(cells[:, row : row + size_q], size_q, size_kv) for row in starts]
+        ruled = np.stack(rows, axis=1)
     if ruled is None or ruled.shape[1:] != visited.shape[1:]:
         return None
     if len(visited) not in (1, len(ruled)) and len(ruled) != 1:
@@ -162,28 +163,10 @@ def find_stale_blocks(mask: MaskRecord) -> StaleBlocks | None:
     return StaleBlocks(missing, extra) if missing.any() or extra.any() else None
 
 
-def _visited_blocks(mask: MaskRecord) -> tuple[BoolArray, BoolArray | None] | None:
-    if mask.kind != "block" or mask.block_q is None or mask.block_kv is None:
+def _visited_blocks(mask: MaskRecord) -> BoolArray | None:
+    if mask.kind != "block" or None in (mask.block_q, mask.block_kv) or mask.partial is None:
         return None
-    if mask.partial is None:
-        return None
-    return (mask.partial if mask.full is None else mask.partial | mask.full), mask.full
-
-
-def _block_states(mask: MaskRecord) -> BlockStates | None:
-    """Return the block states of an uncompiled call, whose cells are those of its mask_mod."""
-    cells, size_q, size_kv = mask.cells, mask.block_q, mask.block_kv
-    if cells is None or size_q is None or size_kv is None:
-        return None
-    starts = range(0, cells.shape[1], size_q)
-    rows = [block_row_states(cells[:, row : row + size_q], size_q, size_kv) for row in starts]
-    return np.stack(rows, axis=1)
-
-
-def _format_table_effect(mask: MaskRecord) -> str:
-    if mask.compiled:
-        return "compiled FlexAttention followed the tables, so the executed mask is wrong"
-    return "uncompiled FlexAttention is correct, compiled it would follow the tables"
+    return mask.partial if mask.full is None else mask.partial | mask.full
 
 
 def _format_block_span(step: StepRecord, mask: MaskRecord, row: int, key: int) -> tuple[str, str]:
@@ -195,14 +178,216 @@ def _format_block_span(step: StepRecord, mask: MaskRecord, row: int, key: int) -
     return format_ranges(rows), format_ranges(keys)
 
 
-def _count_visited_blocks(mask: MaskRecord) -> int:
-    tables = _visited_blocks(mask)
-    return 0 if tables is None else int(np.count_nonzero(tables[0][0]))
+def _mask_series(mask: MaskRecord, calls: Sequence[CallRecord]) -> str:
+    """Return the series of a finding about a mask_mod in some layers."""
+    return f"{mask.mask_mod} in layers {', '.join(map(str, layers_of(calls)))}"
 
 
-def _is_one_block(mask: MaskRecord) -> bool:
-    """Return whether the tables are a single block, although only some of its cells are open."""
-    tables = _visited_blocks(mask)
-    if tables is None or mask.cells is None or tables[0].shape != (1, 1, 1):
-        return False
-    return mask.q_len > 1 and bool(mask.cells.any()) and not mask.cells.all()
+def _has_wrong_size(mask: MaskRecord, call: CallRecord) -> bool:
+    """Return whether a mask was built for another batch or another number of heads than a call."""
+    return mask.batch not in (1, call.batch) or mask.heads not in (1, call.q_heads)
+
+
+def _wrong_size_finding(
+    rule: Rule, step: StepRecord, finding_id: str, mask: MaskRecord, calls: Sequence[CallRecord]
+) -> Finding:
+    """Return the finding about a mask that `_has_wrong_size` for the first of these calls."""
+    call, wrong = calls[0], []
+    if mask.batch not in (1, call.batch):
+        wrong.append(f"batch {mask.batch}, but the call has {call.batch}")
+    if mask.heads not in (1, call.q_heads):
+        kv = " (its KV heads)" if mask.heads == call.kv_heads else ""
+        wrong.append(f"{plural(mask.heads, 'head')}{kv}, but the call has {call.q_heads}")
+    outcome = "compiled FlexAttention reads past the end of the block tables and may crash"
+    if not mask.compiled:
+        outcome = f"uncompiled FlexAttention does not notice, {outcome}"
+    return rule.finding(
+        step,
+        finding_id,
+        f"{format_call_place(rule.context, step, calls)}: the mask of "
+        f"{mask_views.format_mask_mod(mask)} was built for {', and for '.join(wrong)}; {outcome}.",
+        severity=Severity.ERROR if mask.compiled else Severity.WARNING,
+        layers=mask_views.call_layers(rule.context, calls),
+        evidence={
+            "mask": mask.fingerprint,
+            "mask_batch": mask.batch,
+            "mask_heads": mask.heads,
+            "batch": call.batch,
+            "q_heads": call.q_heads,
+            "kv_heads": call.kv_heads,
+        },
+        series=f"{_mask_series(mask, calls)}: {mask.batch}, {mask.heads}",
+    )
+
+
+class LengthsRule(Rule):
+    """Compares the lengths of masks and keys with those of the calls that received them.
+
+    It works at every level. Mask cells, which are recorded from level advanced on, only help to
+    decide whether a layer with fewer keys has a sliding window.
+    """
+
+    name = "lengths"
+    handles_standalone_calls = True
+    findings = finding_kinds(
+        "lengths.mask-kv", "lengths.mask-q", "lengths.batch-heads", "lengths.layer-keys"
+    )
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Reset the known lengths."""
+        super().on_generation_start(context)
+        self._n_cached: int | None = None
+        self._lookback: dict[int, int] = {}  # by layer, how far the last prompt row sees back
+        self._n_missing_keys: dict[int, int] = {}  # by layer, in the previous step
+
+    def on_event(self, event: EventRecord) -> Iterator[Finding]:
+        """Return a finding if a call raised whose lengths are not those of its mask."""
+        data = event.data
+        mismatches = _find_mismatches(data) if event.kind == KERNEL_FAILED_EVENT else []
+        if not mismatches:
+            return
+        places = [f"layer {layer}" for layer in event_layers(event)]
+        places += [] if event.step is None else [f"step {event.step}"]
+        notes = [", ".join(places)] if places else []
+        if self._n_cached is not None:
+            after = self._n_cached + int(data["q_len"])
+            and_after = f", {after} after" if after == data["kv_len"] else ""
+            notes.append(f"cache holds {self._n_cached} before{and_after}")
+        texts, where = [text for _, text in mismatches], f" ({'; '.join(notes)})" if notes else ""
+        error = str(data.get("error")).partition(":")[0]
+        sentence = f"{', and '.join(texts)}{where}: {data.get('kernel')} raised {error}."
+        yield self.finding(
+            event,
+            mismatches[0][0],
+            sentence,
+            layers=event_layers(event),
+            evidence={**data, "cached": self._n_cached},
+            series=str(data.get("kernel")),
+            query="length-event",
+        )
+
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+        """Return findings for masks and layers of a step with wrong lengths."""
+        for fingerprint, same_mask in calls_by_mask(step).items():
+            mask = self.context.mask(fingerprint)
+            if mask is None:
+                continue
+            wrong = [call for call in same_mask if _has_wrong_size(mask, call)]
+            if wrong:
+                id_ = "lengths.batch-heads"
+                yield _wrong_size_finding(self, step, id_, mask, wrong)
+            if step.kv_before:
+                yield from self._check_dense_rows(step, mask, same_mask)
+            elif step.inputs is not None and step.masks and mask.cells is not None:
+                sees = mask.cells[:, -1].any(axis=0)
+                if mask.q_len > 1 and sees.any():
+                    lookback = mask.kv_len - 1 - int(sees.argmax())
+                    self._lookback.update(dict.fromkeys(layers_of(same_mask), lookback))
+        lengths = {call.kv_len for call in step.calls}
+        if step.inputs is not None and step.kv_before and lengths - {step.kv_after}:
+            yield from self._check_short_layers(step, step.inputs)
+        has_cache = step.inputs is None or bool(step.inputs.cached_after)
+        self._n_cached = step.kv_after if has_cache else None
+
+    def _check_dense_rows(
+        self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord]
+    ) -> Iterator[Finding]:
+        """Return a finding if a decode step reads a larger dense mask from its first row."""
+        # For a prompt, the upper left corner of a larger mask is correct.
+        passed = calls[0].mask_passed_to_layer
+        is_dense = mask.kind in ("bool", "float") and calls[0].path.startswith("flex")
+        if not is_dense or passed is None:
+            return
+        shape = re.fullmatch(r"\w+ \(.*?(\d+), (\d+)\)", passed)
+        rows = step.q_len if shape is None else int(shape[1])
+        if rows == step.q_len:
+            return
+        sentence = (
+            f"{format_call_place(self.context, step, calls)} received a dense mask of "
+            f"{rows} rows in step {step.step}, which has {plural(step.q_len, 'row')} "
+            f"({self.context.format_position(step.kv_before)}): FlexAttention reads it from row 0, "
+            "so the new row gets the mask of the first token."
+        )
+        yield self.finding(
+            step,
+            "lengths.mask-q",
+            sentence,
+            layers=layers_of(calls),
+            evidence={"mask_rows": rows, "rows": step.q_len, "mask_passed_to_layer": passed},
+            series="read at row 0",
+            query="length-call",  # that of the kind lists failed calls
+        )
+
+    def _check_short_layers(self, step: StepRecord, inputs: InputsRecord) -> Iterator[Finding]:
+        """Return a finding for layers that receive fewer keys than their cache holds."""
+        # A sliding window explains missing keys if one more is missing at each step and if the
+        # prompt did not see further back.
+        previous, self._n_missing_keys = self._n_missing_keys, {}
+        cached, short = dict(enumerate(inputs.cached_after)), list[CallRecord]()
+        for call in step.calls:
+            n_missing = step.kv_after - call.kv_len
+            is_full = cached.get(call.layer) == step.kv_after
+            if n_missing <= 0 or not is_full or call.kv_len <= step.q_len:
+                continue
+            self._n_missing_keys[call.layer] = n_missing
+            sees_less = call.kv_len - 1 < self._lookback.get(call.layer, -1)
+            if sees_less or previous.get(call.layer) == n_missing:
+                short.append(call)
+        if short:
+            yield self._short_finding(step, short, previous)
+
+    def _short_finding(
+        self, step: StepRecord, short: Sequence[CallRecord], previous: Mapping[int, int]
+    ) -> Finding:
+        first, layers = short[0], layers_of(short)
+        lookback = self._lookback.get(first.layer, -1)
+        if first.kv_len - 1 < lookback:
+            reason = f"the last row of the prompt saw {plural(lookback, 'key')} back"
+        else:
+            reason = f"the previous step lacked {previous[first.layer]} as well"
+        least = min(call.kv_len for call in short)
+        others = {call.kv_len for call in step.calls} - {call.kv_len for call in short}
+        compared = f"the others get {max(others)}, " if others else ""
+        sentence = (
+            f"{format_call_place(self.context, step, short)} "
+            f"{'gets' if len(layers) == 1 else 'get'} {plural(least, 'key')} in step {step.step}, "
+            f"{compared}and the cache holds {step.kv_after}: a sliding window does not explain "
+            f"it, because {reason}."
+        )
+        return self.finding(
+            step,
+            "lengths.layer-keys",
+            sentence,
+            layers=layers,
+            evidence={
+                "kv_len": {call.layer: call.kv_len for call in step.calls},
+                "cached": step.kv_after,
+                "reach": {call.layer: self._lookback.get(call.layer) for call in short},
+            },
+            series=",".join(str(call.layer) for call in short),
+        )
+
+
+def _find_mismatches(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (id, text) for each length in which a failed call and its mask differ."""
+    q_len, kv_len, shape = data.get("q_len"), data.get("kv_len"), data.get("mask")
+    mask_q, mask_kv = data.get("mask_q"), data.get("mask_kv")
+    mask_batch, mask_heads = data.get("mask_batch"), data.get("mask_heads")
+    if isinstance(shape, tuple | list) and len(shape) >= 2:  # of a dense mask
+        mask_q, mask_kv = (None if size == 1 else size for size in shape[-2:])
+        if len(shape) == 4:
+            mask_batch, mask_heads = shape[:2]
+    if None in (q_len, kv_len):
+        return []
+    mismatches = []
+    if mask_kv is not None and mask_kv != kv_len:
+        mismatches.append(("lengths.mask-kv", f"KV length {kv_len} but mask built for {mask_kv}"))
+    if mask_q is not None and mask_q != q_len:
+        text = f"q length {q_len} but mask built for {plural(mask_q, 'row')}"
+        mismatches.append(("lengths.mask-q", text))
+    sizes = (("batch", "batch", mask_batch), ("heads", "number of heads", mask_heads))
+    return mismatches or [
+        ("lengths.batch-heads", f"{label} {data[name]} but mask built for {size}")
+        for name, label, size in sizes
+        if size is not None and data.get(name) is not None and size not in (1, data[name])
+    ]

@@ -1,19 +1,17 @@
-"""The rule that compares executed masks with the declared mask, per layer, head and step.
+"""The rules that compare executed masks with the declared mask, and with the layer's own window.
 
-It compares `MaskRecord.cells`, the cells that the kernel applied; the mask that the layer received
+They compare `MaskRecord.cells`, the cells that the kernel applied; the mask that the layer received
 only explains the result. If no mask was declared, declared segments are assumed to be isolated
 (their leaks are warnings), and layers that are causal are checked for causality. Layers that
 executed the same mask share a finding, and repetitions at later steps are counted.
-
-`position_ids` and `sliding_windows` use `count_pads_by_id` and `call_frame` of this module.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -23,36 +21,11 @@ from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind, declared_tokenizer
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
-from flexinspect.rules.context import RuleContext, read_unpadded
+from flexinspect.rules.context import RuleContext, format_step_layers, read_unpadded
 from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks import mask_difference
-from flexinspect.rules.masks.mask_difference import (
-    MOVED,
-    OPEN,
-    OTHER,
-    WINDOW,
-    CellFrame,
-    SegmentParts,
-)
-from flexinspect.rules.masks.mask_findings import (
-    BOOL_ADDED,
-    LAYERS_DIFFER,
-    MASK_FUTURE,
-    MASK_LEAK,
-    MASK_LOST,
-    MASK_MERGED,
-    MASK_NONE,
-    MASK_NOT_APPLIED,
-    MASK_PADDING,
-    NO_MASK,
-    LayerGroup,
-    MaskCase,
-    case_finding_id,
-    case_sentence,
-    count_pieces,
-    describe_run,
-    describe_where,
-)
+from flexinspect.rules.masks import mask_difference, mask_findings
+from flexinspect.rules.masks.mask_difference import CellFrame, SegmentParts
+from flexinspect.rules.masks.mask_findings import NO_MASK, LayerGroup, MaskCase
 from flexinspect.rules.masks.mask_views import broadcast_rows, layers_of, slice_flags
 
 _MAX_EARLIER_SPECS = 8
@@ -67,18 +40,18 @@ class MasksRule(Rule):
     It needs cells, so at level basic it reports only causal layers without any mask.
     """
 
-    name: ClassVar[str] = "masks"
-    streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
+    name = "masks"
+    streams = ("inputs.mask",)
     findings = finding_kinds(
-        MASK_NOT_APPLIED,
-        MASK_LEAK,
-        MASK_LOST,
-        MASK_NONE,
-        MASK_FUTURE,
-        BOOL_ADDED,
-        MASK_MERGED,
-        LAYERS_DIFFER,
-        MASK_PADDING,
+        "mask.not-applied",
+        "mask.leak",
+        "mask.lost",
+        "mask.none",
+        "mask.future",
+        "mask.bool-added",
+        "mask.merged",
+        "mask.layers-differ",
+        "mask.padding",
     )
 
     def __init__(self) -> None:
@@ -95,11 +68,19 @@ class MasksRule(Rule):
         self._current_spec = (
             None if declared is None else (context.generation.generation, declared.spec)
         )
-        self._parts = segment_parts(context)
-        self._unpadded, self._non_bos = unpadded_flags(context), non_bos_flags(context)
-        self._paraphrase_flags = (
-            paraphrase_flags(context) if declared is not None and declared.assumed else None
-        )
+        segments, rows = context.segments, np.arange(context.n_prompt)
+        starts = np.array([segment.start for segment in segments] or [0])
+        is_isolated = [segment.kind is SegmentKind.PARAPHRASE for segment in segments] or [False]
+        self._parts = SegmentParts(starts, np.array(is_isolated))
+        n_pads = count_pads(context)
+        self._unpadded = rows >= n_pads if n_pads else None
+        """Which prompt positions are not padding, bool (n_prompt,); None without padding."""
+        self._non_bos = _non_bos_flags(context)
+        self._paraphrase_flags: BoolArray | None = None  # which are assumed to be isolated
+        if declared is not None and declared.assumed:
+            spans = [(s.start, s.stop) for s in segments if s.kind is SegmentKind.PARAPHRASE]
+            inside = [(rows >= start) & (rows < stop) for start, stop in spans]
+            self._paraphrase_flags = np.logical_or.reduce(inside)
         self._reported: dict[tuple[object, ...], str] = {}
         if len(self._matching) > _MAX_MATCHING:
             self._matching.clear()
@@ -111,68 +92,66 @@ class MasksRule(Rule):
             if real is not None:
                 self._unpadded = None if real.all() else real
         groups = self._group_calls(step)
-        cases = [case for group in groups for case in self._check_group(step, group)]
-        findings = [self._report_case(case) for case in merge_cases(cases)]
+        cases = [case for group in groups if (case := self._check_group(group)) is not None]
+        findings = [self._report_case(case) for case in _merge_cases(cases)]
         if len(groups) > 1 and not findings:
             return self._find_differing_layers(step, groups)
         return findings
 
     def _group_calls(self, step: StepRecord) -> list[LayerGroup]:
-        """Return the known masks of a step with their layers.
-
-        A layer that is not causal is compared only with a declared mask; calls that attend from
-        other rows (cross attention) are left out.
-        """
+        """Return the known masks of a step with their layers."""
+        # A layer that is not causal is compared only with a declared mask; calls that attend from
+        # other rows (cross attention) are left out.
         by_mask: dict[tuple[object, ...], list[CallRecord]] = {}
         for call in step.calls:
             if call.q_len == step.q_len:
                 by_mask.setdefault((call.mask, call.window, call.kv_len), []).append(call)
         groups: list[LayerGroup] = []
-        n_layers = len({call.layer for call in step.calls}) if by_mask else 0
         is_declared = self.context.declared_spec is not None
         for calls in by_mask.values():
             mask = self.context.mask(calls[0].mask)
             if mask is not None and (calls[0].causal is not False or is_declared):
-                add_group(groups, LayerGroup(mask, calls[0], layers_of(calls), n_layers))
-        return groups if len(groups) < 2 else add_usual_paths(groups)
+                _add_group(groups, LayerGroup(step, mask, calls[0], layers_of(calls)))
+        if len(groups) < 2:
+            return groups
+        paths = Counter(group.call.path for group in groups for _ in group.layers)
+        most = max(paths, key=lambda path: (paths[path], path.startswith("flex")))
+        return [replace(g, usual_path=most if g.call.path != most else "") for g in groups]
 
-    # -- one mask --------------------------------------------------------------------------------
-
-    def _check_group(self, step: StepRecord, group: LayerGroup) -> list[MaskCase]:
-        declared, frame = self.context.declared_mask, call_frame(step, group.call)
-        spec = self.context.declared_spec
-        if spec is not None and group.mask.cells is not None:
-            cases = self._check_declared(step, group, frame, spec)
+    def _check_group(self, group: LayerGroup) -> MaskCase | None:
+        declared, spec = self.context.declared_mask, self.context.declared_spec
+        has_cells = group.mask.cells is not None
+        if spec is not None and has_cells:
+            case = self._check_declared(group, spec)
         else:
-            cases = self._check_causality(step, group, frame)
-            only_notes = all(case.severity is Severity.NOTE for case in cases)
-            if only_notes and self._paraphrase_flags is not None and declared is not None:
-                cases = self._check_assumed(step, group, frame, declared.spec) or cases
-        if not cases and self._unpadded is not None and group.mask.cells is not None:
-            cases = self._check_padding(step, group, frame)
-        return cases
+            case = self._check_causality(group)
+            is_fault = case is not None and case.severity is not Severity.NOTE
+            if not is_fault and self._paraphrase_flags is not None and declared is not None:
+                case = self._check_assumed(group, declared.spec, self._paraphrase_flags) or case
+        if case is None and self._unpadded is not None and has_cells:
+            return self._check_padding(group, self._unpadded)
+        return case
 
-    def _check_declared(
-        self, step: StepRecord, group: LayerGroup, frame: CellFrame, spec: MaskSpec
-    ) -> list[MaskCase]:
+    def _check_declared(self, group: LayerGroup, spec: MaskSpec) -> MaskCase | None:
         """Return how the cells differ from the declared mask."""
+        frame = call_frame(group.step, group.call)
         heads, first = self._find_differing_heads(group.mask, spec, frame)
         if first is None:
-            return []
+            return None
         cells, head_frame = first
         unwindowed = replace(head_frame, window=None)
         if frame.window and not mask_difference.count_wrong_cells(cells, spec, unwindowed, limit=1):
-            return []  # as declared; `mask.window-lost` reports that the layer's window is missing
+            return (
+                None  # as declared; `mask.window-lost` reports that the layer's window is missing
+            )
         if self._differs_only_in_bos(group.mask, spec, frame):
-            return []
-        case = self._make_case(step, group, first, spec, heads)
-        return [replace(case, expected=f"the declared mask ({spec.name})")]
+            return None
+        case = self._make_case(group, first, spec, heads)
+        return replace(case, expected=f"the declared mask ({spec.name})")
 
     def _differs_only_in_bos(self, mask: MaskRecord, spec: MaskSpec, frame: CellFrame) -> bool:
-        """Return whether the cells differ from a spec only in which rows see the BOS.
-
-        Conventions differ, and nothing can leak through the BOS, which sees only itself.
-        """
+        """Return whether the cells differ from a spec only in which rows see the BOS."""
+        # Conventions differ, and nothing can leak through the BOS, which sees only itself.
         if self._non_bos is None or spec.name == "causal":
             return False
         keys = slice_flags(self._non_bos, frame.kv_offset, frame.n_keys)
@@ -180,93 +159,74 @@ class MasksRule(Rule):
         if self._unpadded is not None:
             keys = keys & slice_flags(self._unpadded, frame.kv_offset, frame.n_keys)
             rows = slice_flags(self._unpadded, frame.q_offset, len(rows))
-        return (
-            self._find_differing_heads(mask, spec, replace(frame, rows=rows, keys=keys))[1] is None
-        )
+        others = replace(frame, rows=rows, keys=keys)
+        return self._find_differing_heads(mask, spec, others)[1] is None
 
     def _check_assumed(
-        self, step: StepRecord, group: LayerGroup, frame: CellFrame, spec: MaskSpec
-    ) -> list[MaskCase]:
+        self, group: LayerGroup, spec: MaskSpec, flags: BoolArray
+    ) -> MaskCase | None:
         """Return where paraphrases see each other; nothing is assumed about other rows."""
-        flags, cells = self._paraphrase_flags, group.mask.cells
-        if flags is None or cells is None or frame.q_offset >= len(flags):
-            return []  # nothing is assumed about generated rows
-        rows = slice_flags(flags, frame.q_offset, step.q_len, fill=False)
+        frame = call_frame(group.step, group.call)
+        if group.mask.cells is None or frame.q_offset >= len(flags):
+            return None  # nothing is assumed about generated rows
+        rows = slice_flags(flags, frame.q_offset, group.step.q_len, fill=False)
         keys = slice_flags(flags, frame.kv_offset, frame.n_keys, fill=False)
-        heads, first = self._find_differing_heads(
-            group.mask, spec, replace(frame, rows=rows, keys=keys)
-        )
+        inside = replace(frame, rows=rows, keys=keys)
+        heads, first = self._find_differing_heads(group.mask, spec, inside)
         if first is None:
-            return []
-        case = self._make_case(step, group, first, spec, heads)
-        across = {
-            pair: n for pair, n in case.difference.leaked_by_pair.items() if pair[0] != pair[1]
-        }
-        if not across:
-            return []
-        case.difference.leaked_by_pair, case.difference.lost = across, 0
-        return [replace(case, assumed=True, expected="the isolation of the declared segments")]
+            return None
+        case = self._make_case(group, first, spec, heads)
+        leaked = case.found.leaked_by_pair
+        across = {pair: n for pair, n in leaked.items() if pair[0] != pair[1]}
+        case.found.leaked_by_pair, case.found.lost = across, 0
+        expected = "the isolation of the declared segments"
+        return replace(case, assumed=True, expected=expected) if across else None
 
-    def _check_causality(
-        self, step: StepRecord, group: LayerGroup, frame: CellFrame
-    ) -> list[MaskCase]:
+    def _check_causality(self, group: LayerGroup) -> MaskCase | None:
         """Return where a causal layer sees the future."""
-        mask, call = group.mask, group.call
+        step, mask, call = group.step, group.mask, group.call
         if step.q_len == 1 or not call.causal or mask.kind == "none, causal":
-            return []
-        if self.context.has_custom_mask_mod and mask.kind != NO_MASK:
-            return []  # a mask function of the user may see the future on purpose
+            return None
+        if mask.kind != NO_MASK and self.context.has_custom_mask_mod:
+            return None  # a mask function of the user may see the future on purpose
         if mask.cells is None:
-            return self._check_without_cells(step, group)
-        heads, first = self._find_differing_heads(mask, None, frame)
+            if mask.kind != NO_MASK or step.q_len * step.kv_after > _MAX_ASSUMED_CELLS:
+                return None
+            # Without a mask, every cell is open.
+            mask = replace(mask, cells=np.ones((1, step.q_len, call.kv_len), np.bool_))
+            group = replace(group, mask=mask)
+        heads, first = self._find_differing_heads(mask, None, call_frame(step, call))
         if first is None:
-            return []
-        case = self._make_case(step, group, first, algebra.causal(), heads)
-        case.difference.lost = 0
+            return None
+        case = self._make_case(group, first, algebra.causal(), heads)
+        case.found.lost = 0
         case = replace(case, expected="a causal mask", pieces=0, segments=0)
         is_certain = mask.kind == NO_MASK or group.adds_bools
-        if is_certain or not mask_difference.is_blockwise(case.difference, *first):
-            return [case]
-        severity = Severity.WARNING if case.pattern == OPEN else Severity.NOTE
-        return [replace(case, pattern=OTHER, severity=severity)]
+        if is_certain or not mask_difference.is_blockwise(case.found, *first):
+            return case
+        is_open = case.pattern == mask_difference.OPEN
+        severity = Severity.WARNING if is_open else Severity.NOTE
+        return replace(case, pattern=mask_difference.OTHER, severity=severity)
 
-    def _check_without_cells(self, step: StepRecord, group: LayerGroup) -> list[MaskCase]:
-        """Return the same without recorded cells: if there is no mask, every cell is open."""
-        if group.mask.kind != NO_MASK or step.q_len * step.kv_after > _MAX_ASSUMED_CELLS:
-            return []
-        cells = np.ones((1, step.q_len, group.call.kv_len), np.bool_)
-        group = replace(group, mask=replace(group.mask, cells=cells))
-        return self._check_causality(step, group, call_frame(step, group.call))
-
-    def _check_padding(
-        self, step: StepRecord, group: LayerGroup, frame: CellFrame
-    ) -> list[MaskCase]:
+    def _check_padding(self, group: LayerGroup, real: BoolArray) -> MaskCase | None:
         """Return which rows see padding keys."""
-        cells, real = group.mask.cells, self._unpadded
-        assert cells is not None
-        assert real is not None
+        frame = call_frame(group.step, group.call)
         keys = ~slice_flags(real, frame.kv_offset, frame.n_keys)
-        rows = slice_flags(real, frame.q_offset, step.q_len)
+        rows = slice_flags(real, frame.q_offset, group.step.q_len)
         if not keys.any() or not rows.any():
-            return []
+            return None
         closed = MaskSpec("no padding", (0,), (0,), (1 << 30,))
-        heads, first = self._find_differing_heads(
-            group.mask, closed, replace(frame, rows=rows, keys=keys)
-        )
+        padding = replace(frame, rows=rows, keys=keys)
+        heads, first = self._find_differing_heads(group.mask, closed, padding)
         if first is None:
-            return []
-        case = self._make_case(step, group, first, closed, heads)
-        return [replace(case, id=MASK_PADDING)]
-
-    # -- comparing -------------------------------------------------------------------------------
+            return None
+        return replace(self._make_case(group, first, closed, heads), id="mask.padding")
 
     def _find_differing_heads(
         self, mask: MaskRecord, spec: MaskSpec | None, frame: CellFrame
     ) -> tuple[tuple[int, ...], tuple[BoolArray, CellFrame] | None]:
-        """Return the heads whose cells differ from a spec, and cells and frame of the first one.
-
-        Without a spec, a head differs if any of its rows sees the future.
-        """
+        """Return the heads whose cells differ from a spec, and cells and frame of the first one."""
+        # Without a spec, a head differs if any of its rows sees the future.
         if mask.cells is None:
             return (), None
         n_rows = max(mask.q_len, 1)
@@ -294,15 +254,13 @@ class MasksRule(Rule):
             rows = slice_flags(self._unpadded, frame.q_offset, n_rows)
             keys = slice_flags(self._unpadded, frame.kv_offset, frame.n_keys)
         if mask.uniform_rows is not None:
-            averaged = np.broadcast_to(
-                mask.uniform_rows[min(head, len(mask.uniform_rows) - 1)], n_rows
-            )
+            of_head = mask.uniform_rows[min(head, len(mask.uniform_rows) - 1)]
+            averaged = np.broadcast_to(of_head, n_rows)
             rows = ~averaged if rows is None else rows & ~averaged
         return replace(frame, rows=rows, keys=keys)
 
     def _make_case(
         self,
-        step: StepRecord,
         group: LayerGroup,
         first: tuple[BoolArray, CellFrame],
         spec: MaskSpec,
@@ -312,11 +270,15 @@ class MasksRule(Rule):
         found = mask_difference.find_difference(cells, spec, frame, self._parts)
         pattern, amount = mask_difference.classify_pattern(cells, spec, frame, found)
         earlier = None
-        if pattern in (MOVED, OTHER) and step.q_len > 1:
-            earlier = self._find_earlier_generation(cells, spec, frame)
-        pieces, segments = count_pieces(self.context, found)
+        if pattern in (mask_difference.MOVED, mask_difference.OTHER) and group.step.q_len > 1:
+            for generation, other in self._earlier_specs:
+                count_wrong = mask_difference.count_wrong_cells
+                if other != spec and not count_wrong(cells, other, frame, limit=1):
+                    earlier = generation
+                    break
+        pieces, segments = mask_findings.count_pieces(self.context, found)
         return MaskCase(
-            step,
+            self.context,
             group,
             found,
             expected=spec.name,
@@ -324,63 +286,40 @@ class MasksRule(Rule):
             amount=amount,
             earlier_generation=earlier,
             heads=heads,
-            n_heads=len(group.mask.cells) if group.mask.cells is not None else 1,
             pieces=pieces,
             segments=segments,
         )
 
-    def _find_earlier_generation(
-        self, cells: BoolArray, spec: MaskSpec, frame: CellFrame
-    ) -> int | None:
-        """Return an earlier generation whose mask the cells are, or None."""
-        for generation, earlier in self._earlier_specs:
-            if earlier != spec and not mask_difference.count_wrong_cells(
-                cells, earlier, frame, limit=1
-            ):
-                return generation
-        return None
-
-    # -- findings --------------------------------------------------------------------------------
-
     def _report_case(self, case: MaskCase) -> Finding:
-        """Return the finding of a case, under the id of an earlier one of the same layers.
-
-        A mask that leaks in the prompt leaks in generated rows too, whatever each step looks like.
-        """
-        found, place = case.difference, (case.step.branch, case.group.layers)
+        """Return the finding of a case, under the id of an earlier one of the same layers."""
+        # A mask that leaks in the prompt leaks in generated rows too, whatever each step looks
+        # like.
+        found, layers = case.found, case.group.layers
+        step = case.group.step
+        place = step.branch, layers
         sides = [side for side, n in (("leaks", found.leaked), ("loses", found.lost)) if n]
         new = [side for side in sides if (*place, side) not in self._reported]
         known = next((self._reported[(*place, s)] for s in sides if s not in new), None)
-        finding_id = case_finding_id(case) if known is None else known
+        finding_id = case.finding_id if known is None else known
         if known is not None and new:
-            found.leaked, finding_id = 0, MASK_LOST
+            found.leaked, finding_id = 0, "mask.lost"
         for side in new:
             self._reported[(*place, side)] = finding_id
-        return self._finding(case, finding_id, case.severity or case_severity(case, finding_id))
-
-    def _finding(self, case: MaskCase, finding_id: str, severity: Severity) -> Finding:
-        found, heads = case.difference, case.heads
         return self.finding(
-            case.step,
+            step,
             finding_id,
-            case_sentence(self.context, case, finding_id),
-            severity=severity,
-            layers=case.group.layers,
-            head=heads[0] if heads and len(heads) < case.n_heads else None,
+            case.describe(finding_id),
+            severity=case.severity or _case_severity(case, finding_id),
+            layers=layers,
+            head=case.heads[0] if case.heads and len(case.heads) < case.group.n_heads else None,
             positions=found.leaking_rows if found.leaked else found.losing_rows,
-            evidence=case_evidence(case),
-            series="layers " + ", ".join(map(str, case.group.layers)),
+            evidence=_case_evidence(case),
+            series="layers " + ", ".join(map(str, layers)),
         )
 
-    # -- layers that differ ----------------------------------------------------------------------
-
-    def _find_differing_layers(
-        self, step: StepRecord, groups: Sequence[LayerGroup]
-    ) -> list[Finding]:
-        """Return a finding for layers that ran another mask than most layers of their kind.
-
-        Layers of one kind have the same window and the same number of keys.
-        """
+    def _find_differing_layers(self, step: StepRecord, groups: list[LayerGroup]) -> list[Finding]:
+        """Return a finding for layers that ran another mask than most layers of their kind."""
+        # Layers of one kind have the same window and the same number of keys.
         kinds: dict[tuple[int | None, int], list[list[LayerGroup]]] = {}
         for group in groups:
             if group.mask.cells is None:
@@ -392,13 +331,13 @@ class MasksRule(Rule):
                     break
             else:
                 classes.append([group])
-        findings = []
-        for classes in kinds.values():
-            norm = max(classes, key=_norm_rank)
-            findings += [
-                self._layers_differ_finding(step, norm, odd) for odd in classes if odd is not norm
-            ]
-        return findings
+        return [
+            self._layers_differ_finding(step, norm, odd)
+            for classes in kinds.values()
+            for norm in [max(classes, key=_norm_rank)]
+            for odd in classes
+            if odd is not norm
+        ]
 
     def _differing_cells(self, a: MaskRecord, b: MaskRecord, step: StepRecord) -> BoolArray:
         """Return where masks differ, bool (heads, rows, keys), except in padded or averaged rows.
@@ -435,11 +374,11 @@ class MasksRule(Rule):
         q_idx = step.kv_before + row
         kv_idx = max(step.kv_after - first.call.kv_len, 0) + key
         n_cells = int(np.count_nonzero(cells.any(axis=0)))
+        differ = "differs, " if n_cells == 1 else "differ, first: "
         sentence = (
-            f"{describe_where(replace(first, layers=layers))} ran {describe_run(first)}, and "
-            f"{format_layers(others, n_layers)} ran {describe_run(norm[0])}: "
-            f"{plural(n_cells, 'cell')} {'differs' if n_cells == 1 else 'differ'}, "
-            f"{'' if n_cells == 1 else 'first: '}{self.context.format_position(q_idx)} "
+            f"{replace(first, layers=layers).describe_where()} ran {first.describe_run()}, and "
+            f"{format_layers(others, n_layers)} ran {norm[0].describe_run()}: "
+            f"{plural(n_cells, 'cell')} {differ}{self.context.format_position(q_idx)} "
             f"{'sees' if opens else 'does not see'} {self.context.format_position(kv_idx)}, unlike "
             f"in {format_layers(others, n_layers)}."
         )
@@ -447,7 +386,7 @@ class MasksRule(Rule):
         is_kind = len(layers) > 1 and len(layers) >= _MIN_KIND_SHARE * n_layers
         return self.finding(
             step,
-            LAYERS_DIFFER,
+            "mask.layers-differ",
             sentence,
             severity=Severity.NOTE if first.is_fallback or is_kind else None,
             layers=layers,
@@ -468,11 +407,8 @@ class MasksRule(Rule):
 def _head_differs(cells: BoolArray, spec: MaskSpec | None, frame: CellFrame) -> bool:
     if spec is None:
         return mask_difference.has_future_keys(cells, frame)
-    if (
-        len(cells) == 1
-        and frame.rows is None
-        and mask_difference.row_matches_spec(cells[0], spec, frame)
-    ):
+    is_whole_row = len(cells) == 1 and frame.rows is None
+    if is_whole_row and mask_difference.row_matches_spec(cells[0], spec, frame):
         return False
     return mask_difference.count_wrong_cells(cells, spec, frame, limit=1) > 0
 
@@ -494,11 +430,9 @@ def call_frame(step: StepRecord, call: CallRecord) -> CellFrame:
     return CellFrame(step.kv_before, kv_offset, min(call.kv_len, step.kv_after), call.window)
 
 
-def add_group(groups: list[LayerGroup], new: LayerGroup) -> None:
-    """Add a group, or add its layers to a group that executed the same cells.
-
-    Layers that each build their own mask have different fingerprints for equal cells.
-    """
+def _add_group(groups: list[LayerGroup], new: LayerGroup) -> None:
+    """Add a group, or add its layers to a group that executed the same cells."""
+    # Layers that each build their own mask have different fingerprints for equal cells.
     for number, known in enumerate(groups):
         if _ran_same_mask(known, new):
             both = tuple(sorted({*known.layers, *new.layers}))
@@ -507,17 +441,17 @@ def add_group(groups: list[LayerGroup], new: LayerGroup) -> None:
     groups.append(new)
 
 
-def merge_cases(cases: Sequence[MaskCase]) -> list[MaskCase]:
+def _merge_cases(cases: Sequence[MaskCase]) -> list[MaskCase]:
     """Return cases with those merged that are the same fault in layers of different kinds."""
     merged: dict[tuple[object, ...], MaskCase] = {}
     for case in cases:
         group = case.group
         run = (group.mask.kind, group.call.path, group.call.suppressed_exception)
-        key = (case_finding_id(case), case.assumed, case.pattern, case.heads, *run)
+        key = (case.finding_id, case.assumed, case.pattern, case.heads, *run)
         known = merged.setdefault(key, case)
         if known is case:
             continue
-        counts = [each.difference.leaked + each.difference.lost for each in (known, case)]
+        counts = [each.found.leaked + each.found.lost for each in (known, case)]
         larger = known if counts[0] >= counts[1] else case
         layers = tuple(sorted({*known.group.layers, *group.layers}))
         varies = known.varies or counts[0] != counts[1]
@@ -526,7 +460,11 @@ def merge_cases(cases: Sequence[MaskCase]) -> list[MaskCase]:
 
 
 def _ran_same_mask(a: LayerGroup, b: LayerGroup) -> bool:
-    if _run_key(a) != _run_key(b):
+    one, other = (
+        (g.mask.kind, g.call.path, g.call.window, g.call.kv_len, g.call.suppressed_exception)
+        for g in (a, b)
+    )
+    if one != other:
         return False
     if a.mask.cells is None or b.mask.cells is None:
         return a.mask.cells is b.mask.cells and a.mask.kind == NO_MASK
@@ -537,45 +475,22 @@ def _ran_same_mask(a: LayerGroup, b: LayerGroup) -> bool:
     return np.array_equal(a.mask.uniform_rows, b.mask.uniform_rows)
 
 
-def _run_key(group: LayerGroup) -> tuple[object, ...]:
-    call = group.call
-    return group.mask.kind, call.path, call.window, call.kv_len, call.suppressed_exception
-
-
-def add_usual_paths(groups: list[LayerGroup]) -> list[LayerGroup]:
-    """Return groups with `usual_path`, the path of most layers, set where theirs is another."""
-    paths = Counter[str]()
-    for group in groups:
-        paths[group.call.path] += len(group.layers)
-    if len(paths) == 1:
-        return groups
-    most = max(paths, key=lambda path: (paths[path], path.startswith("flex")))
-    return [replace(g, usual_path=most if g.call.path != most else "") for g in groups]
-
-
-def unpadded_flags(context: RuleContext) -> BoolArray | None:
-    """Return which prompt positions are not padding, bool (n_prompt,); None without padding."""
+def count_pads(context: RuleContext) -> int:
+    """Return how many padding tokens a prompt begins with, by its first segment or their ids."""
     first = context.segments[0] if context.segments else None
-    has_padding = first is not None and first.label == "padding"
-    n_pads = first.stop if first is not None and has_padding else count_pads_by_id(context)
-    return np.arange(context.n_prompt) >= n_pads if n_pads else None
-
-
-def count_pads_by_id(context: RuleContext) -> int:
-    """Return how many padding tokens a prompt begins with, by their ids.
-
-    A single one does not count: some models begin every text with the pad token.
-    """
+    if first is not None and first.label == "padding":
+        return first.stop
     tokenizer = declared_tokenizer(context.generation.declared)
     if tokenizer.pad is None or tokenizer.pad in (tokenizer.bos, *tokenizer.eos):
         return 0
     n = 0
     while (token := context.token(n)) is not None and token.token_id == tokenizer.pad:
         n += 1
+    # A single one does not count: some models begin every text with the pad token.
     return n if 1 < n < context.n_prompt else 0
 
 
-def non_bos_flags(context: RuleContext) -> BoolArray | None:
+def _non_bos_flags(context: RuleContext) -> BoolArray | None:
     """Return which prompt positions are not the BOS at its beginning, None without a BOS."""
     first = context.segments[0] if context.segments else None
     start = first.stop if first is not None and first.label == "padding" else 0
@@ -588,37 +503,19 @@ def non_bos_flags(context: RuleContext) -> BoolArray | None:
     return others
 
 
-def segment_parts(context: RuleContext) -> SegmentParts:
-    """Return the segments of the context, of which paraphrases should be isolated."""
-    segments = context.segments
-    starts = np.array([segment.start for segment in segments] or [0])
-    is_isolated = [segment.kind is SegmentKind.PARAPHRASE for segment in segments] or [False]
-    return SegmentParts(starts, np.array(is_isolated))
-
-
-def paraphrase_flags(context: RuleContext) -> BoolArray:
-    """Return which prompt positions belong to paraphrases, bool (n_prompt,)."""
-    flags = np.zeros(context.n_prompt, np.bool_)
-    for segment in context.segments:
-        if segment.kind is SegmentKind.PARAPHRASE:
-            flags[segment.start : segment.stop] = True
-    return flags
-
-
-def case_severity(case: MaskCase, finding_id: str) -> Severity:
+def _case_severity(case: MaskCase, finding_id: str) -> Severity:
     """Return the severity of a case: at most a warning if no mask was declared."""
-    found = case.difference
+    found = case.found
     if case.assumed:
         return Severity.WARNING
-    is_row_0 = finding_id == MASK_LOST and case.step.q_len == 1 and found.n_open == 1
-    if is_row_0 and case.pattern != WINDOW and found.last_keys == [0]:
+    is_row_0 = finding_id == "mask.lost" and case.group.step.q_len == 1 and found.n_open == 1
+    if is_row_0 and case.pattern != mask_difference.WINDOW and found.last_keys == [0]:
         return Severity.NOTE  # a decode row masked as row 0, which `decode.no-offset` reports
     return Severity.ERROR
 
 
-def case_evidence(case: MaskCase) -> dict[str, Any]:
-    """Return the evidence of a case."""
-    found, mask, call = case.difference, case.group.mask, case.group.call
+def _case_evidence(case: MaskCase) -> dict[str, Any]:
+    found, mask, call = case.found, case.group.mask, case.group.call
     facts: dict[str, Any] = {
         "mask": mask.fingerprint,
         "kind": mask.kind,
@@ -637,11 +534,80 @@ def case_evidence(case: MaskCase) -> dict[str, Any]:
         "pattern": case.pattern,
         "heads": list(case.heads),
     }
-    extra = {
-        "amount": case.amount or None,
-        "earlier": case.earlier_generation,
-        "suppressed_exception": call.suppressed_exception,
-    }
+    if case.amount:
+        facts["amount"] = case.amount
+    if case.earlier_generation is not None:
+        facts["earlier"] = case.earlier_generation
+    if call.suppressed_exception is not None:
+        facts["suppressed_exception"] = call.suppressed_exception
     if case.segments > 1:
-        extra |= {"pieces": case.pieces, "segments": case.segments}
-    return facts | {name: fact for name, fact in extra.items() if fact is not None}
+        facts |= {"pieces": case.pieces, "segments": case.segments}
+    return facts
+
+
+class SlidingWindowRule(Rule):
+    """Compares the executed mask of a layer with the sliding window that the layer declares.
+
+    A custom mask or attention function replaces the model's own, including its window. On texts
+    shorter than the window nothing differs.
+    """
+
+    name = "windows"
+    findings = finding_kinds("mask.window-lost")
+
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+        """Return a finding for each window with rows that see the first key outside of it."""
+        wide: dict[int, tuple[list[int], list[CallRecord]]] = {}
+        checked: dict[tuple[Any, ...], list[int]] = {}
+        for call in step.calls:
+            window = call.window
+            if window is None or call.causal is False or step.kv_after <= window:
+                continue
+            key = (call.mask, window, call.kv_len, call.q_len)
+            if key not in checked:
+                checked[key] = self._rows_beyond_window(step, call, window)
+            if checked[key]:
+                wide.setdefault(window, (checked[key], []))[1].append(call)
+        for window, (rows, calls) in wide.items():
+            yield self._window_finding(step, window, calls, rows)
+
+    def _rows_beyond_window(self, step: StepRecord, call: CallRecord, window: int) -> list[int]:
+        """Return the positions of rows that see the first key outside of the window."""
+        mask, frame = self.context.mask(call.mask), call_frame(step, call)
+        if mask is None or mask.cells is None or call.q_len != step.q_len:
+            return []
+        cells = mask.cells
+        if call.q_len == 1:  # the whole cost of a decode step without findings
+            key = frame.q_offset - window - frame.kv_offset
+            is_inside = 0 <= key < cells.shape[2] and mask.uniform_rows is None
+            return [frame.q_offset] if is_inside and cells[:, -1, key].any() else []
+        rows = np.arange(call.q_len)
+        keys = frame.q_offset + rows - window - frame.kv_offset
+        inside = (keys >= 0) & (keys < cells.shape[2])
+        rows, keys = rows[inside], keys[inside]
+        cell_rows = np.minimum(rows, cells.shape[1] - 1)
+        is_open = cells[:, cell_rows, keys].any(axis=0)
+        if mask.uniform_rows is not None:
+            is_open &= ~mask.uniform_rows[:, cell_rows].any(axis=0)
+        return [int(pos) for pos in frame.q_offset + rows[is_open]]
+
+    def _window_finding(
+        self, step: StepRecord, window: int, calls: Sequence[CallRecord], rows: Sequence[int]
+    ) -> Finding:
+        layers = layers_of(calls)
+        sentence = (
+            f"The sliding window of {format_step_layers(layers, step)} holds "
+            f"{plural(window, 'key')}, but in step {step.step} {plural(len(rows), 'row')} "
+            f"{'sees' if len(rows) == 1 else 'see'} keys beyond it; first: "
+            f"{self.context.format_position(rows[0])} sees "
+            f"{self.context.format_position(rows[0] - window)}."
+        )
+        return self.finding(
+            step,
+            "mask.window-lost",
+            sentence,
+            layers=layers,
+            positions=rows,
+            evidence={"window": window, "rows": len(rows), "path": calls[0].path},
+            series="mask.window-lost",
+        )

@@ -1,54 +1,37 @@
-"""The rule for decode rows with the mask of another row, and for rows that do not see themselves.
+"""The rules for the rows of decode steps: the mask of another row, and of another role.
 
-The mask of a decode row is built separately from the mask of the prompt, so it can be wrong on its
-own: it may be that of row 0 (the offset is missing), of the row before, or of the row that was
-newest when the mask was built. The executed mask of the row is compared with that of the last row
-of the prompt in the same layer: if no row of the prompt sees itself, that is by design.
-
-In a causal model every row sees itself, except padding and rows that see no key at all, which
-`mask.empty-row` reports.
+The mask of a decode row is built separately from the mask of the prompt, so it may be that of row 0
+(the offset is missing), of the row before, or of the row that was newest when the mask was built.
+It is compared with the last row of the prompt in the same layer: if no row of the prompt sees
+itself, that is by design. If the spans of segments are counted wrong, a prompt row is masked as a
+generated row. If the mask forgets the generated rows, they do not see the segments that they should
+fuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from flexinspect.core.text import Positions, plural
-from flexinspect.masks.algebra import BoolArray
+from flexinspect.core.text import Positions, capitalize, is_or_are, plural, printable
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.prompt import declared_tokenizer
+from flexinspect.records.prompt import Segment, SegmentKind, declared_tokenizer
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import RuleContext, format_step_layers, read_unpadded
+from flexinspect.rules.context import (
+    RuleContext,
+    abbreviate_labels,
+    format_step_layers,
+    read_unpadded,
+)
 from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.mask_views import StepMaskView, is_sliding_window, step_mask_views
-
-NO_OFFSET = "decode.no-offset"
-SELF_UNSEEN = "decode.self-unseen"
-STALE_ROW = "decode.stale-row"
+from flexinspect.rules.masks import mask_views
+from flexinspect.rules.masks.mask_views import StepMaskView
 
 
-@dataclass(frozen=True, slots=True)
-class _PromptRow:
-    """What the last row of the prompt saw in a layer.
-
-    `itself` and `row_before` say whether it saw its own key and the one before, bool (heads,) or
-    (1,). It saw `n_seen` of `n_keys` keys. `is_sliding` says whether it saw a sliding window.
-    """
-
-    itself: BoolArray
-    row_before: BoolArray
-    n_seen: int
-    n_keys: int
-    is_sliding: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _FaultyRow:
+class _FaultyRow(NamedTuple):
     """A newest row that does not see expected keys: its layers, its heads, and the keys it sees.
 
     `keys` are indices of keys; `heads` is empty if all heads are affected.
@@ -70,51 +53,71 @@ class _FaultyRow:
         """The series of the finding: the same layers and heads."""
         return f"{self.layers} {self.heads}"
 
+    @property
+    def seen_keys(self) -> str:
+        """How many of its keys it sees, as `1 of 12 keys`."""
+        return f"{len(self.keys)} of {plural(self.view.newest_key + 1, 'key')}"
+
+    @property
+    def where(self) -> str:
+        """The layers, and the heads if not all are affected."""
+        where = f" in {format_step_layers(self.layers, self.step)}"
+        if not self.heads:
+            return where
+        if len(self.heads) == 1:
+            return f"{where}, head {self.heads[0]}"
+        return f"{where}, {len(self.heads)} of {len(self.view.cells)} heads"
+
 
 class DecodingRule(Rule):
     """Checks the newest row of every step after the first, in every layer.
 
     It needs cells, which are recorded from level advanced on. A correct row sees itself and the
-    token before it, so two cells per mask are read.
+    token before it, so two cells per mask are read. In a causal model every row sees itself, except
+    padding and rows that see no key at all, which `mask.empty-row` reports.
     """
 
-    name: ClassVar[str] = "decoding"
-    streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(NO_OFFSET, SELF_UNSEEN, STALE_ROW)
-
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self._prompt_rows: dict[int, _PromptRow] = {}
-        """By layer; empty if capture started with a filled cache."""
-        self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}
-        """The last step of each branch, with its views."""
-        self._undecided: dict[tuple[int, str], tuple[_FaultyRow, Finding]] = {}
-        """Rows that may be stale: the next step shows whether the visible keys stay or move on."""
-        self._decided: dict[tuple[int, str], str] = {}
-        """The finding id that the next step decided on; both by branch and series."""
+    name = "decoding"
+    streams = ("inputs.mask",)
+    handles_standalone_calls = True
+    findings = finding_kinds("decode.no-offset", "decode.self-unseen", "decode.stale-row")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the rows of the last generation."""
         super().on_generation_start(context)
-        self._reset()
+        self._prompt_views: dict[int, StepMaskView] = {}
+        """By layer, the last two rows of the prompt; empty if capture began with a filled cache."""
+        self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}  # by branch
+        self._undecided: dict[tuple[int, str], tuple[_FaultyRow, Finding]] = {}
+        """Rows that may be stale: the next step shows whether the visible keys stay or move on."""
+        self._is_stale: dict[tuple[int, str], bool] = {}
+        """Whether the next step showed that they are; both by branch and series."""
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for newest rows that do not see expected keys."""
-        views, _ = step_mask_views(step, self.context)
+        views, _ = mask_views.step_mask_views(step, self.context)
         if self.context.is_standalone:
             for view in views:
                 yield from self._check_standalone_call(step, view)
             return
         if step.step or step.kv_before:
             for view in views:
-                yield from self._check_view(step, view)
+                row, own_key = view.cells[:, -1], view.newest_key
+                # These two look-ups are the whole cost of a step without findings.
+                if not row[:, own_key].all():
+                    yield from self._check_self_unseen(step, view)
+                elif own_key and step.q_len == 1 and not row[:, own_key - 1].any():
+                    yield from self._check_generated_unseen(step, view)
         else:
-            self._record_prompt_rows(views)
+            for view in views:
+                last = replace(view, cells=view.cells[:, -2:].copy())
+                self._prompt_views.update(dict.fromkeys(view.layers, last))
             yield from self._check_strict_rows(step, views)
-        yield from self._release_undecided(step)
+        for key, (newest, finding) in tuple(self._undecided.items()):
+            if key[0] == step.branch and newest.step.step < step.step:  # it did not recur
+                del self._undecided[key]
+                self._is_stale[key] = False
+                yield finding
         self._last_views[step.branch] = step, views
 
     def on_generation_end(self) -> list[Finding]:
@@ -122,85 +125,60 @@ class DecodingRule(Rule):
         return [finding for _, finding in self._undecided.values()]
 
     def _check_standalone_call(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
-        """Return a finding if a call has a causal mask aligned to the upper left corner.
-
-        For a call of one row that sees only key 0 of several, this is a warning. For more rows it
-        may be intended, so it is a note.
-        """
-        cells = view.cells
-        n_rows, n_keys = cells.shape[1:]
-        if n_rows >= n_keys or n_keys < 3 or cells[:, -1, n_rows:].any():
+        """Return a finding if a call has a causal mask aligned to the upper left corner."""
+        # For a call of one row that sees only key 0 of several, this is a warning. For more rows it
+        # may be intended, so it is a note.
+        n_rows, n_keys = view.cells.shape[1:]
+        if n_rows >= n_keys or n_keys < 3 or view.cells[:, -1, n_rows:].any():
             return
-        if not (cells == np.tri(n_rows, n_keys, dtype=np.bool_)).all():
+        if not (view.cells == np.tri(n_rows, n_keys, dtype=np.bool_)).all():
             return
-        one = n_rows == 1
-        rows = "The only row of this call sees" if one else f"The {n_rows} rows of this call see"
-        keys = "1" if one else f"1 to {n_rows}"
+        rows, keys = f"The {n_rows} rows of this call see 1 to {n_rows}", "ones"
+        if n_rows == 1:
+            rows, keys = "The only row of this call sees 1", "one"
         sentence = (
-            f"{rows} {keys} of {n_keys} keys, the first one{'' if one else 's'}: the mask counts "
-            f"its rows from 0, but {n_keys - n_rows} keys come before them "
-            f"(with that offset the last row would see {n_keys})."
+            f"{rows} of {n_keys} keys, the first {keys}: the mask counts its rows from 0, but "
+            f"{n_keys - n_rows} keys come before them (with that offset the last row would see "
+            f"{n_keys})."
         )
+        expected = {"keys": n_keys, "seen": n_rows, "expected": n_keys}
         yield self.finding(
             step,
-            NO_OFFSET,
+            "decode.no-offset",
             sentence,
-            severity=Severity.WARNING if one else Severity.NOTE,
+            severity=Severity.WARNING if n_rows == 1 else Severity.NOTE,
             layers=view.layers[:1],
             positions=(view.newest_pos,),
-            evidence={
-                "keys": n_keys,
-                "seen": n_rows,
-                "expected": n_keys,
-                "mask": view.fingerprint,
-            },
+            evidence={**expected, "mask": view.fingerprint},
         )
 
-    def _record_prompt_rows(self, views: Sequence[StepMaskView]) -> None:
-        for view in views:
-            row, own_key = view.cells[:, -1], view.newest_key
-            keys = view.visible_positions()
-            n_before = np.count_nonzero(view.cells[:, max(-2, -view.cells.shape[1])].any(axis=0))
-            prompt_row = _PromptRow(
-                itself=row[:, own_key],
-                row_before=row[:, max(own_key - 1, 0)],
-                n_seen=len(keys),
-                n_keys=own_key + 1,
-                is_sliding=is_sliding_window(keys, view.newest_pos, int(n_before)),
-            )
-            self._prompt_rows.update(dict.fromkeys(view.layers, prompt_row))
-
-    def _check_strict_rows(
-        self, step: StepRecord, views: Sequence[StepMaskView]
-    ) -> Iterator[Finding]:
+    def _check_strict_rows(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
         """Return a finding for prompt rows that do not see themselves, in the layers with most."""
         strict: dict[tuple[int, ...], list[StepMaskView]] = {}
         for view in views:
-            blind = _find_self_blind_rows(view, partial(_unpadded_rows, self.context, step))
-            if blind:
-                strict.setdefault(blind, []).append(view)
+            strict.setdefault(_self_blind_rows(view, self.context, step), []).append(view)
         positions = max(strict, key=len, default=())
         if not positions or self._is_declared_closed(positions[0], positions[0]):
             return
         layers = {layer for view in strict[positions] for layer in view.layers}
-        cells = strict[positions][0].cells
+        cells, one = strict[positions][0].cells, len(positions) == 1
         rows, where = np.array(positions), format_step_layers(layers, step)
         first = self.context.format_first_position(rows)
         is_whole = len(rows) + 1 >= cells.shape[1]
-        verb = "does not see itself" if len(rows) == 1 else "do not see themselves"
+        verb = "does not see itself" if one else "do not see themselves"
         sentence = (
             f"No row of the prompt sees itself in {where}, although rows see earlier keys "
             f"({first}): the mask_mod uses `<` instead of `<=`, or an offset that is one too small."
             if is_whole
             else f"{self.context.format_rows(rows)} {verb} in {where}, although "
-            f"{'it sees' if len(rows) == 1 else 'they see'} earlier keys and the other rows see "
-            f"themselves; {first}."
+            f"{'it sees' if one else 'they see'} earlier keys and the other rows see themselves; "
+            f"{first}."
         )
         # If only the first row sees itself, which would see nothing otherwise, it may be meant.
         may_be_meant = is_whole and bool(cells[:, 0, 0].any())
         yield self.finding(
             step,
-            SELF_UNSEEN,
+            "decode.self-unseen",
             sentence,
             severity=Severity.NOTE if may_be_meant else Severity.WARNING,
             layers=layers,
@@ -208,43 +186,36 @@ class DecodingRule(Rule):
             series="strict",
         )
 
-    def _check_view(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
-        row, own_key = view.cells[:, -1], view.newest_key
-        # These two look-ups are the whole cost of a step without findings.
-        if not row[:, own_key].all():
-            yield from self._check_self_unseen(step, view)
-        elif own_key and step.q_len == 1 and not row[:, own_key - 1].any():
-            yield from self._check_generated_unseen(step, view)
-
     def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
         """Return why a row does not see itself, unless rows of the prompt do not either."""
         row = view.cells[:, -1]
         heads = np.flatnonzero(~row[:, view.newest_key])
-        layers = self._layers_unlike_prompt(view, heads, "itself")
+        layers = self._unlike_prompt(view, heads, 0)
         keys = np.flatnonzero(row[heads[0], : view.newest_key])
+        # `mask.empty-row` reports rows that see nothing at all.
         if (
             not layers
             or not len(keys)
             or self._is_declared_closed(view.newest_pos, view.newest_pos)
         ):
-            return  # `mask.empty-row` reports rows that see nothing at all
+            return
         some_heads = tuple(heads.tolist()) if len(heads) < len(row) else ()
         newest = _FaultyRow(step, view, layers, some_heads, keys)
         if step.kv_before and keys[-1] < step.q_len:
             yield self._no_offset_finding(newest)
-        elif self._prompt_rows:
+        elif self._prompt_views:
             yield from self._check_lagging_row(newest)
 
-    def _layers_unlike_prompt(
-        self, view: StepMaskView, heads: Positions, field: str
-    ) -> tuple[int, ...]:
-        """Return the layers in which the last row of the prompt saw what this one does not."""
-        return tuple(
-            layer
-            for layer in view.layers
-            if layer not in self._prompt_rows
-            or _any_head_sees(getattr(self._prompt_rows[layer], field), heads)
-        )
+    def _unlike_prompt(self, view: StepMaskView, heads: Positions, back: int) -> tuple[int, ...]:
+        """Return the layers where the last prompt row saw the key `back` before its own."""
+        layers = []
+        for layer in view.layers:
+            prompt, seen = self._prompt_views.get(layer), np.ones(1, np.bool_)
+            if prompt is not None:
+                seen = prompt.cells[:, -1, max(prompt.newest_key - back, 0)]
+            if seen[0] if len(seen) == 1 else seen[heads[heads < len(seen)]].any():
+                layers.append(layer)
+        return tuple(layers)
 
     def _is_declared_closed(self, pos: int, key: int) -> bool:
         """Return whether the declared mask closes a cell."""
@@ -252,114 +223,81 @@ class DecodingRule(Rule):
         return spec is not None and not spec.dense(1, pos + 1, q_offset=pos)[0, key]
 
     def _no_offset_finding(self, newest: _FaultyRow) -> Finding:
-        step, n_seen = newest.step, len(newest.keys)
+        step, seen = newest.step, self._last_newest_row(newest)
+        before = "" if seen is None else f" (in step {seen[0]} it was {seen[1]} of {seen[2]})"
         sentence = (
             f"Row {step.q_len - 1} of {step.q_len} in step {step.step} "
-            f"({self.context.format_position(newest.view.newest_pos)}) sees {n_seen} of "
-            f"{plural(newest.view.newest_key + 1, 'key')}{self._format_where(newest)}; "
-            f"{self._count_expected_keys(newest)} expected{self._format_last_row(newest)}: the "
-            f"mask counts the rows of this step from 0, not from {step.kv_before}."
+            f"({self.context.format_position(newest.view.newest_pos)}) sees {newest.seen_keys}"
+            f"{newest.where}; {self._count_expected_keys(newest)} expected{before}: the mask "
+            f"counts the rows of this step from 0, not from {step.kv_before}."
         )
-        severity = None if self._prompt_rows else Severity.WARNING
-        return self._row_finding(NO_OFFSET, newest, sentence, severity)
+        severity = None if self._prompt_views else Severity.WARNING
+        return self._row_finding("decode.no-offset", newest, sentence, severity)
 
     def _check_lagging_row(self, newest: _FaultyRow) -> Iterator[Finding]:
-        """Return findings for a row that sees keys only up to one before its own.
-
-        If the last visible key moves on with the next step, the row does not see itself; if it
-        stays, the mask is stale.
-        """
-        key = newest.step.branch, newest.series
-        if key in self._decided:
-            is_stale = self._decided[key] == STALE_ROW
-            yield (
-                self._stale_finding(newest, newest)
-                if is_stale
-                else self._self_unseen_finding(newest)
-            )
-        elif key not in self._undecided:
-            self._undecided[key] = newest, self._self_unseen_finding(newest)
-        else:
+        """Return findings for a row that sees keys only up to one before its own."""
+        # If the last visible key moves on with the next step, the row does not see itself; if it
+        # stays, the mask is stale.
+        key, first = (newest.step.branch, newest.series), newest
+        if key in self._undecided:
             first, finding = self._undecided.pop(key)
-            is_stale = (
-                first.last_key_pos == newest.last_key_pos
-                and first.view.newest_pos < newest.view.newest_pos
-            )
-            self._decided[key] = STALE_ROW if is_stale else SELF_UNSEEN
-            if is_stale:
-                yield self._stale_finding(newest, first)
-            else:
+            has_stayed = first.last_key_pos == newest.last_key_pos
+            self._is_stale[key] = has_stayed and first.view.newest_pos < newest.view.newest_pos
+            if not self._is_stale[key]:
                 yield finding
-                yield self._self_unseen_finding(newest)
-
-    def _release_undecided(self, step: StepRecord) -> Iterator[Finding]:
-        """Return the undecided findings of earlier steps of the branch that did not recur."""
-        for key, (newest, finding) in tuple(self._undecided.items()):
-            if key[0] == step.branch and newest.step.step < step.step:
-                del self._undecided[key]
-                self._decided[key] = SELF_UNSEEN
-                yield finding
+        if key not in self._is_stale:
+            self._undecided[key] = newest, self._self_unseen_finding(newest)
+        elif self._is_stale[key]:
+            yield self._stale_finding(newest, first)
+        else:
+            yield self._self_unseen_finding(newest)
 
     def _self_unseen_finding(self, newest: _FaultyRow) -> Finding:
         sentence = (
             f"The newest row of step {newest.step.step} "
             f"({self.context.format_position(newest.view.newest_pos)}) does not see itself"
-            f"{self._format_where(newest)}: it sees {len(newest.keys)} of "
-            f"{plural(newest.view.newest_key + 1, 'key')}, up to "
+            f"{newest.where}: it sees {newest.seen_keys}, up to "
             f"{self.context.format_position(newest.last_key_pos)}; "
             f"{self._count_expected_keys(newest)} expected, because rows of the prompt see "
             "themselves."
         )
-        return self._row_finding(SELF_UNSEEN, newest, sentence)
+        return self._row_finding("decode.self-unseen", newest, sentence)
 
     def _stale_finding(self, newest: _FaultyRow, first: _FaultyRow) -> Finding:
         sentence = (
             f"From step {first.step.step} on, the newest row sees only keys up to "
-            f"{self.context.format_position(newest.last_key_pos)}{self._format_where(newest)}, "
-            f"while the cache grows: in step {newest.step.step} it sees {len(newest.keys)} of "
-            f"{plural(newest.view.newest_key + 1, 'key')}, but not itself; "
+            f"{self.context.format_position(newest.last_key_pos)}{newest.where}, while the cache "
+            f"grows: in step {newest.step.step} it sees {newest.seen_keys}, but not itself; "
             f"{self._count_expected_keys(newest)} expected."
         )
-        return self._row_finding(STALE_ROW, newest, sentence, step=first.step)
+        return self._row_finding("decode.stale-row", newest._replace(step=first.step), sentence)
 
     def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
         """Return a finding for a row that sees the prompt and itself, but no token in between."""
-        row, n_prompt = view.cells[:, -1], self.context.n_prompt - view.first_key_pos
-        heads = np.arange(len(row))
-        keys = np.flatnonzero(view.newest_row)
+        n_prompt, keys = self.context.n_prompt - view.first_key_pos, np.flatnonzero(view.newest_row)
         generated = np.count_nonzero((keys >= n_prompt) & (keys < view.newest_key))
         if not 0 < n_prompt < view.newest_key or generated or not (keys < n_prompt).any():
             return
-        layers = self._layers_unlike_prompt(view, heads, "row_before")
-        if (
-            not layers
-            or not self._prompt_rows
-            or self._is_declared_closed(view.newest_pos, view.newest_pos - 1)
-        ):
+        layers = self._unlike_prompt(view, np.arange(len(view.cells)), 1)
+        is_declared = self._is_declared_closed(view.newest_pos, view.newest_pos - 1)
+        if not layers or not self._prompt_views or is_declared:
             return
         newest = _FaultyRow(step, view, layers, (), keys)
-        n = view.newest_key - n_prompt
         sentence = (
             f"The newest row of step {step.step} ({self.context.format_position(view.newest_pos)}) "
-            f"sees the prompt and itself, but not the {plural(n, 'token')} generated before it"
-            f"{self._format_where(newest)}: {len(keys)} of {plural(view.newest_key + 1, 'key')}; "
-            f"{self._count_expected_keys(newest)} expected."
+            "sees the prompt and itself, but not the "
+            f"{plural(view.newest_key - n_prompt, 'token')} generated before it{newest.where}: "
+            f"{newest.seen_keys}; {self._count_expected_keys(newest)} expected."
         )
         severity = Severity.WARNING if self.context.declared_spec is None else None
-        yield self._row_finding(STALE_ROW, newest, sentence, severity)
+        yield self._row_finding("decode.stale-row", newest, sentence, severity)
 
     def _row_finding(
-        self,
-        finding_id: str,
-        newest: _FaultyRow,
-        sentence: str,
-        severity: Severity | None = None,
-        *,
-        step: StepRecord | None = None,
+        self, finding_id: str, newest: _FaultyRow, sentence: str, severity: Severity | None = None
     ) -> Finding:
-        seen = self._last_newest_row(newest)
+        step_before, seen_before, _ = self._last_newest_row(newest) or (None, None, None)
         return self.finding(
-            step or newest.step,
+            newest.step,
             finding_id,
             sentence,
             severity=severity,
@@ -371,37 +309,21 @@ class DecodingRule(Rule):
                 "seen": len(newest.keys),
                 "expected": self._count_expected_keys(newest),
                 "last_key_seen": newest.last_key_pos,
-                "seen_before": None if seen is None else seen[1],
-                "step_before": None if seen is None else seen[0],
+                "seen_before": seen_before,
+                "step_before": step_before,
                 "heads": list(newest.heads) or "all",
                 "mask": newest.view.fingerprint,
             },
             series=newest.series,
         )
 
-    def _format_where(self, newest: _FaultyRow) -> str:
-        where = f" in {format_step_layers(newest.layers, newest.step)}"
-        if not newest.heads:
-            return where
-        n_heads = len(newest.view.cells)
-        one = len(newest.heads) == 1
-        heads = f"head {newest.heads[0]}" if one else f"{len(newest.heads)} of {n_heads} heads"
-        return f"{where}, {heads}"
-
     def _last_newest_row(self, newest: _FaultyRow) -> tuple[int, int, int] | None:
         """Return the previous step, how many keys its newest row saw, and of how many."""
-        last = self._last_views.get(newest.step.branch)
-        if last is None:
-            return None
-        step, views = last
+        step, views = self._last_views.get(newest.step.branch, (newest.step, []))
         for view in views:
             if newest.layers[0] in view.layers:
                 return step.step, int(np.count_nonzero(view.newest_row)), view.newest_key + 1
         return None
-
-    def _format_last_row(self, newest: _FaultyRow) -> str:
-        seen = self._last_newest_row(newest)
-        return "" if seen is None else f" (in step {seen[0]} it was {seen[1]} of {seen[2]})"
 
     def _count_expected_keys(self, newest: _FaultyRow) -> int:
         """Return how many keys the row should see, by the declared mask or the last prompt row."""
@@ -409,31 +331,16 @@ class DecodingRule(Rule):
         if spec is not None:
             row = spec.dense(1, view.newest_pos + 1, q_offset=view.newest_pos)[0]
             return int(np.count_nonzero(row[view.first_key_pos :]))
-        prompt = self._prompt_rows.get(newest.layers[0])
+        prompt = self._prompt_views.get(newest.layers[0])
         if prompt is None:
             return view.newest_key + 1
-        grown = 0 if prompt.is_sliding else view.newest_key + 1 - prompt.n_keys
-        return min(prompt.n_seen + grown, view.newest_key + 1)
+        keys, n_before = prompt.visible_positions(), int(prompt.cells[:, 0].any(axis=0).sum())
+        is_sliding = mask_views.is_sliding_window(keys, prompt.newest_pos, n_before)
+        grown = 0 if is_sliding else view.newest_key - prompt.newest_key
+        return min(len(keys) + grown, view.newest_key + 1)
 
 
-def _unpadded_rows(context: RuleContext, step: StepRecord) -> BoolArray:
-    """Return which prompt rows are not padding, by the attention mask received or by their ids."""
-    received = read_unpadded(step)
-    if received is not None:
-        return received
-    pad = declared_tokenizer(context.generation.declared).pad
-    tokens = [context.token(pos) for pos in range(step.kv_after)]
-    return np.array([token is None or token.token_id != pad for token in tokens])
-
-
-def _any_head_sees(sees: BoolArray, heads: Positions) -> bool:
-    """Return whether any of the heads is True in bool (heads,), or (1,) shared by all heads."""
-    return bool(sees[0] if len(sees) == 1 else sees[heads[heads < len(sees)]].any())
-
-
-def _find_self_blind_rows(
-    view: StepMaskView, find_unpadded: Callable[[], BoolArray]
-) -> tuple[int, ...]:
+def _self_blind_rows(view: StepMaskView, context: RuleContext, step: StepRecord) -> tuple[int, ...]:
     """Return the positions of rows of a whole sequence that see keys, but not their own."""
     n = view.cells.shape[1]
     if n < 3 or view.newest_key + 1 != n or view.cells.shape[2] < n:
@@ -444,8 +351,187 @@ def _find_self_blind_rows(
         return ()
     blind = ~sees_itself & view.cells.any(axis=(0, 2))
     if blind.any():
-        real = find_unpadded()
+        real = read_unpadded(step)
+        if real is None:
+            pad = declared_tokenizer(context.generation.declared).pad
+            tokens = [context.token(pos) for pos in range(step.kv_after)]
+            real = np.array([token is None or token.token_id != pad for token in tokens])
         blind &= real if len(real) == n else True
     if blind.sum() + 1 >= n and not view.cells[:, row[1:], row[:-1]].any(axis=0).all():
         return ()  # not off by one: this layer sees only some keys
     return tuple(int(pos) for pos in np.flatnonzero(blind) + view.first_key_pos)
+
+
+class RowRolesRule(Rule):
+    """Checks which segments the last rows of a segment and the generated rows see.
+
+    It needs at least two paraphrases. Without a declared mask they are assumed to be isolated, and
+    findings are at most warnings; under a custom mask function the rule is silent. Each mask of a
+    prompt is checked once; a generated row that sees all keys costs one look-up.
+    """
+
+    name = "roles"
+    findings = finding_kinds("decode.prompt-row-generated", "decode.generated-row-isolated")
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Reset the rows of the last generation."""
+        super().on_generation_start(context)
+        declared, self._assumption = context.declared_mask, ""
+        if declared is not None and declared.assumed:
+            self._assumption = (
+                "; no mask was declared, so the segments are assumed to be isolated in the prompt"
+            )
+        segments = () if declared is None else context.segments
+        self._paraphrases = mask_views.paraphrase_segments(segments)
+        self._checked: set[str] = set()
+        self._n_seen: dict[int, int] = {}  # by layer, keys that the last newest row saw
+        self._cue: dict[int, frozenset[int]] = {}
+        """By layer: starts of the paraphrases that the last prompt row sees, if it is a cue."""
+
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+        """Return findings for rows of a step that are masked for another role."""
+        if len(self._paraphrases) < 2:
+            return
+        views, _ = mask_views.step_mask_views(step, self.context)
+        if step.kv_before == 0 and step.q_len >= self.context.n_prompt:
+            yield from self._check_prompt_rows(step, views)
+        if step.kv_after > self.context.n_prompt:
+            yield from self._check_generated(step, views)
+        elif step.kv_before == 0:
+            last = self.context.segment_at(self.context.n_prompt - 1)
+            is_cue = last is not None and last.kind is SegmentKind.CUE
+            for view in views:
+                n_seen = int(np.count_nonzero(view.newest_row))
+                self._n_seen.update(dict.fromkeys(view.layers, n_seen))
+                if is_cue:
+                    seen = frozenset(s.start for s in self._paraphrases if view.sees(s))
+                    self._cue.update(dict.fromkeys(view.layers, seen))
+
+    def _check_prompt_rows(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
+        """Return a finding for each segment and group of layers with the same open rows."""
+        layers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for view in views:
+            if view.fingerprint in self._checked:
+                continue
+            self._checked.add(view.fingerprint)
+            for number in range(1, len(self._paraphrases)):
+                rows = self._find_open_rows(view, number)
+                if rows:
+                    layers.setdefault((number, tuple(rows)), []).extend(view.layers)
+        for (number, open_rows), group in layers.items():
+            yield self._prompt_row_finding(step, number, open_rows, tuple(sorted(group)))
+
+    def _find_open_rows(self, view: StepMaskView, number: int) -> range:
+        """Return the last rows of a segment if only they see all paraphrases before it."""
+        own, others = self._paraphrases[number], self._paraphrases[:number]
+        if any(self._is_declared_open(own.stop - 1, other) for other in others):
+            return range(0)
+        blocks = [view.block(own, other) for other in others]
+        sees_all = np.logical_and.reduce([block.all(axis=1) for block in blocks])
+        sees_any = np.logical_or.reduce([block.any(axis=1) for block in blocks])
+        first = len(sees_all) - int(np.argmin([*sees_all[::-1], False]))
+        if not first or sees_any[:first].any():
+            return range(0)  # other rows see them too: another kind of leak
+        return range(own.start + first, own.start + len(sees_all))
+
+    def _prompt_row_finding(
+        self, step: StepRecord, number: int, rows: Sequence[int], layers: tuple[int, ...]
+    ) -> Finding:
+        own, others = self._paraphrases[number], self._paraphrases[:number]
+        one, labels = len(rows) == 1, [segment.label for segment in others]
+        last = "the last row" if one else f"the last {len(rows)} rows"
+        seen, n_isolated = sum(map(len, others)), len(own) - len(rows)
+        rest = "row of its segment sees" if n_isolated == 1 else "rows of its segment see"
+        sentence = (
+            f"{capitalize(self.context.format_position(rows[0]))}, {last} of "
+            f"{printable(own.label)}, {is_or_are(len(rows))} masked as if generated in "
+            f"{format_step_layers(layers, step)}: {'it sees' if one else 'they see'} "
+            f"{plural(seen, 'key')} of {abbreviate_labels(labels)}, of which the other "
+            f"{n_isolated} {rest} none{self._assumption}."
+        )
+        return self.finding(
+            step,
+            "decode.prompt-row-generated",
+            sentence,
+            severity=Severity.WARNING if self._assumption else None,
+            layers=layers,
+            positions=rows,
+            evidence={
+                "segment": own.label,
+                "rows": len(rows),
+                "rows_apart": n_isolated,
+                "keys_seen": seen,
+                "segments_seen": labels,
+                "assumed": self._assumption != "",
+            },
+            series=f"{own.start} {rows[0]} {layers}",
+        )
+
+    def _check_generated(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
+        missed: dict[tuple[Segment, ...], list[StepMaskView]] = {}
+        for view in views:
+            if view.newest_row[: view.newest_key + 1].all() and not view.first_key_pos:
+                continue  # the whole cost of a step without findings
+            missing = self._missed_paraphrases(view)
+            if missing:
+                missed.setdefault(missing, []).append(view)
+        for segments, group in missed.items():
+            yield self._isolated_finding(step, segments, group)
+
+    def _missed_paraphrases(self, view: StepMaskView) -> tuple[Segment, ...]:
+        """Return the paraphrases that the row should see and does not."""
+        # They do not count if the row does not see itself (then it has the mask of another row), if
+        # the cue does not see them either (they are unused), or if a window has moved past them.
+        keys, layer = view.visible_positions(), view.layers[0]
+        before = self._n_seen.get(layer, 0)
+        self._n_seen.update(dict.fromkeys(view.layers, len(keys)))
+        if not len(keys) or keys[-1] != view.newest_pos or view.first_key_pos:
+            return ()
+        if mask_views.is_sliding_window(keys, view.newest_pos, before):
+            return ()
+        cue = self._cue.get(layer)
+        return tuple(
+            segment
+            for segment in self._paraphrases
+            if not view.sees(segment)
+            and (cue is None or segment.start in cue)
+            and self._is_declared_open(view.newest_pos, segment)
+        )
+
+    def _is_declared_open(self, pos: int, segment: Segment) -> bool:
+        declared = self.context.declared_mask
+        return declared is not None and mask_views.spec_sees_segment(declared.spec, pos, segment)
+
+    def _isolated_finding(
+        self, step: StepRecord, missed: Sequence[Segment], views: Sequence[StepMaskView]
+    ) -> Finding:
+        layers = tuple(sorted(layer for view in views for layer in view.layers))
+        keys, last = views[0].visible_positions(), views[0].newest_pos
+        labels = [segment.label for segment in missed]
+        cue = ", although the last row of the cue does" if self._cue else ""
+        inside = self.context.format_rows(keys).partition(" of ")[2]
+        sentence = (
+            f"Generated rows do not see {abbreviate_labels(labels)} in "
+            f"{format_step_layers(layers, step)}: in step {step.step} "
+            f"{self.context.format_position(last)} sees {len(keys)} of {plural(last + 1, 'key')}, "
+            f"{f'of {inside}' if inside else 'all of them elsewhere'}{cue}{self._assumption}."
+        )
+        severity = Severity.WARNING if self._assumption else Severity.ERROR
+        if self._assumption and not self._cue and list(missed) == self._paraphrases[:-1]:
+            severity = Severity.NOTE  # a packed prompt may continue its last document on purpose
+        return self.finding(
+            step,
+            "decode.generated-row-isolated",
+            sentence,
+            severity=severity,
+            layers=layers,
+            positions=(last,),
+            evidence={
+                "missed": labels,
+                "keys_missed": sum(map(len, missed)),
+                "seen": len(keys),
+                "keys": last + 1,
+                "assumed": self._assumption != "",
+            },
+            series=f"{[segment.start for segment in missed]} {layers}",
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,7 @@ from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import broadcast_rows, calls_by_mask
 
-EMPTY_ROW = "mask.empty-row"
-
-_MAX_NAMED_ROWS = 8
-"""Rows of a standalone call that a sentence names."""
+_MAX_NAMED_ROWS = 8  # rows of a standalone call that a sentence names
 _EMPTY_ROW_CHUNK = 256
 """Rows that are copied at once, so that the copy of a large mask takes only a few MiB."""
 
@@ -42,9 +39,8 @@ class EmptyRows:
         last: the last row of the mask.
         readers: how many other rows see the key of each row, in any head; None if cells were not
             recorded.
+        averaged: whether softmax weighted all keys of the row equally instead of none.
         heads: the heads in which the rows are empty; () for all of the `n_heads` heads.
-        averaged: whether softmax weighted all keys of the row equally instead of none; None if it
-            did so in no row.
         first_reader: the first row that sees the key of each row, -1 for none; None like `readers`.
     """
 
@@ -52,17 +48,16 @@ class EmptyRows:
     rows: Positions
     last: int
     readers: npt.NDArray[np.int64] | None
+    averaged: BoolArray
     heads: tuple[int, ...] = ()
     n_heads: int = 1
-    averaged: BoolArray | None = None
     first_reader: npt.NDArray[np.int64] | None = None
 
     def select(self, keep: BoolArray) -> EmptyRows:
         """Return the rows that are True in `keep`, bool (rows,)."""
         readers = None if self.readers is None else self.readers[keep]
-        averaged = None if self.averaged is None else self.averaged[keep]
         first = None if self.first_reader is None else self.first_reader[keep]
-        rows = self.rows[keep]
+        rows, averaged = self.rows[keep], self.averaged[keep]
         return replace(self, rows=rows, readers=readers, averaged=averaged, first_reader=first)
 
     @property
@@ -75,6 +70,22 @@ class EmptyRows:
         """How many of the rows are read by other rows; 0 if that is not known."""
         return 0 if self.readers is None else int(np.count_nonzero(self.readers))
 
+    @property
+    def first_reader_pos(self) -> int | None:
+        """The position of the first row that reads one of the rows, or None."""
+        if self.first_reader is None or not self.n_read:
+            return None
+        return self.mask.q_offset + int(self.first_reader[self.first_reader >= 0].min())
+
+    @property
+    def where(self) -> str:
+        """The heads in which the rows are empty, as the end of a clause."""
+        if not self.heads:
+            return " at all"
+        if len(self.heads) == 1:
+            return f" in head {self.heads[0]}"
+        return f" in up to {len(self.heads)} of {self.n_heads} heads"
+
 
 class EmptyRowsRule(Rule):
     """Reports rows that see no key.
@@ -85,13 +96,12 @@ class EmptyRowsRule(Rule):
     to record, it sees only what the block tables of a compiled call show: whole blocks of rows.
     """
 
-    name: ClassVar[str] = "rows"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(EMPTY_ROW)
+    name = "rows"
+    handles_standalone_calls = True
+    findings = finding_kinds("mask.empty-row")
 
     def __init__(self) -> None:
-        self._empty_rows: dict[str, tuple[EmptyRows, ...]] = {}
-        """By fingerprint and for the whole run, as a mask is in one step's record only."""
+        self._empty_rows: dict[str, tuple[EmptyRows, ...]] = {}  # by fingerprint, for the whole run
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset what was reported; masks stay known."""
@@ -122,7 +132,14 @@ class EmptyRowsRule(Rule):
         if self.context.is_standalone:
             yield self._standalone_finding(step, part, calls[0])
             return
-        part = part.select(self._find_unreported(step, part, calls))
+        # All generated rows count as one. Otherwise a mask that is wrong for every decode row would
+        # be reported at every step.
+        key = (step.branch, part.heads != (), *(call.layer for call in calls))
+        reported = self._reported.setdefault(key, set())
+        n_prompt = self.context.n_prompt or step.kv_after
+        positions = [min(pos, n_prompt) for pos in (step.kv_before + part.rows).tolist()]
+        part = part.select(np.array([pos not in reported for pos in positions]))
+        reported.update(positions)
         if not len(part.rows):
             return
         meant = self._is_declared_empty(step.kv_before + part.rows)
@@ -132,21 +149,6 @@ class EmptyRowsRule(Rule):
         for keep, is_meant in ((~meant, False), (meant, True)):
             if keep.any():
                 yield self._empty_finding(step, part.select(keep), calls, is_meant)
-
-    def _find_unreported(
-        self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
-    ) -> BoolArray:
-        """Return which of the rows are new, bool (rows,); all generated rows count as one.
-
-        Otherwise a mask that is wrong for every decode row would be reported at every step.
-        """
-        key = (step.branch, part.heads != (), *(call.layer for call in calls))
-        reported = self._reported.setdefault(key, set())
-        n_prompt = self.context.n_prompt or step.kv_after
-        positions = [min(pos, n_prompt) for pos in (step.kv_before + part.rows).tolist()]
-        new = np.array([pos not in reported for pos in positions])
-        reported.update(positions)
-        return new
 
     def _is_declared_empty(self, positions: Positions) -> BoolArray:
         """Return which rows the declared mask leaves empty (see `masks.algebra.MaskSpec`)."""
@@ -162,34 +164,31 @@ class EmptyRowsRule(Rule):
     def _empty_finding(
         self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord], is_meant: bool
     ) -> Finding:
-        positions = step.kv_before + part.rows
-        layers = [call.layer for call in calls]
-        reason = ""
+        positions, layers, reason = step.kv_before + part.rows, [call.layer for call in calls], ""
         if is_meant:
             isolated = self._declared.get("separators") == "isolated"
             source = "--separators isolated" if isolated else "the declared mask"
             reason = f", as {source} requires"
-        one = len(positions) == 1
+        n_layers, one = len({call.layer for call in step.calls}), len(positions) == 1
+        where = part.where
+        if len(layers) < n_layers:
+            several = f"{len(layers)} of {n_layers} layers"
+            where += f" in layer {layers[0]}" if len(layers) == 1 else f" in {several}"
         sentence = (
-            f"{self.context.format_rows(positions)} {'sees' if one else 'see'} no key"
-            f"{_format_in_heads(part)}{_format_in_layers(layers, step)} "
+            f"{self.context.format_rows(positions)} {'sees' if one else 'see'} no key{where} "
             f"({self.context.format_first_position(positions)}){reason}; "
             f"{_format_row_output(calls[0], part, one)}{_format_readers(part, one)}."
         )
+        facts = {"layers": layers, "path": calls[0].path, "meant": is_meant}
         finding = self.finding(
             step,
-            EMPTY_ROW,
+            "mask.empty-row",
             sentence,
             severity=_empty_row_severity(part, is_meant),
             layers=layers,
             head=part.heads[0] if len(part.heads) == 1 else None,
             positions=positions,
-            evidence={
-                **_empty_row_evidence(part),
-                "layers": layers,
-                "path": calls[0].path,
-                "meant": is_meant,
-            },
+            evidence={**_empty_row_evidence(part), **facts},
         )
         return finding if len(layers) == 1 else replace(finding, layer=None)
 
@@ -201,7 +200,7 @@ class EmptyRowsRule(Rule):
             cells = intended_cells(mask)
             if cells is not None:
                 offset = mask.q_offset - mask.kv_offset
-                counts += count_readers(cells, unread - mask.kv_offset, offset)
+                counts += count_readers(cells, unread - mask.kv_offset, offset)[0]
         read = unread[counts > 0]
         if not len(read):
             return
@@ -212,31 +211,26 @@ class EmptyRowsRule(Rule):
             f"{step.step} on."
         )
         evidence = {"empty": len(read), "read": len(read), "readers": int(counts.max())}
-        yield self.finding(step, EMPTY_ROW, sentence, positions=read, evidence=evidence)
+        yield self.finding(step, "mask.empty-row", sentence, positions=read, evidence=evidence)
 
     def _standalone_finding(self, step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
-        """Return the finding of a standalone call, whose rows have no tokens.
-
-        Which rows are read is known only if rows and keys are the same tokens, so if their numbers
-        are equal.
-        """
-        one, is_square = len(part.rows) == 1, part.mask.q_len == part.mask.kv_len
-        n_rows = part.last + 1
+        """Return the finding of a standalone call, whose rows have no tokens."""
+        # Which rows are read is known only if rows and keys are the same tokens, so if their
+        # numbers are equal.
+        n, n_rows, is_square = len(part.rows), part.last + 1, part.mask.q_len == part.mask.kv_len
         rows = format_ranges(part.rows[:_MAX_NAMED_ROWS].tolist())
-        if len(part.rows) > _MAX_NAMED_ROWS:
-            rows += ", ..."
+        rows += ", ..." if n > _MAX_NAMED_ROWS else ""
         # The newest row of a standalone call predicts no token, so no row is taken for the newest.
-        readers = _format_readers(replace(part, last=-1), one) if is_square else ""
+        readers = _format_readers(replace(part, last=-1), n == 1) if is_square else ""
         sentence = (
-            f"{'Row' if one else f'{len(part.rows)} rows'} {rows} of {n_rows} "
-            f"{'sees' if one else 'see'} no key{_format_in_heads(part)} in this call; "
-            f"{_format_row_output(call, part, one)}{readers}."
+            f"{'Row' if n == 1 else f'{n} rows'} {rows} of {n_rows} "
+            f"{'sees' if n == 1 else 'see'} no key{part.where} in this call; "
+            f"{_format_row_output(call, part, n == 1)}{readers}."
         )
-        is_read = is_square and part.n_read > 0
-        is_warning = is_read or len(part.rows) == n_rows
+        is_warning = (is_square and part.n_read > 0) or n == n_rows
         return self.finding(
             step,
-            EMPTY_ROW,
+            "mask.empty-row",
             sentence,
             severity=Severity.WARNING if is_warning else Severity.NOTE,
             head=part.heads[0] if len(part.heads) == 1 else None,
@@ -263,64 +257,34 @@ def _empty_row_evidence(part: EmptyRows) -> dict[str, Any]:
         "heads": list(part.heads) or "all",
         "read": None if part.readers is None else part.n_read,
         "readers": None if part.readers is None else int(part.readers.max()),
-        "first_reader": _first_reader_pos(part),
+        "first_reader": part.first_reader_pos,
         "newest": part.has_newest,
     }
 
 
-def _first_reader_pos(part: EmptyRows) -> int | None:
-    """Return the position of the first row that reads one of the rows, or None."""
-    if part.first_reader is None or not part.n_read:
-        return None
-    return part.mask.q_offset + int(part.first_reader[part.first_reader >= 0].min())
-
-
-def _format_in_heads(part: EmptyRows) -> str:
-    if not part.heads:
-        return " at all"
-    if len(part.heads) == 1:
-        return f" in head {part.heads[0]}"
-    return f" in up to {len(part.heads)} of {part.n_heads} heads"
-
-
-def _format_in_layers(layers: Sequence[int], step: StepRecord) -> str:
-    n_layers = len({call.layer for call in step.calls})
-    if len(layers) == n_layers:
-        return ""
-    if len(layers) == 1:
-        return f" in layer {layers[0]}"
-    return f" in {len(layers)} of {n_layers} layers"
-
-
 def _format_row_output(call: CallRecord, part: EmptyRows, one: bool) -> str:
     """Return the attention output of an empty row; checked for each path on torch 2.13 (CPU)."""
-    them = "it" if one else "them"
-    gets = "it gets" if one else "they get"
-    if part.averaged is not None and part.averaged.any():
-        if part.averaged.all():
-            return f"{gets} the mean of all values, because closed cells are the lowest float"
+    them, gets = ("it", "it gets") if one else ("them", "they get")
+    closed = "NaN" if call.path == "eager" else "zeros"  # of cells that are -Inf
+    if part.averaged.all():
+        return f"{gets} the mean of all values, because closed cells are the lowest float"
+    if part.averaged.any():
         return (
             f"{gets} the mean of all values where closed cells are the lowest float, and "
-            f"{_format_closed_softmax(call)} where they are -Inf"
+            f"{closed} where they are -Inf"
         )
     if call.path.startswith("flex"):
         return f"FlexAttention gives {them} zeros (a dense softmax would give NaN)"
     if part.mask.kind == "float":
-        return f"{gets} {_format_closed_softmax(call)}, because closed cells are -Inf"
+        return f"{gets} {closed}, because closed cells are -Inf"
     if call.path == "sdpa":
         return f"SDPA gives {them} zeros"
     return f"the output of {call.backend} for {them} is unknown"
 
 
-def _format_closed_softmax(call: CallRecord) -> str:
-    """Return the output of a row of -Inf where the mask is added to the scores."""
-    return "NaN" if call.path == "eager" else "zeros"
-
-
 def _format_readers(part: EmptyRows, one: bool) -> str:
     """Return which rows read the empty rows, and whether one of these is the newest row."""
-    them = "it" if one else "them"
-    newest = ""
+    them, newest = "it" if one else "them", ""
     if part.has_newest:
         subject = "it is" if one else "they include"
         newest = f", and {subject} the newest row, which predicts the next token"
@@ -330,12 +294,9 @@ def _format_readers(part: EmptyRows, one: bool) -> str:
         return newest or f", and no other row of this step reads {them}"
     least, most = int(part.readers[part.readers > 0].min()), int(part.readers.max())
     which = them if part.n_read == len(part.rows) else f"{part.n_read} of them"
-    first = f" ({'' if most == 1 else 'first: '}position {_first_reader_pos(part)})"
+    first = f" ({'' if most == 1 else 'first: '}position {part.first_reader_pos})"
     rows = f"{'up to ' if least < most else ''}{plural(most, 'other row')}{first}"
     return f"{newest}, and {rows} {'reads' if most == 1 else 'read'} {which}"
-
-
-# -- which rows are empty, and who reads them ------------------------------------------------------
 
 
 def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
@@ -349,53 +310,36 @@ def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
     empty = _empty_by_head(cells, offset)
     if empty is None:
         return ()
+    averaged = np.zeros(cells.shape[1], np.bool_)
+    if mask.uniform_rows is not None:
+        averaged |= np.any(mask.uniform_rows, axis=0)
     everywhere = empty.all(axis=0)
     in_some = empty & ~everywhere
     some_heads = tuple(np.flatnonzero(in_some.any(axis=1)).tolist())
-    return tuple(
-        EmptyRows(
-            mask=_without_arrays(mask),
-            rows=rows,
-            last=cells.shape[1] - 1,
-            readers=count_readers(cells, rows + offset, offset),
-            heads=heads,
-            n_heads=len(cells),
-            averaged=_averaged_rows(mask, rows),
-            first_reader=_find_first_readers(cells, rows + offset, offset),
-        )
-        for rows, heads in (
-            (np.flatnonzero(everywhere), ()),
-            (np.flatnonzero(in_some.any(axis=0)), some_heads),
-        )
-        if len(rows)
-    )
+    parts, bare, n_heads = [], _without_arrays(mask), len(cells)
+    for is_empty, heads in ((everywhere, ()), (in_some.any(axis=0), some_heads)):
+        rows = np.flatnonzero(is_empty)
+        if len(rows):
+            last, some_averaged = cells.shape[1] - 1, averaged[rows]
+            counts, first = count_readers(cells, rows + offset, offset)
+            parts.append(EmptyRows(bare, rows, last, counts, some_averaged, heads, n_heads, first))
+    return tuple(parts)
 
 
 def intended_cells(mask: MaskRecord) -> BoolArray | None:
-    """Return the cells of a mask with averaged rows closed, bool (heads, rows, keys).
-
-    An averaged row is closed by the lowest float throughout, so softmax weights all its keys
-    equally. It counts as a row that sees no key, and not as a reader of other rows.
-    """
+    """Return the cells of a mask with averaged rows closed, bool (heads, rows, keys)."""
+    # An averaged row is closed by the lowest float throughout, so softmax weights all its keys
+    # equally. It counts as a row that sees no key, and not as a reader of other rows.
     if mask.cells is None or mask.uniform_rows is None:
         return mask.cells
     intended: BoolArray = mask.cells & ~mask.uniform_rows[..., None]
     return intended
 
 
-def _averaged_rows(mask: MaskRecord, rows: Positions) -> BoolArray | None:
-    if mask.uniform_rows is None:
-        return None
-    averaged: BoolArray = np.any(mask.uniform_rows, axis=0)
-    return averaged.repeat(len(rows)) if len(averaged) == 1 else averaged[rows]
-
-
 def _empty_by_head(cells: BoolArray, offset: int) -> BoolArray | None:
-    """Return which rows are empty, bool (heads, rows), or None if none is.
-
-    A row that sees itself is not empty, so for most masks the diagonal is enough: for 8192 rows and
-    keys that takes a hundredth of the time of reading all cells.
-    """
+    """Return which rows are empty, bool (heads, rows), or None if none is."""
+    # A row that sees itself is not empty, so for most masks the diagonal is enough: for 8192 rows
+    # and keys that takes a hundredth of the time of reading all cells.
     heads, n_rows, n_keys = cells.shape
     closed = np.ones((heads, n_rows), np.bool_)
     if 0 <= offset <= n_keys - n_rows:
@@ -410,35 +354,15 @@ def _empty_by_head(cells: BoolArray, offset: int) -> BoolArray | None:
     return empty if empty.any() else None
 
 
-def count_readers(cells: BoolArray, columns: Positions, offset: int) -> npt.NDArray[np.int64]:
-    """Return for each key how many rows see it in any head, except the key's own row.
-
-    `columns` are indices of keys and may lie outside of the mask. Row r has its own key at column
-    r + offset.
-    """
-    counts = np.zeros(len(columns), np.int64)
-    for inside, _, seen in _iter_readers(cells, columns, offset):
-        counts[inside] += np.count_nonzero(seen, axis=0)
-    return counts
-
-
-def _find_first_readers(cells: BoolArray, columns: Positions, offset: int) -> npt.NDArray[np.int64]:
-    """Return for each key the first row that sees it, -1 for none (see `count_readers`)."""
-    first = np.full(len(columns), -1, np.int64)
-    for inside, start, seen in _iter_readers(cells, columns, offset):
-        new = inside[(first[inside] < 0) & seen.any(axis=0)]
-        first[new] = start + seen.argmax(axis=0)[np.isin(inside, new)]
-    return first
-
-
-def _iter_readers(
+def count_readers(
     cells: BoolArray, columns: Positions, offset: int
-) -> Iterator[tuple[Positions, int, BoolArray]]:
-    """Yield (indices of columns inside of the mask, first row of a chunk, cells of the chunk).
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return for each key how many rows see it in any head, and the first of them (-1 for none).
 
-    The cells are bool (rows of the chunk, columns inside), in any head, with each key's own row
-    closed.
+    The key's own row does not count. `columns` are indices of keys and may lie outside of the mask.
+    Row r has its own key at column r + offset.
     """
+    counts, first = np.zeros(len(columns), np.int64), np.full(len(columns), -1, np.int64)
     inside = np.flatnonzero((columns >= 0) & (columns < cells.shape[2]))
     columns = columns[inside]
     for start, stop in row_chunks(cells.shape[1], _EMPTY_ROW_CHUNK):
@@ -446,7 +370,10 @@ def _iter_readers(
         own_row = columns - offset - start
         in_chunk = np.flatnonzero((own_row >= 0) & (own_row < stop - start))
         seen[own_row[in_chunk], in_chunk] = False
-        yield inside, start, seen
+        counts[inside] += np.count_nonzero(seen, axis=0)
+        is_new = (first[inside] < 0) & seen.any(axis=0)
+        first[inside[is_new]] = start + seen.argmax(axis=0)[is_new]
+    return counts, first
 
 
 def _empty_blocks(mask: MaskRecord) -> tuple[EmptyRows, ...]:
@@ -454,11 +381,11 @@ def _empty_blocks(mask: MaskRecord) -> tuple[EmptyRows, ...]:
     if not mask.compiled or mask.partial is None or mask.block_q is None:
         return ()
     visited = mask.partial if mask.full is None else mask.partial | mask.full
-    empty = ~visited.any(axis=(0, 2))
-    rows = np.flatnonzero(empty.repeat(mask.block_q)[: mask.q_len])
+    rows = np.flatnonzero((~visited.any(axis=(0, 2))).repeat(mask.block_q)[: mask.q_len])
     if not len(rows):
         return ()
-    return (EmptyRows(_without_arrays(mask), rows, mask.q_len - 1, None, n_heads=len(visited)),)
+    bare, averaged, n_heads = _without_arrays(mask), np.zeros(len(rows), np.bool_), len(visited)
+    return (EmptyRows(bare, rows, mask.q_len - 1, None, averaged, n_heads=n_heads),)
 
 
 def _without_arrays(mask: MaskRecord) -> MaskRecord:

@@ -1,20 +1,15 @@
 """The rules for masks that depend on the head or the batch row, and for padding in a batch.
 
-- `HeadsRule`: heads with a mask of their own, and KV heads that were repeated in the wrong order.
-  Query heads that share a KV head are neighbours, and `h` in a mask_mod counts query heads.
-- `BatchRowsRule`: masks built for one batch row although they depend on it, and batch rows that see
-  the future.
-- `BatchPaddingRule`: batch rows that see padding. Padding is counted in the 2D attention mask that
-  the model received, or else by the token ids.
-
-Cells are recorded of batch row 0 only. The capture compares it with a sample of the other rows,
-once per mask, and writes the result as an event.
+Query heads that share a KV head are neighbours, and `h` in a mask_mod counts query heads. Padding
+is counted in the 2D attention mask that the model received, or else by the token ids. Cells are
+recorded of batch row 0 only. The capture compares it with a sample of the other rows, once per
+mask, and writes the result as an event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +18,10 @@ from flexinspect.core.text import format_numbers, format_ranges, plural
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import declared_tokenizer
-from flexinspect.records.step import CallRecord, EventRecord, MaskRecord, StepRecord
-from flexinspect.rules.context import RuleContext, format_step_layers
+from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
+from flexinspect.rules.context import RuleContext, format_step_layers, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import call_layers, format_mask_mod, layers_of
-
-BY_HEAD = "mask.by-head"
-KEYS_TILED = "attention.keys-tiled"
 
 KEYS_TILED_EVENT = "keys-tiled"
 _MaskCalls = tuple[MaskRecord, list[CallRecord]]
@@ -40,15 +32,25 @@ _MAX_NAMED_HEADS = 8
 class HeadsRule(Rule):
     """Reports heads with a mask of their own, with their KV heads, and wrongly repeated keys."""
 
-    name: ClassVar[str] = "heads"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(BY_HEAD, KEYS_TILED)
+    name = "heads"
+    handles_standalone_calls = True
+    findings = finding_kinds("mask.by-head", "attention.keys-tiled")
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings for the new masks of a step, and for its events about repeated keys."""
         for event in step.events:
             if event.kind == KEYS_TILED_EVENT:
-                yield self._tiled_finding(step, event)
+                layers = [int(layer) for layer in event.data["layers"]]
+                sentence = (
+                    f"In {format_step_layers(layers, step)} the keys of {event.data['q_heads']} "
+                    "query heads were repeated as a whole (repeat), not head by head "
+                    "(repeat_interleave): query head 1 reads the keys of another group than its "
+                    "neighbour, query head 0."
+                )
+                id_, data = "attention.keys-tiled", event.data
+                yield self.finding(
+                    step, id_, sentence, layers=layers, head=1, evidence=data, series="tiled"
+                )
         alike: dict[tuple[str | None, tuple[int, ...]], _MaskCalls] = {}
         for mask in step.masks:
             if mask.cells is not None and len(mask.cells) > 1:
@@ -62,18 +64,20 @@ class HeadsRule(Rule):
     def _by_head_finding(
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], odd: Sequence[int]
     ) -> Finding:
-        call, layers = calls[0], call_layers(self.context, calls)
+        call, layers, groups = calls[0], call_layers(self.context, calls), ""
         where = f" in {format_step_layers(layers, step)}" if layers else ""
-        rest = call.q_heads - len(odd)
+        if call.q_heads != call.kv_heads:
+            size = call.q_heads // call.kv_heads
+            groups = f", and {size} neighbours share each of the {call.kv_heads} kv heads"
         sentence = (
             f"The mask of {format_mask_mod(mask)} depends on the head{where}: "
             f"{_format_odd_heads(call, odd)} {'has' if len(odd) == 1 else 'have'} other cells than "
-            f"the remaining {plural(rest, 'query head')}; h counts query heads"
-            f"{_format_kv_groups(call)}."
+            f"the remaining {plural(call.q_heads - len(odd), 'query head')}; h counts query "
+            f"heads{groups}."
         )
         return self.finding(
             step,
-            BY_HEAD,
+            "mask.by-head",
             sentence,
             layers=layers,
             head=odd[0],
@@ -85,17 +89,6 @@ class HeadsRule(Rule):
                 "kv_heads": call.kv_heads,
             },
             series=f"{mask.mask_mod} {list(odd)}",
-        )
-
-    def _tiled_finding(self, step: StepRecord, event: EventRecord) -> Finding:
-        data, layers = event.data, [int(layer) for layer in event.data["layers"]]
-        sentence = (
-            f"In {format_step_layers(layers, step)} the keys of {data['q_heads']} query heads were "
-            "repeated as a whole (repeat), not head by head (repeat_interleave): query head 1 "
-            "reads the keys of another group than its neighbour, query head 0."
-        )
-        return self.finding(
-            step, KEYS_TILED, sentence, layers=layers, head=1, evidence=data, series="tiled"
         )
 
 
@@ -119,18 +112,6 @@ def _format_odd_heads(call: CallRecord, odd: Sequence[int]) -> str:
     return ", ".join(f"query head {head} -> kv head {_key_head(call, head)}" for head in odd)
 
 
-def _format_kv_groups(call: CallRecord) -> str:
-    if call.q_heads == call.kv_heads:
-        return ""
-    size = call.q_heads // call.kv_heads
-    return f", and {size} neighbours share each of the {call.kv_heads} kv heads"
-
-
-# -- batch rows ------------------------------------------------------------------------------------
-
-IGNORES_BATCH = "mask.ignores-batch"
-BATCH_FUTURE = "mask.batch-future"
-
 BATCH_ROWS_EVENT = "batch-rows"
 _MAX_BATCH_ROWS = 8
 
@@ -138,9 +119,9 @@ _MAX_BATCH_ROWS = 8
 class BatchRowsRule(Rule):
     """Reports masks built for one batch row that depend on it, and rows that see the future."""
 
-    name: ClassVar[str] = "batches"
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(IGNORES_BATCH, BATCH_FUTURE)
+    name = "batches"
+    handles_standalone_calls = True
+    findings = finding_kinds("mask.ignores-batch", "mask.batch-future")
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings from the step's events about the batch rows of its masks."""
@@ -155,10 +136,10 @@ class BatchRowsRule(Rule):
             return
         future = [row for row, n in enumerate(data["future"]) if n and not data["future"][0]]
         if mask.kind == "block" and data["made_for"] == 1:
-            finding_id, what = IGNORES_BATCH, _describe_ignored_batch(step, mask, data)
+            finding_id, what = "mask.ignores-batch", _describe_ignored_batch(step, mask, data)
         elif future and calls[0].causal is not False and step.q_len > 1:
             n_pairs = sum(data["future"][row] for row in future)
-            finding_id = BATCH_FUTURE
+            finding_id = "mask.batch-future"
             what = (
                 f"batch {_format_batch_rows(future)} of {data['batch']} "
                 f"{'sees' if len(future) == 1 else 'see'} the future ({plural(n_pairs, 'pair')} in "
@@ -168,7 +149,7 @@ class BatchRowsRule(Rule):
             return
         layers = call_layers(self.context, calls)
         where = format_step_layers(layers, step) if layers else "a standalone call"
-        is_unused = finding_id == IGNORES_BATCH and not mask.compiled
+        is_unused = finding_id == "mask.ignores-batch" and not mask.compiled
         yield self.finding(
             step,
             finding_id,
@@ -184,18 +165,16 @@ class BatchRowsRule(Rule):
 def _describe_ignored_batch(step: StepRecord, mask: MaskRecord, data: Mapping[str, Any]) -> str:
     other, row, key = data["first"]
     n_open, differ = data["open"], data["differ"]
-    effect = (
-        "compiled FlexAttention used the tables of batch row 0 for all of them"
-        if mask.compiled
-        else "uncompiled FlexAttention is correct, compiled it would use the tables of batch row 0 "
-        "for all of them"
-    )
+    uses = "uncompiled FlexAttention is correct, compiled it would use"
+    if mask.compiled:
+        uses = "compiled FlexAttention used"
     return (
         f"the block mask of {format_mask_mod(mask)} was built for one batch row (B=None), but its "
         f"mask_mod depends on the batch: batch {_format_batch_rows(differ)} of {data['batch']} "
         f"{'differs' if len(differ) == 1 else 'differ'} from row 0, first at row "
         f"{step.kv_before + row}, key {key} of batch row {other} ({n_open[other]} cells open in "
-        f"the checked rows, {n_open[0]} in batch row 0); {effect}"
+        f"the checked rows, {n_open[0]} in batch row 0); {uses} the tables of batch row 0 for all "
+        "of them"
     )
 
 
@@ -204,12 +183,7 @@ def _format_batch_rows(rows: Sequence[int]) -> str:
     return format_numbers("row", rows[:_MAX_BATCH_ROWS])
 
 
-# -- padding in a batch ----------------------------------------------------------------------------
-
-BATCH_PADDING = "mask.batch-padding"
-
 _MAX_PADDED_POSITIONS = 8
-
 PadCounts = npt.NDArray[np.int64]
 """Number of leading padding tokens, or another count of positions, (batch,)."""
 
@@ -217,9 +191,9 @@ PadCounts = npt.NDArray[np.int64]
 class BatchPaddingRule(Rule):
     """Compares what the newest row of each sequence sees with where its padding ends."""
 
-    name: ClassVar[str] = "paddings"
-    streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "inputs.ids")
-    findings = finding_kinds(BATCH_PADDING)
+    name = "paddings"
+    streams = ("inputs.mask", "inputs.ids")
+    findings = finding_kinds("mask.batch-padding")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the known padding."""
@@ -245,17 +219,16 @@ class BatchPaddingRule(Rule):
 
     def _count_pads(self, step: StepRecord) -> None:
         """Count the padding tokens that each sequence begins with."""
-        arrays = {one.stream: one.array for one in step.arrays if one.stream in self.streams}
-        self._pads = None
-        self._has_padding_mask = "inputs.mask" in arrays
-        if self._has_padding_mask:
-            real = np.asarray(arrays["inputs.mask"], np.bool_)
-            is_left_padded = bool(len(real)) and bool(real[:, -1].all())
-            self._pads = _count_leading(~real) if is_left_padded else None
-        elif "inputs.ids" in arrays:
+        mask, ids = step_array(step, "inputs.mask"), step_array(step, "inputs.ids")
+        self._pads, self._has_padding_mask = None, mask is not None
+        if mask is not None:
+            real = np.asarray(mask, np.bool_)
+            if len(real) and real[:, -1].all():  # padded on the left
+                self._pads = _count_leading(~real)
+        elif ids is not None:
             tokenizer = declared_tokenizer(self.context.generation.declared)
             if tokenizer.pad is not None and tokenizer.pad not in (tokenizer.bos, *tokenizer.eos):
-                pads = _count_leading(np.asarray(arrays["inputs.ids"]) == tokenizer.pad)
+                pads = _count_leading(np.asarray(ids) == tokenizer.pad)
                 # If each sequence has as many, the model may begin every text with this token.
                 self._pads = pads if pads.min() < pads.max() else None
 
@@ -295,9 +268,10 @@ class BatchPaddingRule(Rule):
         self, step: StepRecord, rows: Sequence[int], calls: Sequence[CallRecord], pads: PadCounts
     ) -> Finding:
         layers, n_pads = layers_of(calls), int(pads[rows[0]])
-        source = ""
+        source, severity = "", None
         if not self._has_padding_mask:
             source = " (counted by token ids, because the model received no attention mask)"
+            severity = Severity.WARNING
         sentence = (
             f"In {format_step_layers(layers, step)} batch {_format_batch_rows(rows)} of "
             f"{len(pads)} {'sees' if len(rows) == 1 else 'see'} padding keys in step {step.step}: "
@@ -306,18 +280,17 @@ class BatchPaddingRule(Rule):
         )
         return self.finding(
             step,
-            BATCH_PADDING,
+            "mask.batch-padding",
             sentence,
-            severity=None if self._has_padding_mask else Severity.WARNING,
+            severity=severity,
             layers=layers,
             positions=range(min(n_pads, _MAX_PADDED_POSITIONS)),
             evidence={"rows": list(rows), "pads": [int(pads[row]) for row in rows]},
-            series=BATCH_PADDING,
+            series="mask.batch-padding",
         )
 
 
 def _count_leading(flags: npt.NDArray[np.bool_]) -> PadCounts:
     """Return how many flags each row of flags, bool (batch, positions), begins with."""
-    with_end = np.concatenate((flags, np.zeros((len(flags), 1), np.bool_)), axis=1)
-    counts: PadCounts = (~with_end).argmax(axis=1).astype(np.int64)
+    counts: PadCounts = np.pad(flags, ((0, 0), (0, 1))).argmin(axis=1)
     return counts

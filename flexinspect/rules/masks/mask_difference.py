@@ -79,16 +79,6 @@ class CellDifference:
     first_row: int = 0
 
 
-# -- the expected cells ---------------------------------------------------------------------------
-
-
-def spec_rows(spec: MaskSpec, frame: CellFrame, start: int, stop: int) -> PackedMask:
-    """Return rows `start` to `stop` of a spec, packed: uint8 (rows, bytes of keys)."""
-    positions = np.arange(frame.q_offset + start, frame.q_offset + stop)
-    kv_offset, window = frame.kv_offset, frame.window
-    return pack_spec(spec, positions, frame.n_keys, kv_offset=kv_offset, window=window)
-
-
 def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
     """Return a spec with its borders shifted by n positions (to earlier ones for n < 0)."""
     starts = [max(start + n, 0) for start in spec.starts]
@@ -100,14 +90,9 @@ def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
     return MaskSpec(spec.name, (0, *(starts[i] for i in keep[1:])), head, low)
 
 
-# -- comparing ------------------------------------------------------------------------------------
-
-
 def row_matches_spec(row: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
-    """Return whether a row, bool (keys,), matches a spec.
-
-    It does so by counting, because this is the whole cost of a decode step without findings.
-    """
+    """Return whether a row, bool (keys,), matches a spec."""
+    # It counts keys, because this is the whole cost of a decode step without findings.
     q_idx, first = frame.q_offset, frame.kv_offset
     region = spec.region(q_idx)
     begin = max(first, 0 if frame.window is None else q_idx + 1 - frame.window)
@@ -123,13 +108,10 @@ def row_matches_spec(row: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
 def count_wrong_cells(
     cells: BoolArray, spec: MaskSpec, frame: CellFrame, *, limit: int = _UNBOUNDED
 ) -> int:
-    """Count cells, bool (rows, keys), that differ from a spec, in rows that see any key.
-
-    Counting stops once the number reaches `limit`.
-    """
+    """Count cells, bool (rows, keys), that differ from a spec in rows with keys, up to `limit`."""
     n_wrong = 0
-    for start, ran, counts in _iter_packed_rows(cells, frame):
-        wrong = (ran ^ spec_rows(spec, frame, start, start + len(ran))) & counts
+    for _, ran, expected, counts in _iter_packed_rows(cells, spec, frame):
+        wrong = (ran ^ expected) & counts
         if wrong.any():
             n_wrong += int(BIT_COUNTS[wrong].sum(dtype=np.int64))
             if n_wrong >= limit:
@@ -139,27 +121,25 @@ def count_wrong_cells(
 
 def has_future_keys(cells: BoolArray, frame: CellFrame) -> bool:
     """Return whether any row sees a key that comes after it."""
-    unwindowed = replace(frame, window=None)
-    for start, ran, counts in _iter_packed_rows(cells, frame):
-        past = spec_rows(algebra.causal(), unwindowed, start, start + len(ran))
-        if (ran & ~past & counts).any():
-            return True
-    return False
+    rows = _iter_packed_rows(cells, algebra.causal(), replace(frame, window=None))
+    return any((ran & ~past & counts).any() for _, ran, past, counts in rows)
 
 
 def _iter_packed_rows(
-    cells: BoolArray, frame: CellFrame
-) -> Iterator[tuple[int, PackedMask, PackedMask]]:
-    """Yield (first row, packed rows, packed flags of the cells to compare)."""
+    cells: BoolArray, spec: MaskSpec, frame: CellFrame
+) -> Iterator[tuple[int, PackedMask, PackedMask, PackedMask]]:
+    """Yield chunks as (first row, packed rows, those of the spec, flags of cells to compare)."""
     keys = np.ones(frame.n_keys, np.bool_) if frame.keys is None else frame.keys
-    counting = np.packbits(keys)
+    counting, offset, window = np.packbits(keys), frame.kv_offset, frame.window
     for start, stop in row_chunks(len(cells), _DIFF_ROW_CHUNK):
         some = cells[start:stop]
         sees: BoolArray = np.any(some, axis=1)
         if frame.rows is not None:
             sees &= frame.rows[start:stop]
         ran = np.packbits(some[:, : frame.n_keys], axis=1)
-        yield start, ran, np.where(sees[:, None], counting, np.uint8(0))
+        rows = np.arange(frame.q_offset + start, frame.q_offset + start + len(ran))
+        expected = pack_spec(spec, rows, frame.n_keys, kv_offset=offset, window=window)
+        yield start, ran, expected, np.where(sees[:, None], counting, np.uint8(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +157,12 @@ class SegmentParts:
 def find_difference(
     cells: BoolArray, spec: MaskSpec, frame: CellFrame, parts: SegmentParts
 ) -> CellDifference:
-    """Return how cells, bool (rows, keys), differ from a spec.
-
-    This is slow; use it only for cells that are known to differ.
-    """
+    """Return how cells, bool (rows, keys), differ from a spec; slow, for cells that do differ."""
     out = CellDifference(n_rows=len(cells), first_row=frame.q_offset)
     key_idx = np.arange(frame.n_keys) + frame.kv_offset
-    for start, packed, counting in _iter_packed_rows(cells, frame):
+    for start, *packed in _iter_packed_rows(cells, spec, frame):
         ran, expected, counts = (
-            np.unpackbits(bits, axis=1, count=frame.n_keys).view(np.bool_)
-            for bits in (packed, spec_rows(spec, frame, start, start + len(packed)), counting)
+            np.unpackbits(bits, axis=1, count=frame.n_keys).view(np.bool_) for bits in packed
         )
         q_idx = np.arange(start, start + len(ran)) + frame.q_offset
         ran &= counts
@@ -236,8 +212,6 @@ def _add_lost(out: CellDifference, lost: BoolArray, q_idx: IntArray, key_idx: In
         out.first_lost = int(q_idx[rows[0]]), int(key_idx[keys[0]])
 
 
-# -- patterns -------------------------------------------------------------------------------------
-
 OPEN, CAUSAL, MOVED, WINDOW, OTHER = "open", "causal", "moved", "window", "other"
 
 
@@ -260,29 +234,20 @@ def classify_pattern(
     return OTHER, 0
 
 
-def _is_bidirectional(cells: BoolArray, frame: CellFrame) -> bool:
-    """Return whether each row that sees a later position is also seen by the row there."""
+def is_blockwise(found: CellDifference, cells: BoolArray, frame: CellFrame) -> bool:
+    """Return whether rows see the future in whole blocks: a prefix, or bidirectional segments."""
+    # In a block, the last key that a row sees sees no further than itself, and sees that row. A
+    # mask_mod with an offset that is one too large has rows whose last key sees further; one with
+    # rows and keys swapped, or inverted, has rows that see the future but not the past.
     start = frame.q_offset - frame.kv_offset
-    n = min(len(cells), frame.n_keys - start)
-    if n < 2:
-        return True
+    n = max(min(len(cells), frame.n_keys - start), 0)
     among = cells[:n, start : start + n]
     rows, keys = np.nonzero(np.triu(among, 1))
     counts = np.ones(len(rows), np.bool_)
     if frame.rows is not None:
         counts &= frame.rows[rows] & frame.rows[keys]
-    return not (counts & ~among[keys, rows]).any()
-
-
-def is_blockwise(found: CellDifference, cells: BoolArray, frame: CellFrame) -> bool:
-    """Return whether rows see the future in whole blocks, as in a prefix or bidirectional segments.
-
-    In a block, the last key that a row sees sees no further than itself, and sees that row. A
-    mask_mod with an offset that is one too large has rows whose last key sees further; one with
-    rows and keys swapped, or inverted, has rows that see the future but not the past.
-    """
-    if not _is_bidirectional(cells, frame):
-        return False
+    if (counts & ~among[keys, rows]).any():
+        return False  # a row that sees a later position is not seen by the row there
     last = len(found.last_keys) - 1
     for row, furthest in enumerate(found.last_keys):
         at = furthest - frame.q_offset

@@ -24,12 +24,8 @@ from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.masks.mask_difference import CAUSAL, MOVED, OPEN, WINDOW, CellDifference
 
-MASK_NOT_APPLIED, MASK_LEAK, MASK_LOST = "mask.not-applied", "mask.leak", "mask.lost"
-MASK_NONE, MASK_FUTURE, BOOL_ADDED = "mask.none", "mask.future", "mask.bool-added"
 MASK_FUNCTION_EVENT = "mask-function"
 """The event that a custom attention function has a mask function, which returned no mask."""
-
-MASK_MERGED, LAYERS_DIFFER, MASK_PADDING = "mask.merged", "mask.layers-differ", "mask.padding"
 
 NO_MASK = "none"
 _MAX_LISTED_FUTURE_ROWS = 64
@@ -48,11 +44,21 @@ class LayerGroup:
     `usual_path` is the path of most other layers if these layers took another one.
     """
 
+    step: StepRecord
     mask: MaskRecord
     call: CallRecord
     layers: tuple[int, ...]
-    n_layers: int
     usual_path: str = ""
+
+    @property
+    def n_layers(self) -> int:
+        """How many layers have calls in the step."""
+        return len({call.layer for call in self.step.calls})
+
+    @property
+    def n_heads(self) -> int:
+        """How many heads have a mask of their own; 1 if all share one."""
+        return 1 if self.mask.cells is None else len(self.mask.cells)
 
     @property
     def has_custom_mask_mod(self) -> bool:
@@ -70,6 +76,30 @@ class LayerGroup:
         """Whether these layers took another path than the others, or a fallback after an error."""
         return self.call.suppressed_exception is not None or self.usual_path != ""
 
+    def describe_where(self, heads: Sequence[int] = ()) -> str:
+        """Return "Layer 3", "All 8 layers", "Layers 0-2 in heads 0, 3 of 8"."""
+        in_heads = ""
+        if heads and len(heads) < self.n_heads:
+            in_heads = f" in {format_numbers('head', heads)} of {self.n_heads}"
+        return capitalize(format_layers(self.layers, self.n_layers)) + in_heads
+
+    def describe_run(self) -> str:
+        """Return what ran: "causal SDPA without a mask", "FlexAttention with mask_mod f"."""
+        kind, passed = self.mask.kind, self.call.mask_passed_to_layer
+        path = _PATH_NAMES.get(self.call.path, f"attention '{printable(self.call.backend)}'")
+        text = f"{path} with a {kind} mask"
+        if kind.startswith(NO_MASK):
+            text = f"{'' if kind == NO_MASK else 'causal '}{path} without a mask"
+        elif kind == "block":
+            text = f"{path} with mask_mod {printable(self.mask.mask_mod or '(unnamed)')}"
+        if self.call.suppressed_exception is not None:
+            return f"{text} after {printable(self.call.suppressed_exception)} was suppressed"
+        if self.usual_path:
+            return f"{text} (the other layers ran {self.usual_path})"
+        if kind.startswith(NO_MASK) and passed not in (None, NO_MASK):
+            return f"{text}, although it received {printable(str(passed))}"
+        return text
+
 
 @dataclass(frozen=True, slots=True)
 class MaskCase:
@@ -81,288 +111,220 @@ class MaskCase:
         pattern: what ran instead (see `mask_difference.classify_pattern`).
         amount: the shift or the window of the pattern.
         earlier_generation: the generation whose declared mask it is, if any.
-        heads: the heads that differ, of `n_heads`.
+        heads: the heads that differ.
         pieces: how many block-diagonal pieces the `segments` form.
         id: the finding id, if it does not follow from the rest.
         severity: the severity, if it does not follow from the rest.
         varies: whether the counts vary over the layers; those here are the largest.
     """
 
-    step: StepRecord
+    context: RuleContext
     group: LayerGroup
-    difference: CellDifference
+    found: CellDifference
     expected: str
     assumed: bool = False
     pattern: str = ""
     amount: int = 0
     earlier_generation: int | None = None
     heads: tuple[int, ...] = ()
-    n_heads: int = 1
     pieces: int = 0
     segments: int = 0
     id: str = ""
     severity: Severity | None = None
     varies: bool = False
 
+    @property
+    def finding_id(self) -> str:
+        """The finding id of the case."""
+        group = self.group
+        if self.id:
+            return self.id
+        if group.adds_bools and self.found.leaked:
+            return "mask.bool-added"
+        if self.pattern == OPEN:
+            return "mask.none" if group.mask.kind == NO_MASK else "mask.not-applied"
+        merged = group.has_custom_mask_mod and self.found.leaked and self.pieces < self.segments
+        if merged and self.pattern != MOVED and not self.found.future:
+            return "mask.merged"
+        if self.pattern == CAUSAL and self.found.leaked:
+            return "mask.not-applied"
+        if self.found.leaked:
+            return "mask.future" if self.found.future == self.found.leaked else "mask.leak"
+        return "mask.lost"
+
     def format_pairs(self, n: int) -> str:
         """Return "3 pairs", or "up to 3 pairs" if the count varies over the layers."""
         return ("up to " if self.varies else "") + plural(n, "pair")
 
-
-def case_finding_id(case: MaskCase) -> str:
-    """Return the finding id of a case."""
-    group, found = case.group, case.difference
-    if case.id:
-        return case.id
-    if group.adds_bools and found.leaked:
-        return BOOL_ADDED
-    if case.pattern == OPEN:
-        return MASK_NONE if group.mask.kind == NO_MASK else MASK_NOT_APPLIED
-    merged = group.has_custom_mask_mod and found.leaked and case.pieces < case.segments
-    if merged and case.pattern != MOVED and not found.future:
-        return MASK_MERGED
-    if case.pattern == CAUSAL and found.leaked:
-        return MASK_NOT_APPLIED
-    if found.leaked:
-        return MASK_FUTURE if found.future == found.leaked else MASK_LEAK
-    return MASK_LOST
-
-
-def describe_run(group: LayerGroup) -> str:
-    """Return what ran: "causal SDPA without a mask", "FlexAttention with mask_mod f"."""
-    path = _PATH_NAMES.get(group.call.path, f"attention '{printable(group.call.backend)}'")
-    kind = group.mask.kind
-    if kind == "none, causal":
-        text = f"causal {path} without a mask"
-    elif kind == NO_MASK:
-        text = f"{path} without a mask"
-    elif kind == "block":
-        text = f"{path} with mask_mod {printable(group.mask.mask_mod or '(unnamed)')}"
-    else:
-        text = f"{path} with a {kind} mask"
-    return text + _describe_reason(group)
-
-
-def _describe_reason(group: LayerGroup) -> str:
-    call = group.call
-    if call.suppressed_exception is not None:
-        return f" after {printable(call.suppressed_exception)} was suppressed"
-    if group.usual_path:
-        return f" (the other layers ran {group.usual_path})"
-    if (
-        call.mask_passed_to_layer is not None
-        and group.mask.kind.startswith(NO_MASK)
-        and call.mask_passed_to_layer != NO_MASK
-    ):
-        return f", although it received {printable(call.mask_passed_to_layer)}"
-    return ""
-
-
-def describe_where(group: LayerGroup, heads: Sequence[int] = (), n_heads: int = 1) -> str:
-    """Return "Layer 3", "All 8 layers", "Layers 0-2 in heads 0, 3 of 8"."""
-    in_heads = ""
-    if heads and len(heads) < n_heads:
-        in_heads = f" in {format_numbers('head', heads)} of {n_heads}"
-    return capitalize(format_layers(group.layers, group.n_layers)) + in_heads
-
-
-# -- sentences ------------------------------------------------------------------------------------
-
-
-def case_sentence(context: RuleContext, case: MaskCase, finding_id: str) -> str:
-    """Return one sentence: which layers, what ran there, what is wrong, and the first pair."""
-    describe = {
-        MASK_NONE: _describe_open,
-        BOOL_ADDED: _describe_added_bools,
-        MASK_MERGED: _describe_merged,
-        MASK_NOT_APPLIED: _describe_not_applied,
-        MASK_FUTURE: _describe_future,
-        MASK_PADDING: _describe_padding,
-    }.get(finding_id, _describe_counts)
-    return (
-        f"{describe_where(case.group, case.heads, case.n_heads)} ran {describe_run(case.group)}"
-        f"{describe(context, case)}{_describe_first_pair(context, case.difference)}"
-        f"{_describe_assumption(case)}."
-    )
-
-
-def _describe_open(context: RuleContext, case: MaskCase) -> str:
-    backend = printable(case.group.call.backend)
-    known = case.group.call.backend in ("sdpa", "eager", "flex_attention", "direct")
-    known = known or any(event.kind == MASK_FUNCTION_EVENT for event in case.step.events)
-    why = "" if known else f" (attention '{backend}' has no mask function)"
-    return f"{why}: every cell is open, so {_describe_future_rows(case.difference)}"
-
-
-def _describe_added_bools(context: RuleContext, case: MaskCase) -> str:
-    found = case.difference
-    future = f", so {_describe_future_rows(found)}" if found.future else ""
-    return (
-        ", which adds 1 to the scores of its open cells and closes nothing: every cell is open"
-        f"{future}"
-    )
-
-
-def _describe_merged(context: RuleContext, case: MaskCase) -> str:
-    found, segments = case.difference, case.segments
-    pieces = plural(case.pieces, "block-diagonal piece")
-    expected = (
-        f"there are {segments} segments"
-        if case.assumed
-        else f"{case.expected} keeps {segments} segments apart"
-    )
-    return (
-        f", whose mask has {pieces}, but {expected}: "
-        f"{_describe_worst_pair(context, found)} ({case.format_pairs(found.leaked)})"
-    )
-
-
-def _describe_not_applied(context: RuleContext, case: MaskCase) -> str:
-    found, group = case.difference, case.group
-    is_all = len(group.layers) == group.n_layers
-    is_none = group.mask.kind.startswith(NO_MASK) and group.call.mask_passed_to_layer is None
-    received = f" (received: None, backend {printable(group.call.backend)})" if is_none else ""
-    if case.pattern == OPEN:
-        cells = found.n_open + found.n_closed
+    def _describe_all_open(self) -> str:
+        """Return which rows see the future in a mask that should be closed in part."""
+        n_cells = self.found.n_open + self.found.n_closed
         return (
-            f", with {found.n_open} of {cells} cells open where {case.expected} opens "
-            f"{found.n_expected}, so {_describe_future_rows(found)}"
+            f", with {self.found.n_open} of {n_cells} cells open where "
+            f"{self.expected} opens {self.found.n_expected}, so {self._describe_future_rows()}"
         )
-    lost = f", and {found.lost} that it opens are closed" if found.lost else ""
-    applied = f"applied in 0 of {plural(group.n_layers, 'layer')}" if is_all else "not applied"
-    pairs = case.format_pairs(found.leaked)
-    if case.assumed:
+
+    def describe(self, finding_id: str) -> str:
+        """Return one sentence: which layers, what ran there, what is wrong, and the first pair."""
+        describe = {
+            "mask.none": self._describe_open,
+            "mask.bool-added": self._describe_added_bools,
+            "mask.merged": self._describe_merged,
+            "mask.not-applied": self._describe_not_applied,
+            "mask.future": self._describe_future,
+            "mask.padding": self._describe_padding,
+        }.get(finding_id, self._describe_counts)
+        assumption = ""
+        if self.assumed:
+            segments = f"{self.segments} segments"
+            assumption = f" (no mask was declared; {segments} are assumed to be isolated)"
         return (
-            f"{received}, so the isolation of the declared segments was {applied}: "
-            f"{_describe_worst_pair(context, found)} ({pairs})"
+            f"{self.group.describe_where(self.heads)} ran {self.group.describe_run()}"
+            f"{describe()}{self._describe_first_pair()}{assumption}."
         )
-    return (
-        f"{received}, so {case.expected} was {applied}: {pairs} that it closes "
-        f"{is_or_are(found.leaked)} open{_describe_across(context, found)}{lost}"
-    )
 
+    def _describe_open(self) -> str:
+        backend = self.group.call.backend
+        known = backend in ("sdpa", "eager", "flex_attention", "direct")
+        known = known or any(event.kind == MASK_FUNCTION_EVENT for event in self.group.step.events)
+        why = "" if known else f" (attention '{printable(backend)}' has no mask function)"
+        return f"{why}: every cell is open, so {self._describe_future_rows()}"
 
-def _describe_future(context: RuleContext, case: MaskCase) -> str:
-    found = case.difference
-    rows = f"{_describe_future_rows(found)} ({case.format_pairs(found.future)})"
-    if found.n_closed or found.n_rows < 2:
-        return f", in which {rows}"
-    cells = found.n_open + found.n_closed
-    return (
-        f", with {found.n_open} of {cells} cells open where {case.expected} opens "
-        f"{found.n_expected}, so {rows}"
-    )
+    def _describe_added_bools(self) -> str:
+        future = f", so {self._describe_future_rows()}" if self.found.future else ""
+        added = ", which adds 1 to the scores of its open cells and closes nothing"
+        return f"{added}: every cell is open{future}"
 
-
-def _describe_padding(context: RuleContext, case: MaskCase) -> str:
-    found = case.difference
-    n_rows = len(found.leaking_rows)
-    rows = f"{plural(n_rows, 'row')} {'sees' if n_rows == 1 else 'see'}"
-    return f", in which {rows} padding keys ({case.format_pairs(found.leaked)})"
-
-
-def _describe_counts(context: RuleContext, case: MaskCase) -> str:
-    found, name = case.difference, case.expected
-    leaked, lost = case.format_pairs(found.leaked), case.format_pairs(found.lost)
-    if case.assumed:
-        shifted = f", as if shifted by {case.amount:+d}" if case.pattern == MOVED else ""
-        return f": {_describe_worst_pair(context, found)} ({leaked}{shifted})"
-    if not found.leaked:
-        return f", which closes {lost} that {name} opens{_describe_pattern(case)}"
-    also = f" and closes {lost} that it opens" if found.lost else ""
-    return (
-        f", which opens {leaked} that {name} closes{_describe_across(context, found)}"
-        f"{also}{_describe_pattern(case)}"
-    )
-
-
-def _describe_across(context: RuleContext, found: CellDifference) -> str:
-    """Return " (36 of them let segment 2 see segment 1)", or "" if no segments are joined."""
-    if found.first_across is None:
-        return ""
-    kinds = [segment.kind for segment in context.segments]
-    across = [p for p in found.leaked_by_pair if p[0] != p[1]]
-    across = [p for p in across if kinds[p[0]] is kinds[p[1]] is SegmentKind.PARAPHRASE]
-    row, key = max(across, key=lambda pair: found.leaked_by_pair[pair])
-    n = found.leaked_by_pair[row, key]
-    some = "they let" if n == found.leaked else f"{n} of them let"
-    which = "it lets" if found.leaked == 1 else some
-    return f" ({which} {_segment_label(context, row)} see {_segment_label(context, key)})"
-
-
-def _describe_pattern(case: MaskCase) -> str:
-    if case.earlier_generation is not None:
-        return f" (it is the mask of generation {case.earlier_generation})"
-    if case.pattern == MOVED:
-        return f" (the executed mask is the declared one shifted by {case.amount:+d})"
-    if case.pattern == WINDOW:
+    def _describe_merged(self) -> str:
+        segments = f"{self.segments} segments"
+        kept = f"{self.expected} keeps {segments} apart"
+        expected = f"there are {segments}" if self.assumed else kept
         return (
-            f" (it is the declared one cut to the newest {plural(case.amount, 'key')}, but the "
-            "layer declares no such window)"
+            f", whose mask has {plural(self.pieces, 'block-diagonal piece')}, but {expected}: "
+            f"{self._describe_worst_pair()} ({self.format_pairs(self.found.leaked)})"
         )
-    if not case.difference.leaked and case.difference.lost and case.step.q_len == 1:
-        n_open = case.difference.n_open
-        row_0 = ", as for row 0" if case.difference.last_keys == [0] else ""
-        return f" ({n_open} of {plural(n_open + case.difference.lost, 'key')} left{row_0})"
-    return ""
 
+    def _describe_not_applied(self) -> str:
+        group = self.group
+        if self.pattern == OPEN:
+            return self._describe_all_open()
+        received = ""
+        if group.mask.kind.startswith(NO_MASK) and group.call.mask_passed_to_layer is None:
+            received = f" (received: None, backend {printable(group.call.backend)})"
+        is_all = len(group.layers) == group.n_layers
+        applied = f"applied in 0 of {plural(group.n_layers, 'layer')}" if is_all else "not applied"
+        pairs = self.format_pairs(self.found.leaked)
+        if self.assumed:
+            return (
+                f"{received}, so the isolation of the declared segments was {applied}: "
+                f"{self._describe_worst_pair()} ({pairs})"
+            )
+        lost = f", and {self.found.lost} that it opens are closed" if self.found.lost else ""
+        return (
+            f"{received}, so {self.expected} was {applied}: {pairs} that it closes "
+            f"{is_or_are(self.found.leaked)} open{self._describe_across()}{lost}"
+        )
 
-def _describe_assumption(case: MaskCase) -> str:
-    if not case.assumed:
+    def _describe_future(self) -> str:
+        pairs = f"({self.format_pairs(self.found.future)})"
+        if self.found.n_closed or self.found.n_rows < 2:
+            return f", in which {self._describe_future_rows()} {pairs}"
+        return f"{self._describe_all_open()} {pairs}"
+
+    def _describe_padding(self) -> str:
+        n_rows, pairs = len(self.found.leaking_rows), self.format_pairs(self.found.leaked)
+        sees = "sees" if n_rows == 1 else "see"
+        return f", in which {plural(n_rows, 'row')} {sees} padding keys ({pairs})"
+
+    def _describe_counts(self) -> str:
+        name = self.expected
+        leaked, lost = self.format_pairs(self.found.leaked), self.format_pairs(self.found.lost)
+        if self.assumed:
+            shifted = f", as if shifted by {self.amount:+d}" if self.pattern == MOVED else ""
+            return f": {self._describe_worst_pair()} ({leaked}{shifted})"
+        if not self.found.leaked:
+            return f", which closes {lost} that {name} opens{self._describe_pattern()}"
+        also = f" and closes {lost} that it opens" if self.found.lost else ""
+        return (
+            f", which opens {leaked} that {name} closes{self._describe_across()}"
+            f"{also}{self._describe_pattern()}"
+        )
+
+    def _describe_across(self) -> str:
+        """Return " (36 of them let segment 2 see segment 1)", or "" if no segments are joined."""
+        if self.found.first_across is None:
+            return ""
+        kinds = [segment.kind for segment in self.context.segments]
+        across = [
+            (n, row, key)
+            for (row, key), n in self.found.leaked_by_pair.items()
+            if row != key and kinds[row] is kinds[key] is SegmentKind.PARAPHRASE
+        ]
+        n, row, key = max(across, key=lambda entry: entry[0])
+        some = "they let" if n == self.found.leaked else f"{n} of them let"
+        which = "it lets" if self.found.leaked == 1 else some
+        return f" ({which} {self._segment_label(row)} see {self._segment_label(key)})"
+
+    def _describe_pattern(self) -> str:
+        if self.earlier_generation is not None:
+            return f" (it is the mask of generation {self.earlier_generation})"
+        if self.pattern == MOVED:
+            return f" (the executed mask is the declared one shifted by {self.amount:+d})"
+        if self.pattern == WINDOW:
+            return (
+                f" (it is the declared one cut to the newest {plural(self.amount, 'key')}, but the "
+                "layer declares no such window)"
+            )
+        if not self.found.leaked and self.found.lost and self.group.step.q_len == 1:
+            n_open = self.found.n_open
+            row_0 = ", as for row 0" if self.found.last_keys == [0] else ""
+            return f" ({n_open} of {plural(n_open + self.found.lost, 'key')} left{row_0})"
         return ""
-    return f" (no mask was declared; {case.segments} segments are assumed to be isolated)"
 
+    def _describe_future_rows(self) -> str:
+        """Return "rows 0-10 see the future"."""
+        last_keys = enumerate(self.found.last_keys, self.found.first_row)
+        rows = [row for row, last in last_keys if last > row]
+        if len(rows) == 1:
+            return f"row {rows[0]} sees the future"
+        if len(rows) <= _MAX_LISTED_FUTURE_ROWS:
+            return f"rows {format_ranges(rows)} see the future"
+        return f"{len(rows)} rows from {rows[0]} to {rows[-1]} see the future"
 
-def _describe_future_rows(found: CellDifference) -> str:
-    """Return "rows 0-10 see the future"."""
-    rows = [row for row, last in enumerate(found.last_keys, found.first_row) if last > row]
-    if len(rows) == 1:
-        return f"row {rows[0]} sees the future"
-    if len(rows) <= _MAX_LISTED_FUTURE_ROWS:
-        return f"rows {format_ranges(rows)} see the future"
-    return f"{len(rows)} rows from {rows[0]} to {rows[-1]} see the future"
+    def _describe_worst_pair(self) -> str:
+        """Return "paraphrase 2 sees paraphrase 1", the two segments with the most leaked pairs."""
+        (row, key), _ = max(self.found.leaked_by_pair.items(), key=lambda item: item[1])
+        rest = len({pair for pair in self.found.leaked_by_pair if pair[0] != pair[1]}) - 1
+        more = f" and {plural(rest, 'more pair')} of segments leak" if rest > 0 else ""
+        return f"{self._segment_label(row)} sees {self._segment_label(key)}{more}"
 
+    def _segment_label(self, index: int) -> str:
+        if 0 <= index < len(self.context.segments):
+            return printable(self.context.segments[index].label)
+        return "the sequence"
 
-def _describe_worst_pair(context: RuleContext, found: CellDifference) -> str:
-    """Return "paraphrase 2 sees paraphrase 1", the two segments with the most leaked pairs."""
-    (row, key), _ = max(found.leaked_by_pair.items(), key=lambda item: item[1])
-    rest = len({pair for pair in found.leaked_by_pair if pair[0] != pair[1]}) - 1
-    more = f" and {plural(rest, 'more pair')} of segments leak" if rest > 0 else ""
-    return f"{_segment_label(context, row)} sees {_segment_label(context, key)}{more}"
+    def _describe_first_pair(self) -> str:
+        """Return the first wrong (row, key) pair, with the segments of the two positions."""
+        pair, sees = self.found.first_across or self.found.first_leaked, "sees"
+        if not self.found.leaked:
+            pair, sees = self.found.first_lost, "does not see"
+        if pair is None:
+            return ""
+        row, key = (self._describe_position(pos) for pos in pair)
+        several = self.found.leaked > 1 or (not self.found.leaked and self.found.lost > 1)
+        return f"; {'first: ' if several else ''}{row} {sees} {key}"
 
-
-def _segment_label(context: RuleContext, index: int) -> str:
-    if 0 <= index < len(context.segments):
-        return printable(context.segments[index].label)
-    return "the sequence"
-
-
-def _describe_first_pair(context: RuleContext, found: CellDifference) -> str:
-    """Return the first wrong (row, key) pair, with the segments of the two positions."""
-    pair, sees = found.first_across or found.first_leaked, "sees"
-    if not found.leaked:
-        pair, sees = found.first_lost, "does not see"
-    if pair is None:
-        return ""
-    row, key = (_describe_position(context, pos) for pos in pair)
-    several = found.leaked > 1 or (not found.leaked and found.lost > 1)
-    return f"; {'first: ' if several else ''}{row} {sees} {key}"
-
-
-def _describe_position(context: RuleContext, pos: int) -> str:
-    segment = context.segment_at(pos)
-    label = f" ({printable(segment.label)})" if segment and len(context.segments) > 2 else ""
-    return context.format_position(pos) + label
-
-
-# -- segments -------------------------------------------------------------------------------------
+    def _describe_position(self, pos: int) -> str:
+        segment = self.context.segment_at(pos)
+        label = (
+            f" ({printable(segment.label)})" if segment and len(self.context.segments) > 2 else ""
+        )
+        return self.context.format_position(pos) + label
 
 
 def count_pieces(context: RuleContext, found: CellDifference) -> tuple[int, int]:
-    """Return the number of block-diagonal pieces, and the number of paraphrases.
-
-    Two paraphrases form one piece where every row of one sees every key of the other.
-    """
+    """Return the number of block-diagonal pieces, and the number of paraphrases."""
+    # Two paraphrases form one piece where every row of one sees every key of the other.
     segments = context.segments
     paraphrases = [n for n, s in enumerate(segments) if s.kind is SegmentKind.PARAPHRASE]
     piece_of = {n: n for n in paraphrases}

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexinspect.core.text import Positions, capitalize, plural, printable
+from flexinspect.core.text import Positions, capitalize, printable
 from flexinspect.masks.algebra import BoolArray, MaskSpec
-from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers
-from flexinspect.rules.engine import Rule
 
 NON_PROMPT_LABELS = ("padding", "before watching")
 """Labels of segments that the capture adds for positions outside of the prompt."""
@@ -54,10 +52,7 @@ class StepMaskView:
         return bool(self.cells[:, -1, start:stop].any())
 
     def block(self, rows: Segment, keys: Segment) -> BoolArray:
-        """Return the cells of one segment's rows and another's keys, in any head.
-
-        The step must compute the whole sequence.
-        """
+        """Return the cells of a segment's rows and another's keys, in any head of a whole step."""
         cells = broadcast_rows(self.cells, rows.stop)
         part = cells[:, rows.start : rows.stop, keys.start : keys.stop]
         return part[0] if len(part) == 1 else np.asarray(part.any(axis=0))
@@ -116,51 +111,6 @@ def format_mask_mod(mask: MaskRecord) -> str:
     return printable(mask.mask_mod or "an unnamed mask_mod")
 
 
-def mask_series(mask: MaskRecord, calls: Iterable[CallRecord]) -> str:
-    """Return the series of a finding about a mask_mod in some layers."""
-    return f"{mask.mask_mod} in layers {', '.join(map(str, layers_of(calls)))}"
-
-
-def has_wrong_size(mask: MaskRecord, call: CallRecord) -> bool:
-    """Return whether a mask was built for another batch or another number of heads than a call."""
-    return mask.batch not in (1, call.batch) or mask.heads not in (1, call.q_heads)
-
-
-def wrong_size_finding(
-    rule: Rule, step: StepRecord, finding_id: str, mask: MaskRecord, calls: Sequence[CallRecord]
-) -> Finding:
-    """Return the finding about a mask that `has_wrong_size` for the first of these calls."""
-    call, wrong = calls[0], []
-    if mask.batch not in (1, call.batch):
-        wrong.append(f"batch {mask.batch}, but the call has {call.batch}")
-    if mask.heads not in (1, call.q_heads):
-        kv = " (its KV heads)" if mask.heads == call.kv_heads else ""
-        wrong.append(f"{plural(mask.heads, 'head')}{kv}, but the call has {call.q_heads}")
-    outcome = (
-        "compiled FlexAttention reads past the end of the block tables and may crash"
-        if mask.compiled
-        else "uncompiled FlexAttention does not notice, compiled FlexAttention reads past the end "
-        "of the block tables and may crash"
-    )
-    return rule.finding(
-        step,
-        finding_id,
-        f"{format_call_place(rule.context, step, calls)}: the mask of {format_mask_mod(mask)} was "
-        f"built for {', and for '.join(wrong)}; {outcome}.",
-        severity=Severity.ERROR if mask.compiled else Severity.WARNING,
-        layers=call_layers(rule.context, calls),
-        evidence={
-            "mask": mask.fingerprint,
-            "mask_batch": mask.batch,
-            "mask_heads": mask.heads,
-            "batch": call.batch,
-            "q_heads": call.q_heads,
-            "kv_heads": call.kv_heads,
-        },
-        series=f"{mask_series(mask, calls)}: {mask.batch}, {mask.heads}",
-    )
-
-
 def broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
     """Return cells, bool (heads, rows, keys), with a single row that all share broadcast."""
     if cells.shape[1] == 1 < n_rows:
@@ -176,17 +126,14 @@ def slice_flags(flags: BoolArray, start: int, n: int, *, fill: bool = True) -> B
     return np.concatenate((inside, np.full(n - len(inside), fill)))
 
 
-def is_suffix(positions: Positions, last: int) -> bool:
-    """Return whether positions are a contiguous run that ends at `last`."""
-    return len(positions) > 0 and positions[-1] == last == positions[0] + len(positions) - 1
-
-
 def is_sliding_window(positions: Positions, last: int, before: int) -> bool:
     """Return whether a row sees a sliding window: a run of as many keys as the row before it.
 
     `positions` are those that the row at position `last` sees; the row before it saw `before`.
     """
-    return is_suffix(positions, last) and positions[0] > 0 and len(positions) == before
+    if not len(positions) or positions[0] == 0 or len(positions) != before:
+        return False
+    return bool(positions[-1] == last == positions[0] + len(positions) - 1)
 
 
 def paraphrase_segments(segments: Iterable[Segment]) -> list[Segment]:
@@ -209,13 +156,5 @@ def spec_reads_key(spec: MaskSpec, pos: int, n_rows: int) -> bool:
     """Return whether a spec lets any later row, of `n_rows` rows, see the key at a position."""
     starts, stops = np.asarray(spec.starts), np.asarray([*spec.starts[1:], n_rows])
     later = (np.minimum(stops, n_rows) > pos + 1) & (starts < n_rows)
-    return bool(
-        (
-            later & ((pos < np.asarray(spec.prefix_stops)) | (pos >= np.asarray(spec.local_starts)))
-        ).any()
-    )
-
-
-def segment_labels(segments: Sequence[Segment]) -> list[str]:
-    """Return the labels of segments."""
-    return [segment.label for segment in segments]
+    sees = (pos < np.asarray(spec.prefix_stops)) | (pos >= np.asarray(spec.local_starts))
+    return bool((later & sees).any())

@@ -9,37 +9,25 @@ and through which rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import (
-    capitalize,
-    format_ranges,
-    join_labels,
-    plural,
-    printable,
-)
+from flexinspect.core.text import capitalize, format_ranges, join_labels, plural, printable
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import DeclaredMask, RuleContext, abbreviate_labels
+from flexinspect.rules.context import RuleContext, abbreviate_labels
 from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.mask_views import (
-    NON_PROMPT_LABELS,
-    paraphrase_segments,
-    step_mask_views,
-)
+from flexinspect.rules.masks import mask_views
 
 PackedRows = npt.NDArray[np.uint64]
 """Mask cells, 64 per word: (rows, words)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TransitiveLeak:
+class TransitiveLeak(NamedTuple):
     """Segment `target` depends on segment `source` from `layer` on, through the rows `carriers`.
 
     The carriers are all rows outside of both segments that the target sees and that depend on the
@@ -75,72 +63,59 @@ def find_transitive_leaks(
     `packed` are the masks by layer, as `pack_rows` returns them, all of one length. A row keeps
     what it had, as in the residual stream. Layers without a mask are assumed to pass nothing on.
     """
-    layers = sorted(packed)
-    n = len(packed[layers[0]])
     leaks: list[TransitiveLeak] = []
     for number, source in enumerate(sources):
-        inputs = _rows_reached(packed, layers, source, n)
+        inputs = _rows_reached(packed, source)
         for index, target in enumerate(targets):
             if target != source and inputs[-1][target.start : target.stop].any():
-                leaks.append(_make_leak(packed, layers, inputs, (index, number), (target, source)))
+                layer, carriers = _find_carriers(packed, inputs, target, source)
+                leaks.append(TransitiveLeak(index, number, layer, carriers))
     return _drop_implied_leaks(leaks, targets, sources)
 
 
-def _rows_reached(
-    packed: Mapping[int, PackedRows], layers: Sequence[int], source: Segment, n: int
-) -> list[BoolArray]:
+def _rows_reached(packed: Mapping[int, PackedRows], source: Segment) -> list[BoolArray]:
     """Return which rows depend on a segment, bool (n,): before the first layer, and after each."""
-    reached = np.zeros(n, np.bool_)
-    reached[source.start : source.stop] = True
+    row = np.arange(len(next(iter(packed.values()))))
+    reached = (row >= source.start) & (row < source.stop)
     inputs, settled = [reached], None
-    for layer in layers:
-        mask = packed[layer]
+    for _, mask in sorted(packed.items()):
         if mask is not settled:  # the same mask again cannot add rows after it added none
-            after: BoolArray = reached | (mask & _pack_flags(reached)).any(axis=1)
+            flags = pack_rows(reached[None, None], len(row), 1)[0]
+            after: BoolArray = reached | (mask & flags).any(axis=1)
             settled = mask if np.array_equal(after, reached) else None
             reached = after
         inputs.append(reached)
     return inputs
 
 
-def _make_leak(
-    packed: Mapping[int, PackedRows],
-    layers: Sequence[int],
-    inputs: Sequence[BoolArray],
-    indices: tuple[int, int],
-    segments: tuple[Segment, Segment],
-) -> TransitiveLeak:
-    """Return the leak of a target that depends on a source; no carriers if it sees it directly."""
-    target, source = segments
-    carriers = np.zeros_like(inputs[0])
+def _find_carriers(
+    packed: Mapping[int, PackedRows], inputs: Sequence[BoolArray], target: Segment, source: Segment
+) -> tuple[int, tuple[int, ...]]:
+    """Return from which layer on a target depends on a source, and through which rows."""
+    # There are no such rows if it sees the source directly.
+    layers, carriers = sorted(packed), np.zeros_like(inputs[0])
     after = [bool(reached[target.start : target.stop].any()) for reached in inputs[1:]]
     first = layers[after.index(True)]
     for layer, reached in zip(layers, inputs, strict=False):
         rows = packed[layer][target.start : target.stop]
         seen = _unpack_row(np.bitwise_or.reduce(rows), len(reached))
         if seen[source.start : source.stop].any():
-            return TransitiveLeak(*indices, first, ())
+            return first, ()
         if not _is_sliding_row(packed[layer], target.stop - 1, len(reached)):
             carriers |= seen & reached
     carriers[target.start : target.stop] = False
-    return TransitiveLeak(*indices, first, tuple(np.flatnonzero(carriers).tolist()))
+    return first, tuple(np.flatnonzero(carriers).tolist())
 
 
 def _is_sliding_row(mask: PackedRows, last: int, n: int) -> bool:
-    """Return whether a row sees a window of keys that moved by one from the row before it.
-
-    A sliding window closes distant keys, but passes them on from row to row by design.
-    """
-    runs = [np.flatnonzero(_unpack_row(mask[row], n)) for row in (max(last - 1, 0), last)]
-    return all(
-        len(keys) > 1 and keys[0] > 0 and keys[-1] == row == keys[0] + len(keys) - 1
-        for row, keys in zip((last - 1, last), runs, strict=True)
-    ) and len(runs[0]) == len(runs[1])
-
-
-def _pack_flags(flags: BoolArray) -> PackedRows:
-    words: PackedRows = pack_rows(flags[None, None], len(flags), 1)[0]
-    return words
+    """Return whether a row sees a window of keys that moved by one from the row before it."""
+    # A sliding window closes distant keys, but passes them on from row to row by design.
+    before, keys = (np.flatnonzero(_unpack_row(mask[row], n)) for row in (max(last - 1, 0), last))
+    return (
+        len(keys) > 1
+        and mask_views.is_sliding_window(before, last - 1, len(keys))
+        and mask_views.is_sliding_window(keys, last, len(before))
+    )
 
 
 def _unpack_row(packed: PackedRows, n: int) -> BoolArray:
@@ -150,63 +125,40 @@ def _unpack_row(packed: PackedRows, n: int) -> BoolArray:
 def _drop_implied_leaks(
     leaks: Sequence[TransitiveLeak], targets: Sequence[Segment], sources: Sequence[Segment]
 ) -> list[TransitiveLeak]:
-    """Return the leaks that follow neither from directly visible segments nor from other leaks.
-
-    If all carriers lie in a third segment, that segment has a leak of its own.
-    """
+    """Return the leaks that follow neither from directly visible segments nor from other leaks."""
+    # If all carriers lie in a third segment, that segment has a leak of its own.
     spans = [(s.start, s.stop) for s in sources]
-    numbers = {span: number for number, span in enumerate(spans)}
+    numbers = [spans.index((target.start, target.stop)) for target in targets]
     direct = np.eye(len(sources), dtype=np.int64)
     for leak in leaks:
-        target = targets[leak.target]
-        number = numbers.get((target.start, target.stop))
-        if not leak.carriers and number is not None:
-            direct[number, leak.source] = 1
+        if not leak.carriers:
+            direct[numbers[leak.target], leak.source] = 1
     for _ in sources:
         direct = np.minimum(direct @ direct, 1)
     return [
         leak
         for leak in leaks
         if any(not any(a <= pos < b for a, b in spans) for pos in leak.carriers)
-        and not direct[numbers[targets[leak.target].start, targets[leak.target].stop], leak.source]
+        and not direct[numbers[leak.target], leak.source]
     ]
 
 
 def spec_reach(
     spec: MaskSpec, targets: Sequence[Segment], sources: Sequence[Segment]
 ) -> tuple[BoolArray, BoolArray]:
-    """Return which targets reach which sources in one layer, and over any number of layers.
-
-    Both are bool (targets, sources). They are computed over runs of positions without a border of a
-    segment or of the spec inside: in each run, the last row sees all keys that the others see.
-    """
+    """Return which targets reach which sources, bool (targets, sources), in one layer and all."""
     n = max(segment.stop for segment in (*targets, *sources))
-    spans = [pos for s in (*targets, *sources) for pos in (s.start, s.stop)]
-    borders = {0, n, *spans, *spec.starts, *spec.prefix_stops, *spec.local_starts}
-    starts = np.array(sorted(border for border in borders if 0 <= border < n))
-    rows = np.append(starts[1:], n) - 1
-    region = np.searchsorted(spec.starts, rows, side="right") - 1
-    prefix_stops = np.asarray(spec.prefix_stops)[region][:, None]
-    local_starts = np.asarray(spec.local_starts)[region][:, None]
-    sees = (starts <= rows[:, None]) & ((starts < prefix_stops) | (starts >= local_starts))
-    closure = sees | np.eye(len(starts), dtype=np.bool_)
-    for _ in range(int(np.ceil(np.log2(len(starts)))) + 1):
-        closure = (closure.astype(np.int64) @ closure) > 0
-
-    def joined(cells: BoolArray) -> BoolArray:
-        inside = [
-            [(s.start <= starts) & (starts < s.stop) for s in some] for some in (targets, sources)
-        ]
-        return np.array([[cells[np.ix_(t, s)].any() for s in inside[1]] for t in inside[0]])
-
-    return joined(sees), joined(closure)
+    rows = pack_rows(spec.dense(n)[None], n)
+    # As many layers as rows are enough. After one that adds no row, the others cost nothing.
+    inputs = [_rows_reached(dict.fromkeys(range(n), rows), source) for source in sources]
+    direct, over_layers = (
+        np.array([[reached[at][t.start : t.stop].any() for reached in inputs] for t in targets])
+        for at in (1, -1)
+    )
+    return direct, over_layers
 
 
-REACH_LEAK = "reach.leak"
-REACH_BY_DESIGN = "reach.by-design"
-
-_MAX_NAMED_CARRIERS = 4
-"""Up to this many rows, a sentence names each with its token."""
+_MAX_NAMED_CARRIERS = 4  # up to this many rows, a sentence names each with its token
 
 
 class TransitiveReachRule(Rule):
@@ -217,14 +169,24 @@ class TransitiveReachRule(Rule):
     warning of its own.
     """
 
-    name: ClassVar[str] = "reach"
-    findings = finding_kinds(REACH_LEAK, REACH_BY_DESIGN)
+    name = "reach"
+    findings = finding_kinds("reach.leak", "reach.by-design")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the masks that were checked."""
         super().on_generation_start(context)
         self._checked: set[tuple[tuple[int, str], ...]] = set()
-        self._targets = paraphrase_segments(context.segments)
+        self._targets = mask_views.paraphrase_segments(context.segments)
+        # Shared text counts only under a declared mask, which says who may see it.
+        kinds = {SegmentKind.PARAPHRASE}
+        if context.declared_spec is not None:
+            kinds.add(SegmentKind.SHARED)
+        self._sources = [
+            segment
+            for segment in context.segments
+            if segment in self._targets
+            or (segment.kind in kinds and segment.label not in mask_views.NON_PROMPT_LABELS)
+        ]
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return the leaks of a step that computes the whole prompt, as one finding."""
@@ -236,105 +198,70 @@ class TransitiveReachRule(Rule):
             return
         self._checked.add(key)
         packed: dict[int, PackedRows] = {}
-        for view in step_mask_views(step, self.context)[0]:
+        for view in mask_views.step_mask_views(step, self.context)[0]:
             if not view.first_key_pos:
                 rows = pack_rows(view.cells, self._targets[-1].stop)
                 packed.update(dict.fromkeys(view.layers, rows))
-        sources = self._sources()
-        leaks = find_transitive_leaks(packed, self._targets, sources) if packed else []
-        leaks, by_design = self._reportable_leaks(leaks, sources) if leaks else ([], False)
+        leaks = find_transitive_leaks(packed, self._targets, self._sources) if packed else []
+        leaks, by_design = self._reportable_leaks(leaks) if leaks else ([], False)
         if leaks:
-            leaks.sort(key=lambda leak: leak.layer)
-            yield self._leak_finding(step, leaks, sources, by_design)
+            yield self._leak_finding(step, sorted(leaks, key=lambda leak: leak.layer), by_design)
 
-    def _sources(self) -> list[Segment]:
-        """Return the segments from which others may have to be isolated.
-
-        Shared text counts only under a declared mask, which says who may see it.
-        """
-        kinds = [SegmentKind.PARAPHRASE]
-        if self.context.declared_spec is not None:
-            kinds.append(SegmentKind.SHARED)
-        return [
-            segment
-            for segment in self.context.segments
-            if segment in self._targets
-            or (segment.kind in kinds and segment.label not in NON_PROMPT_LABELS)
-        ]
-
-    def _reportable_leaks(
-        self, leaks: Sequence[TransitiveLeak], sources: Sequence[Segment]
-    ) -> tuple[list[TransitiveLeak], bool]:
-        """Return the leaks beyond the declared mask, or else those that it has by design.
-
-        Segments that the declared mask lets see each other directly are not a leak.
-        """
+    def _reportable_leaks(self, leaks: list[TransitiveLeak]) -> tuple[list[TransitiveLeak], bool]:
+        """Return the leaks beyond the declared mask, or else those that it has by design."""
+        # Segments that the declared mask lets see each other directly are not a leak.
         declared = self.context.declared_mask
         if declared is None:  # a mask function of the user: its executed cells are the design
-            return list(leaks), True
-        direct, over_layers = spec_reach(declared.spec, self._targets, sources)
+            return leaks, True
+        direct, over_layers = spec_reach(declared.spec, self._targets, self._sources)
         beyond = [leak for leak in leaks if not over_layers[leak.target, leak.source]]
         if beyond:
             return beyond, False
         return [leak for leak in leaks if not direct[leak.target, leak.source]], True
 
     def _leak_finding(
-        self,
-        step: StepRecord,
-        leaks: Sequence[TransitiveLeak],
-        sources: Sequence[Segment],
-        by_design: bool,
+        self, step: StepRecord, leaks: Sequence[TransitiveLeak], by_design: bool
     ) -> Finding:
         declared, first = self.context.declared_mask, leaks[0]
-        target, source = self._targets[first.target], sources[first.source]
-        carriers = sorted({pos for leak in leaks for pos in leak.carriers})
-        n_others = len(leaks) - 1
-        others = f"; the same holds for {plural(n_others, 'other pair')} of segments"
+        target, source = self._targets[first.target], self._sources[first.source]
+        n_others, others = len(leaks) - 1, ""
+        if n_others:
+            others = f"; the same holds for {plural(n_others, 'other pair')} of segments"
+        severity, allowed = Severity.ERROR, "the declared mask isolates the two over all layers"
+        if by_design:
+            severity, allowed = Severity.WARNING, "the declared mask itself allows this"
+        elif declared is not None and declared.assumed:
+            severity = Severity.WARNING
+            allowed = "no mask was declared, so the segments are assumed to be isolated"
         sentence = (
             f"{printable(capitalize(target.label))} depends on {printable(source.label)} from "
-            f"layer {first.layer} on, through {self._format_carriers(first.carriers)}, although "
-            f"none of its {plural(len(target), 'row')} sees it directly"
-            f"{others if n_others else ''}{_format_declaration(declared, by_design)}."
+            f"layer {first.layer} on, through {_format_carriers(self.context, first.carriers)}, "
+            f"although none of its {plural(len(target), 'row')} sees it directly{others}; "
+            f"{allowed}."
         )
+        pairs = [
+            [self._targets[leak.target].label, self._sources[leak.source].label, leak.layer]
+            for leak in leaks
+        ]
+        carriers = sorted({pos for leak in leaks for pos in leak.carriers})
+        is_declared = self.context.declared_spec is not None
         return self.finding(
             step,
-            REACH_BY_DESIGN if by_design else REACH_LEAK,
+            "reach.by-design" if by_design else "reach.leak",
             sentence,
-            severity=_reach_severity(declared, by_design),
+            severity=severity,
             layers=(first.layer,),
             positions=carriers,
-            evidence={
-                "pairs": [
-                    [self._targets[leak.target].label, sources[leak.source].label, leak.layer]
-                    for leak in leaks
-                ],
-                "carriers": len(carriers),
-                "declared": self.context.declared_spec is not None,
-            },
+            evidence={"pairs": pairs, "carriers": len(carriers), "declared": is_declared},
             series=f"{[(leak.target, leak.source, leak.layer) for leak in leaks]}",
         )
 
-    def _format_carriers(self, carriers: Sequence[int]) -> str:
-        """Return `rows 7 "," and 8 "and" (separator 1)`, or `12 rows, 5-12 (separator 1)`."""
-        labels = self.context.labels_at(np.array(carriers, np.intp))
-        where = f" ({abbreviate_labels(labels)})" if labels else ""
-        if len(carriers) > _MAX_NAMED_CARRIERS:
-            return (
-                f"{len(carriers)} rows, {format_ranges(carriers[: 2 * _MAX_NAMED_CARRIERS])}{where}"
-            )
-        rows = [self.context.format_position(pos).removeprefix("position ") for pos in carriers]
-        return f"row{'s' if len(rows) > 1 else ''} {join_labels(rows)}{where}"
 
-
-def _reach_severity(declared: DeclaredMask | None, by_design: bool) -> Severity:
-    if by_design or declared is None or declared.assumed:
-        return Severity.WARNING
-    return Severity.ERROR
-
-
-def _format_declaration(declared: DeclaredMask | None, by_design: bool) -> str:
-    if by_design:
-        return "; the declared mask itself allows this"
-    if declared is not None and declared.assumed:
-        return "; no mask was declared, so the segments are assumed to be isolated"
-    return "; the declared mask isolates the two over all layers"
+def _format_carriers(context: RuleContext, carriers: Sequence[int]) -> str:
+    """Return `rows 7 "," and 8 "and" (separator 1)`, or `12 rows, 5-12 (separator 1)`."""
+    labels = context.labels_at(np.array(carriers, np.intp))
+    where = f" ({abbreviate_labels(labels)})" if labels else ""
+    if len(carriers) > _MAX_NAMED_CARRIERS:
+        return f"{len(carriers)} rows, {format_ranges(carriers[: 2 * _MAX_NAMED_CARRIERS])}{where}"
+    rows = [context.format_position(pos).removeprefix("position ") for pos in carriers]
+    return f"row{'s' if len(rows) > 1 else ''} {join_labels(rows)}{where}"

@@ -8,38 +8,20 @@ reported when the generation is over.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 
-from flexinspect.core.text import (
-    Positions,
-    capitalize,
-    is_or_are,
-    join_labels,
-    plural,
-    printable,
-)
+from flexinspect.core.text import Positions, capitalize, is_or_are, join_labels, plural, printable
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import DeclaredMask, RuleContext, read_unpadded, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.empty_rows import count_readers
-from flexinspect.rules.masks.mask_views import (
-    NON_PROMPT_LABELS,
-    StepMaskView,
-    is_sliding_window,
-    segment_labels,
-    slice_flags,
-    spec_reads_key,
-    spec_sees_segment,
-    step_mask_views,
-)
-
-ORPHAN_KEY = "mask.orphan-key"
-UNUSED_SEGMENT = "segments.unused"
+from flexinspect.rules.masks.mask_views import NON_PROMPT_LABELS, StepMaskView
 
 MIN_ATTENTION_SHARE = 1e-4
 """A segment that gets a smaller share than this of every newest row's attention gets a note."""
@@ -54,31 +36,23 @@ class UnreadKeysRule(Rule):
     an unrecorded mask.
     """
 
-    name: ClassVar[str] = "columns"
-    streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "attention.mass")
-    findings = finding_kinds(ORPHAN_KEY, UNUSED_SEGMENT)
+    name = "columns"
+    streams = ("inputs.mask", "attention.mass")
+    findings = finding_kinds("mask.orphan-key", "segments.unused")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset what was read."""
         super().on_generation_start(context)
-        self._has_unknown_mask = False
-        """Whether a mask is not known, so any key may have been read."""
-        self._unread: Positions = np.zeros(0, np.intp)
-        """Positions of the prompt that no other row has read so far."""
+        self._has_unknown_mask = False  # whether a mask is not known, so any key may have been read
+        self._unread: Positions = np.zeros(0, np.intp)  # positions that no other row has read
         self._length = 0
         self._layers: set[int] = set()
-        self._unseen_segments: list[Segment] = []
-        """Segments that no row of the cue and no generated row has seen so far."""
-        self._n_readers = 0
-        """Number of views of a cue or a generated row so far."""
-        self._n_seen: dict[int, int] = {}
-        """By layer: how many keys the newest row of the last step saw."""
-        self._is_sliding = False
-        """Whether windows in all layers may have moved past the unseen segments."""
-        self._shares: dict[int, float] = {}
-        """Index of each segment without attention to the largest share that it got."""
-        self._visible_segments: set[int] = set()
-        """Those of them that a generated row with recorded attention could see."""
+        self._unseen_segments: list[Segment] = []  # no cue and no generated row saw them
+        self._n_readers = 0  # number of views of a cue or a generated row so far
+        self._n_seen: dict[int, int] = {}  # by layer, keys that the last newest row saw
+        self._is_sliding = False  # whether windows may have moved past the unseen segments
+        self._shares: dict[int, float] = {}  # by index of a segment, the largest share of attention
+        self._visible_segments: set[int] = set()  # to generated rows with recorded attention
         for number, segment in enumerate(context.segments[:-1]):
             if segment.kind in _READ_KINDS and segment.label not in NON_PROMPT_LABELS:
                 self._unseen_segments.append(segment)
@@ -88,16 +62,17 @@ class UnreadKeysRule(Rule):
         """Record which keys and segments the rows of a step read."""
         if self._has_unknown_mask or not step.calls:
             return ()
-        views, all_known = step_mask_views(step, self.context)
+        views, all_known = mask_views.step_mask_views(step, self.context)
         if not all_known:
             self._has_unknown_mask = True
             return ()
         self._length = max(self._length, step.kv_after)
         if step.step == 0 and step.kv_before == 0:
             self._layers = {layer for view in views for layer in view.layers}
-            self._find_unread_keys(step, views)
+            self._unread = self._find_unread_keys(step, views)
         elif len(self._unread):
-            self._drop_read_keys(step, views)
+            for view in views:
+                self._unread = self._unread[~_read_by_others(view, self._unread, step.kv_before)]
         if self._unseen_segments:
             self._drop_seen_segments(step, views)
         if self._shares and step.kv_after > self.context.n_prompt:
@@ -106,33 +81,31 @@ class UnreadKeysRule(Rule):
 
     def on_generation_end(self) -> Iterator[Finding]:
         """Return findings for keys and segments that were never read."""
-        if not self._has_unknown_mask and self._layers:
-            yield from self._check_unread_keys()
+        if self._has_unknown_mask or not self._layers:
+            return
+        meant = np.array([self._should_be_read(pos) for pos in self._unread.tolist()], np.bool_)
+        for keep, is_meant in ((meant, True), (~meant, False)):
+            if keep.any() and (is_meant or self.context.declared_mask is None):
+                yield self._orphan_finding(self._unread[keep], is_meant)
+        # The last segment of a single forward may not be a cue.
+        is_single = self.context.declared_spec is None and self._length <= self.context.n_prompt
+        if self._n_readers and not self._is_sliding and not is_single:
             yield from self._check_unused_segments()
 
-    # -- keys ------------------------------------------------------------------------------------
-
-    def _find_unread_keys(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
-        """Find the keys that no other prompt row reads; the last one has no later row."""
+    def _find_unread_keys(self, step: StepRecord, views: Sequence[StepMaskView]) -> Positions:
+        """Return the keys that no other prompt row reads; the last one has no later row."""
         n = min(self.context.n_prompt or step.kv_after, step.kv_after)
         unread = np.arange(max(n - 1, 0))
         for view in views:
-            if len(unread):
-                unread = unread[~_read_by_others(view, unread, 0)]
+            unread = unread[~_read_by_others(view, unread, 0)]
         unread = unread[~self._is_padding(step, unread)]
-        if len(unread):
-            unread = unread[~_is_empty_row(views, unread)]
+        if len(unread):  # `mask.empty-row` reports rows that see no key in any layer
+            rows = [view.cells[:, np.minimum(unread, view.cells.shape[1] - 1)] for view in views]
+            unread = unread[np.logical_or.reduce([row.any(axis=(0, 2)) for row in rows])]
         if self.context.declared_mask is None and len(unread):
-            unread = unread[
-                np.logical_or.reduce([_follows_earlier_keys(view, unread) for view in views])
-            ]
-        self._unread = unread
-
-    def _drop_read_keys(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
-        for view in views:
-            if len(self._unread):
-                read = _read_by_others(view, self._unread, step.kv_before)
-                self._unread = self._unread[~read]
+            follows = [_follows_earlier_keys(view, unread) for view in views]
+            unread = unread[np.logical_or.reduce(follows)]
+        return unread
 
     def _is_padding(self, step: StepRecord, positions: Positions) -> BoolArray:
         """Return which positions are padding, by their segment or by the caller's 2D mask."""
@@ -142,26 +115,17 @@ class UnreadKeysRule(Rule):
         )
         received = read_unpadded(step)
         if received is not None:
-            is_padding |= ~slice_flags(received, 0, self._length)[positions]
+            is_padding |= ~mask_views.slice_flags(received, 0, self._length)[positions]
         return is_padding
 
-    def _check_unread_keys(self) -> Iterator[Finding]:
-        """Return a finding for keys that should be read, and one for the others."""
-        meant = np.array([self._should_be_read(pos) for pos in self._unread.tolist()], np.bool_)
-        for keep, is_meant in ((meant, True), (~meant, False)):
-            if keep.any() and (is_meant or self.context.declared_mask is None):
-                yield self._orphan_finding(self._unread[keep], is_meant)
-
     def _should_be_read(self, pos: int) -> bool:
-        """Return whether the declared mask lets a later row read a key.
-
-        With an assumed mask, only later rows of the same segment and generated rows count.
-        """
+        """Return whether the declared mask lets a later row read a key."""
+        # With an assumed mask, only later rows of the same segment and generated rows count.
         declared, segment = self.context.declared_mask, self.context.segment_at(pos)
         if declared is None or segment is None:
             return False
         if not declared.assumed:
-            return spec_reads_key(declared.spec, pos, self._length)
+            return mask_views.spec_reads_key(declared.spec, pos, self._length)
         if segment.kind not in (*_READ_KINDS, SegmentKind.CUE):
             return False
         return pos + 1 < segment.stop or self._length > self.context.n_prompt
@@ -179,40 +143,33 @@ class UnreadKeysRule(Rule):
         )
         return self.finding(
             None,
-            ORPHAN_KEY,
+            "mask.orphan-key",
             sentence,
             severity=Severity.WARNING if is_warning else Severity.NOTE,
             positions=keys,
             evidence={"keys": len(keys), "rows": self._length, "layers": len(self._layers)},
         )
 
-    # -- segments --------------------------------------------------------------------------------
-
     def _drop_seen_segments(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
         """Remove the segments that a row of the cue or a generated row sees."""
-        is_generated, are_windows = step.kv_after > self.context.n_prompt, []
+        is_generated, are_windows, seen = step.kv_after > self.context.n_prompt, [], set[Segment]()
+        cues = [s for s in self.context.segments if s.kind is SegmentKind.CUE]
         for view in views:
             keys = view.visible_positions()
-            sees_itself = len(keys) > 0 and int(keys[-1]) == view.newest_pos
-            before = self._n_seen.get(view.layers[0], _count_second_last_row(view))
-            are_windows.append(
-                bool(view.first_key_pos) or is_sliding_window(keys, view.newest_pos, before)
-            )
+            n_second_last = int(view.cells[:, -2:-1].any(axis=0).sum())
+            before = self._n_seen.get(view.layers[0], n_second_last)
+            is_window = mask_views.is_sliding_window(keys, view.newest_pos, before)
+            are_windows.append(is_window or view.first_key_pos > 0)
             self._n_seen.update(dict.fromkeys(view.layers, len(keys)))
-            if is_generated and sees_itself:
+            if is_generated and len(keys) and int(keys[-1]) == view.newest_pos:
                 self._n_readers += 1
-                self._unseen_segments = [s for s in self._unseen_segments if not view.sees(s)]
-            if step.kv_before == 0:
-                self._drop_seen_by_cue(step, view)
+                seen.update(filter(view.sees, self._unseen_segments))
+            for cue in cues:
+                if step.kv_before == 0 and cue.stop <= step.kv_after:
+                    self._n_readers += 1
+                    seen.update(s for s in self._unseen_segments if view.block(cue, s).any())
+        self._unseen_segments = [s for s in self._unseen_segments if s not in seen]
         self._is_sliding |= all(are_windows)
-
-    def _drop_seen_by_cue(self, step: StepRecord, view: StepMaskView) -> None:
-        for cue in self.context.segments:
-            if cue.kind is SegmentKind.CUE and cue.stop <= step.kv_after:
-                self._n_readers += 1
-                self._unseen_segments = [
-                    s for s in self._unseen_segments if not view.block(cue, s).any()
-                ]
 
     def _drop_attended_segments(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
         """Remove the segments that get more than `MIN_ATTENTION_SHARE` of the newest row."""
@@ -236,13 +193,7 @@ class UnreadKeysRule(Rule):
     def _check_unused_segments(self) -> Iterator[Finding]:
         """Return findings for segments never seen, and for those that got no attention."""
         declared = self.context.declared_mask
-        if not self._n_readers or self._is_sliding or self._is_single_forward():
-            return
-        unseen = [
-            segment
-            for segment in self._unseen_segments
-            if declared is None or self._should_be_seen(segment, declared)
-        ]
+        unseen = [s for s in self._unseen_segments if self._should_be_seen(s, declared)]
         if unseen:
             assumption = ""
             if declared is not None and declared.assumed:
@@ -255,7 +206,9 @@ class UnreadKeysRule(Rule):
             )
             severity = Severity.NOTE if declared is None else Severity.WARNING
             positions = [pos for s in unseen for pos in range(s.start, s.stop)]
-            yield self._unused_finding(unseen, sentence, severity, positions, 0.0)
+            yield self._unused_finding(
+                unseen, 0.0, sentence, severity=severity, positions=positions
+            )
         numbers = self._shares.keys() & self._visible_segments
         weak = [self.context.segments[n] for n in sorted(numbers)]
         if weak:
@@ -265,53 +218,32 @@ class UnreadKeysRule(Rule):
                 f"{'gets' if len(weak) == 1 else 'get'} at most {most:.1g} of their attention in "
                 "any layer and head."
             )
-            positions = [segment.start for segment in weak]
-            yield self._unused_finding(weak, sentence, Severity.NOTE, positions, most)
+            starts, note = [segment.start for segment in weak], Severity.NOTE
+            yield self._unused_finding(weak, most, sentence, severity=note, positions=starts)
 
     def _unused_finding(
-        self,
-        segments: Sequence[Segment],
-        sentence: str,
-        severity: Severity,
-        positions: Sequence[int],
-        share: float,
+        self, segments: Sequence[Segment], share: float, sentence: str, **options: Any
     ) -> Finding:
-        return self.finding(
-            None,
-            UNUSED_SEGMENT,
-            sentence,
-            severity=severity,
-            positions=positions,
-            evidence={
-                "segments": segment_labels(segments),
-                "keys": sum(len(segment) for segment in segments),
-                "largest_share": share,
-                "layers": len(self._layers),
-            },
-        )
+        labels, n_keys = [segment.label for segment in segments], sum(map(len, segments))
+        evidence = {"segments": labels, "keys": n_keys, "largest_share": share}
+        evidence["layers"] = len(self._layers)
+        return self.finding(None, "segments.unused", sentence, evidence=evidence, **options)
 
-    def _should_be_seen(self, segment: Segment, declared: DeclaredMask) -> bool:
-        """Return whether the declared mask shows a segment to the newest row.
-
-        False for paraphrases without a cue: `decode.generated-row-isolated` reports those.
-        """
+    def _should_be_seen(self, segment: Segment, declared: DeclaredMask | None) -> bool:
+        """Return whether the declared mask, if there is one, shows a segment to the newest row."""
+        # False for paraphrases without a cue: `decode.generated-row-isolated` reports those.
+        if declared is None:
+            return True
         if segment.kind is SegmentKind.SHARED:
-            return not declared.assumed and spec_sees_segment(
-                declared.spec, self._length - 1, segment
-            )
-        has_cue = any(s.kind is SegmentKind.CUE for s in self.context.segments)
-        return has_cue and spec_sees_segment(declared.spec, self._length - 1, segment)
-
-    def _is_single_forward(self) -> bool:
-        """Return whether this is a single forward, whose last segment may not be a cue."""
-        return self.context.declared_spec is None and self._length <= self.context.n_prompt
+            is_known = not declared.assumed
+        else:
+            is_known = any(s.kind is SegmentKind.CUE for s in self.context.segments)
+        return is_known and mask_views.spec_sees_segment(declared.spec, self._length - 1, segment)
 
 
 def _read_by_others(view: StepMaskView, positions: Positions, offset: int) -> BoolArray:
-    """Return which keys any row but their own reads; row 0 of the step is at position `offset`.
-
-    Nearly every key is read by the row after it, so that row is checked first.
-    """
+    """Return which keys any row but their own reads; row 0 of the step is at position `offset`."""
+    # Nearly every key is read by the row after it, so that row is checked first.
     columns, cells = positions - view.first_key_pos, view.cells
     read: BoolArray = np.zeros(len(columns), np.bool_)
     inside = (columns >= 0) & (columns < cells.shape[2])
@@ -324,30 +256,15 @@ def _read_by_others(view: StepMaskView, positions: Positions, offset: int) -> Bo
     read[inside] = cells[:, next_rows[inside], columns[inside]].any(axis=0)
     rest = np.flatnonzero(~read)
     if len(rest):
-        read[rest] = count_readers(cells, columns[rest], offset - view.first_key_pos) > 0
+        read[rest] = count_readers(cells, columns[rest], offset - view.first_key_pos)[0] > 0
     return read
 
 
 def _follows_earlier_keys(view: StepMaskView, positions: Positions) -> BoolArray:
     """Return for which keys the next row sees earlier keys, so that no new block starts there."""
-    follows = np.zeros(len(positions), np.bool_)
-    for index, pos in enumerate(positions.tolist()):
-        row = view.cells[:, min(pos + 1, view.cells.shape[1] - 1)]
-        follows[index] = row[:, :pos].any()
-    return follows
-
-
-def _is_empty_row(views: Sequence[StepMaskView], positions: Positions) -> BoolArray:
-    """Return which rows see no key in any layer, which `mask.empty-row` reports."""
-    rows = [view.cells[:, np.minimum(positions, view.cells.shape[1] - 1)] for view in views]
-    empty: BoolArray = np.logical_and.reduce([~row.any(axis=(0, 2)) for row in rows])
-    return empty
-
-
-def _count_second_last_row(view: StepMaskView) -> int:
-    """Return how many keys the second last row sees, 0 if there is none."""
-    cells = view.cells
-    return int(np.count_nonzero(cells[:, -2].any(axis=0))) if cells.shape[1] > 1 else 0
+    last = view.cells.shape[1] - 1
+    rows = ((pos, view.cells[:, min(pos + 1, last)]) for pos in positions.tolist())
+    return np.array([row[:, :pos].any() for pos, row in rows], np.bool_)
 
 
 def _format_labels(segments: Sequence[Segment]) -> str:

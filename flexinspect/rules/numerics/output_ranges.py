@@ -19,8 +19,7 @@ import numpy as np
 from flexinspect.core.text import capitalize, format_layers
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import LayerStatRecord, StepRecord
-from flexinspect.rules.attention.attention_shape import ROW_STREAMS
-from flexinspect.rules.attention.call_arguments import find_capped_layers
+from flexinspect.rules.attention.attention_shape import ROW_STREAMS, find_capped_layers
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 

@@ -7,37 +7,28 @@ start of a segment they may restart. The ids are those that the layers received.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import capitalize, plural, printable
+from flexinspect.core.text import capitalize, is_or_are, plural, printable
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.records.step import MaskRecord, StepRecord
+from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import RuleContext, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.declared_vs_executed import count_pads_by_id
+from flexinspect.rules.masks.declared_vs_executed import count_pads
 
-NOT_RESET = "positions.not-reset"
-
-POSITION_JUMP = "positions.jump"
-POSITION_RESTART = "positions.restart"
-POSITION_PADDING = "positions.padding"
 LEARNED_POSITIONS_EVENT = "learned-positions"
 """Event of a model with learned position embeddings, where absolute ids matter."""
-
-POSITION_DUPLICATE = "positions.duplicate"
-
 
 PositionIds = npt.NDArray[Any]
 
 
-class _PositionFault(NamedTuple):
+class _Fault(NamedTuple):
     """A fault in one row of the batch, at a column (query row) of the step."""
 
     id: str
@@ -53,25 +44,26 @@ class PositionsRule(Rule):
     Runs at every capture level. Steps without two-dimensional position ids are skipped.
     """
 
-    name: ClassVar[str] = "positions"
-    streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "inputs.positions")
+    name = "positions"
+    streams = ("inputs.mask", "inputs.positions")
     findings = finding_kinds(
-        POSITION_JUMP, POSITION_RESTART, POSITION_PADDING, POSITION_DUPLICATE, NOT_RESET
+        "positions.jump",
+        "positions.restart",
+        "positions.padding",
+        "positions.duplicate",
+        "positions.not-reset",
     )
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the state of a generation."""
         super().on_generation_start(context)
-        self._last_ids: PositionIds | None = None
-        """The last id of each row of the batch."""
+        self._segment_starts = [segment.start for segment in context.segments]
+        self._last_ids: PositionIds | None = None  # the last id of each row of the batch
         self._length = 0
         self._unpadded: npt.NDArray[np.bool_] | None = None
-        self._reported: _PositionFault | None = None
-        """The first fault of the decode steps, or the first error among them."""
-        self._counted_pads_severity = Severity.NOTE
-        """Severity of ids that count padding: rotary embeddings are not affected."""
-        self._isolated_pairs: Sequence[IsolatedPair] = ()
-        """Isolated segments without restarted ids, until a row attends to both."""
+        self._reported: _Fault | None = None  # the first fault of the decode steps, or first error
+        self._counted_pads_severity = Severity.NOTE  # rotary embeddings are not affected
+        self._isolated_pairs: Sequence[_IsolatedPair] = ()  # until a row attends to both
 
     def on_step(self, step: StepRecord) -> Iterable[Finding]:
         """Check the position ids of a step."""
@@ -80,11 +72,9 @@ class PositionsRule(Rule):
             self._last_ids = None
             return ()
         runs, last = inputs.positions, self._last_ids
-        is_usual = (
-            inputs.batch == 1 and step.kv_before and len(runs) == 1 and not self._isolated_pairs
-        )
+        is_usual = inputs.batch == 1 and step.kv_before and len(runs) == 1
         # A decode step without a fault costs only this line.
-        if is_usual and last is not None and runs[0][0] == last[0] + 1:
+        if is_usual and not self._isolated_pairs and last is not None and runs[0][0] == last[0] + 1:
             last[0] += runs[0][1]
             self._length = step.kv_after
             return ()
@@ -94,6 +84,7 @@ class PositionsRule(Rule):
         return self._check_ids(step, table)
 
     def _check_ids(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
+        last = ids[:, -1]
         if step.kv_before:
             yield from self._check_decode_step(step, ids)
         else:
@@ -101,26 +92,17 @@ class PositionsRule(Rule):
             is_learned = any(event.kind == LEARNED_POSITIONS_EVENT for event in step.events)
             self._counted_pads_severity = Severity.WARNING if is_learned else Severity.NOTE
             self._unpadded = real if real is not None and real.shape == ids.shape else None
-            self._isolated_pairs = find_isolated_pairs(self.context, step, ids[0])
+            self._isolated_pairs = _find_isolated_pairs(self.context, step, ids[0])
             yield from self._check_prompt(step, ids)
-        self._last_ids, self._length = self._last_real_ids(step, ids), step.kv_after
-        pairs = self._isolated_pairs
-        pair = find_pair_in_one_row(self.context, step, pairs) if pairs else None
+            if self._unpadded is not None:  # with right padding, that of the last real token
+                last_real = ids.shape[1] - 1 - self._unpadded[:, ::-1].argmax(axis=1)
+                last = ids[np.arange(len(ids)), last_real]
+        self._last_ids, self._length = last.astype(np.int64), step.kv_after
+        pair = _find_pair_in_one_row(self.context, step, self._isolated_pairs)
         if pair is not None or step.kv_before:
             self._isolated_pairs = ()
         if pair is not None:
             yield self._not_reset_finding(step, pair)
-
-    def _last_real_ids(self, step: StepRecord, ids: PositionIds) -> PositionIds:
-        """The last id of each row; with right padding, that of its last real token."""
-        if step.kv_before or self._unpadded is None or self._unpadded[:, -1].all():
-            return ids[:, -1].astype(np.int64)
-        width = ids.shape[1]
-        last = width - 1 - self._unpadded[:, ::-1].argmax(axis=1)
-        ends: PositionIds = ids[np.arange(len(ids)), last].astype(np.int64)
-        return ends
-
-    # -- a prompt, or the whole sequence again ---------------------------------------------------
 
     def _check_prompt(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
         for row in range(len(ids)):
@@ -131,43 +113,40 @@ class PositionsRule(Rule):
                 yield self._fault_finding(step, fault, row, len(ids))
                 return
 
-    def _check_padded_row(self, ids: PositionIds, row: int) -> _PositionFault | None:
+    def _check_padded_row(self, ids: PositionIds, row: int) -> _Fault | None:
         """Compare the ids of the real tokens of a padded row with each other."""
         real = None if self._unpadded is None else self._unpadded[row]
         if real is None or real.all() or not real.any():
             return None
         columns = np.flatnonzero(real)
-        real_ids = ids[columns]
-        n_pads, n = int(columns[0]), len(columns)
+        real_ids, n_pads = ids[columns], int(columns[0])
         breaks = np.flatnonzero(np.diff(real_ids) != 1)
-        if len(breaks) and not np.isin(columns[breaks + 1], self._segment_starts()).all():
+        if len(breaks) and not np.isin(columns[breaks + 1], self._segment_starts).all():
             at = int(columns[breaks[0] + 1])
             a, b = int(real_ids[breaks[0]]), int(real_ids[breaks[0] + 1])
             words = (
-                f"{len(breaks)} of the {n - 1} steps between real tokens are not 1 (first: "
-                f"{self._format_position(at, row)} has id {b} after {a}): the ids do not follow "
-                "the attention mask"
+                f"{len(breaks)} of the {len(columns) - 1} steps between real tokens are not 1 "
+                f"(first: {self._format_position(at, row)} has id {b} after {a}): the ids do not "
+                "follow the attention mask"
             )
-            return _PositionFault(
-                POSITION_PADDING, Severity.WARNING, words, at, {"id": b, "before": a}
-            )
+            return _Fault("positions.padding", Severity.WARNING, words, at, {"id": b, "before": a})
         if n_pads and int(real_ids[0]) == n_pads:
             words = (
                 f"the first real token ({self._format_position(n_pads, row)}) has id {n_pads}: "
-                f"{plural(n_pads, 'padding token')} before it {'is' if n_pads == 1 else 'are'} "
-                "counted; this affects learned position embeddings, but not rotary ones"
+                f"{plural(n_pads, 'padding token')} before it {is_or_are(n_pads)} counted; this "
+                "affects learned position embeddings, but not rotary ones"
             )
-            seen = {"id": n_pads, "pads": n_pads}
-            return _PositionFault(
-                POSITION_PADDING, self._counted_pads_severity, words, n_pads, seen
-            )
+            severity, seen = self._counted_pads_severity, {"id": n_pads, "pads": n_pads}
+            return _Fault("positions.padding", severity, words, n_pads, seen)
         return None
 
-    def _check_unpadded_row(self, ids: PositionIds) -> _PositionFault | None:
+    def _check_unpadded_row(self, ids: PositionIds) -> _Fault | None:
         """Find ids that do not rise by one where no segment begins."""
-        start = self._count_pads(ids)
+        start = count_pads(self.context)
+        if self._unpadded is not None and self._unpadded[0].any():
+            start = int(self._unpadded[0].argmax())
         breaks = start + 1 + np.flatnonzero(np.diff(ids[start:]) != 1)
-        breaks = breaks[~np.isin(breaks, self._segment_starts())] if len(breaks) else breaks
+        breaks = breaks[~np.isin(breaks, self._segment_starts)]
         if not len(breaks):
             return None
         at = int(breaks[0])
@@ -179,115 +158,86 @@ class PositionsRule(Rule):
         segment = self.context.segment_at(at)
         label = "no segment" if segment is None else segment.label
         inside = f" inside {label}" if has_segments else ""
-        seen = {"id": now, "before": before, "places": len(breaks)}
         others = "" if len(breaks) == 1 else f" (first of {len(breaks)} such positions)"
         where = f"at {self.context.format_position(at)}{inside}{others}"
+        id_, words = "positions.jump", f"position ids jump from {before} to {now} {where}"
         if now == before:
+            id_, severity = "positions.duplicate", Severity.WARNING
             words = f"position id {now} is used twice, again {where}"
-            return _PositionFault(POSITION_DUPLICATE, Severity.WARNING, words, at, seen)
-        if now < before:
+        elif now < before:
+            id_ = "positions.restart"
             words = f"position ids restart at {now} after {before}, {where}"
-            return _PositionFault(POSITION_RESTART, severity, words, at, seen)
-        words = f"position ids jump from {before} to {now} {where}"
-        return _PositionFault(POSITION_JUMP, severity, words, at, seen)
-
-    def _count_pads(self, ids: PositionIds) -> int:
-        if self._unpadded is not None and self._unpadded[0].any():
-            return int(self._unpadded[0].argmax())
-        first = self.context.segments[0] if self.context.segments else None
-        if first is not None and first.label == "padding":
-            return first.stop
-        return count_pads_by_id(self.context)
-
-    def _segment_starts(self) -> list[int]:
-        return [segment.start for segment in self.context.segments]
-
-    # -- rows on a filled cache ------------------------------------------------------------------
+        seen = {"id": now, "before": before, "places": len(breaks)}
+        return _Fault(id_, severity, words, at, seen)
 
     def _check_decode_step(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
-        if self._follows_faulty_cache(step, ids):
-            return
-        last = self._last_ids
+        held = step.inputs.cached_before if step.inputs is not None else ()
+        if held and held[0] != step.kv_before and (ids[:, 0] == held[0]).all():
+            return  # the ids count keys that the first layer lost, which the cache rule reports
+        last, firsts = self._last_ids, ids[:, 0]
         if last is None:
-            yield from self._check_first_decode_step(step, ids)
+            if step.step == 0 and int(firsts[0]) == 0 and step.kv_before >= 2:
+                words = (
+                    f"position ids begin at 0 in step {step.step}, on a cache of {step.kv_before} "
+                    f"keys ({self.context.format_position(step.kv_before)})"
+                )
+                seen = {"id": 0, "cached": step.kv_before}
+                fault = _Fault("positions.restart", Severity.WARNING, words, 0, seen)
+                yield self._fault_finding(step, fault, 0, 1)
             return
         if len(last) != len(ids):
             return
-        firsts = ids[:, 0]
         # After rejected drafts, the cache and the ids go back by the same number.
         gone = self._length - step.kv_before
-        bad = (firsts != last + 1) & (firsts != last + 1 - gone)
-        rows = np.flatnonzero(bad)
-        if not len(rows):
+        rows = np.flatnonzero((firsts != last + 1) & (firsts != last + 1 - gone)).tolist()
+        if not rows:
             return
-        row = int(rows[0])
-        fault = self._classify_fault(step, int(last[row]), int(firsts[row]), row)
-        reported = self._reported
-        error = Severity.ERROR
+        fault = self._classify_fault(step, int(last[rows[0]]), int(firsts[rows[0]]), rows[0])
+        reported, error = self._reported, Severity.ERROR
         if reported is not None and (fault.severity is not error or reported.severity is error):
             fault = fault._replace(id=reported.id)  # later steps follow from the first fault
         else:
             self._reported = fault
-        yield self._fault_finding(step, fault, row, len(rows) if len(ids) > 1 else 1)
+        yield self._fault_finding(step, fault, rows[0], len(rows) if len(ids) > 1 else 1)
 
-    def _check_first_decode_step(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
-        """Check the first recorded step if the cache was already filled."""
-        if step.step or int(ids[0, 0]) != 0 or step.kv_before < 2:
-            return
-        words = (
-            f"position ids begin at 0 in step {step.step}, on a cache of {step.kv_before} keys "
-            f"({self.context.format_position(step.kv_before)})"
-        )
-        seen = {"id": 0, "cached": step.kv_before}
-        fault = _PositionFault(POSITION_RESTART, Severity.WARNING, words, 0, seen)
-        yield self._fault_finding(step, fault, 0, 1)
-
-    def _follows_faulty_cache(self, step: StepRecord, ids: PositionIds) -> bool:
-        """Whether the ids count keys that the first layer lost, which the cache rule reports."""
-        held = step.inputs.cached_before if step.inputs is not None else ()
-        if not held or held[0] == step.kv_before:
-            return False
-        return bool((ids[:, 0] == held[0]).all())
-
-    def _classify_fault(self, step: StepRecord, before: int, now: int, row: int) -> _PositionFault:
-        expected, cached = before + 1, step.kv_before
+    def _classify_fault(self, step: StepRecord, before: int, now: int, row: int) -> _Fault:
+        expected, cached, severity = before + 1, step.kv_before, Severity.WARNING
         seen = {"id": now, "expected": expected, "cached": cached}
         where = f"in step {step.step} ({self._format_position(cached, row)})"
         pads = 0 if self._unpadded is None else int((~self._unpadded[row]).sum())
         if pads and now == cached:
+            id_, seen["pads"] = "positions.padding", pads
             words = (
                 f"position ids go from {before} to {now} {where}: the ids of the prompt skip its "
                 f"{plural(pads, 'padding token')}, and those of the decode steps count them"
             )
-            return _PositionFault(
-                POSITION_PADDING, Severity.WARNING, words, 0, {**seen, "pads": pads}
-            )
-        if now == before:
+        elif now == before:
+            id_ = "positions.duplicate"
             words = f"position id {now} is used twice, again {where}; {expected} was expected"
-            return _PositionFault(POSITION_DUPLICATE, Severity.WARNING, words, 0, seen)
-        if now < before:
+        elif now < before:
+            id_, severity = "positions.restart", Severity.ERROR
             words = (
                 f"position ids restart at {now} {where}; {expected} was expected, and the cache "
                 f"holds {cached} keys"
             )
-            return _PositionFault(POSITION_RESTART, Severity.ERROR, words, 0, seen)
-        counts = ": they count the cached keys, unlike the prompt's ids" if now == cached else ""
-        words = f"position ids jump from {before} to {now} {where}{counts}"
-        return _PositionFault(POSITION_JUMP, Severity.WARNING, words, 0, seen)
-
-    # -- findings --------------------------------------------------------------------------------
+        else:
+            id_, words = "positions.jump", f"position ids jump from {before} to {now} {where}"
+            words += (
+                ": they count the cached keys, unlike the prompt's ids" if now == cached else ""
+            )
+        return _Fault(id_, severity, words, 0, seen)
 
     def _format_position(self, pos: int, row: int) -> str:
         """A position with its word, which is known for batch row 0 only."""
         return self.context.format_position(pos) if row == 0 else f"position {pos}"
 
-    def _fault_finding(
-        self, step: StepRecord, fault: _PositionFault, row: int, n_rows: int
-    ) -> Finding:
-        many = step.inputs is not None and step.inputs.batch > 1
-        words = f"in batch row {row}, {fault.description}" if many else fault.description
-        if many and step.kv_before and n_rows > 1:
-            words = f"in {n_rows} batch rows, first in row {row}: {fault.description}"
+    def _fault_finding(self, step: StepRecord, fault: _Fault, row: int, n_rows: int) -> Finding:
+        words = fault.description
+        if step.inputs is not None and step.inputs.batch > 1:
+            where = f"in batch row {row},"
+            if step.kv_before and n_rows > 1:
+                where = f"in {n_rows} batch rows, first in row {row}:"
+            words = f"{where} {words}"
         return self.finding(
             step,
             fault.id,
@@ -298,7 +248,7 @@ class PositionsRule(Rule):
             series="decode" if step.kv_before else "prompt",
         )
 
-    def _not_reset_finding(self, step: StepRecord, pair: IsolatedPair) -> Finding:
+    def _not_reset_finding(self, step: StepRecord, pair: _IsolatedPair) -> Finding:
         a, b = printable(pair.first.label), printable(pair.second.label)
         sentence = (
             f"Position ids are not restarted at {b}: it begins at {pair.second_id} "
@@ -306,23 +256,14 @@ class PositionsRule(Rule):
             f"attend, at {pair.first_id}; a row that attends to both sees them at different "
             "distances, so their order may matter (a modeling choice, not a fault)."
         )
+        evidence = {"first": a, "second": b, "first_id": pair.first_id, "second_id": pair.second_id}
+        at = (pair.second.start,)
         return self.finding(
-            step,
-            NOT_RESET,
-            sentence,
-            positions=(pair.second.start,),
-            evidence={
-                "first": a,
-                "second": b,
-                "first_id": pair.first_id,
-                "second_id": pair.second_id,
-            },
-            series="order",
+            step, "positions.not-reset", sentence, positions=at, evidence=evidence, series="order"
         )
 
 
-@dataclass(frozen=True, slots=True)
-class IsolatedPair:
+class _IsolatedPair(NamedTuple):
     """Two segments that do not attend to each other, and the position ids at which they begin."""
 
     first: Segment
@@ -331,32 +272,37 @@ class IsolatedPair:
     second_id: int
 
 
-def find_isolated_pairs(
+def _find_isolated_pairs(
     context: RuleContext, step: StepRecord, ids: npt.NDArray[Any]
-) -> list[IsolatedPair]:
-    """Pairs of segments that the executed mask isolates while the position ids continue.
-
-    `ids` are the position ids (rows,) of batch row 0. One layer that isolates them is enough.
-    """
-    pieces = [
-        s for s in context.segments if s.kind is SegmentKind.PARAPHRASE and s.stop <= len(ids)
-    ]
+) -> list[_IsolatedPair]:
+    """Pairs of segments that the executed mask isolates while the position ids continue."""
+    # `ids` are the position ids (rows,) of batch row 0. One layer that isolates them is enough.
+    n = len(ids)
+    pieces = [s for s in context.segments if s.kind is SegmentKind.PARAPHRASE and s.stop <= n]
     pairs = [(a, b) for a, b in combinations(pieces, 2) if ids[b.start] > ids[a.stop - 1]]
-    if not pairs:
-        return []
-    for fingerprint in {call.mask: None for call in step.calls}:
-        cells = _common_cells(context.mask(fingerprint), len(ids))
-        isolated = [] if cells is None else [pair for pair in pairs if _is_isolated(cells, *pair)]
+    for fingerprint in dict.fromkeys(call.mask for call in step.calls) if pairs else ():
+        mask = context.mask(fingerprint)
+        if mask is None or mask.cells is None or mask.uniform_rows is not None:
+            continue
+        if mask.cells.shape[1] != n or mask.cells.shape[2] < n:
+            continue
+        cells: BoolArray = np.any(mask.cells, axis=0)
+        isolated = [
+            _IsolatedPair(a, b, int(ids[a.start]), int(ids[b.start]))
+            for a, b in pairs
+            if not cells[b.start : b.stop, a.start : a.stop].any()
+            and not cells[a.start : a.stop, b.start : b.stop].any()
+        ]
         if isolated:
-            return [IsolatedPair(a, b, int(ids[a.start]), int(ids[b.start])) for a, b in isolated]
+            return isolated
     return []
 
 
-def find_pair_in_one_row(
-    context: RuleContext, step: StepRecord, pairs: Sequence[IsolatedPair]
-) -> IsolatedPair | None:
+def _find_pair_in_one_row(
+    context: RuleContext, step: StepRecord, pairs: Sequence[_IsolatedPair]
+) -> _IsolatedPair | None:
     """The first of these pairs of which some row of the step attends to both."""
-    for fingerprint in {call.mask: None for call in step.calls}:
+    for fingerprint in dict.fromkeys(call.mask for call in step.calls) if pairs else ():
         mask = context.mask(fingerprint)
         if mask is None or mask.cells is None or mask.kv_offset:
             continue
@@ -368,18 +314,3 @@ def find_pair_in_one_row(
             if (sees_first & sees_second).any():
                 return pair
     return None
-
-
-def _common_cells(mask: MaskRecord | None, n: int) -> BoolArray | None:
-    """The cells (rows, keys) that are open in any head; None if not all `n` positions are known."""
-    if mask is None or mask.cells is None or mask.cells.shape[1] != n:
-        return None
-    if mask.uniform_rows is not None or mask.cells.shape[2] < n:
-        return None
-    cells: BoolArray = np.any(mask.cells, axis=0)
-    return cells
-
-
-def _is_isolated(cells: BoolArray, first: Segment, second: Segment) -> bool:
-    one, other = slice(first.start, first.stop), slice(second.start, second.stop)
-    return not cells[other, one].any() and not cells[one, other].any()

@@ -9,33 +9,22 @@ the latter are not compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flexinspect.core.text import is_or_are, join_labels, plural, printable
-from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
 from flexinspect.rules.engine import Rule
 from flexinspect.rules.masks.mask_views import layers_of
-from flexinspect.rules.prompt.prompt_facts import (
-    MAX_SHIFT,
-    PromptTokens,
-    candidate_shifts,
-    find_shift,
-    is_growing,
-    leading_lengths,
-    token_lengths,
-)
-
-SHIFTED, DRIFT, SEGMENTS_MERGED = "segments.shifted", "segments.drift", "segments.merged"
+from flexinspect.rules.prompt import prompt_facts
+from flexinspect.rules.prompt.prompt_facts import PromptTokens
 
 _LIBRARY_PREFIXES = ("transformers.", "flexinspect")
 
@@ -52,8 +41,7 @@ MAX_BORDER_ROWS = 4096
 """Rows up to which the borders of a declared mask are computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class BorderFault:
+class BorderFault(NamedTuple):
     """A fault in the borders of some heads of a mask (see `BorderComparison`)."""
 
     id: str
@@ -69,83 +57,61 @@ class BorderCheck:
     def __init__(self, rule: Rule, prompt: PromptTokens) -> None:
         self._rule, self._context, self._prompt = rule, rule.context, prompt
         self._paraphrases = prompt.paraphrases
+        self._has_declared_mask = self._context.declared_spec is not None
         self.is_needed = bool(self._paraphrases)
 
     @cached_property
     def _declared_borders(self) -> Borders:
         """The borders of the declared mask, or of the one that is assumed."""
         declared = self._context.declared_mask
-        return () if declared is None else spec_borders(declared.spec, self._context.n_prompt + 1)
-
-    @cached_property
-    def _span_shift(self) -> int | None:
-        """The number of tokens by which the declared spans themselves are off."""
-        shift = find_shift(self._prompt)
-        return None if shift is None else shift.tokens
-
-    @property
-    def _has_declared_mask(self) -> bool:
-        return self._context.declared_spec is not None
+        if declared is None:
+            return ()
+        cells = declared.spec.dense(min(self._context.n_prompt + 1, MAX_BORDER_ROWS))
+        return _find_row_borders(np.count_nonzero(cells, axis=1), 0)
 
     def check_mask(self, mask: MaskRecord | None, head_borders: HeadBorders) -> BorderFault | None:
-        """The fault in the borders of a mask; None if there is none, or if it is unclear.
-
-        A mask with a border in most rows (sliding window, fully open) has no segments to compare.
-        """
-        if mask is None or mask.q_offset or len(head_borders.borders) > mask.q_len // 2:
+        """The fault in the borders of a mask; None if there is none, or if it is unclear."""
+        # A mask with a border in most rows (sliding window, fully open) has no segments to compare.
+        heads, borders = head_borders
+        if mask is None or mask.q_offset or len(borders) > mask.q_len // 2:
             return None
         apart = [one for one in self._paraphrases if one.start < mask.q_len]
-        found = compare_borders(
-            head_borders.borders, self._context.segments, apart, leading_lengths(self._prompt)
-        )
-        offsets = found.offsets or self._find_declared_shift(head_borders.borders, mask.q_len)
-        if found.misplaced or offsets:
+        misplaced = any(s.start < b < s.stop for b in borders for s in apart)
+        offsets: tuple[int, ...] = ()
+        if misplaced:
+            shifts = prompt_facts.candidate_shifts(self._prompt)
+            offsets = _find_offsets(borders, self._context.segments, apart, shifts)
+        offsets = offsets or self._find_declared_shift(borders, mask.q_len)
+        if misplaced or offsets:
             off = {*offsets}
-            if not off or off == {-(self._span_shift or 0)}:
+            shift = prompt_facts.find_shift(self._prompt)  # of the declared spans themselves
+            n = 0 if shift is None else shift.tokens or 0
+            if not off or off == {-n}:
                 return None
-            kind = SHIFTED if len(off) == 1 else DRIFT
-            return BorderFault(kind, head_borders.heads, head_borders.borders, offsets)
-        missing = self._declared_missing(found.missing, apart)
-        if not missing or not self._is_custom_mask(mask, head_borders.borders):
-            return None
-        return BorderFault(
-            SEGMENTS_MERGED, head_borders.heads, head_borders.borders, missing=missing
+            kind = "segments.shifted" if len(off) == 1 else "segments.drift"
+            return BorderFault(kind, heads, borders, offsets)
+        missing = tuple(
+            later
+            for earlier, later in _without_border(borders, apart)
+            if any(earlier.stop <= b <= later.start for b in self._declared_borders)
         )
+        is_custom = len(borders) > 0  # whether user code made this mask, and not a library
+        if mask.kind == "block":
+            is_custom = not (mask.mask_mod or "").startswith(_LIBRARY_PREFIXES)
+        if not missing or not is_custom:
+            return None
+        return BorderFault("segments.merged", heads, borders, missing=missing)
 
     def _find_declared_shift(self, borders: Borders, n_rows: int) -> tuple[int, ...]:
-        """By how much all borders precede those of the declared mask, empty if they do not.
-
-        A declared mask defines where a separator belongs, so even a border inside one may be off.
-        """
-        if (
-            not self._has_declared_mask
-            or len(borders) < 2
-            or {*borders} <= {*self._declared_borders}
-        ):
+        """By how much all borders precede those of the declared mask, empty if they do not."""
+        # A declared mask defines where a separator belongs, so even a border inside one may be off.
+        declared = self._declared_borders
+        if not self._has_declared_mask or len(borders) < 2 or {*borders} <= {*declared}:
             return ()
-        for n in candidate_shifts(self._prompt):
-            if borders == tuple(b - n for b in self._declared_borders if 0 < b - n < n_rows):
+        for n in prompt_facts.candidate_shifts(self._prompt):
+            if borders == tuple(b - n for b in declared if 0 < b - n < n_rows):
                 return (n,) * len(borders)
         return ()
-
-    def _declared_missing(
-        self, missing: Iterable[Segment], apart: Sequence[Segment]
-    ) -> tuple[Segment, ...]:
-        """Those of the `missing` segments for which the declared mask has a border."""
-        previous_stop = {later: earlier.stop for earlier, later in pairwise(apart)}
-        return tuple(
-            segment
-            for segment in missing
-            if any(previous_stop[segment] <= b <= segment.start for b in self._declared_borders)
-        )
-
-    def _is_custom_mask(self, mask: MaskRecord, borders: Borders) -> bool:
-        """Whether user code made this mask with borders, and not a library."""
-        if mask.kind == "block":
-            return not (mask.mask_mod or "").startswith(_LIBRARY_PREFIXES)
-        return len(borders) > 0
-
-    # -- findings --------------------------------------------------------------------------------
 
     def make_finding(
         self, step: StepRecord, fault: BorderFault, calls: Sequence[CallRecord]
@@ -156,28 +122,13 @@ class BorderCheck:
         if fault.heads:
             where += f" ({plural(len(fault.heads), 'head')}, first {fault.heads[0]})"
         describe = {
-            SHIFTED: self._describe_shift,
-            DRIFT: self._describe_drift,
-            SEGMENTS_MERGED: self._describe_merge,
+            "segments.shifted": self._describe_shift,
+            "segments.drift": self._describe_drift,
+            "segments.merged": self._describe_merge,
         }[fault.id]
         sentence, positions = describe(fault, where)
         if not self._has_declared_mask:
             sentence += " No mask was declared; segments are assumed to be isolated."
-        return self._rule.finding(
-            step,
-            fault.id,
-            sentence,
-            severity=Severity.ERROR if self._has_declared_mask else Severity.WARNING,
-            layers=layers,
-            head=fault.heads[0] if len(fault.heads) == 1 else None,
-            positions=positions,
-            evidence=self._evidence(fault, calls, layers),
-            series=f"mask {fault.heads} {fault.offsets} {len(fault.missing)}",
-        )
-
-    def _evidence(
-        self, fault: BorderFault, calls: Sequence[CallRecord], layers: Sequence[int]
-    ) -> dict[str, Any]:
         evidence: dict[str, Any] = {
             "mask": calls[0].mask,
             "borders": list(fault.borders),
@@ -186,47 +137,55 @@ class BorderCheck:
             "heads": list(fault.heads) or "all",
         }
         if fault.offsets:
-            evidence["shift"] = fault.offsets[0]
-            evidence["offsets"] = list(fault.offsets)
-        if fault.id == DRIFT:
-            evidence["tokens alone and fed"] = [list(pair) for pair in token_lengths(self._prompt)]
-        return evidence
+            evidence |= {"shift": fault.offsets[0], "offsets": list(fault.offsets)}
+        if fault.id == "segments.drift":
+            evidence["tokens alone and fed"] = list(map(list, self._prompt.token_lengths))
+        return self._rule.finding(
+            step,
+            fault.id,
+            sentence,
+            severity=Severity.ERROR if self._has_declared_mask else Severity.WARNING,
+            layers=layers,
+            head=fault.heads[0] if len(fault.heads) == 1 else None,
+            positions=positions,
+            evidence=evidence,
+            series=f"mask {fault.heads} {fault.offsets} {len(fault.missing)}",
+        )
 
     def _describe_shift(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
-        n = fault.offsets[0]
-        side = "before" if n > 0 else "after"
-        places, positions = self._describe_cuts(fault.borders, n)
-        sentence = (
-            f"In {where} the borders of the executed mask are {plural(abs(n), 'token')} {side} "
-            f"the declared ones{explain_shift(self._prompt, n)}: {places}."
-        )
-        return sentence, positions
-
-    def _describe_cuts(self, borders: Borders, n: int) -> tuple[str, tuple[int, ...]]:
         """Describe the tokens that are cut off from each segment; also their positions."""
-        parts, positions = [], []
+        n, format_position = fault.offsets[0], self._context.format_position
+        places, positions = [], list[int]()
         for segment in self._paraphrases:
-            inside = [b for b in borders if segment.start < b < segment.stop]
+            inside = [b for b in fault.borders if segment.start < b < segment.stop]
             if not inside:
                 continue
             lost = range(inside[0], segment.stop) if n > 0 else range(segment.start, inside[-1])
-            end = "last" if n > 0 else "first"
+            end, place = "last" if n > 0 else "first", format_position(lost[0])
             tokens = f"{end} token" if len(lost) == 1 else f"{end} {len(lost)} tokens"
-            first = self._context.format_position(lost[0])
-            place = first if len(lost) == 1 else f"from {first}"
-            parts.append(f"the {tokens} of '{printable(segment.label)}' ({place})")
-            positions += list(lost)
-        if not parts:  # inside separators
-            executed = self._context.format_position(borders[0])
-            declared = self._context.format_position(borders[0] + n)
-            return f"the first is at {executed} instead of {declared}", borders
-        neighbor = "after" if n > 0 else "before"
-        listed, verb = join_labels(limit_names(parts)), is_or_are(len(positions))
-        return f"{listed} {verb} treated as part of what comes {neighbor}", tuple(positions)
+            place = place if len(lost) == 1 else f"from {place}"
+            places.append(f"the {tokens} of '{printable(segment.label)}' ({place})")
+            positions += lost
+        if places:
+            what = (
+                f"{join_labels(limit_names(places))} {is_or_are(len(positions))} treated as part "
+                f"of what comes {'after' if n > 0 else 'before'}"
+            )
+        else:  # inside separators
+            positions, first = list(fault.borders), fault.borders[0]
+            what = (
+                f"the first is at {format_position(first)} instead of {format_position(first + n)}"
+            )
+        sentence = (
+            f"In {where} the borders of the executed mask are {plural(abs(n), 'token')} "
+            f"{'before' if n > 0 else 'after'} the declared ones{explain_shift(self._prompt, n)}: "
+            f"{what}."
+        )
+        return sentence, tuple(positions)
 
     def _describe_drift(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
         steps = ", ".join(map(str, fault.offsets))
-        alone, joined = (sum(pair[n] for pair in token_lengths(self._prompt)) for n in (0, 1))
+        alone, joined = (sum(pair[n] for pair in self._prompt.token_lengths) for n in (0, 1))
         summed = f" (encoded alone they have {alone} tokens, in the prompt {joined})"
         sentence = (
             f"In {where} the borders of the executed mask drift away from the declared ones: they "
@@ -256,7 +215,7 @@ class BorderCheck:
 
     def _describe_eos(self) -> str:
         """Whether an EOS separates the segments, where that explains the missing borders."""
-        prompt, eos = self._prompt, self._prompt.tokenizer_facts.eos
+        prompt, eos = self._prompt, self._prompt.tokenizer.eos
         first, last = self._paraphrases[0].start, self._paraphrases[-1].start
         ids = prompt.ids[max(first - prompt.start, 0) : last - prompt.start]
         if not ids or any(id_ in eos for id_ in ids):
@@ -279,57 +238,44 @@ def limit_names(names: Sequence[str]) -> list[str]:
 def explain_shift(prompt: PromptTokens, n: int) -> str:
     """The usual cause of a shift by n tokens, as the end of a clause; "" if it is not known."""
     bos = int(prompt.has_bos)
-    if n == bos == 1:
-        return ", as if positions had been counted without the BOS"
-    if n == -1 and not bos and prompt.tokenizer_facts.bos is not None:
+    if n == -1 and not bos and prompt.tokenizer.bos is not None:
         return ", as if a BOS had been counted that is not in the prompt"
-    if n and prompt.n_pads and n == prompt.n_pads:
-        return ", as if positions had been counted without the padding"
-    if n and prompt.n_pads and n == prompt.n_pads + bos:
-        return ", as if positions had been counted without the padding and the BOS"
-    return ""
+    omitted = ""
+    if n == bos == 1:
+        omitted = "the BOS"
+    elif n and prompt.n_pads and n == prompt.n_pads:
+        omitted = "the padding"
+    elif n and prompt.n_pads and n == prompt.n_pads + bos:
+        omitted = "the padding and the BOS"
+    return f", as if positions had been counted without {omitted}" if omitted else ""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadBorders:
-    """The borders of some heads of a mask; `heads` is empty if all heads share them."""
-
-    heads: tuple[int, ...]
-    borders: Borders
+HeadBorders = tuple[tuple[int, ...], Borders]
+"""Heads of a mask with their borders; without heads, all heads share them."""
 
 
-def find_borders(mask: MaskRecord) -> tuple[HeadBorders, ...] | None:
-    """The borders of a mask of several rows, by heads; None if they are not defined.
-
-    They are not for a mask whose cells are unknown, a single broadcast row, and a sliding window.
-    """
+def find_borders(mask: MaskRecord | None) -> tuple[HeadBorders, ...]:
+    """The borders of a mask of several rows, by heads; empty if they are not defined."""
+    # They are not for a mask whose cells are unknown, a single broadcast row, and a sliding window.
+    if mask is None or mask.cells is None or mask.kv_offset or mask.kind.startswith("none"):
+        return ()
     cells = mask.cells
-    if cells is None or mask.kv_offset or cells.shape[1] != mask.q_len or mask.q_len < 2:
-        return None
-    if mask.kind.startswith("none"):
-        return None
+    if cells.shape[1] != mask.q_len or mask.q_len < 2:
+        return ()
     if mask.uniform_rows is not None:  # rows without any open key, averaged by eager attention
         cells = cells & ~mask.uniform_rows[..., None]
     by_head: dict[Borders, list[int]] = {}
     for head, rows in enumerate(cells):
         counts = np.count_nonzero(rows, axis=1)
-        if _has_sliding_rows(rows, counts, mask.q_offset):
-            return None
+        # In a sliding window and in a fully open mask, rows attend to the previous row and to as
+        # many keys. Where a segment begins, the row does not attend to the previous one.
+        same = np.flatnonzero((counts[1:] == counts[:-1]) & (counts[1:] > 1)) + 1
+        if rows[same, np.minimum(same + mask.q_offset - 1, rows.shape[1] - 1)].any():
+            return ()
         by_head.setdefault(_find_row_borders(counts, mask.q_offset), []).append(head)
     if len(by_head) == 1:
-        return (HeadBorders((), next(iter(by_head))),)
-    return tuple(HeadBorders(tuple(heads), borders) for borders, heads in by_head.items())
-
-
-def _has_sliding_rows(cells: BoolArray, counts: OpenKeyCounts, offset: int) -> bool:
-    """Whether a row has as many keys as the previous row and attends to it.
-
-    This holds in a sliding window and in a fully open mask. Where a segment begins, the row does
-    not attend to the previous one.
-    """
-    rows = np.flatnonzero((counts[1:] == counts[:-1]) & (counts[1:] > 1)) + 1
-    before = rows + offset - 1
-    return bool(cells[rows, np.minimum(before, cells.shape[1] - 1)].any())
+        return (((), next(iter(by_head))),)
+    return tuple((tuple(heads), borders) for borders, heads in by_head.items())
 
 
 def _find_row_borders(counts: OpenKeyCounts, offset: int) -> Borders:
@@ -341,74 +287,37 @@ def _find_row_borders(counts: OpenKeyCounts, offset: int) -> Borders:
     return tuple((np.flatnonzero(~(continues | stays_empty)) + 1 + offset).tolist())
 
 
-def spec_borders(spec: MaskSpec, n_rows: int) -> Borders:
-    """The borders of a declared mask in its first `n_rows` rows (at most `MAX_BORDER_ROWS`)."""
-    counts = np.count_nonzero(spec.dense(min(n_rows, MAX_BORDER_ROWS)), axis=1)
-    return _find_row_borders(counts, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class BorderComparison:
-    """How the borders of a mask relate to the declared segments.
-
-    `offsets` are the numbers of tokens by which borders precede the declared ones (negative: follow
-    them), all equal or growing; empty if they do not correspond. `misplaced` are the borders inside
-    a segment. `missing` are the segments without a border at their start, among those that begin
-    inside the mask's rows.
-    """
-
-    offsets: tuple[int, ...] = ()
-    misplaced: tuple[int, ...] = ()
-    missing: tuple[Segment, ...] = field(default=())
-
-
-def compare_borders(
-    borders: Borders,
-    segments: Sequence[Segment],
-    apart: Sequence[Segment],
-    extra_shifts: Iterable[int],
-) -> BorderComparison:
-    """Compare the borders of a mask with those of all segments; the `apart` ones are isolated.
-
-    A border inside a separator, or at one of its ends, is correct. `extra_shifts` are numbers of
-    tokens to try in addition to those up to `MAX_SHIFT`.
-    """
-    misplaced = tuple(b for b in borders if any(s.start < b < s.stop for s in apart))
-    if not misplaced:
-        return BorderComparison(missing=tuple(_find_missing_borders(borders, apart, 0)))
-    shifts = sorted(
-        {*range(-MAX_SHIFT, MAX_SHIFT + 1), *extra_shifts} - {0}, key=lambda n: (abs(n), n < 0)
-    )
+def _find_offsets(
+    borders: Borders, segments: Sequence[Segment], apart: Sequence[Segment], shifts: Iterable[int]
+) -> tuple[int, ...]:
+    """By how many tokens borders precede the declared ones, empty if they do not correspond."""
+    # They follow them where a number is negative. All are equal, one of the `shifts`, or growing.
+    # The segments `apart` are isolated; a border inside a separator, or at one of its ends, is
+    # correct.
     edges = {edge for segment in segments for edge in (segment.start, segment.stop)}
     for n in shifts:
         shifted = {b + n for b in borders}
+        # All gaps between segments must have their borders on the same side or sides.
+        sides = {
+            (a.stop in shifted, b.start in shifted) for a, b in pairwise(apart) if a.stop < b.start
+        }
         if (
             shifted <= edges
-            and _is_regular_border_set(shifted, apart)
-            and not _find_missing_borders(borders, apart, n)
+            and len(sides) < 2
+            and not _without_border(tuple(shifted), apart)
             and (len(borders) > 1 or abs(n) <= 4)
         ):
-            return BorderComparison((n,) * len(borders), misplaced)
-    return BorderComparison(_find_drift(borders, apart), misplaced)
+            return (n,) * len(borders)
+    return _find_drift(borders, apart)
 
 
-def _find_missing_borders(borders: Borders, apart: Sequence[Segment], n: int) -> list[Segment]:
-    """The segments without a border between the stop of the previous one and their start."""
+def _without_border(borders: Borders, apart: Sequence[Segment]) -> list[tuple[Segment, Segment]]:
+    """The segments without a border between them, each with the one after it."""
     return [
-        later
+        (earlier, later)
         for earlier, later in pairwise(apart)
-        if not any(earlier.stop - n <= b <= later.start - n for b in borders)
+        if not any(earlier.stop <= b <= later.start for b in borders)
     ]
-
-
-def _is_regular_border_set(borders: set[int], apart: Sequence[Segment]) -> bool:
-    """Whether all gaps between segments have their borders on the same side or sides."""
-    sides = {
-        (earlier.stop in borders, later.start in borders)
-        for earlier, later in pairwise(apart)
-        if earlier.stop < later.start
-    }
-    return len(sides) < 2
 
 
 def _find_drift(borders: Borders, apart: Sequence[Segment]) -> tuple[int, ...]:
@@ -420,6 +329,7 @@ def _find_drift(borders: Borders, apart: Sequence[Segment]) -> tuple[int, ...]:
             continue
         offsets = [edge - b for edge, b in zip(declared, borders, strict=True)]
         n_off = sum(offset != 0 for offset in offsets)
-        if is_growing(offsets) and n_off > 1 and max(map(abs, offsets)) <= MAX_SHIFT:
+        is_near = max(map(abs, offsets)) <= prompt_facts.MAX_SHIFT
+        if prompt_facts.is_growing(offsets) and n_off > 1 and is_near:
             return tuple(offsets)
     return ()

@@ -6,46 +6,30 @@ rows are compared with those of the declared segments once per run. Decode steps
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
-from flexinspect.core.text import join_labels, plural, printable
+from flexinspect.core.text import is_or_are, join_labels, plural, printable
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.prompt import DeclaredSegment
+from flexinspect.records.prompt import DeclaredSegment, Span
 from flexinspect.records.step import CallRecord, StepRecord, TokenRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import calls_by_mask
-from flexinspect.rules.prompt import prompt_facts
-from flexinspect.rules.prompt.prompt_facts import PromptTokens, SpanShift
-from flexinspect.rules.prompt.segment_borders import (
-    DRIFT,
-    MAX_NAMES,
-    SEGMENTS_MERGED,
-    SHIFTED,
-    BorderCheck,
-    BorderFault,
-    HeadBorders,
-    explain_shift,
-    find_borders,
-    limit_names,
-)
+from flexinspect.rules.prompt import prompt_facts, segment_borders
+from flexinspect.rules.prompt.prompt_facts import SPECIAL_MARK, PromptTokens, SpanShift
+from flexinspect.rules.prompt.segment_borders import BorderFault, HeadBorders, limit_names
 
-ODD_BORDER = "segments.odd-border"
-NOT_FOUND = "segments.not-found"
-TRUNCATED = "segments.truncated"
-AMBIGUOUS = "segments.ambiguous"
-OVERLAP = "segments.overlap"
-UNCOVERED = "segments.uncovered"
-PADDING_INSIDE = "segments.padding-inside"
-BOS_MISSING = "segments.bos-missing"
-BOS_DOUBLED = "segments.bos-doubled"
-EOS_INSIDE = "segments.eos-inside"
-REORDERED = "segments.reordered"
-SPECIAL_AS_TEXT = "segments.special-as-text"
-
-_MAX_LISTED = 32
+_MAX_QUOTED_CHARACTERS = 32
+_MAX_BORDER_SHIFT = 4
+_MIN_CUT_CHARACTERS, _MIN_CUT_TOKENS = 8, 3
+_KNOWN_SPECIALS = re.compile(r"<\|\w[\w ]{0,40}\|>|</?s>|<(?:bos|eos|pad|(?:start|end)_of_turn)>")
+"""Special tokens of well-known vocabularies."""
+_HTML_TAG = re.compile(r"</?(?:a|p|b|i|br|div|span|li|ul|td|tr|html|body)\b[^>]*>")
 _SHIFT_REASONS = {
     "lines": (
         "it starts and ends at line or sentence boundaries",
@@ -60,33 +44,44 @@ _SHIFT_REASONS = {
 """By `SpanShift.source`, why the shifted spans fit: for one span, and for several."""
 
 
+class _TruncatedPiece(NamedTuple):
+    """A piece of which the prompt holds only one end: `n_lost` of `n` units are missing.
+
+    `unit` is "position", "token" or "character"; `at_end` says that its end is missing.
+    """
+
+    piece: DeclaredSegment
+    n_lost: int
+    n: int
+    unit: str
+    at_end: bool = True
+
+
 class PromptRule(Rule):
     """Reports where the declared segments differ from the input tokens or the executed mask."""
 
-    name: ClassVar[str] = "fed"
+    name = "fed"
     findings = finding_kinds(
-        SHIFTED,
-        DRIFT,
-        SEGMENTS_MERGED,
-        ODD_BORDER,
-        NOT_FOUND,
-        TRUNCATED,
-        AMBIGUOUS,
-        OVERLAP,
-        UNCOVERED,
-        PADDING_INSIDE,
-        BOS_MISSING,
-        BOS_DOUBLED,
-        EOS_INSIDE,
-        REORDERED,
-        SPECIAL_AS_TEXT,
+        "segments.shifted",
+        "segments.drift",
+        "segments.merged",
+        "segments.odd-border",
+        "segments.not-found",
+        "segments.truncated",
+        "segments.ambiguous",
+        "segments.overlap",
+        "segments.uncovered",
+        "segments.padding-inside",
+        "segments.bos-missing",
+        "segments.bos-doubled",
+        "segments.eos-inside",
+        "segments.reordered",
+        "segments.special-as-text",
     )
 
     def __init__(self) -> None:
-        self._borders: dict[str, tuple[HeadBorders, ...] | None] = {}
-        """By mask fingerprint, for the whole run."""
-        self._had_complete_prompt = False
-        """Whether an earlier generation had every piece: missing pieces are then only a note."""
+        self._borders: dict[str, tuple[HeadBorders, ...]] = {}  # by mask, for the whole run
+        self._had_complete_prompt = False  # missing pieces are then only a note
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the state of a generation."""
@@ -94,30 +89,27 @@ class PromptRule(Rule):
         self._later_tokens: list[TokenRecord] = []
         self._prompt = PromptTokens.from_context(context)
         self._is_checked = not self._prompt.tokens
-        self._border_check = BorderCheck(self, self._prompt)
-        self._border_faults: dict[str, tuple[BorderFault, ...]] = {}
+        self._border_check = segment_borders.BorderCheck(self, self._prompt)
+        self._border_faults: dict[str, list[BorderFault]] = {}
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check the prompt once it is complete, and the masks of steps with several rows."""
         if self._is_checked and step.q_len == 1:
             return
         if not self._is_checked:
-            yield from self._read_prompt(step)
+            prompt_tokens = [token for token in step.tokens if token.step is None]
+            if prompt_tokens:
+                self._later_tokens += prompt_tokens
+                self._prompt = PromptTokens.from_context(self.context, self._later_tokens)
+            # Later forwards may still add missing pieces.
+            if self._prompt.is_complete or (step.step > 0 and not prompt_tokens):
+                yield from self._check_prompt()
         if step.q_len > 1 and self._border_check.is_needed:
             yield from self._check_masks(step)
 
     def on_generation_end(self) -> Iterator[Finding]:
         """Check a prompt that never became complete."""
         if not self._is_checked:
-            yield from self._check_prompt()
-
-    def _read_prompt(self, step: StepRecord) -> Iterator[Finding]:
-        """Check the prompt, unless pieces are missing that later forwards may still add."""
-        prompt_tokens = [token for token in step.tokens if token.step is None]
-        if prompt_tokens:
-            self._later_tokens += prompt_tokens
-            self._prompt = PromptTokens.from_context(self.context, self._later_tokens)
-        if prompt_facts.is_complete(self._prompt) or (step.step > 0 and not prompt_tokens):
             yield from self._check_prompt()
 
     def _check_prompt(self) -> Iterator[Finding]:
@@ -133,12 +125,14 @@ class PromptRule(Rule):
             yield from self._inner_padding()
             yield from self._missing_pieces()
             yield from self._uncovered_words()
-        yield from self._doubtful_texts()
+        yield from self._overlaps()
+        yield from self._length_drift()
+        yield from self._ambiguous_texts()
         yield from self._reordered()
         yield from self._check_bos()
         yield from self._check_eos()
         yield from self._special_tokens()
-        self._had_complete_prompt |= bool(prompt.pieces) and prompt_facts.is_complete(prompt)
+        self._had_complete_prompt |= bool(prompt.pieces) and prompt.is_complete
 
     def _check_masks(self, step: StepRecord) -> Iterator[Finding]:
         calls_by_fault: dict[BorderFault, list[CallRecord]] = {}
@@ -146,22 +140,18 @@ class PromptRule(Rule):
             if fingerprint is None:
                 continue
             if fingerprint not in self._border_faults:
-                self._border_faults[fingerprint] = tuple(self._check_mask(fingerprint))
+                mask = self.context.mask(fingerprint)
+                if fingerprint not in self._borders:
+                    self._borders[fingerprint] = segment_borders.find_borders(mask)
+                faults = (
+                    self._border_check.check_mask(mask, borders)
+                    for borders in self._borders[fingerprint]
+                )
+                self._border_faults[fingerprint] = [one for one in faults if one is not None]
             for fault in self._border_faults[fingerprint]:
                 calls_by_fault.setdefault(fault, []).extend(calls)
         for fault, calls in calls_by_fault.items():
             yield self._border_check.make_finding(step, fault, calls)
-
-    def _check_mask(self, fingerprint: str) -> Iterator[BorderFault]:
-        mask = self.context.mask(fingerprint)
-        if fingerprint not in self._borders:
-            self._borders[fingerprint] = find_borders(mask) if mask is not None else None
-        for head_borders in self._borders[fingerprint] or ():
-            fault = self._border_check.check_mask(mask, head_borders)
-            if fault is not None:
-                yield fault
-
-    # -- sentences -------------------------------------------------------------------------------
 
     def _prompt_finding(
         self,
@@ -172,195 +162,200 @@ class PromptRule(Rule):
         severity: Severity | None = None,
     ) -> Finding:
         finding = self.finding(
-            None,
-            finding_id,
-            sentence,
-            severity=severity,
-            positions=positions,
-            evidence=evidence,
+            None, finding_id, sentence, severity=severity, positions=positions, evidence=evidence
         )
         return replace(finding, step=0)
-
-    def _join_piece_labels(self, pieces: Sequence[DeclaredSegment]) -> str:
-        return join_labels(limit_names([_quote_label(piece) for piece in pieces]))
-
-    # -- spans -----------------------------------------------------------------------------------
 
     def _shifted(self, shift: SpanShift) -> Finding:
         """All spans are off by the same number of tokens."""
         n, spans = shift.tokens or 0, self._prompt.spans
+        one = len(spans) == 1
         misfits = [self._describe_misfit(span, n) for span in spans]
-        listed = "; ".join(text for text, _ in misfits[:MAX_NAMES])
-        subject = (
-            "The declared span is" if len(spans) == 1 else f"The {len(spans)} declared spans are"
-        )
-        side = "early" if n > 0 else "late"
+        listed = "; ".join(text for text, _ in misfits[: segment_borders.MAX_NAMES])
+        subject = "The declared span is" if one else f"The {len(spans)} declared spans are"
         sentence = (
-            f"{subject} {plural(abs(n), 'token')} too {side}{explain_shift(self._prompt, n)}: "
-            f"{listed}. Shifted by {n:+d}, {_SHIFT_REASONS[shift.source][len(spans) > 1]}."
+            f"{subject} {plural(abs(n), 'token')} too {'early' if n > 0 else 'late'}"
+            f"{segment_borders.explain_shift(self._prompt, n)}: {listed}. Shifted by {n:+d}, "
+            f"{_SHIFT_REASONS[shift.source][not one]}."
         )
         positions = sorted({position for _, some in misfits for position in some})
         declared = [[span.label, span.start, span.stop] for span in spans]
         evidence = {"shift": n, "declared": declared, "reported_by": shift.source}
-        return self._prompt_finding(SHIFTED, sentence, positions, evidence)
+        return self._prompt_finding("segments.shifted", sentence, positions, evidence)
 
     def _describe_misfit(self, span: DeclaredSegment, n: int) -> tuple[str, list[int]]:
         """Describe the tokens that a span wrongly includes and misses; also their positions."""
         declared, shifted = range(span.start, span.stop), range(span.start + n, span.stop + n)
         extra = [p for p in declared if p not in shifted]
         missing = [p for p in shifted if p not in declared]
-        text = (
-            f"{_quote_label(span)} includes {self._describe_positions(extra)} and misses "
-            f"{self._describe_positions(missing)}"
-        )
+        texts = []
+        for some in (extra, missing):
+            first = self.context.format_position(some[0])
+            texts.append(first if len(some) == 1 else f"{len(some)} tokens from {first}")
+        text = f"{_quote_label(span)} includes {texts[0]} and misses {texts[1]}"
         return text, [p for p in (*extra, *missing) if p < self._prompt.stop]
-
-    def _describe_positions(self, positions: Sequence[int]) -> str:
-        first = self.context.format_position(positions[0])
-        return first if len(positions) == 1 else f"{len(positions)} tokens from {first}"
 
     def _drifted(self, shift: SpanShift) -> Finding:
         """Each span is off by more tokens than the one before."""
-        spans = self._prompt.spans
-        moves = ", ".join(
-            f"{_quote_label(span)} by {n:+d}" for span, n in zip(spans, shift.offsets, strict=True)
-        )
-        last = spans[-1]
+        spans, offsets = self._prompt.spans, list(shift.offsets)
+        pairs = zip(spans, offsets, strict=True)
+        moves = ", ".join(f"{_quote_label(span)} by {n:+d}" for span, n in pairs)
         sentence = (
             f"The {len(spans)} declared spans drift away from the words: to start and end at line "
             f"or sentence boundaries they would have to move, {moves}, as if positions had been "
-            f"summed from pieces encoded one by one; {_quote_label(last)} begins at "
-            f"{self.context.format_position(last.start)}."
+            f"summed from pieces encoded one by one; {_quote_label(spans[-1])} begins at "
+            f"{self.context.format_position(spans[-1].start)}."
         )
         positions = [span.start for span in spans]
         declared = [[span.label, span.start, span.stop] for span in spans]
-        evidence = {"offsets": list(shift.offsets), "declared": declared}
+        evidence = {"offsets": offsets, "declared": declared}
         severity = Severity.WARNING
-        return self._prompt_finding(DRIFT, sentence, positions, evidence, severity)
+        return self._prompt_finding("segments.drift", sentence, positions, evidence, severity)
 
     def _odd_border(self) -> Iterator[Finding]:
-        """A single border does not fit."""
-        for span, is_start, n in prompt_facts.find_odd_border(self._prompt):
-            at = span.start if is_start else span.stop
-            side = "begins at" if is_start else "ends before"
-            direction = "later" if n > 0 else "earlier"
-            sentence = (
-                f"{_quote_label(span)} {side} {self.context.format_position(at)}, inside a line: "
-                f"the line {'begins' if is_start else 'ends'} {plural(abs(n), 'token')} "
-                f"{direction}. All other borders are at line or sentence boundaries."
-            )
-            between = range(min(at, at + n), max(at, at + n))
-            evidence = {"border": at, "shift": n, "segment": span.label}
-            yield self._prompt_finding(ODD_BORDER, sentence, between, evidence)
+        """A single border of several spans does not fit to a line or sentence boundary."""
+        prompt, (begins, ends) = self._prompt, self._prompt.line_edges
+        odd = [(span, True) for span in prompt.spans if span.start not in begins]
+        odd += [(span, False) for span in prompt.spans if span.stop not in ends]
+        if not prompt.has_text or len(prompt.spans) < 2 or len(odd) != 1:
+            return
+        span, is_start = odd[0]
+        at, fitting = (span.start, begins) if is_start else (span.stop, ends)
+        shifts = sorted(range(-_MAX_BORDER_SHIFT, _MAX_BORDER_SHIFT + 1), key=abs)
+        n = next((n for n in shifts if at + n in fitting), None)
+        if n is None or span.start + n * is_start >= span.stop + n * (not is_start):
+            return
+        sentence = (
+            f"{_quote_label(span)} {'begins at' if is_start else 'ends before'} "
+            f"{self.context.format_position(at)}, inside a line: the line "
+            f"{'begins' if is_start else 'ends'} {plural(abs(n), 'token')} "
+            f"{'later' if n > 0 else 'earlier'}. All other borders are at line or sentence "
+            "boundaries."
+        )
+        between = range(min(at, at + n), max(at, at + n))
+        evidence = {"border": at, "shift": n, "segment": span.label}
+        yield self._prompt_finding("segments.odd-border", sentence, between, evidence)
 
     def _inner_padding(self) -> Iterator[Finding]:
-        """Pieces contain padding: one finding for all of them."""
-        padded = list(prompt_facts.find_inner_padding(self._prompt))
-        if not padded:
-            return
-        pads = [position for _, some in padded for position in some]
-        pieces = [located.piece for located, _ in padded]
-        verb = "contains" if len(pieces) == 1 else "contain"
-        sentence = (
-            f"{self._join_piece_labels(pieces)} {verb} {plural(len(pads), 'padding token')} "
-            f"(first: {self.context.format_position(pads[0])}); the prompt has "
-            f"{plural(self._prompt.n_pads, 'leading padding token')}."
-        )
-        labels = [piece.label for piece in pieces]
-        evidence = {"pads": len(pads), "before the prompt": self._prompt.n_pads, "segments": labels}
-        yield self._prompt_finding(PADDING_INSIDE, sentence, pads, evidence)
+        """Pieces contain padding (by the padding mask or its id): one finding for all of them."""
+        prompt, pads, pieces = self._prompt, list[int](), []
+        for located, (start, stop) in prompt.found_pieces:
+            inside = range(max(start, prompt.start), min(stop, prompt.stop))
+            some = [
+                p
+                for p in inside
+                if p < prompt.first_unpadded or prompt.ids[p - prompt.start] == prompt.pad_id
+            ]
+            if some and not located.piece.label.lower().startswith("padding"):
+                pads += some
+                pieces.append(located.piece)
+        if pieces:
+            sentence = (
+                f"{_join_labels(pieces)} {'contains' if len(pieces) == 1 else 'contain'} "
+                f"{plural(len(pads), 'padding token')} (first: "
+                f"{self.context.format_position(pads[0])}); the prompt has "
+                f"{plural(prompt.n_pads, 'leading padding token')}."
+            )
+            labels = [piece.label for piece in pieces]
+            evidence = {"pads": len(pads), "before the prompt": prompt.n_pads, "segments": labels}
+            yield self._prompt_finding("segments.padding-inside", sentence, pads, evidence)
 
     def _uncovered_words(self) -> Iterator[Finding]:
-        """Words belong to no piece: one finding for all of them."""
-        gaps = prompt_facts.find_uncovered_gaps(self._prompt)
-        if gaps:
-            n, first = sum(b - a for a, b in gaps), prompt_facts.span_text(self._prompt, gaps[0])
-            verb = "contains" if len(gaps) == 1 else "contain"
+        """Words between pieces belong to no piece: one finding for all of them."""
+        prompt, uncovered = self._prompt, list[tuple[range, str]]()
+        for (_, before), (start, _) in pairwise(sorted(span for _, span in prompt.found_pieces)):
+            texts = prompt.texts[max(before - prompt.start, 0) : max(start - prompt.start, 0)]
+            text = "".join(texts).replace(SPECIAL_MARK, "")
+            if any(map(str.isalnum, text)):
+                uncovered.append((range(before, start), text))
+        if prompt.has_text and uncovered:
+            positions = [p for gap, _ in uncovered for p in gap]
             sentence = (
-                f"{plural(len(gaps), 'gap')} between declared pieces {verb} words that belong to "
-                f"no piece, {plural(n, 'token')}; first: "
-                f'"{printable(first.strip())[:_MAX_LISTED]}" at '
-                f"{self.context.format_position(gaps[0][0])}."
+                f"{plural(len(uncovered), 'gap')} between declared pieces "
+                f"{'contains' if len(uncovered) == 1 else 'contain'} words that belong to no "
+                f"piece, {plural(len(positions), 'token')}; first: "
+                f'"{printable(uncovered[0][1].strip())[:_MAX_QUOTED_CHARACTERS]}" at '
+                f"{self.context.format_position(positions[0])}."
             )
-            positions = [p for a, b in gaps for p in range(a, b)]
-            yield self._prompt_finding(
-                UNCOVERED, sentence, positions, {"gaps": len(gaps), "tokens": n}
-            )
-
-    # -- texts -----------------------------------------------------------------------------------
+            evidence = {"gaps": len(uncovered), "tokens": len(positions)}
+            yield self._prompt_finding("segments.uncovered", sentence, positions, evidence)
 
     def _missing_pieces(self) -> Iterator[Finding]:
-        """Pieces are missing or truncated; only a note if an earlier prompt had them all.
-
-        A prompt without some of the pieces then probably has another purpose.
-        """
-        prompt = self._prompt
-        cut = prompt_facts.find_truncated(prompt)
-        missing = prompt_facts.find_missing_texts(prompt)
+        """Pieces are missing or truncated; only a note if an earlier prompt had them all."""
+        # A prompt without some of the pieces then probably has another purpose.
+        prompt, cut = self._prompt, self._find_truncated()
+        missing = [
+            located.piece
+            for located in prompt.located_pieces
+            if located.span is None and (prompt.has_text or located.piece.ids) and prompt.ids
+        ]
         if cut is not None:
             late = [span for span in prompt.spans if span.stop > prompt.stop and span != cut.piece]
             after = [*(piece for piece in missing if piece != cut.piece), *late]
             yield self._truncated(cut, after)
         elif missing:
-            n, n_found = len(prompt.pieces), len(prompt.pieces) - len(missing)
-            subject, verb = ("text", "is") if len(missing) == 1 else ("texts", "are")
+            n, one = len(prompt.pieces), len(missing) == 1
+            beginning = "".join(token.text for token in prompt.tokens[prompt.n_pads :][:12])
+            beginning = printable(beginning)[:_MAX_QUOTED_CHARACTERS]
             sentence = (
-                f"The {subject} of {self._join_piece_labels(missing)} {verb} not in the prompt "
-                f"({plural(len(prompt.ids), 'token')}, beginning with {self._quote_beginning()}); "
-                f"{n_found} of {n} declared pieces were found."
+                f"The {'text' if one else 'texts'} of {_join_labels(missing)} "
+                f"{is_or_are(len(missing))} not in the prompt ({plural(len(prompt.ids), 'token')}, "
+                f'beginning with "{beginning}"); {n - len(missing)} of {n} declared pieces were '
+                "found."
             )
-            texts = [piece.text for piece in missing]
+            evidence = {"texts": [piece.text for piece in missing]}
             severity = Severity.NOTE if self._had_complete_prompt else None
-            yield self._prompt_finding(NOT_FOUND, sentence, (), {"texts": texts}, severity)
+            yield self._prompt_finding("segments.not-found", sentence, (), evidence, severity)
 
-    def _truncated(
-        self, cut: prompt_facts.TruncatedPiece, after: Sequence[DeclaredSegment]
-    ) -> Finding:
-        prompt, side = self._prompt, "ends" if cut.at_end else "begins"
+    def _find_truncated(self) -> _TruncatedPiece | None:
+        """Return the first piece that is cut off at the end or the beginning of the prompt."""
+        prompt = self._prompt
+        for located in prompt.located_pieces:
+            piece = located.piece
+            if piece.text is None and piece.stop > prompt.stop:
+                lost = piece.stop - max(prompt.stop, piece.start)
+                return _TruncatedPiece(piece, lost, piece.stop - piece.start, "position")
+            if located.span is None:
+                cut = _find_cut(prompt, piece)
+                if cut is not None:
+                    return cut
+        return None
+
+    def _truncated(self, cut: _TruncatedPiece, after: Sequence[DeclaredSegment]) -> Finding:
+        prompt, rest = self._prompt, ""
+        if after:
+            rest = f"; {_join_labels(after)} {is_or_are(len(after))} missing or incomplete"
+        if cut.unit == "position" and _are_character_spans(prompt):
+            rest += ", as if positions had been counted in characters"
         at = prompt.stop - 1 if cut.at_end else prompt.first_unpadded
-        are = "is" if len(after) == 1 else "are"
-        rest = f"; {self._join_piece_labels(after)} {are} missing or incomplete" if after else ""
-        by_character = cut.unit == "position" and prompt_facts.are_character_spans(prompt)
-        in_characters = ", as if positions had been counted in characters" if by_character else ""
         sentence = (
-            f"The prompt {side} inside {_quote_label(cut.piece)}, at "
+            f"The prompt {'ends' if cut.at_end else 'begins'} inside {_quote_label(cut.piece)}, at "
             f"{self.context.format_position(at)}: {cut.n_lost} of its {plural(cut.n, cut.unit)} "
-            f"are missing{rest}{in_characters}."
+            f"are missing{rest}."
         )
-        evidence = {
-            "lost": cut.n_lost,
-            "of": cut.n,
-            "received": len(prompt.ids),
-            "segment": cut.piece.label,
-        }
+        received, label = len(prompt.ids), cut.piece.label
+        evidence = {"lost": cut.n_lost, "of": cut.n, "received": received, "segment": label}
         severity = Severity.NOTE if self._had_complete_prompt else None
-        return self._prompt_finding(TRUNCATED, sentence, (at,), evidence, severity)
+        return self._prompt_finding("segments.truncated", sentence, (at,), evidence, severity)
 
-    def _quote_beginning(self) -> str:
-        texts = "".join(token.text for token in self._prompt.tokens[self._prompt.n_pads :][:12])
-        return f'"{printable(texts)[:_MAX_LISTED]}"'
-
-    def _doubtful_texts(self) -> Iterator[Finding]:
-        """Texts were found, but not unambiguously."""
-        yield from self._overlaps()
-        yield from self._length_drift()
-        for located in prompt_facts.find_ambiguous(self._prompt):
-            assert located.span is not None
-            start, n = located.span[0], located.n_places
+    def _ambiguous_texts(self) -> Iterator[Finding]:
+        """Texts occur more often than pieces with that text were declared."""
+        for located, (start, _) in self._prompt.found_pieces:
+            piece, n = located.piece, located.n_places
+            if piece.text is None or n <= sum(p.text == piece.text for p in self._prompt.pieces):
+                continue
             times = f"at least {n}" if n >= prompt_facts.MAX_COUNTED_PLACES else str(n)
             sentence = (
-                f"The text of {_quote_label(located.piece)} occurs {times} times in the prompt; "
-                f"the occurrence at {self.context.format_position(start)} was used."
+                f"The text of {_quote_label(piece)} occurs {times} times in the prompt; the "
+                f"occurrence at {self.context.format_position(start)} was used."
             )
-            evidence = {"places": n, "text": located.piece.text}
-            yield self._prompt_finding(AMBIGUOUS, sentence, (start,), evidence)
+            evidence = {"places": n, "text": piece.text}
+            yield self._prompt_finding("segments.ambiguous", sentence, (start,), evidence)
 
     def _overlaps(self) -> Iterator[Finding]:
-        located = [piece for piece in self._prompt.located_pieces if piece.span is not None]
-        for second in (piece for piece in located if piece.overlaps):
-            start, stop = second.span or (0, 0)
-            for first in located:
-                a, b = first.span or (0, 0)
+        found = self._prompt.found_pieces
+        for second, (start, stop) in found:
+            for first, (a, b) in found if second.overlaps else ():
                 shared = range(max(a, start), min(b, stop))
                 if first is second or not shared:
                     continue
@@ -369,17 +364,15 @@ class PromptRule(Rule):
                     f"{plural(len(shared), 'token')}, starting at "
                     f"{self.context.format_position(shared[0])}; only the first is a segment."
                 )
-                both = [first.piece.label, second.piece.label]
-                yield self._prompt_finding(OVERLAP, sentence, shared, {"segments": both})
+                evidence = {"segments": [first.piece.label, second.piece.label]}
+                yield self._prompt_finding("segments.overlap", sentence, shared, evidence)
                 break
 
     def _length_drift(self) -> Iterator[Finding]:
         """Pieces have another number of tokens when encoded alone, so sums of lengths are wrong."""
-        pairs = prompt_facts.token_lengths(self._prompt)
-        off, worst = 0, 0
-        for alone, joined in pairs:
-            off += alone - joined
-            worst = max(worst, abs(off))
+        pairs = self._prompt.token_lengths
+        off = accumulate(alone - joined for alone, joined in pairs)
+        worst = max(map(abs, off), default=0)
         if not worst or len(pairs) < 2:
             return
         lengths_alone, lengths_joined = (", ".join(str(pair[n]) for pair in pairs) for n in (0, 1))
@@ -389,43 +382,80 @@ class PromptRule(Rule):
             f"{plural(worst, 'token')}."
         )
         evidence = {"tokens alone and fed": [list(pair) for pair in pairs], "worst": worst}
-        yield self._prompt_finding(DRIFT, sentence, (), evidence)
+        yield self._prompt_finding("segments.drift", sentence, (), evidence)
 
-    # -- special tokens --------------------------------------------------------------------------
+    def _reordered(self) -> Iterator[Finding]:
+        """Texts are in another order; only a note where the declared order may mean nothing."""
+        declared = [
+            (span, located.piece)
+            for located, span in self._prompt.found_pieces
+            if located.piece.text and located.n_places == 1 and not located.overlaps
+        ]
+        by_position = sorted(declared, key=lambda pair: pair[0])
+        if by_position != declared:
+            pieces = [piece for _, piece in by_position]
+            sentence = (
+                f"{len(pieces)} declared texts are in another order in the prompt than declared: "
+                f"{_join_labels(pieces)}."
+            )
+            evidence = {
+                "received": [piece.label for piece in pieces],
+                "declared": [piece.label for piece in self._prompt.pieces if piece in pieces],
+            }
+            starts = [start for (start, _), _ in by_position]
+            severity = None if _is_order_declared(self._prompt) else Severity.NOTE
+            yield self._prompt_finding("segments.reordered", sentence, starts, evidence, severity)
 
     def _check_bos(self) -> Iterator[Finding]:
         """The BOS is missing, doubled, or repeated inside the prompt."""
-        prompt, context = self._prompt, self.context
-        bos, first = prompt.tokenizer_facts.bos, prompt.first_unpadded
-        if prompt_facts.lacks_bos(prompt):
+        prompt, format_position = self._prompt, self.context.format_position
+        facts, ids, first = prompt.tokenizer, prompt.ids, prompt.first_unpadded
+        is_whole = prompt.start == 0 and len(ids) > prompt.n_pads
+        if is_whole and facts.adds_bos is True and not prompt.has_bos:
             sentence = (
-                f"The prompt begins with {context.format_position(first)}, without the BOS "
-                f"(id {bos}) that its tokenizer adds to every text."
+                f"The prompt begins with {format_position(first)}, without the BOS (id "
+                f"{facts.bos}) that its tokenizer adds to every text."
             )
-            yield self._prompt_finding(BOS_MISSING, sentence, (first,), {"bos": bos})
-        n = prompt_facts.count_leading_bos(prompt)
+            evidence = {"bos": facts.bos}
+            yield self._prompt_finding("segments.bos-missing", sentence, (first,), evidence)
+        n = _count_leading_bos(prompt)
         if n > 1:
             sentence = (
-                f"The prompt begins with {n} BOS tokens (id {bos}) instead of one; the first word, "
-                f"{context.format_position(first + n)}, is {n - 1} further than in training."
+                f"The prompt begins with {n} BOS tokens (id {facts.bos}) instead of one; the first "
+                f"word, {format_position(first + n)}, is {n - 1} further than in training."
             )
-            evidence = {"bos": bos, "n": n}
-            yield self._prompt_finding(BOS_DOUBLED, sentence, range(first, first + n), evidence)
-        later = prompt_facts.find_inner_bos(prompt)
+            evidence = {"bos": facts.bos, "n": n}
+            doubled = range(first, first + n)
+            yield self._prompt_finding("segments.bos-doubled", sentence, doubled, evidence)
+        if facts.bos is None or facts.bos in (facts.pad, *facts.eos):
+            return
+        inner = range(prompt.n_pads + n + 1, len(ids))
+        later = [i for i in inner if ids[i] == facts.bos and ids[i - 1] not in facts.eos]
         if later:
             sentence = (
-                f"The prompt contains {plural(len(later), 'further BOS token')} (id {bos}) without "
-                f"an EOS before {'it' if len(later) == 1 else 'them'}, first at "
-                f"{context.format_position(later[0])}, as if pieces had been encoded one by one "
-                "with special tokens."
+                f"The prompt contains {plural(len(later), 'further BOS token')} (id {facts.bos}) "
+                f"without an EOS before {'it' if len(later) == 1 else 'them'}, first at "
+                f"{format_position(prompt.start + later[0])}, as if pieces had been encoded one by "
+                "one with special tokens."
             )
-            evidence = {"bos": bos, "n": len(later)}
-            yield self._prompt_finding(BOS_DOUBLED, sentence, later, evidence, Severity.NOTE)
+            positions = [prompt.start + index for index in later]
+            evidence = {"bos": facts.bos, "n": len(later)}
+            id_, severity = "segments.bos-doubled", Severity.NOTE
+            yield self._prompt_finding(id_, sentence, positions, evidence, severity)
 
     def _check_eos(self) -> Iterator[Finding]:
         """The tokenizer added an EOS to each piece; only a note where that may be intended."""
-        prompt = self._prompt
-        inside = prompt_facts.find_inner_eos(prompt)
+        # Without declared pieces, all EOS tokens between words count; at the ends of a prompt they
+        # may be padding.
+        prompt, facts = self._prompt, self._prompt.tokenizer
+        if not facts.adds_eos or facts.bos in facts.eos:
+            return
+        words = [n for n, id_ in enumerate(prompt.ids) if id_ not in (*facts.eos, prompt.pad_id)]
+        between = range(*(words[:1] + words[-1:]))
+        inside = [prompt.start + n for n in between if prompt.ids[n] in facts.eos]
+        ends = {stop - back for _, (_, stop) in prompt.found_pieces for back in (0, 1)}
+        if prompt.pieces:
+            inside = [at for at in inside if at in ends]
         if inside:
             at_end = " at the end of a declared piece" if prompt.pieces else ""
             sentence = (
@@ -434,44 +464,91 @@ class PromptRule(Rule):
                 f"{self.context.format_position(inside[0])}: the tokenizer adds one to every "
                 "text, as if pieces had been encoded one by one with special tokens."
             )
-            may_be_intended = not prompt.pieces or prompt_facts.is_packed(prompt)
-            evidence = {"eos": list(prompt.tokenizer_facts.eos), "n": len(inside)}
-            severity = Severity.NOTE if may_be_intended else None
-            yield self._prompt_finding(EOS_INSIDE, sentence, inside, evidence, severity)
-
-    def _reordered(self) -> Iterator[Finding]:
-        """Texts are in another order; only a note where the declared order may mean nothing."""
-        reordered = prompt_facts.find_reordered(self._prompt)
-        if reordered:
-            pieces = [located.piece for located in reordered]
-            declared = [piece.label for piece in self._prompt.pieces if piece in pieces]
-            sentence = (
-                f"{len(pieces)} declared texts are in another order in the prompt than declared: "
-                f"{self._join_piece_labels(pieces)}."
-            )
-            starts = [located.span[0] for located in reordered if located.span is not None]
-            evidence = {"received": [piece.label for piece in pieces], "declared": declared}
-            severity = None if prompt_facts.is_order_declared(self._prompt) else Severity.NOTE
-            yield self._prompt_finding(REORDERED, sentence, starts, evidence, severity)
+            # Packed documents end with an EOS after the last piece.
+            is_packed = prompt.ids[-1] in facts.eos and prompt.stop - 1 in ends
+            severity = Severity.NOTE if not prompt.pieces or is_packed else None
+            evidence = {"eos": list(facts.eos), "n": len(inside)}
+            yield self._prompt_finding("segments.eos-inside", sentence, inside, evidence, severity)
 
     def _special_tokens(self) -> Iterator[Finding]:
         """Special tokens were encoded as characters: one finding for each kind of token."""
-        by_name: dict[str, list[prompt_facts.WrittenSpecial]] = {}
-        for special in prompt_facts.find_written_specials(self._prompt):
-            by_name.setdefault(special.characters, []).append(special)
-        for name, occurrences in by_name.items():
-            (start, stop), token_id = occurrences[0].span, occurrences[0].token_id
+        by_name: dict[str, list[Span]] = {}
+        for name, span in _find_written_specials(self._prompt):
+            by_name.setdefault(name, []).append(span)
+        for name, spans in by_name.items():
+            (start, stop), token_id = spans[0], self._prompt.tokenizer.special.get(name)
             known_as = "unknown to this tokenizer" if token_id is None else f"id {token_id}"
-            times = "" if len(occurrences) == 1 else f" {len(occurrences)} times, first"
+            times = "" if len(spans) == 1 else f" {len(spans)} times, first"
             sentence = (
                 f'The characters of the special token "{printable(name)}" ({known_as}) were '
                 f"encoded as {stop - start} ordinary tokens,{times} at "
                 f"{self.context.format_position(start)}."
             )
-            positions = [p for special in occurrences for p in range(*special.span)]
-            evidence = {"token": name, "id": token_id, "times": len(occurrences)}
-            yield self._prompt_finding(SPECIAL_AS_TEXT, sentence, positions, evidence)
+            positions = [p for span in spans for p in range(*span)]
+            evidence = {"token": name, "id": token_id, "times": len(spans)}
+            yield self._prompt_finding("segments.special-as-text", sentence, positions, evidence)
 
 
 def _quote_label(piece: DeclaredSegment) -> str:
     return f"'{printable(piece.label)}'"
+
+
+def _join_labels(pieces: Iterable[DeclaredSegment]) -> str:
+    return join_labels(limit_names([_quote_label(piece) for piece in pieces]))
+
+
+def _find_written_specials(prompt: PromptTokens) -> Iterator[tuple[str, Span]]:
+    """Yield the special tokens that the prompt contains as ordinary tokens, in order."""
+    if not prompt.has_text:
+        return
+    whole = "".join(prompt.texts)
+    names = sorted(prompt.tokenizer.special, key=len, reverse=True)
+    pattern = re.compile("|".join([*map(re.escape, names), _KNOWN_SPECIALS.pattern]))
+    is_html = _HTML_TAG.search(whole) is not None
+    starts = [0, *accumulate(map(len, prompt.texts))][:-1]
+    for match in pattern.finditer(whole):
+        first, last = bisect_right(starts, match.start()) - 1, bisect_left(starts, match.end()) - 1
+        if first != last and not (is_html and match[0] in ("<s>", "</s>")):
+            yield match[0], (prompt.start + first, prompt.start + last + 1)
+
+
+def _count_leading_bos(prompt: PromptTokens) -> int:
+    """Number of BOS tokens after the padding; at most 1 if they may be padding."""
+    ids, facts = prompt.ids[prompt.n_pads :], prompt.tokenizer
+    n = next((n for n, id_ in enumerate(ids) if id_ != facts.bos), len(ids))
+    may_be_padding = n > 2 and facts.bos in (facts.pad, *facts.eos)
+    return min(n, 1) if facts.bos is None or may_be_padding or n == len(ids) else n
+
+
+def _is_order_declared(prompt: PromptTokens) -> bool:
+    """Whether the declared order is intended: the pieces have no labels, or ascending numbers."""
+    pieces = [(piece.label, piece.text) for piece in prompt.pieces if piece.text]
+    are_texts = all(label.startswith(text[: len(label) - 1]) for label, text in pieces)
+    numbers = [re.search(r"\d+$", label) for label, _ in pieces]
+    order = [int(number[0]) for number in numbers if number is not None]
+    return are_texts or (len(order) == len(pieces) and order == sorted(order))
+
+
+def _are_character_spans(prompt: PromptTokens) -> bool:
+    """Whether the declared spans fit the words of the prompt when read as character positions."""
+    whole = "".join(prompt.texts).strip(SPECIAL_MARK)
+    ends = [edge for span in prompt.spans for edge in (span.start, span.stop)]
+    if not prompt.has_text or len(ends) < 4 or ends[-1] > len(whole) + 1:
+        return False
+    return all(edge in (0, len(whole)) or not whole[edge - 1 : edge + 1].isalnum() for edge in ends)
+
+
+def _find_cut(prompt: PromptTokens, piece: DeclaredSegment) -> _TruncatedPiece | None:
+    """Return which end of a piece is missing: of its text, or of its ids without a tokenizer."""
+    part: Any = piece.text or ""
+    whole: Any = "".join(prompt.texts).strip(SPECIAL_MARK)
+    unit, least = "character", _MIN_CUT_CHARACTERS
+    if not prompt.has_text:
+        part, whole = list(piece.ids), prompt.ids[prompt.n_pads :]
+        unit, least = "token", _MIN_CUT_TOKENS
+    for kept in range(len(part) - 1, least - 1, -1):
+        if whole[-kept:] == part[:kept]:
+            return _TruncatedPiece(piece, len(part) - kept, len(part), unit)
+        if whole[:kept] == part[-kept:]:
+            return _TruncatedPiece(piece, len(part) - kept, len(part), unit, at_end=False)
+    return None
