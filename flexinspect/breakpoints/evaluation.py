@@ -83,10 +83,7 @@ class StepObservations:
 
 
 def observe_step(
-    step: StepRecord,
-    *,
-    observed: Iterable[Observation] = (),
-    checked: Iterable[str] = (),
+    step: StepRecord, *, observed: Iterable[Observation] = (), checked: Iterable[str] = ()
 ) -> StepObservations:
     """Return the observations in a step's record, together with those made while it ran."""
     recorded = set(checked)

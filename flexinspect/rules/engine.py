@@ -240,10 +240,7 @@ class RuleRunner:
             return step
         new, repeats = self._split_repeats(link_causes(findings) if len(findings) > 1 else findings)
         return replace(
-            step,
-            findings=(*step.findings, *new),
-            repeats=repeats,
-            events=(*step.events, *events),
+            step, findings=(*step.findings, *new), repeats=repeats, events=(*step.events, *events)
         )
 
     def replay_parent_step(self, step: StepRecord) -> tuple[EventRecord, ...]:

@@ -144,11 +144,7 @@ def _finding_kinds(report: Report) -> Mapping[str, FindingKind]:
     """Return the kind of each id; for a rule that is not installed, made from its finding."""
     others = {
         finding.id: FindingKind(
-            finding.severity,
-            finding.id,
-            why=finding.why,
-            confirm=finding.confirm,
-            fix=finding.fix,
+            finding.severity, finding.id, why=finding.why, confirm=finding.confirm, fix=finding.fix
         )
         for finding in report.findings
     }

@@ -221,13 +221,7 @@ class OutputRangeRule(Rule):
         query: str = "",
     ) -> Finding:
         return self.finding(
-            step,
-            SATURATION,
-            sentence,
-            layers=which,
-            evidence=evidence,
-            series=series,
-            query=query,
+            step, SATURATION, sentence, layers=which, evidence=evidence, series=series, query=query
         )
 
     # -- jumps -----------------------------------------------------------------------------------
@@ -269,12 +263,7 @@ class OutputRangeRule(Rule):
             NORM_JUMP,
             f"{sentence}.",
             layers=which,
-            evidence={
-                "norm": first.norm,
-                "times": times,
-                "module": first.module,
-                "layers": which,
-            },
+            evidence={"norm": first.norm, "times": times, "module": first.module, "layers": which},
             series=f"layer {first.layer} {'up' if more else 'down'}",
         )
 

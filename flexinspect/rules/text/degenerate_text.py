@@ -225,11 +225,7 @@ class TextRule(Rule):
             COLLAPSE,
             sentence,
             positions=(step.kv_after,),
-            evidence={
-                "steps": text.n_certain,
-                "entropy": logits.entropy,
-                "margin": logits.margin,
-            },
+            evidence={"steps": text.n_certain, "entropy": logits.entropy, "margin": logits.margin},
             series="certain",
         )
 

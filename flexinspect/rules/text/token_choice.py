@@ -101,12 +101,7 @@ class TokenChoiceRule(Rule):
         )
         evidence = {"margin": logits.margin, "logit": first.logit, "unit": unit, "dtype": dtype}
         yield self.finding(
-            step,
-            NEAR_TIE,
-            sentence,
-            positions=(step.kv_after,),
-            evidence=evidence,
-            series="tie",
+            step, NEAR_TIE, sentence, positions=(step.kv_after,), evidence=evidence, series="tie"
         )
 
     # -- not the best ----------------------------------------------------------------------------

@@ -10,15 +10,15 @@ stays within a factor of 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from flexinspect.core.text import format_layers, plural
-from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.finding import Finding
 from flexinspect.records.token_gradients import GradientRecord, GradientStat
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
 
 GRADIENT_NAN, GRADIENT_INF = "gradient.nan", "gradient.inf"
 EXPLODING, VANISHING, DEAD = "gradient.exploding", "gradient.vanishing", "gradient.dead"
@@ -37,97 +37,14 @@ _CHECKED_PARTS = frozenset({"q", "k", "v", "qkv", "o", "mlp"})
 """Parts whose matrices are checked; small gradients of norms and biases are not a fault."""
 _MAX_NAMED_PARAMETERS = 6
 
-_GRADIENT_QUERY = (
-    "SELECT layer, part, name, norm, max, n_nan, n_inf FROM grads WHERE generation = {generation} "
-    "AND branch = {branch} AND step = {step} ORDER BY layer, name"
-)
-_TARGET_QUERY = (
-    "SELECT target, token_id, value, scale, logits_error, tolerance, anomaly FROM gradients WHERE "
-    "generation = {generation} AND branch = {branch} AND step = {step}"
-)
-_GRADIENT_CONFIRM = (
-    "The view *where* of the panel *Gradients* has a row per layer and a column per parameter "
-    "group."
-)
-
 
 class GradientsRule(Rule):
     """Checks the gradients of generated tokens, which are recorded with `--grads`."""
 
     name: ClassVar[str] = "gradients"
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        GRADIENT_NAN: FindingKind(
-            Severity.ERROR,
-            "NaN in the gradient of a generated token",
-            why="Training or attribution on this text would turn every earlier parameter into NaN.",
-            confirm=f"{_GRADIENT_CONFIRM} `--detect-anomaly` names the line of the forward.",
-            fix=(
-                "Look for sqrt, log, division or norm at 0 in the named layer: the forward is "
-                "finite, but the gradient is Inf times 0."
-            ),
-            query=_GRADIENT_QUERY,
-        ),
-        GRADIENT_INF: FindingKind(
-            Severity.ERROR,
-            "Inf in the gradient of a generated token",
-            why="The next product with 0 is NaN.",
-            confirm=_GRADIENT_CONFIRM,
-            fix="Use bfloat16 or float32 instead of float16. Look for a division by almost 0.",
-            query=_GRADIENT_QUERY,
-        ),
-        EXPLODING: FindingKind(
-            Severity.WARNING,
-            "the gradient of a hidden state grows a hundredfold through one layer",
-            why="Earlier layers get almost all of the gradient, and later layers almost none.",
-            confirm=_GRADIENT_CONFIRM,
-            fix="Check the scale of the named layer's weights and the divisor of its norm.",
-            query=_GRADIENT_QUERY,
-        ),
-        VANISHING: FindingKind(
-            Severity.WARNING,
-            "the gradients of some layers are almost 0",
-            why="These weights have no influence on the token, and training on it would not change "
-            "them.",
-            confirm=_GRADIENT_CONFIRM,
-            fix=(
-                "Look for weights or norms that are almost 0, a saturated softmax or activation, "
-                "a missing residual connection, and `detach` or `no_grad` in the forward."
-            ),
-            query=_GRADIENT_QUERY,
-        ),
-        DEAD: FindingKind(
-            Severity.WARNING,
-            "the gradient of some weights is exactly 0",
-            why="The token does not depend on these weights.",
-            confirm=_GRADIENT_CONFIRM,
-            fix=(
-                "Look for a gate or a projection of zeros, weights that were not loaded, "
-                "`detach` or `no_grad` in the named layer or after it, and values so large that a "
-                "norm turns all others into 0."
-            ),
-            query=_GRADIENT_QUERY,
-        ),
-        FORWARD_CHECK: FindingKind(
-            Severity.WARNING,
-            "the differentiated forward differs from the one that ran",
-            why="Its gradients would be those of another computation, so none are recorded or "
-            "drawn.",
-            confirm="The query returns the difference and the tolerance of the dtype.",
-            fix=(
-                "Look for code that depends on the step or the cache: masks changed during the "
-                "run, layers with state, routing of experts."
-            ),
-            query=_TARGET_QUERY,
-        ),
-        ANOMALY: FindingKind(
-            Severity.ERROR,
-            "autograd's anomaly mode found the function that produces NaN",
-            why="It is the first function of the backward whose result is NaN.",
-            confirm="The evidence has the traceback of the corresponding forward call.",
-            fix="Fix the line at the end of the traceback.",
-            query=_TARGET_QUERY,
-        ),
-    }
+    findings = finding_kinds(
+        *(GRADIENT_NAN, GRADIENT_INF, EXPLODING, VANISHING, DEAD, FORWARD_CHECK, ANOMALY)
+    )
 
     def on_gradients(self, gradients: GradientRecord) -> Sequence[Finding]:
         """Check the gradients of one token."""

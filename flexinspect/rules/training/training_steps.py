@@ -17,7 +17,7 @@ from flexinspect.records.step import StepRecord
 from flexinspect.records.training_step import VANISHING_NORM as THRESHOLD
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
 
 LOSS_NAN = "training.loss-nan"
 LOSS_SPIKE = "training.loss-spike"
@@ -29,123 +29,6 @@ NAN_GRADIENT = "training.nan-gradient"
 FP16_OVERFLOW = "training.fp16-overflow"
 SCALER_SKIPS = "training.scaler-skips"
 LOADER_BOUND = "training.loader-bound"
-
-_TRAINING_WHERE = "WHERE generation = {generation} AND branch = {branch}"
-_CURVE_QUERY = (
-    "SELECT step, loss, total_norm, learning_rates, anomaly_origin FROM training_steps "
-    f"{_TRAINING_WHERE} ORDER BY step"
-)
-_GRADS_QUERY = (
-    f"SELECT name, norm, max, n_nan, n_inf FROM grads {_TRAINING_WHERE} AND step = {{step}} "
-    "ORDER BY norm DESC"
-)
-
-TRAINING_KINDS: Mapping[str, FindingKind] = {
-    LOSS_NAN: FindingKind(
-        Severity.ERROR,
-        "the loss is NaN or infinite",
-        why="Its gradients are not finite either. One optimizer step with them makes every weight "
-        "NaN, and the run cannot recover.",
-        confirm="The training panel at this step names the first non-finite output and shows the "
-        "earlier losses and norms.",
-        fix="Check the inputs and the parameters for NaN and Inf, and whether the learning rate is "
-        "above 1.0. A logarithm or a division of 0 needs a small epsilon. Skip steps with a "
-        "non-finite loss.",
-        query=_CURVE_QUERY,
-    ),
-    LOSS_SPIKE: FindingKind(
-        Severity.WARNING,
-        "the loss jumps far above the previous ones",
-        why="A spike often precedes divergence, or comes from an unusual batch.",
-        confirm="The training panel draws the losses; the query lists them with norms and learning "
-        "rates.",
-        fix="Lower the learning rate or warm it up, clip gradients (max_norm=1.0), and check the "
-        "batch of this step.",
-        query=_CURVE_QUERY,
-    ),
-    GRADIENT_EXPLOSION: FindingKind(
-        Severity.WARNING,
-        "the gradient of a parameter has a norm above 10",
-        why="The update grows with the gradient: the weights change too much, and the loss "
-        "follows.",
-        confirm="The query lists the parameters of the step by norm; the strip of the training "
-        "panel shows the group in which it began.",
-        fix="Lower the learning rate, clip the gradients "
-        "(torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)), and check the scaling of the "
-        "inputs.",
-        query=_GRADS_QUERY,
-    ),
-    GRADIENT_VANISHING: FindingKind(
-        Severity.WARNING,
-        "the gradient of a weight matrix has a norm below 1e-6 while others learn",
-        why="The parameter does not learn: the gradient is lost on its way back.",
-        confirm="The strip of the training panel shows norms by group: they fall from the loss "
-        "towards the input.",
-        fix="Raise the learning rate, use other activations (ReLU or GELU instead of sigmoid or "
-        "tanh), another initialization, or skip connections.",
-        query=_GRADS_QUERY,
-    ),
-    DEAD_PARAMETERS: FindingKind(
-        Severity.WARNING,
-        "parameters get no gradient, or a gradient of exactly 0, in many steps",
-        why="They keep their initial values: inactive units, an unused branch, or a detached "
-        "tensor.",
-        confirm="The query lists their gradients. Look for a detach, a no_grad or a branch that is "
-        "never taken in the forward.",
-        fix="Freeze parameters that should not change (requires_grad_(False)). Otherwise use the "
-        "module's output, or a smaller learning rate and another activation than ReLU.",
-        query=_GRADS_QUERY,
-    ),
-    LEARNING_RATE: FindingKind(
-        Severity.NOTE,
-        "a learning rate is above 1.0",
-        why="Most optimizers diverge with it within a few steps.",
-        confirm="The query lists the learning rates of the steps.",
-        fix="Use 1e-5 to 1e-3 for Adam and similar optimizers, 1e-3 to 1e-1 for SGD, unless the "
-        "method requires more.",
-        query=_CURVE_QUERY,
-    ),
-    NAN_GRADIENT: FindingKind(
-        Severity.ERROR,
-        "a gradient is NaN or infinite although the loss is finite",
-        why="The optimizer step makes the weight NaN, and the next forward propagates it.",
-        confirm="Run the step again under torch.autograd.detect_anomaly(): it names the operation.",
-        fix="Look for a square root, a norm or a division at 0, which is finite but has no finite "
-        "derivative, and for torch.where around one of them. Add an epsilon inside.",
-        query=_GRADS_QUERY,
-    ),
-    FP16_OVERFLOW: FindingKind(
-        Severity.ERROR,
-        "a float16 output is NaN or infinite although the weights are finite",
-        why="The largest float16 is 65504: larger values become Inf, and NaN in the next "
-        "operation. 0 divided by 0 is NaN in any dtype.",
-        confirm="The training panel at this step names the module; in float32 it stays finite.",
-        fix="Train in bfloat16, keep this module in float32, or scale its inputs down.",
-        query=_CURVE_QUERY,
-    ),
-    SCALER_SKIPS: FindingKind(
-        Severity.WARNING,
-        "the gradient scaler skips many consecutive steps",
-        why="A skipped step does not update the weights, and its batch is lost.",
-        confirm="The query lists the scale and the skipped steps.",
-        fix="One or two skips at the start are normal while the scaler finds its scale. Otherwise "
-        "look for gradients that overflow at any scale: a NaN in the forward, a loss that is too "
-        "large, gradients that are never unscaled.",
-        query="SELECT step, scale, is_skipped, n_nonfinite, loss FROM training_steps "
-        f"{_TRAINING_WHERE} ORDER BY step",
-    ),
-    LOADER_BOUND: FindingKind(
-        Severity.WARNING,
-        "training spends most of its time waiting for data",
-        why="The model is idle while it waits.",
-        confirm="The query lists where the time of each step is spent.",
-        fix="Use DataLoader workers (num_workers) and pin_memory, preprocess the data once, or "
-        "load larger chunks.",
-        query="SELECT step, data_ms, forward_ms, backward_ms, optimizer_ms, other_ms FROM "
-        f"training_steps {_TRAINING_WHERE} ORDER BY step",
-    ),
-}
-
 
 MAX_LEARNING_RATE = 1.0
 """Learning rates above this are reported."""
@@ -193,7 +76,10 @@ class TrainingRule(Rule):
     """Checks each optimizer step; one finding of each kind, at its first step."""
 
     name: ClassVar[str] = "trainingsteps"
-    findings: ClassVar[Mapping[str, FindingKind]] = TRAINING_KINDS
+    findings = finding_kinds(
+        *(LOSS_NAN, LOSS_SPIKE, GRADIENT_EXPLOSION, GRADIENT_VANISHING, DEAD_PARAMETERS),
+        *(LEARNING_RATE, NAN_GRADIENT, FP16_OVERFLOW, SCALER_SKIPS, LOADER_BOUND),
+    )
 
     def __init__(self) -> None:
         self._reset()
