@@ -96,14 +96,10 @@ class MemoryRule(Rule):
         evidence = {"per_step": round(slope), "total": round(total), "steps": len(values)}
         yield replace(self.finding(None, MEMORY_GROWTH, sentence, evidence=evidence), step=last)
 
-    # -- building masks --------------------------------------------------------------------------
-
     def _check_builds(self, step: StepRecord) -> Iterator[Finding]:
-        for build in step.builds:
-            if not build.heads:
-                self._built_without_heads.add(build.mask_mod)
+        self._built_without_heads.update(one.mask_mod for one in step.builds if not one.heads)
         largest = max(step.builds, key=_grid_peak_growth)
-        if _grid_peak_growth(largest) < MIN_BUILD_BYTES or _grid_peak_growth(largest) <= self._peak:
+        if _grid_peak_growth(largest) < max(MIN_BUILD_BYTES, self._peak + 1):
             return
         self._peak = largest.peak_growth
         ignores_heads = self._ignores_heads(step, largest)
@@ -111,11 +107,14 @@ class MemoryRule(Rule):
         sizes = (largest.batch or 1, largest.heads or 1, largest.q_len, largest.kv_len)
         grid = " x ".join(map(str, sizes))
         place = "a standalone call" if self.context.is_standalone else f"step {step.step}"
+        advice = ""
+        if (largest.heads or 1) > 1:
+            condition = "because" if ignores_heads else "if"
+            advice = f"; H can be None {condition} the mask_mod ignores the head"
         sentence = (
             f"Building a block mask sets the memory peak of {place}, not "
             f"attention: {largest.peak_growth / MIB:.0f} MiB for the grid {grid} in "
-            f"{largest.wall_ms:.0f} ms (mask_mod {printable(largest.mask_mod)})"
-            f"{_format_advice(largest, ignores_heads)}."
+            f"{largest.wall_ms:.0f} ms (mask_mod {printable(largest.mask_mod)}){advice}."
         )
         yield self.finding(
             step,
@@ -144,14 +143,9 @@ class MemoryRule(Rule):
         for call in step.calls:
             mask = self.context.mask(call.mask)
             if mask is not None and (mask.q_len, mask.kv_len) == (build.q_len, build.kv_len):
-                return (
-                    mask.mask_mod == build.mask_mod
-                    and mask.cells is not None
-                    and len(mask.cells) == 1
-                )
+                has_one_head = mask.cells is not None and len(mask.cells) == 1
+                return has_one_head and mask.mask_mod == build.mask_mod
         return False
-
-    # -- captured data ---------------------------------------------------------------------------
 
     def _check_capture(self, step: StepRecord, memory: MemoryRecord) -> Iterator[Finding]:
         n_bytes = sum(array.array.nbytes for array in step.arrays)
@@ -173,10 +167,3 @@ def _grid_peak_growth(build: BuildRecord) -> int:
     """
     cells = (build.batch or 1) * (build.heads or 1) * build.q_len * build.kv_len
     return build.peak_growth if build.peak_growth <= cells * MAX_BYTES_PER_CELL else 0
-
-
-def _format_advice(build: BuildRecord, ignores_heads: bool) -> str:
-    if (build.heads or 1) == 1:
-        return ""
-    condition = "because" if ignores_heads else "if"
-    return f"; H can be None {condition} the mask_mod ignores the head"

@@ -134,14 +134,14 @@ class OutputRangeRule(Rule):
         if not near:
             return
         worst = max(near, key=_abs_max)
-        is_at_limit = _abs_max(worst) >= AT_LIMIT_SHARE * FLOAT16_MAX
-        which = sorted(stat.layer for stat in near)
+        which, largest = sorted(stat.layer for stat in near), _abs_max(worst)
         sentence = (
-            f"The output of layer {worst.layer} reaches {_abs_max(worst):.0f} in step {step.step}, "
-            f"{_abs_max(worst) / FLOAT16_MAX:.0%} of the largest float16 (65504)"
+            f"The output of layer {worst.layer} reaches {largest:.0f} in step {step.step}, "
+            f"{largest / FLOAT16_MAX:.0%} of the largest float16 (65504)"
         )
         if len(which) > 1:
             sentence += f"; {format_layers(which, len(step.layer_stats))} are above half of it"
+        is_at_limit = largest >= AT_LIMIT_SHARE * FLOAT16_MAX
         yield self.finding(
             step,
             OVERFLOW_RISK,
@@ -166,11 +166,8 @@ class OutputRangeRule(Rule):
         return self._saturation(step, f"{sentence}.", which, {"value": value}, "dead")
 
     def _check_identity(self, step: StepRecord) -> Iterator[Finding]:
-        which = [
-            b.layer
-            for a, b in pairwise(step.layer_stats)
-            if a.layer < b.layer and _stat_values(a) == _stat_values(b)
-        ]
+        pairs = [(a, b) for a, b in pairwise(step.layer_stats) if a.layer < b.layer]
+        which = [b.layer for a, b in pairs if _stat_values(a) == _stat_values(b)]
         if which:
             verb = "returns its input" if len(which) == 1 else "return their input"
             sentence = (
@@ -209,7 +206,7 @@ class OutputRangeRule(Rule):
                 f"softcap of {cap:g} in every head of {format_step_layers(which, step)}: the "
                 "softcap makes them all equal."
             )
-            yield self._saturation(step, sentence, which, {"softcap": cap}, "capped", "capped")
+            yield self._saturation(step, sentence, which, {"softcap": cap}, "capped")
 
     def _saturation(
         self,
@@ -218,8 +215,8 @@ class OutputRangeRule(Rule):
         which: Sequence[int],
         evidence: Mapping[str, Any],
         series: str,
-        query: str = "",
     ) -> Finding:
+        query = "capped" if series == "capped" else ""
         return self.finding(
             step, SATURATION, sentence, layers=which, evidence=evidence, series=series, query=query
         )
@@ -235,18 +232,16 @@ class OutputRangeRule(Rule):
         norms = [
             n if n < math.inf else _abs_max(s) for n, s in zip(norms, step.layer_stats, strict=True)
         ]
+        rows = zip(step.layer_stats, norms, history.smallest, history.largest, strict=False)
         jumps = [
             (stat, norm / high if norm > high else norm / low)
-            for stat, norm, low, high in zip(
-                step.layer_stats, norms, history.smallest, history.largest, strict=False
-            )
+            for stat, norm, low, high in rows
             if norm > 0 < low and _is_jump(stat, norm, low, high)
         ]
         if not jumps:
             return
         first, ratio = min(jumps, key=lambda jump: jump[0].layer)
-        which = sorted(stat.layer for stat, _ in jumps)
-        more = ratio > 1
+        which, more = sorted(stat.layer for stat, _ in jumps), ratio > 1
         times = ratio if more else 1 / ratio
         how_often = f"{times:,.0f}" if times < 1e6 else f"{times:.0e}"
         sentence = (
@@ -258,13 +253,10 @@ class OutputRangeRule(Rule):
             sentence += ", while the layers before it are unchanged"
         if len(which) > 1:
             sentence += f"; it continues in {format_layers(which[1:], len(norms))}"
+        evidence = {"norm": first.norm, "times": times, "module": first.module, "layers": which}
+        series = f"layer {first.layer} {'up' if more else 'down'}"
         yield self.finding(
-            step,
-            NORM_JUMP,
-            f"{sentence}.",
-            layers=which,
-            evidence={"norm": first.norm, "times": times, "module": first.module, "layers": which},
-            series=f"layer {first.layer} {'up' if more else 'down'}",
+            step, NORM_JUMP, f"{sentence}.", layers=which, evidence=evidence, series=series
         )
 
 
