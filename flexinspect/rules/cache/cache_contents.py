@@ -1,32 +1,22 @@
-"""Checks which text a cache holds: repeated, of another prompt, lost between steps, or not used.
-
-`CacheTextTracker` follows the input tokens and the cached lengths. `check_slots` reads the stream
-`attention.slots`, which capture writes only if empty or stale slots take part in the softmax. Its
-numbers are counted or summed from the keys and weights of the call.
-"""
+"""Checks which text a cache holds: repeated, of another prompt, lost between steps, or not used."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from flexinspect.core.text import capitalize, plural
+from flexinspect.core.text import plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import EventRecord, LogitsRecord, StepRecord
-from flexinspect.rules.context import RuleContext, format_step_layers, step_array
+from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule
 
 CACHE_LOST = "cache.lost"
 CACHE_NOT_USED = "cache.not-used"
 CACHE_DUPLICATED = "cache.duplicated"
 CACHE_SHARED = "cache.shared"
-EMPTY_SLOTS = "cache.empty-slots"
-STALE_SLOTS = "cache.stale-slots"
 
 NO_CACHE_EVENT = "cache-disabled"
 """Event of a generation with use_cache=False."""
@@ -39,35 +29,25 @@ _MAX_GENERATIONS = 16
 _MIN_COMMON_PREFIX = 8
 """Equal tokens from which a text counts as repeated; templates have a few in common."""
 
-SLOT_STREAM = "attention.slots"
-OPEN_COLUMN, EMPTY_COLUMN, EMPTY_WEIGHT_COLUMN, STALE_COLUMN, STALE_WEIGHT_COLUMN = range(5)
-"""Columns of `attention.slots` (calls, 5): open keys; empty (all-zero) keys and their weight; stale
-keys beyond the filled length and their weight. Weights are means over heads."""
-
-SlotTable = npt.NDArray[np.float32]
-
 
 class _LastStep(NamedTuple):
     """The facts of the last step that the next one is compared with."""
 
     generation: int
+    kv_before: int
     kv_after: int
-    is_uncached_token: bool
-    """Whether its input was a single token without any cached key."""
     is_single_token: bool
     position_id: int | None
     logits: LogitsRecord | None
 
     @property
-    def best_token_id(self) -> int | None:
-        """The most probable next token."""
-        best = self.logits.candidates if self.logits is not None else ()
-        return best[0].token_id if best else None
+    def candidate_ids(self) -> list[int]:
+        """The recorded candidates for the next token, best first."""
+        return [] if self.logits is None else [c.token_id for c in self.logits.candidates]
 
-    def has_candidate(self, token_id: int) -> bool:
-        """Whether a token is among the recorded candidates for the next one."""
-        best = self.logits.candidates if self.logits is not None else ()
-        return any(candidate.token_id == token_id for candidate in best)
+    def is_continued_by(self, step: StepRecord) -> bool:
+        """Whether the position id of a step is the next one."""
+        return self.position_id is not None and _last_position_id(step) == self.position_id + 1
 
 
 class CacheTextTracker:
@@ -97,29 +77,33 @@ class CacheTextTracker:
         if event.kind == CACHED_PROMPT_EVENT:
             self._declared_ids = list(event.data["prompt"])
 
-    def on_step(self, step: StepRecord) -> list[Finding]:
+    def on_step(self, step: StepRecord) -> Finding | None:
         """Compare the input of a step with the content of the cache."""
         found: Finding | None = None
         if step.step == 0:
             self._is_cache_off = any(event.kind == NO_CACHE_EVENT for event in step.events)
             check = self._check_filled_cache if step.kv_before else self._check_lost_cache
             found = check(step)
-        elif step.q_len > 1:
+        elif step.q_len > 1 and step.kv_before:
             found = self._check_rows(step)
-        elif step.step == 1:
+        elif step.q_len > 1 and step.q_len == self._length + 1:
+            self._full_forwards = self._full_forwards or [(step.step - 1, self._length)]
+            self._full_forwards.append((step.step, step.q_len))
+            self._masks = frozenset(call.mask for call in step.calls)
+        elif step.step == 1 and step.q_len == 1:
             found = self._check_repeated_token(step)
         if step.kv_before:
             self._n_continued = 0
         self._last_step = _LastStep(
             generation=step.generation,
+            kv_before=step.kv_before,
             kv_after=step.kv_after,
-            is_uncached_token=step.q_len == 1 and not step.kv_before,
             is_single_token=step.q_len == 1,
             position_id=_last_position_id(step),
             logits=step.logits,
         )
         self._length = step.kv_after
-        return [] if found is None else [found]
+        return found
 
     def on_generation_end(self) -> Sequence[Finding]:
         """Keep the text of the generation, and report that no cache was used."""
@@ -128,13 +112,12 @@ class CacheTextTracker:
 
     def _token_ids(self, start: int, stop: int) -> list[int]:
         """The token ids of these positions, up to the first unknown one."""
-        out = []
-        for pos in range(start, stop):
-            token = self.context.token(pos)
+        ids = []
+        for token in map(self.context.token, range(start, stop)):
             if token is None:
                 break
-            out.append(token.token_id)
-        return out
+            ids.append(token.token_id)
+        return ids
 
     def _check_filled_cache(self, step: StepRecord) -> Finding | None:
         """Compare the prompt that the caller assumes to be cached with the texts of earlier runs.
@@ -166,14 +149,11 @@ class CacheTextTracker:
         last, token = self._last_step, self.context.token(step.kv_before)
         if last is None or token is None or step.q_len != 1 or self._is_loss_reported:
             return None
-        last_id, position_id = last.position_id, _last_position_id(step)
-        continues = last_id is not None and position_id == last_id + 1
         n_lost = last.kv_after - step.kv_before
         is_large = 2 * step.kv_before < last.kv_after
-        is_next = is_large and (continues or last.has_candidate(token.token_id))
-        if not is_next and not (
-            n_lost > 1 and last.is_single_token and last.best_token_id == token.token_id
-        ):
+        is_next = is_large and (last.is_continued_by(step) or token.token_id in last.candidate_ids)
+        is_best = last.candidate_ids[:1] == [token.token_id]
+        if not is_next and not (n_lost > 1 and last.is_single_token and is_best):
             return None
         self._is_loss_reported = True
         sentence = (
@@ -190,34 +170,21 @@ class CacheTextTracker:
         previous, token = self.context.token(pos - 1), self.context.token(pos)
         if last is None or not pos or previous is None or token is None:
             return None
-        if (
-            token.token_id != previous.token_id
-            or last.logits is None
-            or last.has_candidate(token.token_id)
-        ):
+        if token.token_id != previous.token_id or last.logits is None:
+            return None
+        if token.token_id in last.candidate_ids:
             return None
         sentence = (
             f"The last token of the prompt is in the input twice: step {step.step} begins with "
             f"{self.context.format_position(pos)}, the same token as before, which is not among "
-            f"the {len(last.logits.candidates)} best candidates of step {step.step - 1}"
+            f"the {len(last.candidate_ids)} best candidates of step {step.step - 1}"
         )
         return self._token_finding(step, CACHE_DUPLICATED, Severity.WARNING, sentence, (pos,), 1)
 
     def _check_rows(self, step: StepRecord) -> Finding | None:
-        """Check several rows on a filled cache: the next part of a text, or a repetition."""
-        if not step.kv_before:
-            if step.q_len == self._length + 1:
-                self._full_forwards = self._full_forwards or [(step.step - 1, self._length)]
-                self._full_forwards.append((step.step, step.q_len))
-                self._masks = frozenset(call.mask for call in step.calls)
-            return None
+        """Report rows on a filled cache that repeat the cached text from its beginning."""
         new_ids = [t.token_id for t in step.tokens if step.kv_before <= t.pos < step.kv_after]
-        return self._check_repeated_rows(step, new_ids, self._token_ids(0, step.kv_before))
-
-    def _check_repeated_rows(
-        self, step: StepRecord, new_ids: Sequence[int], cached_ids: Sequence[int]
-    ) -> Finding | None:
-        """Report rows that repeat the cached text from its beginning."""
+        cached_ids = self._token_ids(0, step.kv_before)
         n_same = _common_prefix_len(cached_ids, new_ids)
         shorter = min(len(cached_ids), len(new_ids))
         if shorter < 4 or n_same < shorter:
@@ -273,41 +240,31 @@ class CacheTextTracker:
         candidates of the step before them.
         """
         last, token = self._last_step, self.context.token(0)
-        if last is None or step.q_len != 1 or token is None or not _has_keys(step):
+        # A model with only recurrent layers keeps a state instead of keys.
+        has_keys = step.calls or (step.inputs is not None and step.inputs.cached_after)
+        if last is None or step.q_len != 1 or token is None or not has_keys:
             self._n_continued = 0
             return None
-        self._n_tokens_before = last.kv_after + (
-            self._n_tokens_before if last.is_uncached_token else 0
-        )
-        self._n_continued = self._n_continued + 1 if last.has_candidate(token.token_id) else 0
-        last_id, position_id = last.position_id, _last_position_id(step)
-        continues = (
-            position_id is not None and last_id is not None and position_id == last_id + 1 > 1
-        )
+        is_uncached = last.is_single_token and not last.kv_before
+        self._n_tokens_before = last.kv_after + (self._n_tokens_before if is_uncached else 0)
+        self._n_continued = self._n_continued + 1 if token.token_id in last.candidate_ids else 0
+        position_id = _last_position_id(step)
+        why = f"{self._n_continued} tokens in a row are candidates of the step before"
+        continues = last.is_continued_by(step) and last.position_id != 0
+        if continues:
+            why = f"its position id {position_id} follows {last.position_id}"
         if self._is_loss_reported or not (continues or self._n_continued >= 2):
             return None
         self._is_loss_reported = True
-        why = (
-            f"its position id {position_id} follows {last_id}"
-            if continues
-            else f"{self._n_continued} tokens in a row are candidates of the step before"
-        )
         sentence = (
             f"The cache is lost between steps: a single token ({self.context.format_position(0)}) "
             f"has no cached keys, although {why}; it attends only to itself, and not to the "
             f"{plural(self._n_tokens_before, 'token')} before it"
         )
+        evidence = {"keys": 1, "position_id": position_id}
+        evidence |= {"last_generation": last.generation, "last_kv": last.kv_after}
         return self._rule.finding(
-            step,
-            CACHE_LOST,
-            f"{sentence}.",
-            positions=(0,),
-            evidence={
-                "keys": 1,
-                "position_id": position_id,
-                "last_generation": last.generation,
-                "last_kv": last.kv_after,
-            },
+            step, CACHE_LOST, f"{sentence}.", positions=(0,), evidence=evidence
         )
 
     def _unused_finding(self) -> Sequence[Finding]:
@@ -323,18 +280,11 @@ class CacheTextTracker:
             f"{last}; {len(steps)} steps computed {rows} query rows, where {needed} are enough "
             f"with a cache{' (use_cache=False was passed)' if self._is_cache_off else ''}"
         )
+        severity = Severity.NOTE if self._is_cache_off else None
+        evidence = {"steps": len(steps), "rows": rows, "needed": needed}
+        evidence |= {"first": first, "last": last}
         finding = self._rule.finding(
-            None,
-            CACHE_NOT_USED,
-            f"{sentence}.",
-            severity=Severity.NOTE if self._is_cache_off else None,
-            evidence={
-                "steps": len(steps),
-                "rows": rows,
-                "needed": needed,
-                "first": first,
-                "last": last,
-            },
+            None, CACHE_NOT_USED, f"{sentence}.", severity=severity, evidence=evidence
         )
         return [replace(finding, step=steps[1][0], last_step=last_step, times=len(steps) - 1)]
 
@@ -345,25 +295,16 @@ class CacheTextTracker:
         """
         for fingerprint in self._masks:
             mask = self.context.mask(fingerprint)
-            if mask is not None and mask.cells is not None and mask.q_len == mask.kv_len:
-                sees_newest = mask.cells[:, :-1, -1]
-                if sees_newest.any():
-                    return False
+            if mask is None or mask.cells is None or mask.q_len != mask.kv_len:
+                continue
+            if mask.cells[:, :-1, -1].any():  # an earlier row sees the newest key
+                return False
         return True
 
 
 def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    n = 0
-    for one, other in zip(ids, other_ids, strict=False):
-        if one != other:
-            break
-        n += 1
-    return n
-
-
-def _has_keys(step: StepRecord) -> bool:
-    """Whether a model has keys; one with only recurrent layers keeps a state instead."""
-    return bool(step.calls) or (step.inputs is not None and bool(step.inputs.cached_after))
+    pairs = enumerate(zip(ids, other_ids, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(ids), len(other_ids)))
 
 
 def _last_position_id(step: StepRecord) -> int | None:
@@ -372,59 +313,3 @@ def _last_position_id(step: StepRecord) -> int | None:
         return None
     first, n = step.inputs.positions[-1]
     return first + n - 1
-
-
-def check_slots(rule: Rule, step: StepRecord) -> Iterator[Finding]:
-    """At most one finding about empty and one about stale slots of a step."""
-    slots = step_array(step, SLOT_STREAM)
-    if slots is None:
-        return
-    is_known = step.inputs is not None and bool(step.inputs.cached_after)
-    for finding_id, column in ((EMPTY_SLOTS, EMPTY_COLUMN), (STALE_SLOTS, STALE_COLUMN)):
-        rows = np.flatnonzero(slots[:, column] > 0)
-        # The filled length is unknown for keys that a program stores itself.
-        if len(rows) and (is_known or finding_id == EMPTY_SLOTS):
-            yield _slot_finding(rule, step, slots, finding_id, column, rows)
-
-
-def _slot_finding(
-    rule: Rule,
-    step: StepRecord,
-    slots: SlotTable,
-    finding_id: str,
-    column: int,
-    rows: npt.NDArray[np.intp],
-) -> Finding:
-    layers = {step.calls[row].layer for row in rows}
-    weights = slots[:, column + 1]
-    worst = int(rows[weights[rows].argmax()])
-    n_open, n_bad = int(slots[worst, OPEN_COLUMN]), int(slots[worst, column])
-    weight = float(weights[worst])
-    kind = "empty slots" if finding_id == EMPTY_SLOTS else "slots with keys of an earlier text"
-    where, what, most = "", "call", ""
-    if not rule.context.is_standalone:
-        where = f"{capitalize(format_step_layers(layers, step))}, step {step.step}: "
-        what = "step"
-        most = f" (layer {step.calls[worst].layer})" if len(rows) > 1 else ""
-    sentence = (
-        f"{where}{plural(n_open, 'key')} open, {n_open - n_bad} filled: {_format_percent(weight)} "
-        f"of the attention of this {what} is on {kind}{most}."
-    )
-    return rule.finding(
-        step,
-        finding_id,
-        sentence,
-        layers=layers,
-        evidence={
-            "allowed": n_open,
-            "filled": n_open - n_bad,
-            "slots": n_bad,
-            "weight": round(weight, 4),
-            "weights": {step.calls[row].layer: round(float(weights[row]), 4) for row in rows},
-        },
-        series=finding_id,
-    )
-
-
-def _format_percent(weight: float) -> str:
-    return f"{weight:.0%}".replace("%", " %") if weight >= 0.01 else "less than 1 %"
