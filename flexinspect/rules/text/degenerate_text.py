@@ -94,15 +94,12 @@ class TextRule(Rule):
             step, token = text.first_step, text.first_token
             if step is None or token is None or not token.special or len(text.logprobs) != 1:
                 continue
-            if not self._is_part_of_answer(token.pos - 1):
+            # A branch may begin with part of the answer.
+            if not any(
+                segment.kind is SegmentKind.GENERATED and segment.start < token.pos
+                for segment in self.context.generation.segments
+            ):
                 yield self._stopped_finding(step, token)
-
-    def _is_part_of_answer(self, pos: int) -> bool:
-        """Whether the token belongs to the answer, in a branch that began with part of it."""
-        return any(
-            segment.kind is SegmentKind.GENERATED and segment.start <= pos
-            for segment in self.context.generation.segments
-        )
 
     # -- loops -----------------------------------------------------------------------------------
 
@@ -111,40 +108,40 @@ class TextRule(Rule):
     ) -> Iterator[Finding]:
         if text.first_token is None:
             text.first_token, text.first_step = token, step
-        is_known = logits is not None and logits.chosen_rank != UNKNOWN
         n_not_best = text.n_not_best[-1] if text.n_not_best else 0
-        text.n_not_best.append(
-            n_not_best + (is_known and logits is not None and logits.chosen_rank > 0)
-        )
+        is_known = logits is not None and logits.chosen_rank != UNKNOWN
+        is_not_best = is_known and logits is not None and logits.chosen_rank > 0
+        text.n_not_best.append(n_not_best + is_not_best)
         text.logprobs.append(logits.chosen_logprob if logits is not None else math.nan)
         ids, matches = text.ids, text.matches
         ids.append(token.token_id)
         looping = 0
         for period in range(1, len(ids)):
             matches[period] = matches[period] + 1 if ids[-1 - period] == ids[-1] else 0
-            if not looping and matches[period] + period >= max(
-                MIN_LOOP_TOKENS, MIN_PERIODS * period
-            ):
+            n_tokens = matches[period] + period
+            if not looping and n_tokens >= max(MIN_LOOP_TOKENS, MIN_PERIODS * period):
                 looping = period
         is_new, text.loop_period = text.loop_period != looping, looping
         # A flat distribution has its own finding.
         is_expected = token.special or text.n_flat >= MIN_FLAT_STEPS
         if looping and is_new and not is_expected:
-            yield self._loop_finding(step, text, looping)
+            yield self._loop_finding(step, token, text, looping)
 
-    def _loop_finding(self, step: StepRecord, text: _BranchText, period: int) -> Finding:
+    def _loop_finding(
+        self, step: StepRecord, token: TokenRecord, text: _BranchText, period: int
+    ) -> Finding:
         length = text.matches[period] + period
-        n_before = len(text.logprobs) - length
-        last = self._period_text(step, period)
+        before = map(self.context.token, range(step.kv_after - period + 1, step.kv_after))
+        last = "".join(t.text or t.token for t in (*before, token) if t is not None)
         probability = math.exp(sum(text.logprobs[-length:]) / length)
         begins = step.step - length + 1
         what = "1 token" if period == 1 else f"the same {period} tokens"
         sentence = (
-            f'The text repeats {what}, "{last}", {length // period} times up to step {step.step}: '
-            f"the loop begins at step {begins}, and its tokens have a probability of "
-            f"{probability:.2g} (geometric mean)."
+            f'The text repeats {what}, "{printable(last).strip()}", {length // period} times up to '
+            f"step {step.step}: the loop begins at step {begins}, and its tokens have a "
+            f"probability of {probability:.2g} (geometric mean)."
         )
-        is_serious = self._is_serious(text, length, period, n_before, probability)
+        is_serious = self._is_serious(text, length, period, probability)
         return self.finding(
             step,
             REPETITION,
@@ -161,24 +158,14 @@ class TextRule(Rule):
             series=f"from {begins}",
         )
 
-    def _is_serious(
-        self, text: _BranchText, length: int, period: int, n_before: int, probability: float
-    ) -> bool:
+    def _is_serious(self, text: _BranchText, length: int, period: int, probability: float) -> bool:
         """Whether the loop looks like a fault of a trained model."""
         if self._vocabulary < MIN_VOCABULARY or not probability >= MIN_LOOP_PROBABILITY:
             return False
+        n_before = len(text.logprobs) - length
         copies_input = period == 1 and n_before < 2
         n_not_best = text.n_not_best[-1] - (text.n_not_best[-length - 1] if n_before else 0)
         return not copies_input and n_not_best * 10 <= length
-
-    def _period_text(self, step: StepRecord, period: int) -> str:
-        """The text of the last period."""
-        tokens = (
-            self.context.token(pos) for pos in range(step.kv_after - period + 1, step.kv_after)
-        )
-        last = next(token for token in step.tokens if token.step == step.step)
-        texts = [t.text or t.token for t in (*tokens, last) if t is not None]
-        return printable("".join(texts)).strip()
 
     # -- distributions ---------------------------------------------------------------------------
 
@@ -190,11 +177,21 @@ class TextRule(Rule):
             text.n_certain, text.n_flat = text.n_certain + 1, 0
             text.n_peaked += 1
             if text.n_certain >= MIN_CERTAIN_STEPS and not text.loop_period:
-                yield self._certain_finding(step, logits, text)
+                yield self.finding(
+                    step,
+                    COLLAPSE,
+                    f"For {text.n_certain} steps up to step {step.step}, one token has all the "
+                    f"probability (entropy {entropy:.1e} nats, margin {logits.margin:.1f}).",
+                    positions=(step.kv_after,),
+                    evidence={"steps": text.n_certain, "entropy": entropy, "margin": logits.margin},
+                    series="certain",
+                )
             return
         text.n_certain = 0
-        if not logits.histogram:
-            self._update_vocabulary(logits)
+        if not logits.histogram:  # estimate the vocabulary size from the ids
+            if self._vocabulary < MIN_VOCABULARY and logits.candidates:
+                highest = max(candidate.token_id for candidate in logits.candidates)
+                self._vocabulary = max(self._vocabulary, highest + 1)
             return
         size = sum(logits.histogram)
         self._vocabulary = max(self._vocabulary, size)
@@ -207,35 +204,13 @@ class TextRule(Rule):
         if text.n_flat >= MIN_FLAT_STEPS:
             yield self._flat_finding(step, logits, text, size)
 
-    def _update_vocabulary(self, logits: LogitsRecord) -> None:
-        """Estimate the vocabulary size from the ids, if it is not recorded."""
-        if self._vocabulary < MIN_VOCABULARY and logits.candidates:
-            highest = max(candidate.token_id for candidate in logits.candidates)
-            self._vocabulary = max(self._vocabulary, highest + 1)
-
-    def _certain_finding(
-        self, step: StepRecord, logits: LogitsRecord, text: _BranchText
-    ) -> Finding:
-        sentence = (
-            f"For {text.n_certain} steps up to step {step.step}, one token has all the probability "
-            f"(entropy {logits.entropy:.1e} nats, margin {logits.margin:.1f})."
-        )
-        return self.finding(
-            step,
-            COLLAPSE,
-            sentence,
-            positions=(step.kv_after,),
-            evidence={"steps": text.n_certain, "entropy": logits.entropy, "margin": logits.margin},
-            series="certain",
-        )
-
     def _flat_finding(
         self, step: StepRecord, logits: LogitsRecord, text: _BranchText, size: int
     ) -> Finding:
-        was_peaked = text.n_peaked >= MIN_FLAT_STEPS
-        before = ""
-        if was_peaked:
+        before, severity = "", Severity.NOTE
+        if text.n_peaked >= MIN_FLAT_STEPS:
             before = f", after {text.n_peaked} steps with less than half of that"
+            severity = Severity.WARNING
         elif text.n_flat > step.step:
             before = ", from the beginning on"
         sentence = (
@@ -243,13 +218,14 @@ class TextRule(Rule):
             f"entropy {logits.entropy:.2f} of at most {math.log(size):.2f} nats over {size} "
             f"tokens{before}."
         )
+        evidence = {"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat}
         return self.finding(
             step,
             FLAT,
             sentence,
-            severity=Severity.WARNING if was_peaked else Severity.NOTE,
+            severity=severity,
             positions=(step.kv_after,),
-            evidence={"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat},
+            evidence=evidence,
             series="flat",
         )
 
