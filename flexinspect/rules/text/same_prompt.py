@@ -104,23 +104,20 @@ class SamePromptRule(Rule):
         differences, limit = difference.steps, difference.limit
         if all(replace(one, tokens=None).is_same for one in differences):
             return  # equal logits: another token can only come from sampling
-        odd = difference.first_beyond_rounding
+        odd, parted = difference.first_beyond_rounding, difference.divergence
         if odd is not None:
             masks = odd.masks and odd.masks[0].layers
             layer = masks[0] if masks else difference.jump
             text = _describe_difference(odd, limit)
             yield self._generations_finding(a, b, DIFFERS, text, odd, layer)
             return
-        parted, last = difference.divergence, len(differences) - 1
-        is_drawn = parted is not None and (
-            _best_token_id(a.steps[last]) == _best_token_id(b.steps[last])
-        )
-        at = parted or differences[0]
+        last = len(differences) - 1
+        best_ids = {_best_token_id(run.steps[last]) for run in (a, b)}
+        is_drawn = parted is not None and len(best_ids) == 1
+        finding_id, text = DIFFERS_BY_ROUNDING, _describe_rounding(differences, is_drawn)
         if (parted is None or is_drawn) and all(map(_is_near_equal, differences)):
-            yield self._generations_finding(a, b, SAME_OUTPUT, _describe_same(differences), at)
-        else:
-            text = _describe_rounding(differences, is_drawn)
-            yield self._generations_finding(a, b, DIFFERS_BY_ROUNDING, text, at)
+            finding_id, text = SAME_OUTPUT, _describe_same(differences)
+        yield self._generations_finding(a, b, finding_id, text, parted or differences[0])
 
     def _generations_finding(
         self,
@@ -133,17 +130,14 @@ class SamePromptRule(Rule):
     ) -> Finding:
         pads = () if b.unpadded is None else np.flatnonzero(~b.unpadded).tolist()
         first = at.masks[0].first if at.masks else None
-        padding = ""
         if b.unpadded is not None:
-            padding = (
-                f"; rows {format_ranges(pads)} are padding: differences there are expected and "
-                "not counted"
-            )
-        path_a, path_b = _format_path(a), _format_path(b)
-        ran_a, ran_b = ("", "") if path_a == path_b else (f" ({path_a})", f" ({path_b})")
+            text += f"; rows {format_ranges(pads)} are padding: differences there are expected and "
+            text += "not counted"
+        paths = [_format_path(run) for run in (a, b)]
+        ran_a, ran_b = ("", "") if paths[0] == paths[1] else (f" ({path})" for path in paths)
         sentence = (
             f"Generation {b.generation}{ran_b} has the same prompt as generation "
-            f"{a.generation}{ran_a}, {text}{padding}."
+            f"{a.generation}{ran_a}, {text}."
         )
         finding = self.finding(
             None,
@@ -162,9 +156,8 @@ class SamePromptRule(Rule):
 
 def _model_shape(run: _GenerationRun) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Number of layers, and heads and head dimension of each call, to tell models apart."""
-    step = run.steps[0]
-    layers = {one.layer for one in step.layer_stats}
-    return len(layers), tuple((call.q_heads, call.head_dim) for call in step.calls)
+    layers = {one.layer for one in run.steps[0].layer_stats}
+    return len(layers), tuple((call.q_heads, call.head_dim) for call in run.steps[0].calls)
 
 
 def _best_token_id(step: StepRecord) -> int | None:
@@ -178,9 +171,6 @@ def _is_near_equal(one: StepDifference) -> bool:
     return (one.logits or 0.0) < 1e-3 and (worst is None or worst.difference < 1e-4)
 
 
-# -- sentences -------------------------------------------------------------------------------------
-
-
 def _format_path(run: _GenerationRun) -> str:
     calls = run.steps[0].calls
     return f"{calls[0].path}, {calls[0].dtype}" if calls else "no calls seen"
@@ -190,8 +180,8 @@ def _describe_same(differences: Sequence[StepDifference]) -> str:
     moved = max((one.logits or 0.0 for one in differences), default=0.0)
     n_steps = len(differences)
     sampled = _describe_sampled(differences[-1]) if differences[-1].is_diverged else ""
-    steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)}"
-    return f"and {steps} equal (logits up to {moved:.1g}){sampled}"
+    steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)} equal"
+    return f"and {steps} (logits up to {moved:.1g}){sampled}"
 
 
 def _describe_sampled(parted: StepDifference) -> str:
@@ -200,23 +190,19 @@ def _describe_sampled(parted: StepDifference) -> str:
 
 def _describe_rounding(differences: Sequence[StepDifference], is_drawn: bool) -> str:
     first, parted = differences[0], differences[-1]
-    each = ", ".join(f"{one.difference:.2g}" for one in first.layers[:8])
-    layers = ""
-    if first.layers:
+    layers = ", ".join(f"{one.difference:.2g}" for one in first.layers[:8])
+    if layers:
         more = ", ..." if len(first.layers) > 8 else ""
-        layers = f"; the difference grows evenly over the layers ({each}{more}), without a jump"
+        layers = f"; the difference grows evenly over the layers ({layers}{more}), without a jump"
     if is_drawn:
         token = _describe_sampled(parted)
-    elif not parted.is_diverged:
+    elif parted.is_diverged and parted.margins is not None:
+        margins = f"{parted.margins[0]:.3g} and {parted.margins[1]:.3g}"
+        token = f"; step {parted.step} chooses another token, with margins of {margins}"
+    else:
         margin = min((min(one.margins) for one in differences if one.margins), default=math.nan)
         n_steps = plural(len(differences), "step")
         token = f"; all tokens of {n_steps} are the same (smallest margin {margin:.3g})"
-    else:
-        assert parted.margins is not None
-        token = (
-            f"; step {parted.step} chooses another token, with margins of "
-            f"{parted.margins[0]:.3g} and {parted.margins[1]:.3g}"
-        )
     return f"and differs by rounding{layers}{token}"
 
 
@@ -235,9 +221,7 @@ def _describe_difference(odd: StepDifference, limit: float) -> str:
     if jump is not None:
         what.append(f"layer {jump.layer} adds a relative difference of {jump.added:.2g}")
     elif worst is not None and worst.difference > limit:
-        what.append(
-            f"layer {worst.layer} has a relative difference of {worst.difference:.2g}, which is "
-            "more than rounding"
-        )
+        size = f"{worst.difference:.2g}, which is more than rounding"
+        what.append(f"layer {worst.layer} has a relative difference of {size}")
     parted = ", and another token is chosen" if odd.is_diverged else ""
     return f"but in step {odd.step} {' and '.join(what)}{parted}"

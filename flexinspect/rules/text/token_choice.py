@@ -79,8 +79,6 @@ class TokenChoiceRule(Rule):
         elif run.first_not_best is None and logits.chosen_logprob < best.logprob:
             run.first_not_best = (step, logits)
 
-    # -- ties ------------------------------------------------------------------------------------
-
     def _check_tie(self, step: StepRecord, logits: LogitsRecord) -> Iterator[Finding]:
         dtype = step.calls[0].dtype if step.calls else ""
         first, second = logits.candidates[:2]
@@ -104,18 +102,13 @@ class TokenChoiceRule(Rule):
             step, NEAR_TIE, sentence, positions=(step.kv_after,), evidence=evidence, series="tie"
         )
 
-    # -- not the best ----------------------------------------------------------------------------
-
     def on_generation_end(self) -> Iterator[Finding]:
         """Report the first token that was not the best in a run that seems greedy."""
         for run in self._counts.values():
             n_off = run.n_chosen - run.n_best
-            is_greedy = run.n_chosen >= MIN_GREEDY_STEPS and run.logprob_sum < UNLIKELY_LOGPROB
-            if (
-                run.first_not_best is not None
-                and is_greedy
-                and n_off <= max(1, MAX_NOT_BEST_SHARE * run.n_chosen)
-            ):
+            is_unlikely = run.n_chosen >= MIN_GREEDY_STEPS and run.logprob_sum < UNLIKELY_LOGPROB
+            is_greedy = is_unlikely and n_off <= max(1, MAX_NOT_BEST_SHARE * run.n_chosen)
+            if run.first_not_best is not None and is_greedy:
                 yield self._not_best_finding(*run.first_not_best, run, n_off)
 
     def _not_best_finding(
