@@ -29,8 +29,7 @@ from flexinspect.trace.queries.search_queries import read_tokens
 from flexinspect.trace.query_results import BranchRow
 from flexinspect.trace.reader import TraceReader
 
-LOGITS_STREAM = "logits.row"
-"""The stream with all logits of a step."""
+LOGITS_STREAM = "logits.row"  # the stream with all logits of a step
 
 Basis = Literal["all logits", "candidates"]
 
@@ -60,13 +59,8 @@ def branch_tree(reader: TraceReader, generation: int) -> list[BranchNode]:
 
     def walk(branch: int, depth: int) -> Iterator[BranchNode]:
         row, forks = rows[branch], tuple(children.get(branch, ()))
-        yield BranchNode(
-            row=row,
-            depth=depth,
-            children=forks,
-            change_text=describe_change(row.change),
-            n_steps=reader.n_steps(generation, branch),
-        )
+        n_steps = reader.n_steps(generation, branch)
+        yield BranchNode(row, depth, forks, describe_change(row.change), n_steps)
         for fork in forks:
             yield from walk(fork, depth + 1)
 
@@ -85,14 +79,10 @@ def describe_change(change: Mapping[str, Any]) -> str:
         case "mask":
             edits = change.get("edits")
             text = "; ".join(map(str, edits)) if isinstance(edits, list) else "an edited mask"
-            recomputed = ", all keys recomputed" if change.get("recomputed") else ""
-            return f"{text}{recomputed}"
+            return text + (", all keys recomputed" if change.get("recomputed") else "")
         case "replay":
             return "the replayed step differed from the recorded one"
     return ""
-
-
-# -- tokens ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +135,6 @@ def first_difference(reader: TraceReader, generation: int, one: int, other: int)
     return next((step for step in steps if left.get(step) != right.get(step)), None)
 
 
-# -- distributions ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class StepChange:
     """How the distribution of a step differs in another branch.
@@ -185,20 +172,14 @@ def step_change(
 def _change_from_logits(
     step: int, one: npt.NDArray[Any], other: npt.NDArray[Any], listed: Sequence[Candidate]
 ) -> StepChange:
-    p, q = (_log_probabilities(row) for row in (one, other))
+    wide = (row.astype(np.float64) for row in (one, other))
+    p, q = (row - np.logaddexp.reduce(row) for row in wide)
     with np.errstate(invalid="ignore"):
         parts = np.exp(p) * (p - q)
     kl = float(np.where(np.isneginf(p), 0.0, parts).sum())
     texts = {candidate.token_id: candidate.text for candidate in listed}
     known = ((i, text, float(one[i]), float(other[i])) for i, text in texts.items())
     return StepChange(step, "all logits", max(kl, 0.0), _sort_by_change(known))
-
-
-def _log_probabilities(row: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    wide = row.astype(np.float64)
-    high = wide.max()
-    out: npt.NDArray[np.float64] = wide - high - math.log(np.exp(wide - high).sum())
-    return out
 
 
 def _change_from_candidates(
@@ -220,11 +201,7 @@ def _sort_by_change(
     return tuple(sorted(changes, key=lambda change: (-abs(change[3] - change[2]), change[0])))
 
 
-# -- masks -----------------------------------------------------------------------------------------
-
-
-MAX_LISTED_CELLS = 256
-"""Cells that a `MaskChange` lists at most; all of them are counted."""
+MAX_LISTED_CELLS = 256  # cells that a `MaskChange` lists at most; all of them are counted
 
 
 @dataclass(frozen=True, slots=True)

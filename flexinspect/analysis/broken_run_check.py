@@ -23,9 +23,7 @@ from flexinspect.rules.engine import load_rules
 from flexinspect.trace.file.writer import add_run_facts, review_statements
 from flexinspect.trace.reader import open_trace
 
-MAX_PROCESSES = 2
-"""Processes that build broken runs at the same time; each uses one core."""
-
+MAX_PROCESSES = 2  # processes that build broken runs at the same time; each uses one core
 _MAX_STDERR_LINES = 5
 
 BuiltCallback = Callable[[str], None]
@@ -80,9 +78,6 @@ def annotate_trace(path: Path, run: BrokenRun, *, repaired: bool) -> None:
     facts = {**asdict(run), "repaired": repaired}
     text = " ".join(run.tutorial_lines())
     add_run_facts(path, {"exhibit": facts}, EventRecord("exhibit", text, time.time()))
-
-
-# -- checking --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

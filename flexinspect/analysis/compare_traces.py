@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import format_ranges, plural, printable
+from flexinspect.core.text import format_layers, format_ranges, plural, printable
 from flexinspect.records.step import StepRecord, TokenRecord
 from flexinspect.rules.step_diff import (
     RealPositions,
@@ -60,14 +60,8 @@ class GenerationDifference(RunDifference):
     @property
     def verdict(self) -> str:
         """`same`, `rounding` (same tokens and masks, numbers within rounding) or `different`."""
-        one, other = self.n_steps
-        if (
-            self.missing
-            or self.prompt is not None
-            or one != other
-            or self.first_beyond_rounding
-            or self.divergence
-        ):
+        has_other_steps = self.prompt is not None or self.n_steps[0] != self.n_steps[1]
+        if self.missing or has_other_steps or self.first_beyond_rounding or self.divergence:
             return DIFFERENT
         return SAME if self.first_difference is None else ROUNDING
 
@@ -132,15 +126,28 @@ def _compare_generations(
         assert present is not None
         missing = f"only {(b if one is None else a).path} has it"
         return GenerationDifference(generation=present.generation, missing=missing)
-    numbers = (one.generation, other.generation)
-    counts = (a.n_steps(numbers[0]), b.n_steps(numbers[1]))
-    prompt = _compare_prompts(_prompt_tokens(a, numbers[0]), _prompt_tokens(b, numbers[1]))
-    result = GenerationDifference(generation=one.generation, prompt=prompt, n_steps=counts)
-    return result if prompt is not None else _compare_generation_steps(a, b, numbers, result)
-
-
-def _prompt_tokens(reader: TraceReader, generation: int) -> list[TokenRecord]:
-    return [token for token in reader.tokens(generation) if token.step is None]
+    prompts = [
+        [token for token in reader.tokens(row.generation) if token.step is None]
+        for reader, row in ((a, one), (b, other))
+    ]
+    result = GenerationDifference(
+        generation=one.generation,
+        prompt=_compare_prompts(*prompts),
+        n_steps=(a.n_steps(one.generation), b.n_steps(other.generation)),
+    )
+    if result.prompt is not None:
+        return result
+    steps_a, steps_b = _WatchedSteps(a, one.generation), _WatchedSteps(b, other.generation)
+    difference = compare_runs(steps_a, steps_b, (a.mask, b.mask))
+    is_diverged = difference.divergence is not None
+    return replace(
+        result,
+        steps=difference.steps,
+        limit=difference.limit,
+        words=(steps_a.last_text, steps_b.last_text) if is_diverged else ("", ""),
+        padding=() if steps_a.real is None else tuple(np.flatnonzero(~steps_a.real).tolist()),
+        alike=(tuple(steps_a.stale), tuple(steps_b.stale)),
+    )
 
 
 def _compare_prompts(a: Sequence[TokenRecord], b: Sequence[TokenRecord]) -> PromptDifference | None:
@@ -149,23 +156,6 @@ def _compare_prompts(a: Sequence[TokenRecord], b: Sequence[TokenRecord]) -> Prom
             words = ("" if token is None else token.text or token.token for token in (one, other))
             return PromptDifference(position, *words)
     return None
-
-
-def _compare_generation_steps(
-    a: TraceReader, b: TraceReader, numbers: tuple[int, int], result: GenerationDifference
-) -> GenerationDifference:
-    """Return `result` with the differences of the steps of two generations of the same prompt."""
-    one, other = (_WatchedSteps(each, n) for each, n in zip((a, b), numbers, strict=True))
-    difference = compare_runs(one, other, (a.mask, b.mask))
-    is_diverged = difference.divergence is not None
-    return replace(
-        result,
-        steps=difference.steps,
-        limit=difference.limit,
-        words=(one.last_text, other.last_text) if is_diverged else ("", ""),
-        padding=() if one.real is None else tuple(np.flatnonzero(~one.real).tolist()),
-        alike=(tuple(one.stale), tuple(other.stale)),
-    )
 
 
 class _WatchedSteps:
@@ -197,6 +187,7 @@ _MAX_LAYERS = 40
 _VERDICT_TEXTS = {
     DIFFERENT: "The two runs differ.",
     ROUNDING: "The same tokens and masks; numbers differ by rounding.",
+    SAME: "No difference in anything that was recorded.",
 }
 
 
@@ -208,8 +199,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
         yield "Identical files: byte for byte the same, so this compares a run with itself."
     for generation in comparison.generations:
         yield from _generation_lines(generation)
-    default = "No difference in anything that was recorded."
-    yield _VERDICT_TEXTS.get(comparison.verdict, default)
+    yield _VERDICT_TEXTS[comparison.verdict]
 
 
 def _generation_lines(one: GenerationDifference) -> Iterator[str]:
@@ -234,13 +224,11 @@ def _generation_lines(one: GenerationDifference) -> Iterator[str]:
         yield f"  {plural(len(one.steps), 'step')} compared: the same"
         return
     yield f"  first difference: step {one.first_difference.step}"
-    shown = {one.first_difference.step: one.first_difference}
-    for step in (one.first_beyond_rounding, one.divergence):
-        if step is not None:
-            shown[step.step] = step
-    for number in sorted(shown):
-        yield from _step_lines(one, shown[number])
-    yield from _conclusion_lines(one)
+    notable = (one.first_difference, one.first_beyond_rounding, one.divergence)
+    shown = {step.step: step for step in notable if step is not None}
+    for _, step in sorted(shown.items()):
+        yield from _step_lines(one, step)
+    yield from _conclusion_lines(one, one.first_difference)
 
 
 def _step_lines(one: GenerationDifference, step: StepDifference) -> Iterator[str]:
@@ -279,14 +267,10 @@ def _layer_lines(step: StepDifference, limit: float) -> Iterator[str]:
         yield f"    ... and {len(step.layers) - _MAX_LAYERS} more layers (--json has all)"
 
 
-def _conclusion_lines(one: GenerationDifference) -> Iterator[str]:
+def _conclusion_lines(one: GenerationDifference, first: StepDifference) -> Iterator[str]:
     if one.jump is not None:
         yield f"  layer {one.jump} stands out: it adds far more than the others"
-    elif (
-        one.first_beyond_rounding is None
-        and one.first_difference is not None
-        and one.first_difference.layers
-    ):
+    elif one.first_beyond_rounding is None and first.layers:
         yield "  the difference grows evenly over the layers, no single jump: rounding"
     if one.divergence is None:
         yield f"  the same token in each of {plural(len(one.steps), 'step')}"
@@ -296,6 +280,4 @@ def _conclusion_lines(one: GenerationDifference) -> Iterator[str]:
 
 
 def _format_layers(which: tuple[int, ...]) -> str:
-    if not which:
-        return "some layers"
-    return f"layer{'s' * (len(which) > 1)} {format_ranges(which)}"
+    return format_layers(which, 0) if which else "some layers"

@@ -283,9 +283,6 @@ class _RuleReplay:
         self.wall_s += time.perf_counter() - started
 
 
-# -- in a separate process -------------------------------------------------------------------------
-
-
 def review_command(path: Path) -> list[str]:
     """Return the command that reviews a trace in a separate process; see `review_from_json`."""
     return [sys.executable, "-m", "flexinspect.analysis.offline_rules", str(path)]

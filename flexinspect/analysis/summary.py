@@ -12,8 +12,7 @@ from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.trace.reader import TraceReader
 
-MAX_FINDINGS = 5
-"""Findings that a summary shows at most."""
+MAX_FINDINGS = 5  # findings that a summary shows at most
 
 # Each badge sets text and background colour, all else inherits: readable on light and dark pages.
 _BADGES = {

@@ -6,24 +6,14 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from flexinspect.breakpoints.names import (
-    COMPARISONS,
-    FINDING,
-    FINDING_HELP,
-    OBSERVATIONS,
-    OPTION_HELP,
-    SEVERITIES,
-    UNITS,
-    VALUE_NAMES,
-    ValueKind,
-)
+from flexinspect.breakpoints import names
 from flexinspect.breakpoints.syntax_tree import quote
 
 _COMPLETION_TOKENS = re.compile(
     r"""\s+|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?|==|!=|<=|>=|[<>@(),\[\]]|[^\s()"',@<>=\[\]!]+|.""",
     re.DOTALL,
 )
-_SIGNS = (*COMPARISONS, *"@(),[]")
+_SIGNS = (*names.COMPARISONS, *"@(),[]")
 _VALUE_START = re.compile(r"[+-]?[\d.]|[\"']")
 _MODULE_PATTERNS = ("layers.*", "layers.*.self_attn", "layers.*.mlp", "lm_head")
 _CONNECTIVES = {"and": "both conditions hold", "or": "one condition holds"}
@@ -55,17 +45,12 @@ def complete(
     before = [piece for piece, _ in pieces if not piece.isspace()]
     rest = re.match(r"[\w.*-]*", text[cursor:])
     stop = cursor + (rest.end() if rest and typed else 0)
-    suggestions = _suggestions(before, modules, finding_ids)
+    plain = typed.strip("\"'").lower()
     return [
         Completion(word, start, stop, meaning)
-        for word, meaning in suggestions
-        if _matches_typed(word, typed)
+        for word, meaning in _suggestions(before, modules, finding_ids)
+        if word.strip('"').lower().startswith(plain) and word != typed
     ]
-
-
-def _matches_typed(word: str, typed: str) -> bool:
-    plain = typed.strip("\"'").lower()
-    return word.strip('"').lower().startswith(plain) and word != typed
 
 
 Suggestions = Iterable[tuple[str, str]]
@@ -79,53 +64,41 @@ def _suggestions(
     name = before[-2] if len(before) > 1 else ""
     opened = [piece for piece in before if piece in "[]"]
     if opened and opened[-1] == "[":
-        return OPTION_HELP.items()
+        return names.OPTION_HELP.items()
     if last == "@":
         return [(pattern, "modules with this name") for pattern in modules]
-    if last == FINDING:
-        return _finding_suggestions(finding_ids)
-    if last in COMPARISONS:
+    if last == names.FINDING:
+        families = dict.fromkeys(f"{id_.partition('.')[0]}.*" for id_ in finding_ids)
+        return [("*", "any"), *((pattern, "") for pattern in (*families, *finding_ids))]
+    if last in names.COMPARISONS:
         return _value_suggestions(before, name)
-    if last in VALUE_NAMES:
-        is_text = VALUE_NAMES[last].kind is ValueKind.TEXT
-        operators = COMPARISONS[:2] if is_text else COMPARISONS
+    if last in names.VALUE_NAMES:
+        is_text = names.VALUE_NAMES[last].kind is names.ValueKind.TEXT
+        operators = names.COMPARISONS[:2] if is_text else names.COMPARISONS
         return [*((op, "") for op in operators), ("in", "a list")]
-    if last in OBSERVATIONS:
+    if last in names.OBSERVATIONS:
         return [("@", "at modules whose name matches"), *_CONNECTIVES.items()]
-    if name == FINDING:
+    if name == names.FINDING:
         return [(op, "a severity") for op in ("==", ">=")] + list(_CONNECTIVES.items())
-    if _VALUE_START.match(last) or last == ")" or name in ("@", *COMPARISONS):
+    if _VALUE_START.match(last) or last == ")" or name in ("@", *names.COMPARISONS):
         return [*_unit_suggestions(before), *_CONNECTIVES.items()]
-    return _condition_starts()
-
-
-def _condition_starts() -> Suggestions:
-    words = [(word.name, word.help) for word in VALUE_NAMES.values()]
-    return [
-        *words,
-        *OBSERVATIONS.items(),
-        (FINDING, FINDING_HELP),
-        ("not", "a condition that does not hold"),
-    ]
+    words = [(word.name, word.help) for word in names.VALUE_NAMES.values()]
+    finding = (names.FINDING, names.FINDING_HELP)
+    return [*words, *names.OBSERVATIONS.items(), finding, ("not", "a condition that does not hold")]
 
 
 def _value_suggestions(before: list[str], name: str) -> Suggestions:
     """Return the values that a name can be compared with."""
-    if name == FINDING or (len(before) > 2 and before[-3] == FINDING):
-        return [(severity, "a severity") for severity in SEVERITIES]
-    word = VALUE_NAMES.get(name)
+    if name == names.FINDING or (len(before) > 2 and before[-3] == names.FINDING):
+        return [(severity, "a severity") for severity in names.SEVERITIES]
+    word = names.VALUE_NAMES.get(name)
     if word is None:
-        return [(value.name, value.help) for value in VALUE_NAMES.values()]
+        return [(value.name, value.help) for value in names.VALUE_NAMES.values()]
     return [(quote(choice), "") for choice in word.choices]
-
-
-def _finding_suggestions(finding_ids: Collection[str]) -> Suggestions:
-    families = dict.fromkeys(f"{id_.partition('.')[0]}.*" for id_ in finding_ids)
-    return [("*", "any"), *((pattern, "") for pattern in (*families, *finding_ids))]
 
 
 def _unit_suggestions(before: list[str]) -> Suggestions:
     """Return units of memory after a number that a memory value is compared with."""
-    name = VALUE_NAMES.get(before[-3]) if len(before) > 2 else None
-    is_memory = name is not None and name.kind is ValueKind.BYTES and before[-1][:1].isdigit()
-    return [(unit, "") for unit in UNITS if is_memory and unit.endswith("iB")]
+    name = names.VALUE_NAMES.get(before[-3]) if len(before) > 2 else None
+    is_memory = name is not None and name.kind is names.ValueKind.BYTES and before[-1][:1].isdigit()
+    return [(unit, "") for unit in names.UNITS if is_memory and unit.endswith("iB")]

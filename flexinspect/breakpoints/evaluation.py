@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from flexinspect.breakpoints.names import (
-    EMPTY_ROW,
-    FALLBACK,
-    INF,
-    NAN,
-    UNITS,
-    VALUE_NAMES,
-    ValueKind,
-)
+from flexinspect.breakpoints import names
 from flexinspect.breakpoints.syntax_tree import (
     And,
     Compare,
@@ -42,7 +35,7 @@ from flexinspect.breakpoints.syntax_tree import (
     to_text,
     value_names_in,
 )
-from flexinspect.core.text import plural
+from flexinspect.core.text import is_or_are, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, StepRecord
 
@@ -88,7 +81,7 @@ def observe_step(
     """Return the observations in a step's record, together with those made while it ran."""
     recorded = set(checked)
     if step.logits is not None or step.layer_stats:
-        recorded |= {NAN, INF}
+        recorded |= {names.NAN, names.INF}
     return StepObservations(
         values=_step_values(step),
         layers=_layer_values(step),
@@ -122,19 +115,19 @@ def _step_values(step: StepRecord) -> dict[str, Value]:
 
 
 def _layer_values(step: StepRecord) -> dict[int, dict[str, Value]]:
-    found: dict[int, dict[str, Value]] = {}
+    found = defaultdict[int, dict[str, Value]](dict)
     for call in step.calls:
         values = _attributes(call, "layer", "path", "q_len", "kv_len", gate="lse_error")
-        found.setdefault(call.layer, {}).update(values)
+        found[call.layer].update(values)
     for stats in step.layer_stats:
         values = _attributes(stats, "layer", "norm", "std", "mean", "min", "max")
-        found.setdefault(stats.layer, {}).update(values)
-    return found
+        found[stats.layer].update(values)
+    return dict(found)
 
 
-def _attributes(record: object | None, *names: str, **renamed: str) -> dict[str, Any]:
+def _attributes(record: object | None, *same: str, **renamed: str) -> dict[str, Any]:
     """Return the known attributes of a record by name; a NaN cannot be compared, so it is none."""
-    attributes = {**{name: name for name in names}, **renamed} if record is not None else {}
+    attributes = {**{name: name for name in same}, **renamed} if record is not None else {}
     found = {name: getattr(record, attribute) for name, attribute in attributes.items()}
     return {
         name: value
@@ -152,15 +145,18 @@ def _nonfinite_observations(step: StepRecord) -> list[Observation]:
     return [
         Observation(kind, module, layer, f"{plural(n, f'{word} value')} in {place}")
         for module, layer, place, counts in places
-        for kind, n, word in ((NAN, counts.n_nan, "NaN"), (INF, counts.n_inf, "infinite"))
+        for kind, n, word in (
+            (names.NAN, counts.n_nan, "NaN"),
+            (names.INF, counts.n_inf, "infinite"),
+        )
         if n
     ]
 
 
 _CONDITION_OF_FINDING = {
-    "mask.empty-row": EMPTY_ROW,
-    "path.fallback": FALLBACK,
-    "path.bypass": FALLBACK,
+    "mask.empty-row": names.EMPTY_ROW,
+    "path.fallback": names.FALLBACK,
+    "path.bypass": names.FALLBACK,
 }
 """Findings that fulfil a condition which was not checked while the step ran."""
 
@@ -217,7 +213,6 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "in": lambda part, whole: part in whole,
 }
 
-
 _WORST_LAST = list(Severity)[::-1]
 
 
@@ -246,10 +241,9 @@ class _Evaluator:
         return self._compare(tree)
 
     def _compare(self, tree: Compare) -> bool | Unknown:
-        left, right = self._value(tree.left), self._value(tree.right)
-        if isinstance(left, Unknown):
-            return left
-        return right if isinstance(right, Unknown) else _OPERATORS[tree.op](left, right)
+        sides = [self._value(tree.left), self._value(tree.right)]
+        unknown = next((side for side in sides if isinstance(side, Unknown)), None)
+        return _OPERATORS[tree.op](*sides) if unknown is None else unknown
 
     def _value(self, operand: Operand | tuple[Operand, ...]) -> Any:
         """Return a value, an `Unknown` without one, or the values of a list."""
@@ -258,14 +252,14 @@ class _Evaluator:
         if isinstance(operand, Name):
             return self._values.get(operand.name, Unknown((operand.name,)))
         if isinstance(operand, Number) and operand.unit:
-            return operand.value * UNITS[operand.unit]
+            return operand.value * names.UNITS[operand.unit]
         return operand.value
 
     def _is_observed(self, tree: ObservationCondition) -> bool | Unknown:
         if any(self._matches_observation(tree, seen) for seen in self._observations.observed):
             return True
         # A record has the NaNs of layers and logits; other modules are checked by name.
-        by_name = tree.module_pattern is not None and tree.kind in (NAN, INF)
+        by_name = tree.module_pattern is not None and tree.kind in (names.NAN, names.INF)
         condition = to_text(tree) if by_name else tree.kind
         return False if condition in self._observations.checked else Unknown((to_text(tree),))
 
@@ -360,18 +354,17 @@ def describe_location(observations: StepObservations, layer: int | None = None) 
 
 def describe_unknown(text: str, unknown: Unknown, observations: StepObservations) -> str:
     """Return why a breakpoint could not be evaluated."""
-    names = ", ".join(unknown.missing)
-    verb = "is" if len(unknown.missing) == 1 else "are"
+    missing = f"{', '.join(unknown.missing)} {is_or_are(len(unknown.missing))} not known there"
     where = describe_location(observations)
     return (
-        f"The breakpoint {text} could not be evaluated in {where}: {names} {verb} not known there. "
-        "It may not be recorded at this level, or not be available in this kind of run."
+        f"The breakpoint {text} could not be evaluated in {where}: {missing}. It may not be "
+        "recorded at this level, or not be available in this kind of run."
     )
 
 
 def _format_value(name: str, value: Value) -> str:
     if isinstance(value, str):
         return quote(value)
-    if VALUE_NAMES[name].kind is ValueKind.BYTES:
+    if names.VALUE_NAMES[name].kind is names.ValueKind.BYTES:
         return f"{value / (1 << 20):.1f} MiB"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -17,17 +17,7 @@ from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, NoReturn
 
-from flexinspect.breakpoints.names import (
-    ALL_NAMES,
-    COMPARISONS,
-    FINDING,
-    KEYWORDS,
-    OBSERVATIONS,
-    SEVERITIES,
-    UNITS,
-    VALUE_NAMES,
-    ValueKind,
-)
+from flexinspect.breakpoints import names
 from flexinspect.breakpoints.syntax_tree import (
     And,
     Compare,
@@ -46,17 +36,14 @@ from flexinspect.breakpoints.syntax_tree import (
 )
 from flexinspect.core.text import did_you_mean
 
-MAX_EXPRESSION_LENGTH = 2000
-"""Length of the longest expression, in characters."""
+MAX_EXPRESSION_LENGTH = 2000  # length of the longest expression, in characters
 
-MAX_DEPTH = 50
-"""Largest nesting of parentheses and "not"s."""
+MAX_DEPTH = 50  # largest nesting of parentheses and "not"s
 
 MAX_WILDCARDS = 8
 """Most wildcards in a module name: the cost of a match grows exponentially with them."""
 
-_MAX_EXACT_DIGITS = 15
-"""Digits that a float holds exactly."""
+_MAX_EXACT_DIGITS = 15  # digits that a float holds exactly
 
 
 def parse(text: str, *, finding_ids: Collection[str] | None = None) -> Expression:
@@ -121,7 +108,7 @@ def _skip_space(text: str, at: int) -> int:
 
 
 def _next_token(text: str, at: int, before: str) -> _Token:
-    if before in ("@", FINDING) and (glob := _GLOB.match(text, at)):
+    if before in ("@", names.FINDING) and (glob := _GLOB.match(text, at)):
         return _Token("glob", glob[0], at, glob.end())
     match = _TOKEN.match(text, at)
     if match is None:
@@ -207,9 +194,9 @@ class _Parser:
             inner = self._nested(self._expression)
             self._close(opening, self._refuse_rest)
             return inner
-        if opening.kind == "word" and opening.value in OBSERVATIONS:
+        if opening.kind == "word" and opening.value in names.OBSERVATIONS:
             return self._observation()
-        return self._finding() if self._accept(FINDING) else self._comparison()
+        return self._finding() if self._accept(names.FINDING) else self._comparison()
 
     def _nested(self, read: Callable[[], Expression]) -> Expression:
         self._depth += 1
@@ -262,9 +249,9 @@ class _Parser:
         if not self._is_operator():
             return FindingCondition(pattern)
         op, severity = self._advance().value, self._current
-        if severity.kind not in ("word", "text") or severity.value not in SEVERITIES:
-            reason = f"A finding is compared with a severity: {', '.join(SEVERITIES)}."
-            self._refuse(reason, hint=did_you_mean(severity.value, SEVERITIES))
+        if severity.kind not in ("word", "text") or severity.value not in names.SEVERITIES:
+            reason = f"A finding is compared with a severity: {', '.join(names.SEVERITIES)}."
+            self._refuse(reason, hint=did_you_mean(severity.value, names.SEVERITIES))
         return FindingCondition(pattern, op, self._advance().value)
 
     def _comparison(self) -> Expression:
@@ -295,15 +282,20 @@ class _Parser:
         if not self._accept("("):
             whole = self._operand()
             if isinstance(whole.operand, Name):
-                return self._contains(first, whole, whole.operand)
+                if (
+                    not isinstance(first.operand, Text)
+                    or _kind(whole.operand) is not names.ValueKind.TEXT
+                ):
+                    reason = f"in {whole.operand.name} needs a text in quotes before it, and a name"
+                    self._refuse(f"{reason} that is a text.", first.token, whole.token)
+                return Compare(first.operand, "in", whole.operand)
             members = [whole]
         else:
             members = [self._constant()]
             while self._accept(",") and not self._is(")"):
                 members.append(self._constant())
-            self._close(
-                opening, lambda: self._refuse("The values of a list are separated by commas.")
-            )
+            reason = "The values of a list are separated by commas."
+            self._close(opening, lambda: self._refuse(reason))
         name, values = first.operand, [member.operand for member in members]
         if not isinstance(name, Name):
             self._refuse("A name is expected before in, and a list after it.", first.token)
@@ -313,22 +305,16 @@ class _Parser:
             self._check_choice(name, member)
         return Compare(name, "in", tuple(one for one in values if not isinstance(one, Name)))
 
-    def _contains(self, part: _Placed, whole: _Placed, name: Name) -> Compare:
-        if not isinstance(part.operand, Text) or _kind(name) is not ValueKind.TEXT:
-            reason = f"in {name.name} needs a text in quotes before it, and a name that is a text."
-            self._refuse(reason, part.token, whole.token)
-        return Compare(part.operand, "in", name)
-
     def _check_comparison(self, left: _Placed, op: str, right: _Placed) -> None:
         """Refuse a comparison whose sides `op` cannot compare."""
-        one, other = left.operand, right.operand
+        one, other, reason = left.operand, right.operand, ""
         if not isinstance(one, Name) and not isinstance(other, Name):
             reason = "Neither side of this comparison is a name."
-            self._refuse(reason, left.token, right.token)
-        if not _are_comparable(one, other):
-            self._refuse(_describe_kinds(one, other), left.token, right.token)
-        if _kind(one) is ValueKind.TEXT and op not in ("==", "!="):
+        elif not _are_comparable(one, other):
+            reason = _describe_kinds(one, other)
+        elif _kind(one) is names.ValueKind.TEXT and op not in ("==", "!="):
             reason = "Texts can only be compared with == and !=."
+        if reason:
             self._refuse(reason, left.token, right.token)
         self._check_choice(one, right)
         self._check_choice(other, left)
@@ -337,7 +323,7 @@ class _Parser:
         """Refuse a text that is not one of the name's choices."""
         if not isinstance(name, Name) or not isinstance(value.operand, Text):
             return
-        choices, written = VALUE_NAMES[name.name].choices, value.operand.value
+        choices, written = names.VALUE_NAMES[name.name].choices, value.operand.value
         if choices and written not in choices:
             quoted = [f'"{choice}"' for choice in choices]
             reason = f"{name.name} is never this; it is one of {', '.join(quoted)}."
@@ -349,7 +335,7 @@ class _Parser:
         token = self._current
         if token.kind != "word":
             return self._constant()
-        if token.value not in VALUE_NAMES:
+        if token.value not in names.VALUE_NAMES:
             self._refuse_name(token.value)
         return _Placed(self._advance(), Name(token.value))
 
@@ -363,10 +349,14 @@ class _Parser:
             self._refuse("A name or a value is expected here.")
         number = self._parse_number(self._advance())
         unit = self._current
-        if unit.kind != "word" or unit.value in (*KEYWORDS, *VALUE_NAMES, *OBSERVATIONS):
+        if unit.kind != "word" or unit.value in (
+            *names.KEYWORDS,
+            *names.VALUE_NAMES,
+            *names.OBSERVATIONS,
+        ):
             return _Placed(token, Number(number))
-        if unit.value not in UNITS:
-            hint = did_you_mean(unit.value, UNITS, f"The units are {', '.join(UNITS)}.")
+        if unit.value not in names.UNITS:
+            hint = did_you_mean(unit.value, names.UNITS, f"The units are {', '.join(names.UNITS)}.")
             self._refuse(f"{unit.value} is not a unit of memory.", hint=hint)
         return _Placed(token, Number(number, self._advance().value))
 
@@ -397,7 +387,7 @@ class _Parser:
         return self._current.kind in ("word", "op") and self._current.value == value
 
     def _is_operator(self) -> bool:
-        return self._current.kind == "op" and self._current.value in COMPARISONS
+        return self._current.kind == "op" and self._current.value in names.COMPARISONS
 
     def _accept(self, value: str) -> bool:
         is_next = self._is(value)
@@ -417,7 +407,7 @@ class _Parser:
     def _refuse_rest(self) -> NoReturn:
         """Refuse the token after a complete condition."""
         if self._is("@"):
-            self._refuse(f"Only {', '.join(OBSERVATIONS)} can be followed by @.")
+            self._refuse(f"Only {', '.join(names.OBSERVATIONS)} can be followed by @.")
         if self._is(")"):
             self._refuse("This parenthesis was never opened.")
         self._refuse(
@@ -426,29 +416,33 @@ class _Parser:
         )
 
     def _refuse_name(self, word: str) -> NoReturn:
-        if word in (*KEYWORDS, *OBSERVATIONS, FINDING):
+        if word in (*names.KEYWORDS, *names.OBSERVATIONS, names.FINDING):
             self._refuse(f"A name or a value is expected here, not {word}.")
         hint = f'Did you mean "{word}", in quotes?'
-        if not any(word in name.choices for name in VALUE_NAMES.values()):
-            known = f"The names are {', '.join(ALL_NAMES)}."
+        if not any(word in name.choices for name in names.VALUE_NAMES.values()):
+            known = f"The names are {', '.join(names.ALL_NAMES)}."
             dashed = word.lower().replace("_", "-")
-            hint = did_you_mean(dashed, ALL_NAMES, did_you_mean(word.lower(), ALL_NAMES, known))
+            hint = did_you_mean(
+                dashed, names.ALL_NAMES, did_you_mean(word.lower(), names.ALL_NAMES, known)
+            )
         self._refuse(f"{word} is not a known name.", hint=hint)
 
 
-def _kind(operand: Operand) -> ValueKind:
+def _kind(operand: Operand) -> names.ValueKind:
     if isinstance(operand, Name):
-        return VALUE_NAMES[operand.name].kind
+        return names.VALUE_NAMES[operand.name].kind
     if isinstance(operand, Text):
-        return ValueKind.TEXT
-    return ValueKind.BYTES if operand.unit else ValueKind.NUMBER
+        return names.ValueKind.TEXT
+    return names.ValueKind.BYTES if operand.unit else names.ValueKind.NUMBER
 
 
 def _are_comparable(left: Operand, right: Operand) -> bool:
     """Return whether two operands can be compared; a number without unit may be bytes."""
     kinds = {_kind(left), _kind(right)}
     has_plain_number = any(isinstance(side, Number) and not side.unit for side in (left, right))
-    return len(kinds) == 1 or (kinds == {ValueKind.NUMBER, ValueKind.BYTES} and has_plain_number)
+    return len(kinds) == 1 or (
+        kinds == {names.ValueKind.NUMBER, names.ValueKind.BYTES} and has_plain_number
+    )
 
 
 def _describe_kinds(*operands: Operand) -> str:

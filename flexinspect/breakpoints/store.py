@@ -115,8 +115,7 @@ def make_hit(
     in_forward: bool,
 ) -> BreakpointHit:
     """Return the hit of a breakpoint whose condition holds for these observations."""
-    values = observations.values
-    layer = result.layer
+    values, layer = observations.values, result.layer
     if layer is None:
         layer = observed_layer(breakpoint_.expression, observations)
     return BreakpointHit(
@@ -251,9 +250,8 @@ class BreakpointStore:
 
     def _change(self, number: int, **changes: Any) -> BreakpointInfo:
         """Replace fields of a breakpoint's info."""
-        stored = self._breakpoints[number]
+        stored, is_switched = self._breakpoints[number], "is_enabled" in changes
         info = structs.replace(stored.info, **changes)
-        is_switched = "is_enabled" in changes
         enabled_at = time.time() if is_switched else stored.enabled_at
         self._breakpoints[number] = replace(stored, info=info, enabled_at=enabled_at)
         self.version += is_switched
@@ -262,10 +260,8 @@ class BreakpointStore:
 
 def _evaluation_note(expression: Expression) -> str:
     """Return where an expression is evaluated."""
-    if any(
-        condition.module_pattern is not None and condition.kind in (NAN, INF)
-        for condition in observations_in(expression)
-    ):
+    numbers = (one for one in observations_in(expression) if one.kind in (NAN, INF))
+    if any(condition.module_pattern is not None for condition in numbers):
         return "evaluated at each of these modules, and after each step"
     if needs_calls(expression):
         return "evaluated at each attention call, and after each step"

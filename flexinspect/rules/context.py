@@ -20,8 +20,7 @@ from flexinspect.records.step import GenerationRecord, MaskRecord, StepRecord, T
 MASK_CACHE_BYTES = 128 << 20
 """Bytes of mask cells that are kept; the mask that was added first is dropped first."""
 
-_MAX_TEXT_LENGTH = 24
-"""Characters of a token that a sentence quotes."""
+_MAX_TEXT_LENGTH = 24  # characters of a token that a sentence quotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,6 @@ class RuleContext:
         for mask in step.masks:
             self._cache_mask(mask)
 
-    # -- masks -----------------------------------------------------------------------------------
-
     @property
     def declared_spec(self) -> MaskSpec | None:
         """The mask that the user declared; None if there is none, or if it is only assumed."""
@@ -103,8 +100,6 @@ class RuleContext:
         self._mask_bytes += _mask_nbytes(mask)
         while self._mask_bytes > MASK_CACHE_BYTES and len(self._masks) > 1:
             self._mask_bytes -= _mask_nbytes(self._masks.popitem(last=False)[1])
-
-    # -- segments and tokens ---------------------------------------------------------------------
 
     @property
     def segments(self) -> tuple[Segment, ...]:

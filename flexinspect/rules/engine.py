@@ -95,8 +95,7 @@ class Rule:
     name: ClassVar[str]
     findings: ClassVar[Mapping[str, FindingKind]]
     """Every id that this rule may return; the runner rejects others."""
-    offline_only: ClassVar[bool] = False
-    """Whether the rule is too slow to run beside the model."""
+    offline_only: ClassVar[bool] = False  # whether the rule is too slow to run beside the model
     handles_standalone_calls: ClassVar[bool] = False
     """Whether the rule also checks standalone calls of FlexAttention (outside of any model)."""
     streams: ClassVar[tuple[str, ...]] = ()
@@ -350,8 +349,6 @@ def _format_query(query: str, finding: Finding) -> str:
     )
 
 
-# -- causes ----------------------------------------------------------------------------------------
-
 _PATH_FINDINGS = ("path.fallback", "path.unpatched-layer", "path.bypass")
 _BORDER_FINDINGS = ("segments.shifted", "segments.drift", "segments.merged")
 
@@ -400,9 +397,6 @@ def _find_cause(finding: Finding, findings: Sequence[Finding]) -> int | None:
         if other.id in causes and set(layers) & {*(other.layers or (other.layer,))}:
             return index
     return None
-
-
-# -- the catalog -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from flexinspect.trace.reader import TraceReader
 if TYPE_CHECKING:
     from flexinspect.rules.engine import FindingKind, Rule
 
-MAX_POSITION_TEXTS = 12
-"""Positions of a finding whose token texts are read at most."""
+MAX_POSITION_TEXTS = 12  # positions of a finding whose token texts are read at most
 
 PositionTexts = tuple[tuple[int, str], ...]
 

@@ -23,8 +23,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.rules.engine import FindingKind
 from flexinspect.trace.codec import float_name, simplify
 
-REPORT_VERSION = 1
-"""Increases when a key is removed or changes its meaning."""
+REPORT_VERSION = 1  # increases when a key is removed or changes its meaning
 
 
 def as_json(report: Report) -> dict[str, Any]:

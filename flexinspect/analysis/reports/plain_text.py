@@ -19,10 +19,8 @@ from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.codec import plain_json
 
-MAX_OTHER_SENTENCES = 4
-"""Sentences of a group that are printed besides the first."""
-MAX_EVIDENCE = 12
-"""Entries of a finding's evidence that are printed."""
+MAX_OTHER_SENTENCES = 4  # sentences of a group that are printed besides the first
+MAX_EVIDENCE = 12  # entries of a finding's evidence that are printed
 _MAX_VALUE_LENGTH = 160
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold"}
 

@@ -18,14 +18,11 @@ CACHE_NOT_USED = "cache.not-used"
 CACHE_DUPLICATED = "cache.duplicated"
 CACHE_SHARED = "cache.shared"
 
-NO_CACHE_EVENT = "cache-disabled"
-"""Event of a generation with use_cache=False."""
+NO_CACHE_EVENT = "cache-disabled"  # event of a generation with use_cache=False
 CACHED_PROMPT_EVENT = "cached-prompt"
 """Event with the prompt tokens that a caller of `generate` assumes to be cached."""
 
-_MAX_GENERATIONS = 16
-"""Earlier generations whose tokens are compared with a filled cache."""
-
+_MAX_GENERATIONS = 16  # earlier generations whose tokens are compared with a filled cache
 _MIN_COMMON_PREFIX = 8
 """Equal tokens from which a text counts as repeated; templates have a few in common."""
 
@@ -57,8 +54,7 @@ class CacheTextTracker:
         self._rule = rule
         self._cached_texts: deque[list[int]] = deque(maxlen=_MAX_GENERATIONS)
         """Token ids of the last generations, which may be in a cache."""
-        self._last_step: _LastStep | None = None
-        """The last step of any generation."""
+        self._last_step: _LastStep | None = None  # the last step of any generation
         self._n_continued = self._n_tokens_before = 0
         self._is_loss_reported = False
 

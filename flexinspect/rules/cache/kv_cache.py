@@ -85,8 +85,6 @@ class CacheRule(Rule):
         """Report that no cache was used."""
         return () if self.context.is_standalone else self._texts.on_generation_end()
 
-    # -- lengths ---------------------------------------------------------------------------------
-
     def _is_healthy(self, step: StepRecord, inputs: InputsRecord) -> bool:
         """Whether all layers hold the same length: the previous one plus the rows of this step."""
         after = inputs.cached_after
@@ -226,8 +224,6 @@ class CacheRule(Rule):
             },
             series=format_ranges(which),
         )
-
-    # -- slots -----------------------------------------------------------------------------------
 
     def _check_slots(self, step: StepRecord) -> Iterator[Finding]:
         """At most one finding about empty and one about stale slots of a step."""

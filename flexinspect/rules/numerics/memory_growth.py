@@ -19,18 +19,12 @@ MEMORY_GROWTH = "memory.growth"
 CAPTURE_MEMORY = "memory.capture"
 
 MIB = 1 << 20
-MIN_BUILD_BYTES = 96 * MIB
-"""Peak growth during a mask build from which it is reported."""
-
+MIN_BUILD_BYTES = 96 * MIB  # peak growth during a mask build from which it is reported
 MAX_BYTES_PER_CELL = 64
 """Peak growth per cell of the grid that a build can explain; ten bytes were measured."""
 
-HUGE_BUILD_BYTES = 1024 * MIB
-"""Peak growth that is always a warning."""
-
-MIN_GROWTH_STEPS = 16
-"""Steps required to estimate a slope."""
-
+HUGE_BUILD_BYTES = 1024 * MIB  # peak growth that is always a warning
+MIN_GROWTH_STEPS = 16  # steps required to estimate a slope
 MIN_GROWTH_PER_STEP = MIB
 MIN_TOTAL_GROWTH = 96 * MIB
 MIN_RISING_SHARE = 0.75

@@ -33,9 +33,7 @@ from flexinspect.rules.engine import Rule, finding_kinds
 
 NAN = "numbers.nan"
 INF = "numbers.inf"
-_AFTER_LAST_LAYER = 1 << 30
-"""Stands for the final norm and the output head."""
-
+_AFTER_LAST_LAYER = 1 << 30  # stands for the final norm and the output head
 _UNLIMITED = 1 << 62
 
 LARGEST_FLOAT16 = 65504
@@ -56,8 +54,7 @@ class NumbersRule(Rule):
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the reported layers."""
         super().on_generation_start(context)
-        self._reported_layers: dict[int, int] = {}
-        """By branch: the earliest reported layer."""
+        self._reported_layers: dict[int, int] = {}  # by branch: the earliest reported layer
         self._n_closed: dict[int, int] = {}
         """By branch: the number of -Inf logits that count as intended."""
 

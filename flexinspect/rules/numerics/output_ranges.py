@@ -29,17 +29,14 @@ SATURATION = "numbers.saturation"
 NORM_JUMP = "numbers.jump"
 
 FLOAT16_MAX = 65504.0
-NEAR_LIMIT_SHARE = 0.5
-"""Share of the float16 range from which an output is reported."""
+NEAR_LIMIT_SHARE = 0.5  # share of the float16 range from which an output is reported
 AT_LIMIT_SHARE = 0.9
 
-MAX_NORM_FACTOR = 100.0
-"""Factor by which a norm must differ from those of other steps."""
+MAX_NORM_FACTOR = 100.0  # factor by which a norm must differ from those of other steps
 MAX_CHANNEL_FACTOR = 1e4
 """The same if a single channel dominates the norm: trained models have activations up to a thousand
 times as large as the others (Sun et al. 2024, Massive Activations in Large Language Models)."""
-MIN_HEALTHY_STEPS = 3
-"""Steps required before another one is compared with them."""
+MIN_HEALTHY_STEPS = 3  # steps required before another one is compared with them
 
 _get_norm = attrgetter("norm")
 
@@ -54,10 +51,8 @@ class _NormHistory:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     last_norms: list[float] = field(default_factory=list)
-    last_stats: Sequence[LayerStatRecord] = ()
-    """The layer statistics of the last step with one row."""
-    last_token_id: int | None = None
-    """The input token of that step."""
+    last_stats: Sequence[LayerStatRecord] = ()  # the layer statistics of the last step with one row
+    last_token_id: int | None = None  # the input token of that step
 
     def are_in_range(self, norms: list[float]) -> bool:
         """Whether all norms are within the range of earlier steps."""
@@ -123,8 +118,6 @@ class OutputRangeRule(Rule):
             history = self._histories[step.branch, step.phase] = _NormHistory()
         return history
 
-    # -- float16 ---------------------------------------------------------------------------------
-
     def _check_overflow(self, step: StepRecord) -> Iterator[Finding]:
         near = [
             stat
@@ -151,8 +144,6 @@ class OutputRangeRule(Rule):
             evidence={"module": worst.module, "min": worst.min, "max": worst.max},
             series="at the end" if is_at_limit else "near",
         )
-
-    # -- constant, identity, unchanged, capped ---------------------------------------------------
 
     def _constant_finding(self, step: StepRecord, constant: Sequence[LayerStatRecord]) -> Finding:
         which, value = sorted(stat.layer for stat in constant), constant[0].min
@@ -220,8 +211,6 @@ class OutputRangeRule(Rule):
         return self.finding(
             step, SATURATION, sentence, layers=which, evidence=evidence, series=series, query=query
         )
-
-    # -- jumps -----------------------------------------------------------------------------------
 
     def _check_jump(
         self, step: StepRecord, history: _NormHistory, norms: list[float]

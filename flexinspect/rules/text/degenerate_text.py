@@ -25,22 +25,16 @@ COLLAPSE = "text.entropy-collapse"
 FLAT = "text.flat"
 STOPPED_AT_ONCE = "text.stopped-at-once"
 
-MAX_PERIOD = 8
-"""Tokens of the longest detected period."""
+MAX_PERIOD = 8  # tokens of the longest detected period
 MIN_LOOP_TOKENS = 12
 MIN_PERIODS = 3
-MIN_LOOP_PROBABILITY = 0.9
-"""Mean probability of the tokens of a loop from which it is a warning."""
-MIN_VOCABULARY = 1000
-"""Tokens; toy models have smaller vocabularies."""
-MAX_CERTAIN_ENTROPY = 1e-4
-"""Nats; below it one token has all the probability."""
+MIN_LOOP_PROBABILITY = 0.9  # mean probability of the tokens of a loop from which it is a warning
+MIN_VOCABULARY = 1000  # tokens; toy models have smaller vocabularies
+MAX_CERTAIN_ENTROPY = 1e-4  # nats; below it one token has all the probability
 MIN_CERTAIN_STEPS = 16
-MIN_FLAT_SHARE = 0.9
-"""Share of log(vocabulary) from which a distribution is flat."""
+MIN_FLAT_SHARE = 0.9  # share of log(vocabulary) from which a distribution is flat
 MIN_FLAT_STEPS = 4
-MAX_PEAKED_SHARE = 0.5
-"""Share of log(vocabulary) below which a distribution is peaked."""
+MAX_PEAKED_SHARE = 0.5  # share of log(vocabulary) below which a distribution is peaked
 
 
 @dataclass(slots=True)
@@ -57,8 +51,7 @@ class _BranchText:
     n_certain: int = 0
     n_flat: int = 0
     n_peaked: int = 0
-    has_nan: bool = False
-    """Whether a token was chosen from NaN logits, which another rule reports."""
+    has_nan: bool = False  # whether a token was chosen from NaN logits, which another rule reports
     first_token: TokenRecord | None = None
     first_step: StepRecord | None = None
 
@@ -100,8 +93,6 @@ class TextRule(Rule):
                 for segment in self.context.generation.segments
             ):
                 yield self._stopped_finding(step, token)
-
-    # -- loops -----------------------------------------------------------------------------------
 
     def _add_token(
         self, step: StepRecord, token: TokenRecord, logits: LogitsRecord | None, text: _BranchText
@@ -167,8 +158,6 @@ class TextRule(Rule):
         n_not_best = text.n_not_best[-1] - (text.n_not_best[-length - 1] if n_before else 0)
         return not copies_input and n_not_best * 10 <= length
 
-    # -- distributions ---------------------------------------------------------------------------
-
     def _check_entropy(
         self, step: StepRecord, logits: LogitsRecord, text: _BranchText
     ) -> Iterator[Finding]:
@@ -228,8 +217,6 @@ class TextRule(Rule):
             evidence=evidence,
             series="flat",
         )
-
-    # -- empty answers ---------------------------------------------------------------------------
 
     def _stopped_finding(self, step: StepRecord, token: TokenRecord) -> Finding:
         logits = step.logits

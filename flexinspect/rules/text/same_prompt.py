@@ -29,12 +29,9 @@ from flexinspect.rules.step_diff import (
 
 SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS = "twins.same", "twins.rounding", "twins.differ"
 
-MAX_GENERATIONS = 4
-"""Earlier generations that are kept for comparison."""
-MAX_COMPARED_STEPS = 32
-"""Steps of each generation that are kept."""
-MAX_MASK_CELLS = 1 << 22
-"""Cells of the largest mask that is kept."""
+MAX_GENERATIONS = 4  # earlier generations that are kept for comparison
+MAX_COMPARED_STEPS = 32  # steps of each generation that are kept
+MAX_MASK_CELLS = 1 << 22  # cells of the largest mask that is kept
 
 
 @dataclass

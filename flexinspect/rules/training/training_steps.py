@@ -27,22 +27,14 @@ FP16_OVERFLOW = "training.fp16-overflow"
 SCALER_SKIPS = "training.scaler-skips"
 LOADER_BOUND = "training.loader-bound"
 
-MAX_LEARNING_RATE = 1.0
-"""Learning rates above this are reported."""
-
-LEARNED_SHARE = 1e-3
-"""Below this share of the first loss, small gradients are expected."""
-
+MAX_LEARNING_RATE = 1.0  # learning rates above this are reported
+LEARNED_SHARE = 1e-3  # below this share of the first loss, small gradients are expected
 VANISHED_SHARE = 1e-4
 """Below this share of the total norm, a gradient has vanished and is not just small."""
 
-MIN_DEAD_STEPS = 10
-"""Steps in which a gradient must be 0."""
-
-LOSS_WINDOW = 50
-MIN_LOSSES = 20
-"""Losses that a spike is compared with, and their smallest number."""
-
+MIN_DEAD_STEPS = 10  # steps in which a gradient must be 0
+LOSS_WINDOW = 50  # losses that a spike is compared with
+MIN_LOSSES = 20  # fewest losses that a spike is compared with
 MIN_DEVIATIONS = 10.0
 MIN_LOG_DEVIATIONS = 6.0
 MIN_SPIKE_RATIO = 2.0
@@ -53,10 +45,8 @@ Small losses of small batches vary by powers of ten, so a spike must also stand 
 logarithms.
 """
 
-MAX_SKIPS = 5
-MAX_INITIAL_SKIPS = 10
-"""Consecutive skipped steps: later in a run, and before its first update."""
-
+MAX_SKIPS = 5  # consecutive skipped steps after the first update of a run
+MAX_INITIAL_SKIPS = 10  # consecutive skipped steps before the first update
 WAIT_WINDOW = 30
 WARMUP_STEPS = 5
 MIN_WAIT_SHARE = 0.5
@@ -116,8 +106,6 @@ class TrainingRule(Rule):
             step, finding_id, f"{sentence}.", severity=severity, evidence=evidence, series=series
         )
 
-    # -- NaN and Inf -----------------------------------------------------------------------------
-
     def _check_nonfinite(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         origin = training.anomaly_origin
         kind = None if origin is None else origin.kind
@@ -167,8 +155,6 @@ class TrainingRule(Rule):
             f"loss; {loss}{arrives}{_describe_carriers(origin, 'parameter')}"
         )
         return self._finding(step, NAN_GRADIENT, sentence, origin)
-
-    # -- size ------------------------------------------------------------------------------------
 
     def _check_explosion(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         origin = training.anomaly_origin
@@ -232,8 +218,6 @@ class TrainingRule(Rule):
         )
         evidence = {"names": names, "n": n}
         return self._finding(step, DEAD_PARAMETERS, sentence, evidence, Severity.NOTE, "unreached")
-
-    # -- losses, rates, scaler and loader --------------------------------------------------------
 
     def _check_learning_rate(
         self, step: StepRecord, training: TrainingStepRecord
