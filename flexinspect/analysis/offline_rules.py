@@ -204,7 +204,7 @@ def _replay_branch(
         each.on_generation_start(start)
         if row.change.get("recomputed") is not True:
             each.events += replay_parents(reader, number, row.branch, each.runner)
-    records = chain(
+    records: Iterable[StepRecord | GradientRecord] = chain(
         replay_steps(reader, number, row.branch, streams),
         read_all_gradients(reader, number, row.branch),
     )

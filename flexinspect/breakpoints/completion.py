@@ -88,7 +88,6 @@ def _suggestions(
 
 
 def _value_suggestions(before: list[str], name: str) -> Suggestions:
-    """Return the values that a name can be compared with."""
     if name == names.FINDING or (len(before) > 2 and before[-3] == names.FINDING):
         return [(severity, "a severity") for severity in names.SEVERITIES]
     word = names.VALUE_NAMES.get(name)

@@ -79,14 +79,18 @@ def observe_step(
     step: StepRecord, *, observed: Iterable[Observation] = (), checked: Iterable[str] = ()
 ) -> StepObservations:
     """Return the observations in a step's record, together with those made while it ran."""
-    recorded = set(checked)
-    if step.logits is not None or step.layer_stats:
-        recorded |= {names.NAN, names.INF}
+    has_numbers = step.logits is not None or step.layer_stats
+    of_findings = (
+        Observation(_CONDITION_OF_FINDING[finding.id], "", layer, finding.sentence)
+        for finding in step.findings
+        if finding.id in _CONDITION_OF_FINDING
+        for layer in finding.layers or (finding.layer,)
+    )
     return StepObservations(
         values=_step_values(step),
         layers=_layer_values(step),
-        observed=(*observed, *_nonfinite_observations(step), *_finding_observations(step)),
-        checked=frozenset(recorded),
+        observed=(*observed, *_nonfinite_observations(step), *of_findings),
+        checked=frozenset({*checked, *((names.NAN, names.INF) if has_numbers else ())}),
         findings=step.findings,
     )
 
@@ -127,13 +131,9 @@ def _layer_values(step: StepRecord) -> dict[int, dict[str, Value]]:
 
 def _attributes(record: object | None, *same: str, **renamed: str) -> dict[str, Any]:
     """Return the known attributes of a record by name; a NaN cannot be compared, so it is none."""
-    attributes = {**{name: name for name in same}, **renamed} if record is not None else {}
+    attributes = (dict(zip(same, same, strict=True)) | renamed) if record is not None else {}
     found = {name: getattr(record, attribute) for name, attribute in attributes.items()}
-    return {
-        name: value
-        for name, value in found.items()
-        if value is not None and (isinstance(value, str) or not math.isnan(value))
-    }
+    return {name: value for name, value in found.items() if value is not None and value == value}
 
 
 def _nonfinite_observations(step: StepRecord) -> list[Observation]:
@@ -159,15 +159,6 @@ _CONDITION_OF_FINDING = {
     "path.bypass": names.FALLBACK,
 }
 """Findings that fulfil a condition which was not checked while the step ran."""
-
-
-def _finding_observations(step: StepRecord) -> list[Observation]:
-    return [
-        Observation(_CONDITION_OF_FINDING[finding.id], "", layer, finding.sentence)
-        for finding in step.findings
-        if finding.id in _CONDITION_OF_FINDING
-        for layer in finding.layers or (finding.layer,)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,14 +273,15 @@ class _Evaluator:
 def _evidence_text(tree: Leaf, observations: StepObservations, layer: int | None) -> str:
     """Return what made a condition true as text, empty if it is not true or is a comparison."""
     evaluator = _Evaluator(observations, layer)
-    texts: Iterable[str] = ()
     if isinstance(tree, ObservationCondition):
-        seen = observations.observed
-        texts = (each.text for each in seen if evaluator._matches_observation(tree, each))
+        for seen in observations.observed:
+            if evaluator._matches_observation(tree, seen):
+                return seen.text
     elif isinstance(tree, FindingCondition):
-        found = (f for f in observations.findings or () if evaluator._matches_finding(tree, f))
-        texts = (f"{finding.id}: {finding.sentence}" for finding in found)
-    return next(iter(texts), "")
+        for finding in observations.findings or ():
+            if evaluator._matches_finding(tree, finding):
+                return f"{finding.id}: {finding.sentence}"
+    return ""
 
 
 def observed_layer(expression: Expression, observations: StepObservations) -> int | None:
@@ -341,13 +333,10 @@ def hit_reason(
 def describe_location(observations: StepObservations, layer: int | None = None) -> str:
     """Return "step 7 (decode) of generation 1, layer 3"."""
     values = observations.values
+    text = f"the end of generation {values.get('generation', 0)}"
     if "step" in values:
-        phase = values.get("phase")
-        text = f"step {values['step']}" + (f" ({phase})" if phase else "")
-        if values.get("generation"):
-            text += f" of generation {values['generation']}"
-    else:
-        text = f"the end of generation {values.get('generation', 0)}"
+        text = f"step {values['step']}" + (f" ({values['phase']})" if values.get("phase") else "")
+        text += f" of generation {values['generation']}" if values.get("generation") else ""
     text += f", branch {values['branch']}" if values.get("branch") else ""
     return text if layer is None else f"{text}, layer {layer}"
 

@@ -37,12 +37,8 @@ from flexinspect.breakpoints.syntax_tree import (
 from flexinspect.core.text import did_you_mean
 
 MAX_EXPRESSION_LENGTH = 2000  # length of the longest expression, in characters
-
 MAX_DEPTH = 50  # largest nesting of parentheses and "not"s
-
-MAX_WILDCARDS = 8
-"""Most wildcards in a module name: the cost of a match grows exponentially with them."""
-
+MAX_WILDCARDS = 8  # in a module name: the cost of a match grows exponentially with them
 _MAX_EXACT_DIGITS = 15  # digits that a float holds exactly
 
 
@@ -120,13 +116,13 @@ def _next_token(text: str, at: int, before: str) -> _Token:
 
 
 def _unexpected_character(text: str, at: int) -> ExpressionError:
-    sign = text[at]
-    if sign in "\"'":
-        reason = f"This text has no end: the closing {sign} is missing."
-        return ExpressionError(reason, text, at, len(text))
+    sign, stop = text[at], at + 1
     reason = _OPERATOR_HINTS.get(sign, "This character has no meaning here.")
-    is_doubled = sign in _OPERATOR_HINTS and text[at : at + 2] == sign * 2
-    return ExpressionError(reason, text, at, at + 1 + is_doubled)
+    if sign in "\"'":
+        reason, stop = f"This text has no end: the closing {sign} is missing.", len(text)
+    elif sign in _OPERATOR_HINTS and text.startswith(sign * 2, at):
+        stop += 1
+    return ExpressionError(reason, text, at, stop)
 
 
 def _unescape(text: str, start: int, escape: re.Match[str]) -> str:
@@ -214,8 +210,6 @@ class _Parser:
         if self._is_at_end():
             self._refuse("This parenthesis is not closed.", opening)
         refuse()
-
-    # -- conditions ------------------------------------------------------------------------------
 
     def _observation(self) -> ObservationCondition:
         token = self._advance()
@@ -306,7 +300,6 @@ class _Parser:
         return Compare(name, "in", tuple(one for one in values if not isinstance(one, Name)))
 
     def _check_comparison(self, left: _Placed, op: str, right: _Placed) -> None:
-        """Refuse a comparison whose sides `op` cannot compare."""
         one, other, reason = left.operand, right.operand, ""
         if not isinstance(one, Name) and not isinstance(other, Name):
             reason = "Neither side of this comparison is a name."
@@ -328,8 +321,6 @@ class _Parser:
             quoted = [f'"{choice}"' for choice in choices]
             reason = f"{name.name} is never this; it is one of {', '.join(quoted)}."
             self._refuse(reason, value.token, hint=did_you_mean(f'"{written}"', quoted))
-
-    # -- operands --------------------------------------------------------------------------------
 
     def _operand(self) -> _Placed:
         token = self._current
@@ -370,8 +361,6 @@ class _Parser:
             self._refuse("This is not a number.", token)
         return value
 
-    # -- tokens ----------------------------------------------------------------------------------
-
     @property
     def _current(self) -> _Token:
         return self._tokens[self._at]
@@ -393,8 +382,6 @@ class _Parser:
         is_next = self._is(value)
         self._at += is_next
         return is_next
-
-    # -- errors ----------------------------------------------------------------------------------
 
     def _refuse(
         self, reason: str, first: _Token | None = None, last: _Token | None = None, hint: str = ""

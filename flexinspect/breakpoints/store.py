@@ -99,12 +99,8 @@ class BreakpointHit:
 
     def event_data(self) -> dict[str, Any]:
         """Return the hit as the data of an event."""
-        return {
-            "breakpoint": self.id,
-            "condition": self.condition,
-            "layer": self.layer,
-            "values": dict(self.values),
-        }
+        place = {"breakpoint": self.id, "condition": self.condition, "layer": self.layer}
+        return {**place, "values": dict(self.values)}
 
 
 def make_hit(
@@ -249,7 +245,6 @@ class BreakpointStore:
         return HitAction.LOG if info.log_only else HitAction.STOP
 
     def _change(self, number: int, **changes: Any) -> BreakpointInfo:
-        """Replace fields of a breakpoint's info."""
         stored, is_switched = self._breakpoints[number], "is_enabled" in changes
         info = structs.replace(stored.info, **changes)
         enabled_at = time.time() if is_switched else stored.enabled_at
@@ -259,7 +254,6 @@ class BreakpointStore:
 
 
 def _evaluation_note(expression: Expression) -> str:
-    """Return where an expression is evaluated."""
     numbers = (one for one in observations_in(expression) if one.kind in (NAN, INF))
     if any(condition.module_pattern is not None for condition in numbers):
         return "evaluated at each of these modules, and after each step"

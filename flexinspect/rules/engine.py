@@ -1,14 +1,5 @@
 """The rule interface, the runner that applies rules to steps, and the catalog of rules.
 
-In reading order:
-
-- `FindingKind`: severity and explanation of one finding id; `finding_kinds` reads those of
-  `findings.toml`, which describes every built-in id.
-- `Rule`: the base class of all rules, built-in and third-party.
-- `RuleRunner`: runs the rules of one run on its steps, events and gradients.
-- `CAUSES` and `link_causes`: which findings of one step follow from which others.
-- `load_rules`: the catalog of all registered rules.
-
 A rule is a class that takes no arguments. The built-in rules are listed in
 `flexinspect.core.plugins`; others register in the entry-point group `flexinspect.rules`. One object
 checks one run: records in, findings out, no I/O. Ordinary rules run for every step in the writer
@@ -341,12 +332,10 @@ def fill_from_kind(kind: FindingKind, finding: Finding) -> Finding:
 
 def _format_query(query: str, finding: Finding) -> str:
     """Return a query, named or itself, for a finding. A step or layer that it lacks matches any."""
-    return _find_query(query).format(
-        generation=finding.generation,
-        branch=finding.branch,
-        step="step" if finding.step is None else finding.step,
-        layer="layer" if finding.layer is None else finding.layer,
-    )
+    step = "step" if finding.step is None else finding.step
+    layer = "layer" if finding.layer is None else finding.layer
+    place = {"generation": finding.generation, "branch": finding.branch}
+    return _find_query(query).format(**place, step=step, layer=layer)
 
 
 _PATH_FINDINGS = ("path.fallback", "path.unpatched-layer", "path.bypass")
@@ -374,10 +363,8 @@ def link_causes(findings: Sequence[Finding]) -> list[Finding]:
     linked = list(findings)
     for index, finding in enumerate(findings):
         cause_index = _find_cause(finding, findings)
-        if cause_index is None or finding.severity is Severity.NOTE:
-            continue
-        cause = linked[cause_index]
-        if cause.severity is Severity.NOTE:
+        cause = finding if cause_index is None else linked[cause_index]
+        if cause_index is None or Severity.NOTE in (finding.severity, cause.severity):
             continue
         worse = min(cause.severity, finding.severity, key=list(Severity).index)
         linked[cause_index] = replace(cause, severity=worse)
@@ -391,10 +378,9 @@ def link_causes(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _find_cause(finding: Finding, findings: Sequence[Finding]) -> int | None:
-    """Return the index of the cause of a finding, or None."""
-    causes, layers = CAUSES.get(finding.id, ()), finding.layers or (finding.layer,)
+    causes, layers = CAUSES.get(finding.id, ()), {*(finding.layers or (finding.layer,))}
     for index, other in enumerate(findings):
-        if other.id in causes and set(layers) & {*(other.layers or (other.layer,))}:
+        if other.id in causes and not layers.isdisjoint(other.layers or (other.layer,)):
             return index
     return None
 

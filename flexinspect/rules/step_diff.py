@@ -94,10 +94,9 @@ class StepDifference:
     @property
     def is_same(self) -> bool:
         """Whether nothing that was recorded differs."""
-        numbers = any(layer.difference for layer in self.layers) or bool(self.logits)
-        inputs = self.lengths or self.positions
-        structure = inputs or self.masks or self.paths or self.entered or self.left
-        return not (self.is_diverged or structure or numbers)
+        numbers = any(layer.difference for layer in self.layers) or self.logits
+        inputs = self.lengths or self.positions or self.masks or self.paths
+        return not (self.is_diverged or inputs or self.entered or self.left or numbers)
 
     @property
     def worst(self) -> LayerDifference | None:
@@ -129,12 +128,11 @@ class RunDifference:
     @property
     def first_beyond_rounding(self) -> StepDifference | None:
         """The first step with a difference that rounding does not explain."""
-        return next((step for step in self.steps if self._is_beyond_rounding(step)), None)
-
-    def _is_beyond_rounding(self, step: StepDifference) -> bool:
-        worst = step.worst
-        has_other_input = bool(step.lengths or step.positions or step.masks)
-        return has_other_input or (worst is not None and worst.difference > self.limit)
+        for step in self.steps:
+            is_large = any(layer.difference > self.limit for layer in step.layers)
+            if is_large or step.lengths or step.positions or step.masks:
+                return step
+        return None
 
     @property
     def jump(self) -> int | None:
@@ -366,11 +364,6 @@ def _relative_change(one: LayerStatRecord, other: LayerStatRecord) -> float:
     std = max(abs(one.std), abs(other.std), 1e-12)
     extreme = max(abs(one.max), abs(one.min), abs(other.max), abs(other.min), 1e-12)
     norm = max(abs(one.norm), abs(other.norm), 1e-12)
-    change = max(
-        abs(one.norm - other.norm) / norm,
-        abs(one.std - other.std) / std,
-        abs(one.mean - other.mean) / std,
-        abs(one.max - other.max) / extreme,
-        abs(one.min - other.min) / extreme,
-    )
+    sizes = {"norm": norm, "std": std, "mean": std, "max": extreme, "min": extreme}
+    change = max(abs(getattr(one, k) - getattr(other, k)) / size for k, size in sizes.items())
     return change if math.isfinite(change) else math.inf

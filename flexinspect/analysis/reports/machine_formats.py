@@ -5,7 +5,6 @@ The form of the JSON is an interface: see `docs/findings/README.md`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree as Xml
@@ -83,16 +82,12 @@ def _test_case(
 ) -> Xml.Element:
     case = Xml.Element("testcase", classname=f"flexinspect.{rule}", name=id_)
     order = list(Severity)
-    bad: list[Finding] = []
-    others: list[Finding] = []
-    for finding in found:
-        fails = threshold is not None and order.index(finding.severity) <= order.index(threshold)
-        (bad if fails else others).append(finding)
+    failing = order[: order.index(threshold) + 1] if threshold is not None else []
+    bad = [finding for finding in found if finding.severity in failing]
+    others = [finding for finding in found if finding.severity not in failing]
     if bad:
-        first = bad[0]
-        failure = Xml.SubElement(
-            case, "failure", type=str(first.severity), message=escape_unprintable(first.sentence)
-        )
+        message = escape_unprintable(bad[0].sentence)
+        failure = Xml.SubElement(case, "failure", type=str(bad[0].severity), message=message)
         failure.text = "\n\n".join(map(_failure_text, bad))
     if others:
         Xml.SubElement(case, "system-out").text = "\n\n".join(map(_failure_text, others))
@@ -101,12 +96,9 @@ def _test_case(
 
 def _failure_text(finding: Finding) -> str:
     lines = [f"{finding.severity}: {finding.sentence}", f"at {describe_place(finding)}"]
-    for name in ("why", "confirm", "fix", "query"):
-        text = getattr(finding, name)
-        lines += [f"{name}: {text}"] if text else []
-    return "\n".join(
-        escape_unprintable(line) for line in [*lines, f"see {finding_page(finding.id)}"]
-    )
+    texts = {name: getattr(finding, name) for name in ("why", "confirm", "fix", "query")}
+    lines += [f"{name}: {text}" for name, text in texts.items() if text]
+    return "\n".join(map(escape_unprintable, [*lines, f"see {finding_page(finding.id)}"]))
 
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -114,22 +106,18 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 def as_sarif(report: Report) -> dict[str, Any]:
     """Return a SARIF log of one run: ids are rules, the trace is the artifact, findings results."""
-    kinds = _finding_kinds(report)
-    places = _LogicalLocations()
+    # The kind of a rule that is not installed is made from its finding.
+    others = {f.id: FindingKind(f.severity, f.id, f.why, f.confirm, f.fix) for f in report.findings}
+    kinds, places = {**others, **report.kinds}, _LogicalLocations()
     ids, trace = list(kinds), report.trace.as_uri()
     results = [_result_dict(one, ids.index(one.id), places, trace) for one in report.findings]
     off = [
         {"level": "warning", "message": {"text": escape_unprintable(text)}}
         for text in report.disabled_rules
     ]
+    rules = [_rule_dict(id_, kind) for id_, kind in kinds.items()]
     run = {
-        "tool": {
-            "driver": {
-                "name": "flexinspect",
-                "version": __version__,
-                "rules": [_rule_dict(id_, kind) for id_, kind in kinds.items()],
-            }
-        },
+        "tool": {"driver": {"name": "flexinspect", "version": __version__, "rules": rules}},
         "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": off}],
         "artifacts": [{"location": {"uri": trace}, "roles": ["analysisTarget"]}],
         "logicalLocations": places.entries,
@@ -137,17 +125,6 @@ def as_sarif(report: Report) -> dict[str, Any]:
         "columnKind": "unicodeCodePoints",
     }
     return {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
-
-
-def _finding_kinds(report: Report) -> Mapping[str, FindingKind]:
-    """Return the kind of each id; for a rule that is not installed, made from its finding."""
-    others = {
-        finding.id: FindingKind(
-            finding.severity, finding.id, why=finding.why, confirm=finding.confirm, fix=finding.fix
-        )
-        for finding in report.findings
-    }
-    return {**others, **report.kinds}
 
 
 def _rule_dict(id_: str, kind: FindingKind) -> dict[str, Any]:
@@ -171,45 +148,38 @@ class _LogicalLocations:
     def location_of(self, finding: Finding) -> dict[str, Any]:
         """Return the innermost location of a finding."""
         parent: int | None = None
-        name = ""
+        full = ""
         for kind, number in finding_places(finding):
-            name = f"{name}/{kind} {number}".lstrip("/")
-            parent = self._index(name, f"{kind} {number}", kind, parent)
-        return {"index": parent, "fullyQualifiedName": name}
-
-    def _index(self, full: str, name: str, kind: str, parent: int | None) -> int:
-        if full not in self._known:
-            self._known[full] = len(self.entries)
-            inside = {} if parent is None else {"parentIndex": parent}
-            self.entries.append({"name": name, "fullyQualifiedName": full, "kind": kind, **inside})
-        return self._known[full]
+            name = f"{kind} {number}"
+            full = f"{full}/{name}".lstrip("/")
+            if full not in self._known:
+                self._known[full] = len(self.entries)
+                entry = {"name": name, "fullyQualifiedName": full, "kind": kind}
+                self.entries.append(entry | ({} if parent is None else {"parentIndex": parent}))
+            parent = self._known[full]
+        return {"index": parent, "fullyQualifiedName": full}
 
 
 def _result_dict(
     finding: Finding, rule: int, places: _LogicalLocations, trace: str
 ) -> dict[str, Any]:
-    facts = {
-        "positions": list(finding.positions),
-        "layers": list(finding.layers),
-        "lastStep": finding.last_step,
-        "evidence": simplify(dict(finding.evidence), float_name),
-        "query": finding.query,
-    }
     where = places.location_of(finding)
+    artifact = {"artifactLocation": {"uri": trace, "index": 0}}
     return {
         "ruleId": finding.id,
         "ruleIndex": rule,
         "level": str(finding.severity),
         "message": {"text": escape_unprintable(finding.sentence)},
-        "locations": [
-            {
-                "physicalLocation": {"artifactLocation": {"uri": trace, "index": 0}},
-                "logicalLocations": [where],
-            }
-        ],
+        "locations": [{"physicalLocation": artifact, "logicalLocations": [where]}],
         "occurrenceCount": max(finding.times, 1),
         "partialFingerprints": {
             "place/v1": f"{finding.id}/{where['fullyQualifiedName']}/{finding.series}"
         },
-        "properties": facts,
+        "properties": {
+            "positions": list(finding.positions),
+            "layers": list(finding.layers),
+            "lastStep": finding.last_step,
+            "evidence": simplify(dict(finding.evidence), float_name),
+            "query": finding.query,
+        },
     }

@@ -8,33 +8,67 @@ Its numbers are counted or summed from the keys and weights of the call.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flexinspect.core.text import capitalize, format_layers, format_ranges, plural
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, StepRecord
-from flexinspect.rules.cache.cache_contents import (
-    CACHE_DUPLICATED,
-    CACHE_LOST,
-    CACHE_NOT_USED,
-    CACHE_SHARED,
-    CacheTextTracker,
+from flexinspect.records.step import (
+    CallRecord,
+    EventRecord,
+    InputsRecord,
+    LogitsRecord,
+    StepRecord,
 )
 from flexinspect.rules.context import RuleContext, format_step_layers, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
 
-EMPTY_LAYER = "cache.empty-layer"
-EMPTY_SLOTS = "cache.empty-slots"
-STALE_SLOTS = "cache.stale-slots"
+EMPTY_LAYER, CACHE_LOST, CACHE_NOT_USED = "cache.empty-layer", "cache.lost", "cache.not-used"
+CACHE_DUPLICATED, CACHE_SHARED = "cache.duplicated", "cache.shared"
+EMPTY_SLOTS, STALE_SLOTS = "cache.empty-slots", "cache.stale-slots"
+
+NO_CACHE_EVENT = "cache-disabled"  # event of a generation with use_cache=False
+CACHED_PROMPT_EVENT = "cached-prompt"  # has the prompt tokens that a caller assumes to be cached
+
+_MAX_GENERATIONS = 16  # earlier generations whose tokens are compared with a filled cache
+_MIN_COMMON_PREFIX = 8  # equal tokens of a repeated text; templates have a few in common
 
 SLOT_STREAM = "attention.slots"
 OPEN_COLUMN, EMPTY_COLUMN, EMPTY_WEIGHT_COLUMN, STALE_COLUMN, STALE_WEIGHT_COLUMN = range(5)
 """Columns of `attention.slots` (calls, 5): open keys; empty (all-zero) keys and their weight; stale
 keys beyond the filled length and their weight. Weights are means over heads."""
+
+
+class _LayerLengths(NamedTuple):
+    """A step with the cached lengths of its layers and its calls by layer."""
+
+    step: StepRecord
+    inputs: InputsRecord
+    called: Mapping[int, CallRecord]
+
+    def is_blind(self, layer: int) -> bool:
+        """Whether the call of a layer sees no keys but those of the step itself."""
+        return layer in self.called and self.called[layer].kv_len <= self.step.q_len
+
+    def find_empty(self, held: Mapping[int, int]) -> list[int]:
+        """Return the layers that ran and store nothing; `held` are the known lengths."""
+        ran = set(self.called) or {stat.layer for stat in self.step.layer_stats}
+        none = [n for n, keys in held.items() if keys == 0 and n in ran]
+        # A layer that shares the keys of another one stores none, but attends to them.
+        if self.step.kv_before:
+            none += [n for n in self.called if n >= len(held) and n not in held]
+            none = [n for n in none if n not in self.called or self.is_blind(n)]
+        return sorted(set(none))
+
+    def name_layers(self, which: Sequence[int]) -> str:
+        """Return `Layer 3`, or `All 8 layers`."""
+        n_layers = len(self.called) or len(self.inputs.cached_after)
+        return capitalize(format_layers(which, n_layers))
 
 
 class CacheRule(Rule):
@@ -61,8 +95,7 @@ class CacheRule(Rule):
         super().on_generation_start(context)
         self._texts.on_generation_start(context)
         self._last_cached: tuple[int, ...] = ()
-        self._reported_layers: set[int] = set()
-        """Layers that already have a finding in this generation."""
+        self._reported_layers: set[int | None] = set()  # those with a finding in this generation
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Store the prompt that the caller assumes to be cached."""
@@ -74,7 +107,8 @@ class CacheRule(Rule):
         yield from self._check_slots(step)
         if step.inputs is not None:
             if not self._is_healthy(step, step.inputs):
-                yield from self._check_layers(step, step.inputs)
+                called = {call.layer: call for call in step.calls}
+                yield from self._check_layers(_LayerLengths(step, step.inputs, called))
             self._last_cached = step.inputs.cached_after
             text_finding = self._texts.on_step(step)
             # If all layers are always empty, the tokens show the same fault.
@@ -103,19 +137,19 @@ class CacheRule(Rule):
             )
         )
 
-    def _check_layers(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
+    def _check_layers(self, at: _LayerLengths) -> list[Finding]:
         """Report layers that are empty, lost keys, or store keys twice."""
+        step, inputs = at.step, at.inputs
         held = {n: keys for n, keys in enumerate(inputs.cached_after) if keys >= 0}
-        called = {call.layer: call for call in step.calls}
-        empty = _find_empty(step, held, called)
-        lost = [n for n in self._find_lost(step, inputs, called) if n not in empty]
+        empty = at.find_empty(held)
+        lost = [n for n in self._find_lost(at) if n not in empty]
         before = dict(enumerate(inputs.cached_before))
         twice = [n for n, keys in held.items() if keys - before.get(n, 0) > step.q_len]
         found = []
         if empty:
-            found.append(self._empty_finding(step, inputs, empty, called))
+            found.append(self._empty_finding(at, empty))
         if lost:
-            found.append(self._lost_finding(step, inputs, lost, called))
+            found.append(self._lost_finding(at, lost))
         if twice and (before or not step.kv_before):
             first = twice[0]
             sentence = (
@@ -123,23 +157,23 @@ class CacheRule(Rule):
                 f"{held[first] - before.get(first, 0)} keys in step {step.step}, which has "
                 f"{plural(step.q_len, 'row')}: keys are stored more than once"
             )
-            found.append(self._finding(step, CACHE_DUPLICATED, sentence, twice, inputs, {}))
+            at = at._replace(called={})
+            found.append(self._finding(at, CACHE_DUPLICATED, sentence, twice))
         is_known = self._is_always_empty
         self._is_always_empty = bool(empty) and not any(held.values())
         if is_known and self._is_always_empty:
             return []
-        new = [one for one in found if {*one.layers, one.layer} - {None, *self._reported_layers}]
+        new = [one for one in found if {*one.layers, one.layer} - self._reported_layers]
         for one in new:
-            self._reported_layers |= {*one.layers, one.layer} - {None}
+            self._reported_layers |= {*one.layers, one.layer}
         return new
 
-    def _find_lost(
-        self, step: StepRecord, inputs: InputsRecord, called: Mapping[int, CallRecord]
-    ) -> list[int]:
+    def _find_lost(self, at: _LayerLengths) -> list[int]:
         """Layers that lost keys, stopped growing, or do not attend to their cached keys."""
+        step, inputs = at.step, at.inputs
         if not step.kv_before:
             return []
-        blind = [n for n, call in called.items() if call.kv_len <= step.q_len]
+        blind = [n for n in at.called if at.is_blind(n)]
         pairs = list(zip(inputs.cached_before, inputs.cached_after, strict=False))
         grew = {after - before for before, after in pairs if after >= 0}
         stuck = []
@@ -153,41 +187,30 @@ class CacheRule(Rule):
         shrunk = [n for n, (before, now) in enumerate(pairs) if 0 <= now < before]
         return shrunk if any(before == now > 0 for before, now in pairs) else []
 
-    def _empty_finding(
-        self,
-        step: StepRecord,
-        inputs: InputsRecord,
-        empty: Sequence[int],
-        called: Mapping[int, CallRecord],
-    ) -> Finding:
+    def _empty_finding(self, at: _LayerLengths, empty: Sequence[int]) -> Finding:
+        step, inputs, called = at
         filled = [n for n, keys in enumerate(inputs.cached_after) if keys > 0]
         others = "no layer holds any keys"
         if filled:
             verb = "holds" if len(filled) == 1 else "hold"
             others = f"{format_layers(filled, 0)} {verb} {max(inputs.cached_after)}"
-        who = _name_layers(empty, called, inputs)
-        sentence = f"{who} received a cache and left it empty (0), {others}"
+        sentence = f"{at.name_layers(empty)} received a cache and left it empty (0), {others}"
         sees = [called[n].kv_len for n in empty if n in called]
         if step.kv_before and sees:
             attends = "it attends" if len(empty) == 1 else "they attend"
             sentence += f": in step {step.step} {attends} to {plural(max(sees), 'key')} instead of "
             sentence += f"{step.kv_after}"
-        return self._finding(step, EMPTY_LAYER, sentence, empty, inputs, called)
+        return self._finding(at, EMPTY_LAYER, sentence, empty)
 
-    def _lost_finding(
-        self,
-        step: StepRecord,
-        inputs: InputsRecord,
-        lost: Sequence[int],
-        called: Mapping[int, CallRecord],
-    ) -> Finding:
+    def _lost_finding(self, at: _LayerLengths, lost: Sequence[int]) -> Finding:
+        step, inputs, called = at
         one, severity = len(lost) == 1, Severity.ERROR
         shrunk = set(self._find_shrunk(inputs)) & set(lost)
         if shrunk:
             before, now = (held[min(shrunk)] for held in (self._last_cached, inputs.cached_before))
             what = f"lost keys between steps {step.step - 1} and {step.step}: "
             what += f"the cache held {before} and now holds {now}"
-        elif all(n in called and called[n].kv_len <= step.q_len for n in lost):
+        elif all(map(at.is_blind, lost)):
             seen = plural(called[lost[0]].kv_len, "key")
             what = f"{'attends' if one else 'attend'} to only {seen} in step {step.step}, those of "
             what += f"the step itself; the cache held {step.kv_before} before it"
@@ -197,31 +220,29 @@ class CacheRule(Rule):
             what = f"{'does' if one else 'do'} not store the {grew} of step {step.step}: "
             what += f"{'its' if one else 'their'} cache stays at {inputs.cached_after[lost[0]]}, "
             what += f"the other layers hold {max(inputs.cached_after)}"
-        sentence = f"{_name_layers(lost, called, inputs)} {what}"
-        return self._finding(step, CACHE_LOST, sentence, lost, inputs, called, severity)
+        return self._finding(at, CACHE_LOST, f"{at.name_layers(lost)} {what}", lost, severity)
 
     def _finding(
         self,
-        step: StepRecord,
+        at: _LayerLengths,
         finding_id: str,
         sentence: str,
         which: Sequence[int],
-        inputs: InputsRecord,
-        called: Mapping[int, CallRecord],
         severity: Severity = Severity.ERROR,
     ) -> Finding:
+        evidence = {
+            "rows": at.step.q_len,
+            "cached_before": list(at.inputs.cached_before),
+            "cached_after": list(at.inputs.cached_after),
+            "kv_len": [call.kv_len for call in at.called.values()],
+        }
         return self.finding(
-            step,
+            at.step,
             finding_id,
             f"{sentence}.",
             severity=severity,
             layers=which,
-            evidence={
-                "rows": step.q_len,
-                "cached_before": list(inputs.cached_before),
-                "cached_after": list(inputs.cached_after),
-                "kv_len": [call.kv_len for call in called.values()],
-            },
+            evidence=evidence,
             series=format_ranges(which),
         )
 
@@ -273,20 +294,284 @@ class CacheRule(Rule):
         )
 
 
-def _find_empty(
-    step: StepRecord, held: Mapping[int, int], called: Mapping[int, CallRecord]
-) -> list[int]:
-    """Layers that ran and store nothing."""
-    ran = set(called) or {stat.layer for stat in step.layer_stats}
-    none = [n for n, keys in held.items() if keys == 0 and n in ran]
-    # A layer that shares the keys of another one stores none, but attends to them.
-    if step.kv_before:
-        none += [n for n in called if n >= len(held) and n not in held]
-        none = [n for n in none if n not in called or called[n].kv_len <= step.q_len]
-    return sorted(set(none))
+class _LastStep(NamedTuple):
+    """The facts of the last step that the next one is compared with."""
+
+    generation: int
+    kv_before: int
+    kv_after: int
+    is_single_token: bool
+    position_id: int | None
+    logits: LogitsRecord | None
+
+    @property
+    def candidate_ids(self) -> list[int]:
+        """The recorded candidates for the next token, best first."""
+        return [] if self.logits is None else [c.token_id for c in self.logits.candidates]
+
+    def is_continued_by(self, step: StepRecord) -> bool:
+        """Whether the position id of a step is the next one."""
+        return self.position_id is not None and _last_position_id(step) == self.position_id + 1
 
 
-def _name_layers(
-    which: Sequence[int], called: Mapping[int, CallRecord], inputs: InputsRecord
-) -> str:
-    return capitalize(format_layers(which, len(called) or len(inputs.cached_after)))
+class CacheTextTracker:
+    """Follows the input tokens of a model from one generation to the next, for a rule."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._cached_texts: deque[list[int]] = deque(maxlen=_MAX_GENERATIONS)
+        """Token ids of the last generations, which may be in a cache."""
+        self._last_step: _LastStep | None = None  # the last step of any generation
+        self._n_continued = self._n_tokens_before = 0
+        self._is_loss_reported = False
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Begin a generation; the texts of earlier ones are kept."""
+        self.context = context
+        self._full_forwards: list[tuple[int, int]] = []  # step and rows
+        self._masks: frozenset[str | None] = frozenset()
+        self._declared_ids: list[int] | None = None
+        self._is_cache_off = False
+        self._length = 0
+
+    def on_event(self, event: EventRecord) -> None:
+        """Store the tokens that the caller of `generate` assumes to be cached."""
+        if event.kind == CACHED_PROMPT_EVENT:
+            self._declared_ids = list(event.data["prompt"])
+
+    def on_step(self, step: StepRecord) -> Finding | None:
+        """Compare the input of a step with the content of the cache."""
+        found: Finding | None = None
+        if step.step == 0:
+            self._is_cache_off = any(event.kind == NO_CACHE_EVENT for event in step.events)
+            check = self._check_filled_cache if step.kv_before else self._check_lost_cache
+            found = check(step)
+        elif step.q_len > 1 and step.kv_before:
+            found = self._check_rows(step)
+        elif step.q_len > 1 and step.q_len == self._length + 1:
+            self._full_forwards = self._full_forwards or [(step.step - 1, self._length)]
+            self._full_forwards.append((step.step, step.q_len))
+            self._masks = frozenset(call.mask for call in step.calls)
+        elif step.step == 1 and step.q_len == 1:
+            found = self._check_repeated_token(step)
+        if step.kv_before:
+            self._n_continued = 0
+        self._last_step = _LastStep(
+            generation=step.generation,
+            kv_before=step.kv_before,
+            kv_after=step.kv_after,
+            is_single_token=step.q_len == 1,
+            position_id=_last_position_id(step),
+            logits=step.logits,
+        )
+        self._length = step.kv_after
+        return found
+
+    def on_generation_end(self) -> Sequence[Finding]:
+        """Keep the text of the generation, and report that no cache was used."""
+        self._cached_texts.append(self._token_ids(0, self._length))
+        return self._unused_finding()
+
+    def _token_ids(self, start: int, stop: int) -> list[int]:
+        """The token ids of these positions, up to the first unknown one."""
+        ids = []
+        for token in map(self.context.token, range(start, stop)):
+            if token is None:
+                break
+            ids.append(token.token_id)
+        return ids
+
+    def _check_filled_cache(self, step: StepRecord) -> Finding | None:
+        """Compare the prompt that the caller assumes to be cached with the texts of earlier runs.
+
+        The trace does not say which cache it is, so one matching text is enough.
+        """
+        n, declared = step.kv_before, self._declared_ids
+        if declared is None:
+            return self._check_cut(step)
+        known = [ids[:n] for ids in self._cached_texts if len(ids) >= n]
+        if len(declared) != n or not known or declared in known:
+            return None
+        cached = max(known, key=lambda ids: _common_prefix_len(ids, declared))
+        wrong = [pos for pos, (a, b) in enumerate(zip(cached, declared, strict=True)) if a != b]
+        sentence = (
+            f"The cache holds {n} keys of another text: {len(wrong)} of the first {n} tokens of "
+            f"the prompt differ from the cached ones, from position {wrong[0]} on (token "
+            f"{declared[wrong[0]]}, cached {cached[wrong[0]]})"
+        )
+        return self._token_finding(step, CACHE_SHARED, Severity.ERROR, sentence, wrong, len(wrong))
+
+    def _check_cut(self, step: StepRecord) -> Finding | None:
+        """Report that the text continues with its next token although keys were removed.
+
+        Rejected drafts and chat turns are cropped too, but not by more than half before the next
+        token. A smaller loss is certain only if the last step had one row and its best token
+        follows. A cache that drops one key for each new one does so by design.
+        """
+        last, token = self._last_step, self.context.token(step.kv_before)
+        if last is None or token is None or step.q_len != 1 or self._is_loss_reported:
+            return None
+        n_lost = last.kv_after - step.kv_before
+        is_large = 2 * step.kv_before < last.kv_after
+        is_next = is_large and (last.is_continued_by(step) or token.token_id in last.candidate_ids)
+        is_best = last.candidate_ids[:1] == [token.token_id]
+        if not is_next and not (n_lost > 1 and last.is_single_token and is_best):
+            return None
+        self._is_loss_reported = True
+        sentence = (
+            f"The cache lost keys between steps: it held {last.kv_after} and now holds "
+            f"{step.kv_before}, but the text continues with the next token "
+            f"({self.context.format_position(step.kv_before)})"
+        )
+        positions = (step.kv_before,)
+        return self._token_finding(step, CACHE_LOST, Severity.WARNING, sentence, positions, n_lost)
+
+    def _check_repeated_token(self, step: StepRecord) -> Finding | None:
+        """Report that the first decode step repeats the last prompt token, which was not chosen."""
+        last, pos = self._last_step, step.kv_before
+        previous, token = self.context.token(pos - 1), self.context.token(pos)
+        if last is None or not pos or previous is None or token is None:
+            return None
+        if token.token_id != previous.token_id or last.logits is None:
+            return None
+        if token.token_id in last.candidate_ids:
+            return None
+        sentence = (
+            f"The last token of the prompt is in the input twice: step {step.step} begins with "
+            f"{self.context.format_position(pos)}, the same token as before, which is not among "
+            f"the {len(last.candidate_ids)} best candidates of step {step.step - 1}"
+        )
+        return self._token_finding(step, CACHE_DUPLICATED, Severity.WARNING, sentence, (pos,), 1)
+
+    def _check_rows(self, step: StepRecord) -> Finding | None:
+        """Report rows on a filled cache that repeat the cached text from its beginning."""
+        new_ids = [t.token_id for t in step.tokens if step.kv_before <= t.pos < step.kv_after]
+        cached_ids = self._token_ids(0, step.kv_before)
+        n_same = _common_prefix_len(cached_ids, new_ids)
+        shorter = min(len(cached_ids), len(new_ids))
+        if shorter < 4 or n_same < shorter:
+            return self._check_restarted_text(step, new_ids, n_same)
+        first = self.context.format_position(step.kv_before)
+        is_whole = n_same == len(cached_ids)
+        sentence = (
+            f"The prompt is in the cache twice: step {step.step} repeats "
+            f"{'all' if is_whole else 'the first'} {n_same} cached tokens, so the cache grows from "
+            f"{step.kv_before} to {step.kv_after} keys ({first} repeats position 0)"
+        )
+        severity = Severity.ERROR if is_whole else Severity.WARNING
+        positions = range(step.kv_before, step.kv_before + n_same)
+        return self._token_finding(step, CACHE_DUPLICATED, severity, sentence, positions, n_same)
+
+    def _check_restarted_text(
+        self, step: StepRecord, new_ids: Sequence[int], n_common: int
+    ) -> Finding | None:
+        if n_common < _MIN_COMMON_PREFIX or 2 * n_common < len(new_ids):
+            return None
+        sentence = (
+            f"Step {step.step} starts another text on a cache that still holds {step.kv_before} "
+            f"keys: its first {n_common} of {len(new_ids)} tokens are the first cached ones, then "
+            f"it differs ({self.context.format_position(step.kv_before + n_common)})"
+        )
+        positions = range(step.kv_before, step.kv_before + len(new_ids))
+        return self._token_finding(
+            step, CACHE_SHARED, Severity.WARNING, sentence, positions, n_common
+        )
+
+    def _token_finding(
+        self,
+        step: StepRecord,
+        finding_id: str,
+        severity: Severity,
+        sentence: str,
+        positions: Sequence[int],
+        n_tokens: int,
+    ) -> Finding:
+        return self._rule.finding(
+            step,
+            finding_id,
+            f"{sentence}.",
+            severity=severity,
+            positions=positions,
+            evidence={"cached": step.kv_before, "rows": step.q_len, "tokens": n_tokens},
+        )
+
+    def _check_lost_cache(self, step: StepRecord) -> Finding | None:
+        """Report single tokens that continue the last step without its cache.
+
+        They continue it if their position id is the next one, or if two in a row are among the best
+        candidates of the step before them.
+        """
+        last, token = self._last_step, self.context.token(0)
+        # A model with only recurrent layers keeps a state instead of keys.
+        has_keys = step.calls or (step.inputs is not None and step.inputs.cached_after)
+        if last is None or step.q_len != 1 or token is None or not has_keys:
+            self._n_continued = 0
+            return None
+        is_uncached = last.is_single_token and not last.kv_before
+        self._n_tokens_before = last.kv_after + (self._n_tokens_before if is_uncached else 0)
+        self._n_continued = self._n_continued + 1 if token.token_id in last.candidate_ids else 0
+        position_id = _last_position_id(step)
+        why = f"{self._n_continued} tokens in a row are candidates of the step before"
+        continues = last.is_continued_by(step) and (last.position_id or 0) > 0
+        if continues:
+            why = f"its position id {position_id} follows {last.position_id}"
+        if self._is_loss_reported or not (continues or self._n_continued >= 2):
+            return None
+        self._is_loss_reported = True
+        sentence = (
+            f"The cache is lost between steps: a single token ({self.context.format_position(0)}) "
+            f"has no cached keys, although {why}; it attends only to itself, and not to the "
+            f"{plural(self._n_tokens_before, 'token')} before it"
+        )
+        evidence = {"keys": 1, "position_id": position_id}
+        evidence |= {"last_generation": last.generation, "last_kv": last.kv_after}
+        return self._rule.finding(
+            step, CACHE_LOST, f"{sentence}.", positions=(0,), evidence=evidence
+        )
+
+    def _unused_finding(self) -> Sequence[Finding]:
+        """Report what a cache would have saved, if each step recomputed the whole sequence."""
+        steps, self._full_forwards = self._full_forwards, []
+        if len(steps) < 3 or not self._is_causal():
+            return ()
+        rows, (_, first), (last_step, last) = sum(n for _, n in steps), steps[0], steps[-1]
+        needed = first + len(steps) - 1
+        lengths = ", ".join(str(n) for _, n in steps[:3])
+        sentence = (
+            f"No cache is used: q length grows {lengths}{', ...' if len(steps) > 3 else ''} to "
+            f"{last}; {len(steps)} steps computed {rows} query rows, where {needed} are enough "
+            f"with a cache{' (use_cache=False was passed)' if self._is_cache_off else ''}"
+        )
+        severity = Severity.NOTE if self._is_cache_off else None
+        evidence = {"steps": len(steps), "rows": rows, "needed": needed}
+        evidence |= {"first": first, "last": last}
+        finding = self._rule.finding(
+            None, CACHE_NOT_USED, f"{sentence}.", severity=severity, evidence=evidence
+        )
+        return [replace(finding, step=steps[1][0], last_step=last_step, times=len(steps) - 1)]
+
+    def _is_causal(self) -> bool:
+        """Whether new tokens leave earlier rows unchanged; otherwise no cache can be used.
+
+        Masks that were not recorded count as causal.
+        """
+        for fingerprint in self._masks:
+            mask = self.context.mask(fingerprint)
+            if mask is None or mask.cells is None or mask.q_len != mask.kv_len:
+                continue
+            if mask.cells[:, :-1, -1].any():  # an earlier row sees the newest key
+                return False
+        return True
+
+
+def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:
+    pairs = enumerate(zip(ids, other_ids, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(ids), len(other_ids)))
+
+
+def _last_position_id(step: StepRecord) -> int | None:
+    """The position id of the last row of a step."""
+    if step.inputs is None or not step.inputs.positions:
+        return None
+    first, n = step.inputs.positions[-1]
+    return first + n - 1

@@ -14,15 +14,12 @@ from flexinspect.records.step import BuildRecord, MemoryRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
-MASK_CREATION = "memory.mask-creation"
-MEMORY_GROWTH = "memory.growth"
+MASK_CREATION, MEMORY_GROWTH = "memory.mask-creation", "memory.growth"
 CAPTURE_MEMORY = "memory.capture"
 
 MIB = 1 << 20
 MIN_BUILD_BYTES = 96 * MIB  # peak growth during a mask build from which it is reported
-MAX_BYTES_PER_CELL = 64
-"""Peak growth per cell of the grid that a build can explain; ten bytes were measured."""
-
+MAX_BYTES_PER_CELL = 64  # peak growth that a build can explain; ten bytes were measured
 HUGE_BUILD_BYTES = 1024 * MIB  # peak growth that is always a warning
 MIN_GROWTH_STEPS = 16  # steps required to estimate a slope
 MIN_GROWTH_PER_STEP = MIB
@@ -43,8 +40,7 @@ class MemoryRule(Rule):
     findings = finding_kinds(MASK_CREATION, MEMORY_GROWTH, CAPTURE_MEMORY)
 
     def __init__(self) -> None:
-        self._built_without_heads: set[str] = set()
-        """The mask_mod of each mask built with H=None, for the whole run."""
+        self._built_without_heads: set[str] = set()  # mask_mods of masks built with H=None
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the memory of earlier steps."""
@@ -110,18 +106,15 @@ class MemoryRule(Rule):
             f"attention: {largest.peak_growth / MIB:.0f} MiB for the grid {grid} in "
             f"{largest.wall_ms:.0f} ms (mask_mod {printable(largest.mask_mod)}){advice}."
         )
+        evidence = {"grid": list(sizes), "peak_growth": largest.peak_growth}
+        evidence |= {"wall_ms": round(largest.wall_ms, 1), "heads_ignored": ignores_heads}
         yield self.finding(
             step,
             MASK_CREATION,
             sentence,
             severity=Severity.WARNING if is_serious else Severity.NOTE,
             layers=() if largest.layer is None else (largest.layer,),
-            evidence={
-                "grid": list(sizes),
-                "peak_growth": largest.peak_growth,
-                "wall_ms": round(largest.wall_ms, 1),
-                "heads_ignored": ignores_heads,
-            },
+            evidence=evidence,
             series=MASK_CREATION,
         )
 

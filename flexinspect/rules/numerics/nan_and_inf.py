@@ -31,8 +31,7 @@ from flexinspect.rules.attention.attention_shape import (
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
-NAN = "numbers.nan"
-INF = "numbers.inf"
+NAN, INF = "numbers.nan", "numbers.inf"
 _AFTER_LAST_LAYER = 1 << 30  # stands for the final norm and the output head
 _UNLIMITED = 1 << 62
 
@@ -55,8 +54,7 @@ class NumbersRule(Rule):
         """Reset the reported layers."""
         super().on_generation_start(context)
         self._reported_layers: dict[int, int] = {}  # by branch: the earliest reported layer
-        self._n_closed: dict[int, int] = {}
-        """By branch: the number of -Inf logits that count as intended."""
+        self._n_closed: dict[int, int] = {}  # by branch: -Inf logits that count as intended
 
     def on_step(self, step: StepRecord) -> Iterable[Finding]:
         """Report the producing layer, or the logits if all layers are finite."""

@@ -24,8 +24,7 @@ from flexinspect.rules.attention.call_arguments import find_capped_layers
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 
-OVERFLOW_RISK = "numbers.overflow-risk"
-SATURATION = "numbers.saturation"
+OVERFLOW_RISK, SATURATION = "numbers.overflow-risk", "numbers.saturation"
 NORM_JUMP = "numbers.jump"
 
 FLOAT16_MAX = 65504.0

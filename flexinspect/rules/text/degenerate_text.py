@@ -20,10 +20,8 @@ from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord, TokenRec
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
-REPETITION = "text.repetition"
-COLLAPSE = "text.entropy-collapse"
-FLAT = "text.flat"
-STOPPED_AT_ONCE = "text.stopped-at-once"
+REPETITION, COLLAPSE = "text.repetition", "text.entropy-collapse"
+FLAT, STOPPED_AT_ONCE = "text.flat", "text.stopped-at-once"
 
 MAX_PERIOD = 8  # tokens of the longest detected period
 MIN_LOOP_TOKENS = 12
@@ -43,8 +41,7 @@ class _BranchText:
 
     ids: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_PERIOD + 1))
     logprobs: list[float] = field(default_factory=list)
-    n_not_best: list[int] = field(default_factory=list)
-    """For each token, how many up to it were not the best."""
+    n_not_best: list[int] = field(default_factory=list)  # for each token, of those up to it
     matches: list[int] = field(default_factory=lambda: [0] * (MAX_PERIOD + 1))
     """By period: number of consecutive tokens equal to the one a period earlier."""
     loop_period: int = 0
@@ -133,19 +130,14 @@ class TextRule(Rule):
             f"probability of {probability:.2g} (geometric mean)."
         )
         is_serious = self._is_serious(text, length, period, probability)
+        evidence = {"begins": begins, "probability": probability, "vocabulary": self._vocabulary}
         return self.finding(
             step,
             REPETITION,
             sentence,
             severity=Severity.WARNING if is_serious else Severity.NOTE,
             positions=range(step.kv_after - period + 1, step.kv_after + 1),
-            evidence={
-                "period": period,
-                "tokens": length,
-                "begins": begins,
-                "probability": probability,
-                "vocabulary": self._vocabulary,
-            },
+            evidence={"period": period, "tokens": length, **evidence},
             series=f"from {begins}",
         )
 

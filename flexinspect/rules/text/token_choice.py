@@ -21,15 +21,13 @@ from flexinspect.rules.engine import Rule, finding_kinds
 NEAR_TIE = "text.near-tie"
 NOT_BEST = "text.not-the-best"
 
-SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
-"""Bits of the significand, including the implicit one."""
+SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}  # with the implicit one
 ROUNDING_ULPS = {"bfloat16": 2, "float16": 2, "float32": 8}
 """Units in the last place by which a logit changes if its sum is computed in another order."""
 MAX_TIE_MARGIN = 2.0  # the largest possible tie: two units of bfloat16 for logits of 128
 MIN_GREEDY_STEPS = 8
 UNLIKELY_LOGPROB = math.log(1e-4)  # below it, sampling cannot have chosen the best token so often
-MAX_NOT_BEST_SHARE = 0.05
-"""Share of tokens that may not be the best in a run that still counts as greedy."""
+MAX_NOT_BEST_SHARE = 0.05  # share of other tokens in a run that still counts as greedy
 
 
 @dataclass(slots=True)

@@ -16,22 +16,15 @@ from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
-LOSS_NAN = "training.loss-nan"
-LOSS_SPIKE = "training.loss-spike"
-GRADIENT_EXPLOSION = "training.explosion"
-GRADIENT_VANISHING = "training.vanishing"
-DEAD_PARAMETERS = "training.dead-parameters"
-LEARNING_RATE = "training.learning-rate"
-NAN_GRADIENT = "training.nan-gradient"
-FP16_OVERFLOW = "training.fp16-overflow"
-SCALER_SKIPS = "training.scaler-skips"
-LOADER_BOUND = "training.loader-bound"
+LOSS_NAN, LOSS_SPIKE = "training.loss-nan", "training.loss-spike"
+GRADIENT_EXPLOSION, GRADIENT_VANISHING = "training.explosion", "training.vanishing"
+DEAD_PARAMETERS, LEARNING_RATE = "training.dead-parameters", "training.learning-rate"
+NAN_GRADIENT, FP16_OVERFLOW = "training.nan-gradient", "training.fp16-overflow"
+SCALER_SKIPS, LOADER_BOUND = "training.scaler-skips", "training.loader-bound"
 
 MAX_LEARNING_RATE = 1.0  # learning rates above this are reported
 LEARNED_SHARE = 1e-3  # below this share of the first loss, small gradients are expected
-VANISHED_SHARE = 1e-4
-"""Below this share of the total norm, a gradient has vanished and is not just small."""
-
+VANISHED_SHARE = 1e-4  # below this share of the total norm, a gradient is not just small
 MIN_DEAD_STEPS = 10  # steps in which a gradient must be 0
 LOSS_WINDOW = 50  # losses that a spike is compared with
 MIN_LOSSES = 20  # fewest losses that a spike is compared with
