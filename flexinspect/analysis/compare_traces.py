@@ -14,13 +14,7 @@ import numpy as np
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_layers, format_ranges, plural, printable
 from flexinspect.records.step import StepRecord, TokenRecord
-from flexinspect.rules.step_diff import (
-    RealPositions,
-    RunDifference,
-    StepDifference,
-    compare_runs,
-    real_positions,
-)
+from flexinspect.rules import step_diff
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.replay import is_standalone, replay_steps
@@ -39,7 +33,7 @@ class PromptDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationDifference(RunDifference):
+class GenerationDifference(step_diff.RunDifference):
     """One generation of two traces, compared.
 
     `prompt` is the first difference of the prompts, None if they are the same; if they differ, no
@@ -138,7 +132,7 @@ def _compare_generations(
     if result.prompt is not None:
         return result
     steps_a, steps_b = _WatchedSteps(a, one.generation), _WatchedSteps(b, other.generation)
-    difference = compare_runs(steps_a, steps_b, (a.mask, b.mask))
+    difference = step_diff.compare_runs(steps_a, steps_b, (a.mask, b.mask))
     is_diverged = difference.divergence is not None
     return replace(
         result,
@@ -168,14 +162,14 @@ class _WatchedSteps:
     def __init__(self, reader: TraceReader, generation: int) -> None:
         self._steps = replay_steps(reader, generation, 0, COMPARED_STREAMS)
         self.stale: list[int] = []
-        self.real: RealPositions = None
+        self.real: step_diff.RealPositions = None
         self.last_text = ""
 
     def __iter__(self) -> Iterator[StepRecord]:
         before: tuple[object, ...] = ()
         for index, step in enumerate(self._steps):
             if index == 0:
-                self.real = real_positions(step)
+                self.real = step_diff.real_positions(step)
             now = tuple((stat.layer, stat.norm, stat.min, stat.max) for stat in step.layer_stats)
             if now and now == before:
                 self.stale.append(step.step)
@@ -231,7 +225,7 @@ def _generation_lines(one: GenerationDifference) -> Iterator[str]:
     yield from _conclusion_lines(one, one.first_difference)
 
 
-def _step_lines(one: GenerationDifference, step: StepDifference) -> Iterator[str]:
+def _step_lines(one: GenerationDifference, step: step_diff.StepDifference) -> Iterator[str]:
     yield f"  step {step.step}"
     if step.lengths:
         yield f"    rows: {step.lengths}"
@@ -256,7 +250,7 @@ def _step_lines(one: GenerationDifference, step: StepDifference) -> Iterator[str
         yield f"    token: {a!r} (margin {margins[0]:.3g}) against {b!r} (margin {margins[1]:.3g})"
 
 
-def _layer_lines(step: StepDifference, limit: float) -> Iterator[str]:
+def _layer_lines(step: step_diff.StepDifference, limit: float) -> Iterator[str]:
     """Yield each layer's difference and the part of it that the layer added."""
     how = "hidden states" if step.layers[0].exact else "statistics"
     yield f"    layer  difference  added     ({how}, relative; rounding up to {limit:g})"
@@ -267,7 +261,7 @@ def _layer_lines(step: StepDifference, limit: float) -> Iterator[str]:
         yield f"    ... and {len(step.layers) - _MAX_LAYERS} more layers (--json has all)"
 
 
-def _conclusion_lines(one: GenerationDifference, first: StepDifference) -> Iterator[str]:
+def _conclusion_lines(one: GenerationDifference, first: step_diff.StepDifference) -> Iterator[str]:
     if one.jump is not None:
         yield f"  layer {one.jump} stands out: it adds far more than the others"
     elif one.first_beyond_rounding is None and first.layers:

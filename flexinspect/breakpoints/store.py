@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
+from flexinspect.breakpoints import syntax_tree
 from flexinspect.breakpoints.evaluation import (
     EvaluationResult,
     StepObservations,
@@ -21,14 +22,6 @@ from flexinspect.breakpoints.evaluation import (
 )
 from flexinspect.breakpoints.grammar import parse
 from flexinspect.breakpoints.names import INF, NAN, OPTION_HELP
-from flexinspect.breakpoints.syntax_tree import (
-    Expression,
-    ExpressionError,
-    has_finding,
-    needs_calls,
-    observations_in,
-    to_text,
-)
 from flexinspect.control.messages import BreakpointInfo
 from flexinspect.core.text import did_you_mean
 
@@ -65,10 +58,12 @@ def split_options(text: str) -> tuple[str, BreakpointOptions]:
             reason = f"{word[0]} is not an option of a breakpoint."
             known = (known.rstrip("=") for known in OPTION_HELP)
             hint = did_you_mean(name, known, "The options are hits=N, ignore=N, once, log, off.")
-            raise ExpressionError(reason, text, *place, hint=hint)
+            raise syntax_tree.ExpressionError(reason, text, *place, hint=hint)
         elif not re.fullmatch("[0-9]{1,9}", number):
             hint = "For example hits=3."
-            raise ExpressionError("A number is expected after =.", text, *place, hint=hint)
+            raise syntax_tree.ExpressionError(
+                "A number is expected after =.", text, *place, hint=hint
+            )
         else:
             hits = int(number) + (name == "ignore")
     return text[: brackets.start()], BreakpointOptions(hits, **switches)
@@ -140,7 +135,7 @@ class Breakpoint:
     """A breakpoint: as clients see it, its condition, and when it was last enabled or disabled."""
 
     info: BreakpointInfo
-    expression: Expression
+    expression: syntax_tree.Expression
     enabled_at: float = 0.0
 
     @property
@@ -180,11 +175,11 @@ class BreakpointStore:
         """
         condition, written = split_options(text)
         expression = parse(condition)
-        if self._finding_ids is not None and has_finding(expression):
+        if self._finding_ids is not None and syntax_tree.has_finding(expression):
             parse(condition, finding_ids=self._finding_ids() or None)
         info = BreakpointInfo(
             id=next(self._numbers),
-            text=to_text(expression),
+            text=syntax_tree.to_text(expression),
             is_enabled=not written.off,
             hits=max(written.hits, hits),
             once=written.once or once,
@@ -253,10 +248,10 @@ class BreakpointStore:
         return info
 
 
-def _evaluation_note(expression: Expression) -> str:
-    numbers = (one for one in observations_in(expression) if one.kind in (NAN, INF))
+def _evaluation_note(expression: syntax_tree.Expression) -> str:
+    numbers = (one for one in syntax_tree.observations_in(expression) if one.kind in (NAN, INF))
     if any(condition.module_pattern is not None for condition in numbers):
         return "evaluated at each of these modules, and after each step"
-    if needs_calls(expression):
+    if syntax_tree.needs_calls(expression):
         return "evaluated at each attention call, and after each step"
     return "evaluated after each step"

@@ -9,13 +9,7 @@ from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree as Xml
 
-from flexinspect.analysis.reports.collect import (
-    PositionTexts,
-    Report,
-    describe_place,
-    finding_page,
-    finding_places,
-)
+from flexinspect.analysis.reports import collect
 from flexinspect.core import __version__
 from flexinspect.core.text import escape_unprintable
 from flexinspect.records.finding import Finding, Severity
@@ -25,7 +19,7 @@ from flexinspect.trace.codec import float_name, simplify
 REPORT_VERSION = 1  # increases when a key is removed or changes its meaning
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: collect.Report) -> dict[str, Any]:
     """Return the report as one object of plain values; NaN and infinities are strings."""
     pairs = zip(report.findings, report.position_texts, strict=True)
     return {
@@ -41,7 +35,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _finding_dict(finding: Finding, texts: PositionTexts) -> dict[str, Any]:
+def _finding_dict(finding: Finding, texts: collect.PositionTexts) -> dict[str, Any]:
     text_of = dict(texts)
     fields = {
         **asdict(finding),
@@ -49,13 +43,13 @@ def _finding_dict(finding: Finding, texts: PositionTexts) -> dict[str, Any]:
         "layers": list(finding.layers),
         "positions": [{"pos": pos, "text": text_of.get(pos)} for pos in finding.positions],
         "evidence": simplify(dict(finding.evidence), float_name),
-        "page": finding_page(finding.id),
+        "page": collect.finding_page(finding.id),
     }
     del fields["series"]
     return fields
 
 
-def as_junit(report: Report, threshold: Severity | None) -> str:
+def as_junit(report: collect.Report, threshold: Severity | None) -> str:
     """Return a JUnit XML document of one suite, with a test case per finding id.
 
     Findings at least as severe as `threshold` are failures, others the output of their test case.
@@ -95,16 +89,16 @@ def _test_case(
 
 
 def _failure_text(finding: Finding) -> str:
-    lines = [f"{finding.severity}: {finding.sentence}", f"at {describe_place(finding)}"]
+    lines = [f"{finding.severity}: {finding.sentence}", f"at {collect.describe_place(finding)}"]
     texts = {name: getattr(finding, name) for name in ("why", "confirm", "fix", "query")}
     lines += [f"{name}: {text}" for name, text in texts.items() if text]
-    return "\n".join(map(escape_unprintable, [*lines, f"see {finding_page(finding.id)}"]))
+    return "\n".join(map(escape_unprintable, [*lines, f"see {collect.finding_page(finding.id)}"]))
 
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def as_sarif(report: Report) -> dict[str, Any]:
+def as_sarif(report: collect.Report) -> dict[str, Any]:
     """Return a SARIF log of one run: ids are rules, the trace is the artifact, findings results."""
     # The kind of a rule that is not installed is made from its finding.
     others = {f.id: FindingKind(f.severity, f.id, f.why, f.confirm, f.fix) for f in report.findings}
@@ -128,7 +122,7 @@ def as_sarif(report: Report) -> dict[str, Any]:
 
 
 def _rule_dict(id_: str, kind: FindingKind) -> dict[str, Any]:
-    help_ = [*filter(None, (kind.confirm, kind.fix)), f"See {finding_page(id_)}."]
+    help_ = [*filter(None, (kind.confirm, kind.fix)), f"See {collect.finding_page(id_)}."]
     return {
         "id": id_,
         "shortDescription": {"text": kind.meaning},
@@ -149,7 +143,7 @@ class _LogicalLocations:
         """Return the innermost location of a finding."""
         parent: int | None = None
         full = ""
-        for kind, number in finding_places(finding):
+        for kind, number in collect.finding_places(finding):
             name = f"{kind} {number}"
             full = f"{full}/{name}".lstrip("/")
             if full not in self._known:

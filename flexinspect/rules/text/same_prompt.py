@@ -17,15 +17,9 @@ import numpy as np
 from flexinspect.core.text import format_ranges, is_or_are, plural
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import MaskRecord, StepRecord
+from flexinspect.rules import step_diff
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.step_diff import (
-    RealPositions,
-    StepDifference,
-    compare_runs,
-    find_jump,
-    real_positions,
-)
 
 SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS = "twins.same", "twins.rounding", "twins.differ"
 
@@ -40,7 +34,7 @@ class _GenerationRun:
 
     generation: int
     prompt: tuple[int, ...]
-    unpadded: RealPositions = None
+    unpadded: step_diff.RealPositions = None
     steps: list[StepRecord] = field(default_factory=list)
     masks: dict[str, MaskRecord] = field(default_factory=dict)
 
@@ -75,7 +69,7 @@ class SamePromptRule(Rule):
         if not run.prompt or len(run.steps) >= MAX_COMPARED_STEPS or step.branch:
             return ()
         if not run.steps:
-            run.unpadded = real_positions(step)
+            run.unpadded = step_diff.real_positions(step)
         for name in {call.mask for call in step.calls} - run.masks.keys():
             mask = self.context.mask(name)
             if mask is not None and mask.q_len * mask.kv_len <= MAX_MASK_CELLS:
@@ -97,7 +91,9 @@ class SamePromptRule(Rule):
         """The finding about two generations, none if they do not differ at all."""
         if (a.unpadded is None) != (b.unpadded is None) or _model_shape(a) != _model_shape(b):
             return
-        difference = compare_runs(a.steps, b.steps, (a.masks.get, b.masks.get), b.unpadded)
+        difference = step_diff.compare_runs(
+            a.steps, b.steps, (a.masks.get, b.masks.get), b.unpadded
+        )
         differences, limit = difference.steps, difference.limit
         if all(replace(one, tokens=None).is_same for one in differences):
             return  # equal logits: another token can only come from sampling
@@ -122,7 +118,7 @@ class SamePromptRule(Rule):
         b: _GenerationRun,
         finding_id: str,
         text: str,
-        at: StepDifference,
+        at: step_diff.StepDifference,
         layer: int | None = None,
     ) -> Finding:
         pads = () if b.unpadded is None else np.flatnonzero(~b.unpadded).tolist()
@@ -162,7 +158,7 @@ def _best_token_id(step: StepRecord) -> int | None:
     return logits.candidates[0].token_id if logits is not None and logits.candidates else None
 
 
-def _is_near_equal(one: StepDifference) -> bool:
+def _is_near_equal(one: step_diff.StepDifference) -> bool:
     """Whether a step differs only in the last bits."""
     worst = one.worst
     return (one.logits or 0.0) < 1e-3 and (worst is None or worst.difference < 1e-4)
@@ -173,7 +169,7 @@ def _format_path(run: _GenerationRun) -> str:
     return f"{calls[0].path}, {calls[0].dtype}" if calls else "no calls seen"
 
 
-def _describe_same(differences: Sequence[StepDifference]) -> str:
+def _describe_same(differences: Sequence[step_diff.StepDifference]) -> str:
     moved = max((one.logits or 0.0 for one in differences), default=0.0)
     n_steps = len(differences)
     sampled = _describe_sampled(differences[-1]) if differences[-1].is_diverged else ""
@@ -181,11 +177,11 @@ def _describe_same(differences: Sequence[StepDifference]) -> str:
     return f"and {steps} (logits up to {moved:.1g}){sampled}"
 
 
-def _describe_sampled(parted: StepDifference) -> str:
+def _describe_sampled(parted: step_diff.StepDifference) -> str:
     return f"; step {parted.step} samples another token, although the best one is the same"
 
 
-def _describe_rounding(differences: Sequence[StepDifference], is_drawn: bool) -> str:
+def _describe_rounding(differences: Sequence[step_diff.StepDifference], is_drawn: bool) -> str:
     first, parted = differences[0], differences[-1]
     layers = ", ".join(f"{one.difference:.2g}" for one in first.layers[:8])
     if layers:
@@ -203,7 +199,7 @@ def _describe_rounding(differences: Sequence[StepDifference], is_drawn: bool) ->
     return f"and differs by rounding{layers}{token}"
 
 
-def _describe_difference(odd: StepDifference, limit: float) -> str:
+def _describe_difference(odd: step_diff.StepDifference, limit: float) -> str:
     what = []
     for mask in odd.masks[:2]:
         where = f"layers {format_ranges(mask.layers)}" if mask.layers else "a layer"
@@ -214,7 +210,7 @@ def _describe_difference(odd: StepDifference, limit: float) -> str:
         what.append(f"the computed rows differ ({odd.lengths})")
     if odd.positions:
         what.append(f"the position ids differ ({odd.positions})")
-    jump, worst = find_jump(odd.layers, limit), odd.worst
+    jump, worst = step_diff.find_jump(odd.layers, limit), odd.worst
     if jump is not None:
         what.append(f"layer {jump.layer} adds a relative difference of {jump.added:.2g}")
     elif worst is not None and worst.difference > limit:
