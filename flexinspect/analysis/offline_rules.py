@@ -1,9 +1,9 @@
 """Run the rules that have not seen a trace yet, and store their findings in it.
 
 While a run is recorded, the cheap rules check every step. The expensive ones (`offline_only`), and
-those that were not installed then, run here: on the steps as they are in the trace, generation by
-generation, each rule once. If a generation or one of its branches never ended, because its process
-was killed, the rules that ran live report here what they report at the end of a generation.
+those that were not installed then, run here, once per generation. If a generation or one of its
+branches never ended, because its process was killed, the rules that ran live report here what they
+report at the end of a generation.
 
 `python -m flexinspect.analysis.offline_rules TRACE` does this in a separate process, so that the
 interface stays responsive, and prints as JSON what could not be stored.

@@ -54,10 +54,8 @@ class Proof:
         return all(finding.severity is not Severity.ERROR for finding in self.findings)
 
     def __str__(self) -> str:
-        sentences = [
-            f"{finding.severity}: {escape_unprintable(finding.sentence)}"
-            for finding in sort_by_severity(self.findings)
-        ]
+        findings = sort_by_severity(self.findings)
+        sentences = [f"{one.severity}: {escape_unprintable(one.sentence)}" for one in findings]
         return "\n".join([*map(escape_unprintable, self.lines), *sentences])
 
     def add_to(self, trace: str | Path, generation: int | None = None) -> int:

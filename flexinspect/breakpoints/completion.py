@@ -6,14 +6,13 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from flexinspect.breakpoints import names
-from flexinspect.breakpoints.syntax_tree import quote
+from flexinspect.breakpoints import grammar
 
 _COMPLETION_TOKENS = re.compile(
     r"""\s+|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?|==|!=|<=|>=|[<>@(),\[\]]|[^\s()"',@<>=\[\]!]+|.""",
     re.DOTALL,
 )
-_SIGNS = (*names.COMPARISONS, *"@(),[]")
+_SIGNS = (*grammar.COMPARISONS, *"@(),[]")
 _VALUE_START = re.compile(r"[+-]?[\d.]|[\"']")
 _MODULE_PATTERNS = ("layers.*", "layers.*.self_attn", "layers.*.mlp", "lm_head")
 _CONNECTIVES = {"and": "both conditions hold", "or": "one condition holds"}
@@ -64,40 +63,47 @@ def _suggestions(
     name = before[-2] if len(before) > 1 else ""
     opened = [piece for piece in before if piece in "[]"]
     if opened and opened[-1] == "[":
-        return names.OPTION_HELP.items()
+        return grammar.OPTION_HELP.items()
     if last == "@":
         return [(pattern, "modules with this name") for pattern in modules]
-    if last == names.FINDING:
+    if last == grammar.FINDING:
         families = dict.fromkeys(f"{id_.partition('.')[0]}.*" for id_ in finding_ids)
         return [("*", "any"), *((pattern, "") for pattern in (*families, *finding_ids))]
-    if last in names.COMPARISONS:
+    if last in grammar.COMPARISONS:
         return _value_suggestions(before, name)
-    if last in names.VALUE_NAMES:
-        is_text = names.VALUE_NAMES[last].kind is names.ValueKind.TEXT
-        operators = names.COMPARISONS[:2] if is_text else names.COMPARISONS
+    if last in grammar.VALUE_NAMES:
+        is_text = grammar.VALUE_NAMES[last].kind is grammar.ValueKind.TEXT
+        operators = grammar.COMPARISONS[:2] if is_text else grammar.COMPARISONS
         return [*((op, "") for op in operators), ("in", "a list")]
-    if last in names.OBSERVATIONS:
+    if last in grammar.OBSERVATIONS:
         return [("@", "at modules whose name matches"), *_CONNECTIVES.items()]
-    if name == names.FINDING:
+    if name == grammar.FINDING:
         return [(op, "a severity") for op in ("==", ">=")] + list(_CONNECTIVES.items())
-    if _VALUE_START.match(last) or last == ")" or name in ("@", *names.COMPARISONS):
+    if _VALUE_START.match(last) or last == ")" or name in ("@", *grammar.COMPARISONS):
         return [*_unit_suggestions(before), *_CONNECTIVES.items()]
-    words = [(word.name, word.help) for word in names.VALUE_NAMES.values()]
-    finding = (names.FINDING, names.FINDING_HELP)
-    return [*words, *names.OBSERVATIONS.items(), finding, ("not", "a condition that does not hold")]
+    words = [(word.name, word.help) for word in grammar.VALUE_NAMES.values()]
+    finding = (grammar.FINDING, grammar.FINDING_HELP)
+    return [
+        *words,
+        *grammar.OBSERVATIONS.items(),
+        finding,
+        ("not", "a condition that does not hold"),
+    ]
 
 
 def _value_suggestions(before: list[str], name: str) -> Suggestions:
-    if name == names.FINDING or (len(before) > 2 and before[-3] == names.FINDING):
-        return [(severity, "a severity") for severity in names.SEVERITIES]
-    word = names.VALUE_NAMES.get(name)
+    if name == grammar.FINDING or (len(before) > 2 and before[-3] == grammar.FINDING):
+        return [(severity, "a severity") for severity in grammar.SEVERITIES]
+    word = grammar.VALUE_NAMES.get(name)
     if word is None:
-        return [(value.name, value.help) for value in names.VALUE_NAMES.values()]
-    return [(quote(choice), "") for choice in word.choices]
+        return [(value.name, value.help) for value in grammar.VALUE_NAMES.values()]
+    return [(grammar.quote(choice), "") for choice in word.choices]
 
 
 def _unit_suggestions(before: list[str]) -> Suggestions:
     """Return units of memory after a number that a memory value is compared with."""
-    name = names.VALUE_NAMES.get(before[-3]) if len(before) > 2 else None
-    is_memory = name is not None and name.kind is names.ValueKind.BYTES and before[-1][:1].isdigit()
-    return [(unit, "") for unit in names.UNITS if is_memory and unit.endswith("iB")]
+    name = grammar.VALUE_NAMES.get(before[-3]) if len(before) > 2 else None
+    is_memory = (
+        name is not None and name.kind is grammar.ValueKind.BYTES and before[-1][:1].isdigit()
+    )
+    return [(unit, "") for unit in grammar.UNITS if is_memory and unit.endswith("iB")]

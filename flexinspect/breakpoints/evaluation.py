@@ -14,27 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from flexinspect.breakpoints import names
-from flexinspect.breakpoints.syntax_tree import (
-    And,
-    Compare,
-    Expression,
-    FindingCondition,
-    Leaf,
-    Name,
-    Not,
-    Number,
-    ObservationCondition,
-    Operand,
-    Or,
-    is_per_layer,
-    leaves,
-    matches_module,
-    observations_in,
-    quote,
-    to_text,
-    value_names_in,
-)
+from flexinspect.breakpoints import grammar
 from flexinspect.core.text import is_or_are, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, StepRecord
@@ -44,7 +24,7 @@ Value = float | str
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Something that was observed: `kind` is one of `names.OBSERVATIONS`, `text` describes it.
+    """Something that was observed: `kind` is one of `grammar.OBSERVATIONS`, `text` describes it.
 
     `module` is empty if it belongs to no module.
     """
@@ -90,7 +70,7 @@ def observe_step(
         values=_step_values(step),
         layers=_layer_values(step),
         observed=(*observed, *_nonfinite_observations(step), *of_findings),
-        checked=frozenset({*checked, *((names.NAN, names.INF) if has_numbers else ())}),
+        checked=frozenset({*checked, *((grammar.NAN, grammar.INF) if has_numbers else ())}),
         findings=step.findings,
     )
 
@@ -146,17 +126,17 @@ def _nonfinite_observations(step: StepRecord) -> list[Observation]:
         Observation(kind, module, layer, f"{plural(n, f'{word} value')} in {place}")
         for module, layer, place, counts in places
         for kind, n, word in (
-            (names.NAN, counts.n_nan, "NaN"),
-            (names.INF, counts.n_inf, "infinite"),
+            (grammar.NAN, counts.n_nan, "NaN"),
+            (grammar.INF, counts.n_inf, "infinite"),
         )
         if n
     ]
 
 
 _CONDITION_OF_FINDING = {
-    "mask.empty-row": names.EMPTY_ROW,
-    "path.fallback": names.FALLBACK,
-    "path.bypass": names.FALLBACK,
+    "mask.empty-row": grammar.EMPTY_ROW,
+    "path.fallback": grammar.FALLBACK,
+    "path.bypass": grammar.FALLBACK,
 }
 """Findings that fulfil a condition which was not checked while the step ran."""
 
@@ -180,12 +160,12 @@ class EvaluationResult:
     layer: int | None = None
 
 
-def evaluate(expression: Expression, observations: StepObservations) -> EvaluationResult:
+def evaluate(expression: grammar.Expression, observations: StepObservations) -> EvaluationResult:
     """Return whether an expression holds, and for which layer.
 
     An expression per layer holds if the whole expression holds for one of the layers.
     """
-    if not is_per_layer(expression):
+    if not grammar.is_per_layer(expression):
         return EvaluationResult(_Evaluator(observations, None).evaluate(expression))
     if not observations.layers:
         return EvaluationResult(Unknown(("layer",)))
@@ -214,52 +194,54 @@ class _Evaluator:
         self._observations, self._layer = observations, layer
         self._values = observations.values_at(layer)
 
-    def evaluate(self, tree: Expression) -> bool | Unknown:
+    def evaluate(self, tree: grammar.Expression) -> bool | Unknown:
         """Return whether a tree holds."""
-        if isinstance(tree, Not):
+        if isinstance(tree, grammar.Not):
             inner = self.evaluate(tree.inner)
             return inner if isinstance(inner, Unknown) else not inner
-        if isinstance(tree, And):
+        if isinstance(tree, grammar.And):
             return _combine(map(self.evaluate, tree.parts), decides=False)
-        if isinstance(tree, Or):
+        if isinstance(tree, grammar.Or):
             return _combine(map(self.evaluate, tree.parts), decides=True)
-        if isinstance(tree, ObservationCondition):
+        if isinstance(tree, grammar.ObservationCondition):
             return self._is_observed(tree)
-        if isinstance(tree, FindingCondition):
+        if isinstance(tree, grammar.FindingCondition):
             if self._observations.findings is None:
-                return Unknown((to_text(tree),))
+                return Unknown((grammar.to_text(tree),))
             return any(self._matches_finding(tree, each) for each in self._observations.findings)
         return self._compare(tree)
 
-    def _compare(self, tree: Compare) -> bool | Unknown:
+    def _compare(self, tree: grammar.Compare) -> bool | Unknown:
         sides = [self._value(tree.left), self._value(tree.right)]
         unknown = next((side for side in sides if isinstance(side, Unknown)), None)
         return _OPERATORS[tree.op](*sides) if unknown is None else unknown
 
-    def _value(self, operand: Operand | tuple[Operand, ...]) -> Any:
+    def _value(self, operand: grammar.Operand | tuple[grammar.Operand, ...]) -> Any:
         """Return a value, an `Unknown` without one, or the values of a list."""
         if isinstance(operand, tuple):
             return [self._value(member) for member in operand]
-        if isinstance(operand, Name):
+        if isinstance(operand, grammar.Name):
             return self._values.get(operand.name, Unknown((operand.name,)))
-        if isinstance(operand, Number) and operand.unit:
-            return operand.value * names.UNITS[operand.unit]
+        if isinstance(operand, grammar.Number) and operand.unit:
+            return operand.value * grammar.UNITS[operand.unit]
         return operand.value
 
-    def _is_observed(self, tree: ObservationCondition) -> bool | Unknown:
+    def _is_observed(self, tree: grammar.ObservationCondition) -> bool | Unknown:
         if any(self._matches_observation(tree, seen) for seen in self._observations.observed):
             return True
         # A record has the NaNs of layers and logits; other modules are checked by name.
-        by_name = tree.module_pattern is not None and tree.kind in (names.NAN, names.INF)
-        condition = to_text(tree) if by_name else tree.kind
-        return False if condition in self._observations.checked else Unknown((to_text(tree),))
+        by_name = tree.module_pattern is not None and tree.kind in (grammar.NAN, grammar.INF)
+        text = grammar.to_text(tree)
+        is_checked = (text if by_name else tree.kind) in self._observations.checked
+        return False if is_checked else Unknown((text,))
 
-    def _matches_observation(self, tree: ObservationCondition, seen: Observation) -> bool:
+    def _matches_observation(self, tree: grammar.ObservationCondition, seen: Observation) -> bool:
         if seen.kind != tree.kind or self._layer not in (None, seen.layer):
             return False
-        return tree.module_pattern is None or matches_module(tree.module_pattern, seen.module)
+        pattern = tree.module_pattern
+        return pattern is None or grammar.matches_module(pattern, seen.module)
 
-    def _matches_finding(self, tree: FindingCondition, finding: Finding) -> bool:
+    def _matches_finding(self, tree: grammar.FindingCondition, finding: Finding) -> bool:
         layers = finding.layers or (finding.layer,)
         is_here = self._layer is None or None in layers or self._layer in layers
         if not is_here or not fnmatchcase(finding.id, tree.pattern):
@@ -270,23 +252,23 @@ class _Evaluator:
         return _OPERATORS[tree.op](*ranks)
 
 
-def _evidence_text(tree: Leaf, observations: StepObservations, layer: int | None) -> str:
+def _evidence_text(tree: grammar.Leaf, observations: StepObservations, layer: int | None) -> str:
     """Return what made a condition true as text, empty if it is not true or is a comparison."""
     evaluator = _Evaluator(observations, layer)
-    if isinstance(tree, ObservationCondition):
+    if isinstance(tree, grammar.ObservationCondition):
         for seen in observations.observed:
             if evaluator._matches_observation(tree, seen):
                 return seen.text
-    elif isinstance(tree, FindingCondition):
+    elif isinstance(tree, grammar.FindingCondition):
         for finding in observations.findings or ():
             if evaluator._matches_finding(tree, finding):
                 return f"{finding.id}: {finding.sentence}"
     return ""
 
 
-def observed_layer(expression: Expression, observations: StepObservations) -> int | None:
+def observed_layer(expression: grammar.Expression, observations: StepObservations) -> int | None:
     """Return the layer of the first observation that matches an expression, or None."""
-    evaluator, conditions = _Evaluator(observations, None), observations_in(expression)
+    evaluator, conditions = _Evaluator(observations, None), grammar.observations_in(expression)
     layers = (
         seen.layer
         for seen in observations.observed
@@ -311,23 +293,23 @@ _PLACE_NAMES = ("step", "phase", "generation", "branch", "layer")
 
 
 def hit_reason(
-    expression: Expression, observations: StepObservations, result: EvaluationResult
+    expression: grammar.Expression, observations: StepObservations, result: EvaluationResult
 ) -> str:
     """Return where an expression holds, and why."""
-    layer, conditions = result.layer, leaves(expression)
+    layer, conditions = result.layer, grammar.leaves(expression)
     evidence = (_evidence_text(leaf, observations, layer).rstrip(".") for leaf in conditions)
     reasons = [text for text in dict.fromkeys(evidence) if text]
     values = observations.values_at(layer)
     reasons += [
         f"{name} {_format_value(name, values[name])}"
-        for name in value_names_in(expression)
+        for name in grammar.value_names_in(expression)
         if name not in _PLACE_NAMES and name in values
     ]
     token = observations.values.get("token")
-    if token is not None and "token" not in value_names_in(expression):
-        reasons.append(f"it chose {quote(str(token))}")
+    if token is not None and "token" not in grammar.value_names_in(expression):
+        reasons.append(f"it chose {grammar.quote(str(token))}")
     where = describe_location(observations, layer)
-    return f"{to_text(expression)}: {where}" + (f": {'; '.join(reasons)}" if reasons else "")
+    return ": ".join([grammar.to_text(expression), where, *filter(None, ["; ".join(reasons)])])
 
 
 def describe_location(observations: StepObservations, layer: int | None = None) -> str:
@@ -353,7 +335,7 @@ def describe_unknown(text: str, unknown: Unknown, observations: StepObservations
 
 def _format_value(name: str, value: Value) -> str:
     if isinstance(value, str):
-        return quote(value)
-    if names.VALUE_NAMES[name].kind is names.ValueKind.BYTES:
+        return grammar.quote(value)
+    if grammar.VALUE_NAMES[name].kind is grammar.ValueKind.BYTES:
         return f"{value / (1 << 20):.1f} MiB"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

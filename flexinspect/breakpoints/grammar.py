@@ -1,11 +1,12 @@
-"""Tokenizer and parser of breakpoint expressions.
+"""The grammar of breakpoint expressions: names, syntax tree, tokenizer and parser.
 
     expression  = either, { "or", either } ;
     either      = condition, { "and", condition } ;
     condition   = "not", condition | "(", expression, ")" | observation | finding | comparison ;
 
 The whole grammar is in docs/breakpoints.md. Invalid text raises `ExpressionError`, which points at
-the place; the text never runs as Python.
+the place; the text never runs as Python. `parse(to_text(tree)) == tree` for every tree that `parse`
+returns.
 """
 
 from __future__ import annotations
@@ -13,33 +14,347 @@ from __future__ import annotations
 import codecs
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Literal, NamedTuple, NoReturn
+from unicodedata import east_asian_width
 
-from flexinspect.breakpoints import names
-from flexinspect.breakpoints.syntax_tree import (
-    And,
-    Compare,
-    Expression,
-    ExpressionError,
-    FindingCondition,
-    Name,
-    Not,
-    Number,
-    ObservationCondition,
-    Operand,
-    Or,
-    Text,
-    count_wildcards,
-    operand_text,
-)
-from flexinspect.core.text import did_you_mean
+from flexinspect.core.errors import UsageError
+from flexinspect.core.text import did_you_mean, escape_unprintable
+from flexinspect.records.finding import Severity
+from flexinspect.records.step import PATHS
 
 MAX_EXPRESSION_LENGTH = 2000  # length of the longest expression, in characters
 MAX_DEPTH = 50  # largest nesting of parentheses and "not"s
 MAX_WILDCARDS = 8  # in a module name: the cost of a match grows exponentially with them
 _MAX_EXACT_DIGITS = 15  # digits that a float holds exactly
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+class ValueKind(StrEnum):
+    """Kind of a name or a constant; the values are used in error messages."""
+
+    NUMBER = "a number"
+    BYTES = "an amount of memory"
+    TEXT = "a text"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueName:
+    """A name with a value. `choices` lists all values of a text; it is empty for a free text."""
+
+    name: str
+    kind: ValueKind
+    help: str
+    choices: tuple[str, ...] = ()
+
+
+_NUMBER, _BYTES, _TEXT = ValueKind
+_VALUE_NAMES = (
+    ValueName("entropy", _NUMBER, "entropy of the newest row's distribution, in nats"),
+    ValueName("margin", _NUMBER, "logit of the best token minus the second"),
+    ValueName("prob", _NUMBER, "probability of the chosen token, before processors"),
+    ValueName("logprob", _NUMBER, "its natural logarithm"),
+    ValueName("rank", _NUMBER, "rank of the chosen token; 0 is the best"),
+    ValueName("token", _TEXT, "the text that the chosen token adds"),
+    ValueName("token_id", _NUMBER, "the id of the chosen token"),
+    ValueName("step", _NUMBER, "the step; 0 is the prompt"),
+    ValueName("phase", _TEXT, "prefill or decode", ("prefill", "decode")),
+    ValueName("generation", _NUMBER, "the generation, from 0"),
+    ValueName("branch", _NUMBER, "the branch, 0 for the base"),
+    ValueName("q_len", _NUMBER, "rows that the step, or the layer's attention call, computes"),
+    ValueName("kv_len", _NUMBER, "keys that these rows may attend to, including themselves"),
+    ValueName("wall_ms", _NUMBER, "duration of the step, in milliseconds"),
+    ValueName("rss", _BYTES, "memory of the process"),
+    ValueName("kv_cache", _BYTES, "memory of the KV cache"),
+    ValueName("cuda_allocated", _BYTES, "GPU memory in use"),
+    ValueName("cuda_reserved", _BYTES, "GPU memory reserved by torch"),
+    ValueName("cuda_peak", _BYTES, "peak of GPU memory in use"),
+    ValueName("layer", _NUMBER, "the layer, from 0"),
+    ValueName("path", _TEXT, "how the layer's attention ran", PATHS),
+    ValueName("gate", _NUMBER, "distance of the attention sum from 1 (LSE check)"),
+    ValueName("norm", _NUMBER, "norm of the layer's output"),
+    ValueName("std", _NUMBER, "standard deviation of the layer's output"),
+    ValueName("mean", _NUMBER, "mean of the layer's output"),
+    ValueName("min", _NUMBER, "smallest value of the layer's output"),
+    ValueName("max", _NUMBER, "largest value of the layer's output"),
+)
+VALUE_NAMES = {word.name: word for word in _VALUE_NAMES}
+
+PER_LAYER_NAMES = ("layer", "path", "gate", "norm", "std", "mean", "min", "max")
+"""Names of which each layer has its own value."""
+
+NAN, INF, EMPTY_ROW, FALLBACK = "nan", "inf", "empty-row", "fallback"
+OBSERVATIONS = {
+    NAN: "a NaN in a layer's output or the logits, or @ modules whose name matches",
+    INF: "an infinity, in the same places",
+    EMPTY_ROW: "a row that attends to no key",
+    FALLBACK: "an attention call that fell back from FlexAttention",
+}
+"""Conditions without a comparison: something was observed, anywhere or @ modules of a name."""
+
+FINDING = "finding"
+FINDING_HELP = "a finding that is new in this step: finding mask.*, finding * >= warning"
+SEVERITIES = tuple(severity.value for severity in Severity)
+
+COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
+KEYWORDS = ("and", "or", "not", "in")
+ALL_NAMES = (*VALUE_NAMES, *OBSERVATIONS, FINDING)
+
+UNITS = {
+    "B": 1,
+    "kB": 1000,
+    "KB": 1000,
+    "MB": 1000**2,
+    "GB": 1000**3,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+}
+
+OPTION_HELP = {
+    "hits=": "stop from this hit on, for example hits=3",
+    "ignore=": "ignore this many hits first, for example ignore=10",
+    "once": "stop once, then disable it",
+    "log": "record an event instead of stopping",
+    "off": "add it disabled",
+}
+
+
+# -- syntax tree -----------------------------------------------------------------------------------
+
+
+class ExpressionError(UsageError):
+    """An invalid expression; the message underlines `text[start:stop]`.
+
+    `reason` is the message without the underlined text, as an input field shows it.
+    """
+
+    def __init__(
+        self, reason: str, text: str, start: int, stop: int, *, hint: str | None = None
+    ) -> None:
+        shown = f"  {_printable(text)}"
+        super().__init__(f"{reason}\n{shown}\n{_underline(text, start, stop)}", hint=hint)
+        self.reason = reason
+        self.text = text
+        self.start, self.stop = start, stop
+
+    def with_location(self, where: str) -> ExpressionError:
+        """Return the same error with the location of the expression, such as "file:line"."""
+        reason = f"{where}: {self.reason}"
+        return ExpressionError(reason, self.text, self.start, self.stop, hint=self.hint)
+
+
+def _printable(text: str) -> str:
+    """Return the text in one line of as many characters, with unprintable ones replaced."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{MIDDLE DOT}" for c in text)
+
+
+def _underline(text: str, start: int, stop: int) -> str:
+    before = sum(map(_cell_width, text[:start]))
+    return f"  {' ' * before}{'^' * max(sum(map(_cell_width, text[start:stop])), 1)}"
+
+
+def _cell_width(character: str) -> int:
+    return 2 if east_asian_width(character) in "WF" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number; with a unit it is an amount of memory."""
+
+    value: float
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text in quotes."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name of `VALUE_NAMES`."""
+
+    name: str
+
+
+Operand = Number | Text | Name
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """A comparison of two operands; `in` has a list, or a name that is a text, on its right."""
+
+    left: Operand
+    op: str
+    right: Operand | tuple[Number | Text, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObservationCondition:
+    """One of `OBSERVATIONS`, anywhere or at modules whose names match."""
+
+    kind: str
+    module_pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FindingCondition:
+    """A new finding whose id matches `pattern`, and whose severity satisfies `op`."""
+
+    pattern: str
+    op: str | None = None
+    severity: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """Negation."""
+
+    inner: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class And:
+    """Conjunction; no part is an `And`."""
+
+    parts: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Or:
+    """Disjunction; no part is an `Or`."""
+
+    parts: tuple[Expression, ...]
+
+
+Expression = Compare | ObservationCondition | FindingCondition | Not | And | Or
+Leaf = Compare | ObservationCondition | FindingCondition
+
+
+def to_text(tree: Expression) -> str:
+    """Return an expression as text, without redundant parentheses."""
+    if isinstance(tree, Or):
+        return " or ".join(to_text(part) for part in tree.parts)
+    if isinstance(tree, And):
+        return " and ".join(_parenthesized(part, Or) for part in tree.parts)
+    if isinstance(tree, Not):
+        return f"not {_parenthesized(tree.inner, Or, And)}"
+    return _leaf_text(tree)
+
+
+def _parenthesized(tree: Expression, *looser_types: type) -> str:
+    return f"({to_text(tree)})" if isinstance(tree, looser_types) else to_text(tree)
+
+
+def _leaf_text(leaf: Leaf) -> str:
+    if isinstance(leaf, Compare):
+        return f"{operand_text(leaf.left)} {leaf.op} {operand_text(leaf.right)}"
+    if isinstance(leaf, ObservationCondition):
+        return leaf.kind if leaf.module_pattern is None else f"{leaf.kind} @ {leaf.module_pattern}"
+    return f"finding {leaf.pattern}" + (f" {leaf.op} {leaf.severity}" if leaf.op else "")
+
+
+def operand_text(operand: Operand | tuple[Number | Text, ...]) -> str:
+    """Return an operand as text."""
+    if isinstance(operand, tuple):
+        return f"({', '.join(map(operand_text, operand))})"
+    if isinstance(operand, Name):
+        return operand.name
+    if isinstance(operand, Text):
+        return quote(operand.value)
+    return f"{operand.value!r} {operand.unit}" if operand.unit else repr(operand.value)
+
+
+def quote(text: str) -> str:
+    """Return a text in double quotes, with escapes for unprintable characters."""
+    escaped = escape_unprintable(text).replace('"', r"\"")
+    return f'"{escaped}"'
+
+
+def leaves(tree: Expression) -> Iterator[Leaf]:
+    """Yield the conditions of an expression, from left to right."""
+    if isinstance(tree, And | Or):
+        for part in tree.parts:
+            yield from leaves(part)
+    elif isinstance(tree, Not):
+        yield from leaves(tree.inner)
+    else:
+        yield tree
+
+
+def value_names_in(tree: Expression) -> tuple[str, ...]:
+    """Return the value names in an expression, each once."""
+    parts = (
+        getattr(leaf, part, None) for leaf in leaves(tree) for part in ("left", "right", "name")
+    )
+    return tuple(dict.fromkeys(part.name for part in parts if isinstance(part, Name)))
+
+
+def is_per_layer(tree: Expression) -> bool:
+    """Return whether an expression is evaluated per layer: it has a name with a value per layer."""
+    return not set(PER_LAYER_NAMES).isdisjoint(value_names_in(tree))
+
+
+def observations_in(tree: Expression) -> tuple[ObservationCondition, ...]:
+    """Return the observations in an expression, each once."""
+    observations = (leaf for leaf in leaves(tree) if isinstance(leaf, ObservationCondition))
+    return tuple(dict.fromkeys(observations))
+
+
+def has_finding(tree: Expression) -> bool:
+    """Return whether an expression has a `finding` condition."""
+    return any(isinstance(leaf, FindingCondition) for leaf in leaves(tree))
+
+
+def needs_calls(tree: Expression) -> bool:
+    """Return whether an expression is evaluated at each attention call while the model runs."""
+    return is_per_layer(tree) or any(s.kind in (EMPTY_ROW, FALLBACK) for s in observations_in(tree))
+
+
+_GLOB_PARTS = re.compile(r"\*{2,}|\*|\?|\[!?[^\[\]]+\]|.", re.DOTALL)
+_WILDCARDS = {"*": r"[^.]*", "?": r"[^.]"}
+
+
+def matches_module(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a module's name, or the last parts of it.
+
+    `*` matches one part (`layers.*.self_attn`) or a piece of one, `**` any number of parts, `[0-3]`
+    one of these characters.
+    """
+    return _compile_glob(pattern).fullmatch(name) is not None
+
+
+def count_wildcards(pattern: str) -> int:
+    """Return the number of wildcards in a module pattern."""
+    return sum(len(piece) > 1 or piece in _WILDCARDS for piece in _GLOB_PARTS.findall(pattern))
+
+
+@lru_cache(maxsize=256)
+def _compile_glob(pattern: str) -> re.Pattern[str]:
+    body = "".join(map(_glob_part_regex, _GLOB_PARTS.findall(pattern)))
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{body})", re.DOTALL)
+    except re.error:  # an invalid range such as [z-a]: match it literally
+        return re.compile(rf"(?:.*\.)?{re.escape(pattern)}", re.DOTALL)
+
+
+def _glob_part_regex(piece: str) -> str:
+    if piece.startswith("**"):
+        return ".*"
+    if piece in _WILDCARDS:
+        return _WILDCARDS[piece]
+    if len(piece) > 1:
+        inside = piece[1:-1].replace("\\", "\\\\")
+        return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
+    return re.escape(piece)
 
 
 def parse(text: str, *, finding_ids: Collection[str] | None = None) -> Expression:
@@ -104,7 +419,7 @@ def _skip_space(text: str, at: int) -> int:
 
 
 def _next_token(text: str, at: int, before: str) -> _Token:
-    if before in ("@", names.FINDING) and (glob := _GLOB.match(text, at)):
+    if before in ("@", FINDING) and (glob := _GLOB.match(text, at)):
         return _Token("glob", glob[0], at, glob.end())
     match = _TOKEN.match(text, at)
     if match is None:
@@ -190,9 +505,9 @@ class _Parser:
             inner = self._nested(self._expression)
             self._close(opening, self._refuse_rest)
             return inner
-        if opening.kind == "word" and opening.value in names.OBSERVATIONS:
+        if opening.kind == "word" and opening.value in OBSERVATIONS:
             return self._observation()
-        return self._finding() if self._accept(names.FINDING) else self._comparison()
+        return self._finding() if self._accept(FINDING) else self._comparison()
 
     def _nested(self, read: Callable[[], Expression]) -> Expression:
         self._depth += 1
@@ -243,9 +558,9 @@ class _Parser:
         if not self._is_operator():
             return FindingCondition(pattern)
         op, severity = self._advance().value, self._current
-        if severity.kind not in ("word", "text") or severity.value not in names.SEVERITIES:
-            reason = f"A finding is compared with a severity: {', '.join(names.SEVERITIES)}."
-            self._refuse(reason, hint=did_you_mean(severity.value, names.SEVERITIES))
+        if severity.kind not in ("word", "text") or severity.value not in SEVERITIES:
+            reason = f"A finding is compared with a severity: {', '.join(SEVERITIES)}."
+            self._refuse(reason, hint=did_you_mean(severity.value, SEVERITIES))
         return FindingCondition(pattern, op, self._advance().value)
 
     def _comparison(self) -> Expression:
@@ -278,7 +593,7 @@ class _Parser:
             if isinstance(whole.operand, Name):
                 if (
                     not isinstance(first.operand, Text)
-                    or _kind(whole.operand) is not names.ValueKind.TEXT
+                    or _kind(whole.operand) is not ValueKind.TEXT
                 ):
                     reason = f"in {whole.operand.name} needs a text in quotes before it, and a name"
                     self._refuse(f"{reason} that is a text.", first.token, whole.token)
@@ -305,7 +620,7 @@ class _Parser:
             reason = "Neither side of this comparison is a name."
         elif not _are_comparable(one, other):
             reason = _describe_kinds(one, other)
-        elif _kind(one) is names.ValueKind.TEXT and op not in ("==", "!="):
+        elif _kind(one) is ValueKind.TEXT and op not in ("==", "!="):
             reason = "Texts can only be compared with == and !=."
         if reason:
             self._refuse(reason, left.token, right.token)
@@ -316,7 +631,7 @@ class _Parser:
         """Refuse a text that is not one of the name's choices."""
         if not isinstance(name, Name) or not isinstance(value.operand, Text):
             return
-        choices, written = names.VALUE_NAMES[name.name].choices, value.operand.value
+        choices, written = VALUE_NAMES[name.name].choices, value.operand.value
         if choices and written not in choices:
             quoted = [f'"{choice}"' for choice in choices]
             reason = f"{name.name} is never this; it is one of {', '.join(quoted)}."
@@ -326,7 +641,7 @@ class _Parser:
         token = self._current
         if token.kind != "word":
             return self._constant()
-        if token.value not in names.VALUE_NAMES:
+        if token.value not in VALUE_NAMES:
             self._refuse_name(token.value)
         return _Placed(self._advance(), Name(token.value))
 
@@ -341,13 +656,13 @@ class _Parser:
         number = self._parse_number(self._advance())
         unit = self._current
         if unit.kind != "word" or unit.value in (
-            *names.KEYWORDS,
-            *names.VALUE_NAMES,
-            *names.OBSERVATIONS,
+            *KEYWORDS,
+            *VALUE_NAMES,
+            *OBSERVATIONS,
         ):
             return _Placed(token, Number(number))
-        if unit.value not in names.UNITS:
-            hint = did_you_mean(unit.value, names.UNITS, f"The units are {', '.join(names.UNITS)}.")
+        if unit.value not in UNITS:
+            hint = did_you_mean(unit.value, UNITS, f"The units are {', '.join(UNITS)}.")
             self._refuse(f"{unit.value} is not a unit of memory.", hint=hint)
         return _Placed(token, Number(number, self._advance().value))
 
@@ -376,7 +691,7 @@ class _Parser:
         return self._current.kind in ("word", "op") and self._current.value == value
 
     def _is_operator(self) -> bool:
-        return self._current.kind == "op" and self._current.value in names.COMPARISONS
+        return self._current.kind == "op" and self._current.value in COMPARISONS
 
     def _accept(self, value: str) -> bool:
         is_next = self._is(value)
@@ -394,7 +709,7 @@ class _Parser:
     def _refuse_rest(self) -> NoReturn:
         """Refuse the token after a complete condition."""
         if self._is("@"):
-            self._refuse(f"Only {', '.join(names.OBSERVATIONS)} can be followed by @.")
+            self._refuse(f"Only {', '.join(OBSERVATIONS)} can be followed by @.")
         if self._is(")"):
             self._refuse("This parenthesis was never opened.")
         self._refuse(
@@ -403,33 +718,29 @@ class _Parser:
         )
 
     def _refuse_name(self, word: str) -> NoReturn:
-        if word in (*names.KEYWORDS, *names.OBSERVATIONS, names.FINDING):
+        if word in (*KEYWORDS, *OBSERVATIONS, FINDING):
             self._refuse(f"A name or a value is expected here, not {word}.")
         hint = f'Did you mean "{word}", in quotes?'
-        if not any(word in name.choices for name in names.VALUE_NAMES.values()):
-            known = f"The names are {', '.join(names.ALL_NAMES)}."
+        if not any(word in name.choices for name in VALUE_NAMES.values()):
+            known = f"The names are {', '.join(ALL_NAMES)}."
             dashed = word.lower().replace("_", "-")
-            hint = did_you_mean(
-                dashed, names.ALL_NAMES, did_you_mean(word.lower(), names.ALL_NAMES, known)
-            )
+            hint = did_you_mean(dashed, ALL_NAMES, did_you_mean(word.lower(), ALL_NAMES, known))
         self._refuse(f"{word} is not a known name.", hint=hint)
 
 
-def _kind(operand: Operand) -> names.ValueKind:
+def _kind(operand: Operand) -> ValueKind:
     if isinstance(operand, Name):
-        return names.VALUE_NAMES[operand.name].kind
+        return VALUE_NAMES[operand.name].kind
     if isinstance(operand, Text):
-        return names.ValueKind.TEXT
-    return names.ValueKind.BYTES if operand.unit else names.ValueKind.NUMBER
+        return ValueKind.TEXT
+    return ValueKind.BYTES if operand.unit else ValueKind.NUMBER
 
 
 def _are_comparable(left: Operand, right: Operand) -> bool:
     """Return whether two operands can be compared; a number without unit may be bytes."""
     kinds = {_kind(left), _kind(right)}
     has_plain_number = any(isinstance(side, Number) and not side.unit for side in (left, right))
-    return len(kinds) == 1 or (
-        kinds == {names.ValueKind.NUMBER, names.ValueKind.BYTES} and has_plain_number
-    )
+    return len(kinds) == 1 or (kinds == {ValueKind.NUMBER, ValueKind.BYTES} and has_plain_number)
 
 
 def _describe_kinds(*operands: Operand) -> str:

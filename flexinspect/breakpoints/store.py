@@ -13,15 +13,13 @@ from typing import Any
 
 from msgspec import structs
 
-from flexinspect.breakpoints import syntax_tree
+from flexinspect.breakpoints import grammar
 from flexinspect.breakpoints.evaluation import (
     EvaluationResult,
     StepObservations,
     hit_reason,
     observed_layer,
 )
-from flexinspect.breakpoints.grammar import parse
-from flexinspect.breakpoints.names import INF, NAN, OPTION_HELP
 from flexinspect.control.messages import BreakpointInfo
 from flexinspect.core.text import did_you_mean
 
@@ -56,14 +54,12 @@ def split_options(text: str) -> tuple[str, BreakpointOptions]:
             switches[name] = True
         elif not equals or name not in ("hits", "ignore"):
             reason = f"{word[0]} is not an option of a breakpoint."
-            known = (known.rstrip("=") for known in OPTION_HELP)
+            known = (known.rstrip("=") for known in grammar.OPTION_HELP)
             hint = did_you_mean(name, known, "The options are hits=N, ignore=N, once, log, off.")
-            raise syntax_tree.ExpressionError(reason, text, *place, hint=hint)
+            raise grammar.ExpressionError(reason, text, *place, hint=hint)
         elif not re.fullmatch("[0-9]{1,9}", number):
-            hint = "For example hits=3."
-            raise syntax_tree.ExpressionError(
-                "A number is expected after =.", text, *place, hint=hint
-            )
+            reason, hint = "A number is expected after =.", "For example hits=3."
+            raise grammar.ExpressionError(reason, text, *place, hint=hint)
         else:
             hits = int(number) + (name == "ignore")
     return text[: brackets.start()], BreakpointOptions(hits, **switches)
@@ -135,7 +131,7 @@ class Breakpoint:
     """A breakpoint: as clients see it, its condition, and when it was last enabled or disabled."""
 
     info: BreakpointInfo
-    expression: syntax_tree.Expression
+    expression: grammar.Expression
     enabled_at: float = 0.0
 
     @property
@@ -174,12 +170,12 @@ class BreakpointStore:
         Raises `ExpressionError`, which points at the invalid part.
         """
         condition, written = split_options(text)
-        expression = parse(condition)
-        if self._finding_ids is not None and syntax_tree.has_finding(expression):
-            parse(condition, finding_ids=self._finding_ids() or None)
+        expression = grammar.parse(condition)
+        if self._finding_ids is not None and grammar.has_finding(expression):
+            grammar.parse(condition, finding_ids=self._finding_ids() or None)
         info = BreakpointInfo(
             id=next(self._numbers),
-            text=syntax_tree.to_text(expression),
+            text=grammar.to_text(expression),
             is_enabled=not written.off,
             hits=max(written.hits, hits),
             once=written.once or once,
@@ -248,10 +244,12 @@ class BreakpointStore:
         return info
 
 
-def _evaluation_note(expression: syntax_tree.Expression) -> str:
-    numbers = (one for one in syntax_tree.observations_in(expression) if one.kind in (NAN, INF))
+def _evaluation_note(expression: grammar.Expression) -> str:
+    numbers = (
+        one for one in grammar.observations_in(expression) if one.kind in (grammar.NAN, grammar.INF)
+    )
     if any(condition.module_pattern is not None for condition in numbers):
         return "evaluated at each of these modules, and after each step"
-    if syntax_tree.needs_calls(expression):
+    if grammar.needs_calls(expression):
         return "evaluated at each attention call, and after each step"
     return "evaluated after each step"

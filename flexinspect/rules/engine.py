@@ -29,19 +29,12 @@ from flexinspect.rules.context import RuleContext
 
 @dataclass(frozen=True, slots=True)
 class FindingKind:
-    """Severity and explanation of one finding id.
+    """Severity and explanation of one finding id. A single finding may bring its own.
 
-    Attributes:
-        severity: the usual severity; a rule may override it for a single finding.
-        meaning: what the id stands for, in one line.
-        why: why it matters. Like `confirm` and `fix` one or two sentences, used for findings that
-            bring none of their own.
-        confirm: how to check the finding by hand.
-        fix: the usual remedy.
-        query: the SQL that selects the evidence from the trace; {generation}, {branch}, {step} and
-            {layer} are replaced by those of the finding.
-        keeps_latest: whether a repeated finding keeps the sentence and evidence of its last
-            occurrence instead of its first.
+    `meaning` says in one line what the id stands for. `why` it matters, how to `confirm` it by hand
+    and the usual `fix` are one or two sentences. `query` is the SQL that selects the evidence from
+    the trace; {generation}, {branch}, {step} and {layer} are replaced by those of the finding. With
+    `keeps_latest`, a repeated finding keeps the sentence and evidence of its last occurrence.
     """
 
     severity: Severity
@@ -187,8 +180,7 @@ class RuleRunner:
         for rule in self._rules:  # an event may come before the first generation starts
             rule.context = self._context
         self._reported: set[tuple[int, int, str, str]] = set()
-        kinds = [pair for rule in self._rules for pair in rule.findings.items()]
-        self._ids_keeping_latest = frozenset(id_ for id_, kind in kinds if kind.keeps_latest)
+        self._kinds = {id_: kind for rule in self._rules for id_, kind in rule.findings.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -310,7 +302,7 @@ class RuleRunner:
     def _make_repeat(self, finding: Finding) -> Repeat:
         current = self._context.generation.generation
         generation = None if finding.generation == current else finding.generation
-        if finding.id not in self._ids_keeping_latest:
+        if not self._kinds[finding.id].keeps_latest:
             return Repeat(finding.id, finding.series, generation)
         return Repeat(finding.id, finding.series, generation, finding.sentence, finding.evidence)
 

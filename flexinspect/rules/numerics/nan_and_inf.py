@@ -1,13 +1,10 @@
 """Finds the origin of NaN and Inf: the layer, and the part of the layer if it is known.
 
-The first layer of a step with a non-finite output is the producer. Later layers only propagate it,
-and so do later steps through the cache. So there is one finding where NaN or Inf first appears, and
-another only if it later appears in an earlier layer.
-
-A layer's output is the sum of its input, its attention and its MLP. The log-sum-exp shows whether
-the scores of the newest row are finite, and the LSE check whether its output is. Together they
-separate queries and keys, values, and what follows the attention in that row
-(`find_nonfinite_part`).
+The first layer of a step with a non-finite output is the producer. Later layers and steps only
+propagate it, so there is another finding only if it later appears in an earlier layer. The
+log-sum-exp shows whether the scores of the newest row are finite, and the LSE check whether its
+output is. Together they separate queries and keys, values, and what follows the attention in that
+row (`find_nonfinite_part`).
 """
 
 from __future__ import annotations
@@ -286,10 +283,8 @@ def find_nonfinite_part(
         return None
     call = step.calls[number]
     part = _score_part(step, call, lse, producer.layer, context)
-    if part is not None:
+    if part is not None or call.lse_error is None:
         return part
-    if call.lse_error is None:
-        return None
     if call.lse_error != call.lse_error:
         return _value_part(step, number, context)
     if not is_newest:
@@ -325,12 +320,12 @@ def _score_part(
     """The part, if the scores of the newest row are not finite or the row has no open key."""
     if call.lse_error is None:
         return None
+    is_nan = call.lse_error != call.lse_error
     if np.isneginf(lse).any():
         words = "its newest row has no open key, and the softmax of an empty row is NaN"
-        return LayerPart("row without keys", words) if call.lse_error != call.lse_error else None
+        return LayerPart("row without keys", words) if is_nan else None
     bad = ~np.isfinite(lse)
-    is_beyond = bool((np.abs(lse[~bad]) > LARGEST_FLOAT16).any())
-    if call.dtype == "float16" and call.lse_error != call.lse_error and is_beyond:
+    if call.dtype == "float16" and is_nan and (np.abs(lse[~bad]) > LARGEST_FLOAT16).any():
         words = f"its scores exceed the largest float16 ({LARGEST_FLOAT16}) and overflow to Inf"
         return LayerPart("scores", words)
     if not bad.any():
