@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +33,7 @@ LOGITS_STREAM = "logits.row"  # the stream with all logits of a step
 Basis = Literal["all logits", "candidates"]
 
 
-@dataclass(frozen=True, slots=True)
-class BranchNode:
+class BranchNode(NamedTuple):
     """A branch in the tree, `depth` levels below the base.
 
     `children` are the numbers of its forks, `change_text` says how it differs from its parent, and
@@ -85,8 +83,7 @@ def describe_change(change: Mapping[str, Any]) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPair:
+class TokenPair(NamedTuple):
     """The tokens of two branches at one position; None where a branch is shorter."""
 
     pos: int
@@ -135,8 +132,7 @@ def first_difference(reader: TraceReader, generation: int, one: int, other: int)
     return next((step for step in steps if left.get(step) != right.get(step)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class StepChange:
+class StepChange(NamedTuple):
     """How the distribution of a step differs in another branch.
 
     `kl` is the KL divergence of `other` from `one` in nats, sum p_one * ln(p_one / p_other), over
@@ -204,8 +200,7 @@ def _sort_by_change(
 MAX_LISTED_CELLS = 256  # cells that a `MaskChange` lists at most; all of them are counted
 
 
-@dataclass(frozen=True, slots=True)
-class MaskChange:
+class MaskChange(NamedTuple):
     """How the executed mask of a layer differs between two branches.
 
     Compared are the `n_rows` rows that both branches computed up to `step`. `opened` are cells,
@@ -222,8 +217,7 @@ class MaskChange:
     closed: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MaskRows:
+class MaskRows(NamedTuple):
     """The known rows of one head's executed mask: `cells` bool (n, n), `known` bool (n)."""
 
     layer: int
@@ -231,8 +225,7 @@ class MaskRows:
     known: npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class StepMask:
+class StepMask(NamedTuple):
     """The executed mask of one head in one step: `cells` bool (rows, keys).
 
     `row` and `key` are the positions in the sequence of the first row and key.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -57,8 +57,7 @@ class Review:
     note: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReviewTask:
+class ReviewTask(NamedTuple):
     """A generation and the rules to run on it.
 
     Only the findings at the end of the generation count of `end_only_rules`, which ran live.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flexinspect.breakpoints import grammar
 
@@ -18,8 +18,7 @@ _MODULE_PATTERNS = ("layers.*", "layers.*.self_attn", "layers.*.mlp", "lm_head")
 _CONNECTIVES = {"and": "both conditions hold", "or": "one condition holds"}
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """A suggestion that replaces the text from `start` to `stop`, and its meaning."""
 
     text: str

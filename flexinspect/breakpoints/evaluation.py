@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexinspect.breakpoints import grammar
 from flexinspect.core.text import is_or_are, plural
@@ -22,8 +22,7 @@ from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, Ste
 Value = float | str
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """Something that was observed: `kind` is one of `grammar.OBSERVATIONS`, `text` describes it.
 
     `module` is empty if it belongs to no module.
@@ -152,8 +151,7 @@ class Unknown:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
+class EvaluationResult(NamedTuple):
     """Whether an expression holds, and in which layer (None if it is not per layer)."""
 
     holds: bool | Unknown

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -27,8 +27,7 @@ _BRACKETS = re.compile(r"(?:^|\s)\[([^\[\]\"']*)\]\s*$")
 _OPTION = re.compile(r"[^\s,]+")
 
 
-@dataclass(frozen=True, slots=True)
-class BreakpointOptions:
+class BreakpointOptions(NamedTuple):
     """How a breakpoint stops: at every hit from number `hits` on (0 and 1: the first).
 
     `once` disables it after its first stop, `log` records an event instead of stopping, and `off`

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,7 @@ MASK_CACHE_BYTES = 128 << 20  # bytes of mask cells that are kept; the oldest ar
 _MAX_TEXT_LENGTH = 24  # characters of a token that a sentence quotes
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredMask:
+class DeclaredMask(NamedTuple):
     """The mask that the user declared, or the one assumed from declared segments.
 
     `assumed` means that several paraphrases but no mask were declared, so they are assumed to be

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
@@ -21,8 +21,7 @@ MAX_POSITION_TEXTS = 12  # positions of a finding whose token texts are read at 
 PositionTexts = tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FindingFilter:
+class FindingFilter(NamedTuple):
     """Which findings to report; empty or None selects all."""
 
     generation: int | None = None
@@ -38,8 +37,7 @@ class FindingFilter:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ReportGroup:
+class ReportGroup(NamedTuple):
     """All findings of one id and severity, in order."""
 
     id: str

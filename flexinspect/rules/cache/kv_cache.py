@@ -18,13 +18,7 @@ import numpy.typing as npt
 
 from flexinspect.core.text import capitalize, format_layers, format_ranges, plural
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import (
-    CallRecord,
-    EventRecord,
-    InputsRecord,
-    LogitsRecord,
-    StepRecord,
-)
+from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
 
@@ -294,26 +288,6 @@ class CacheRule(Rule):
         )
 
 
-class _LastStep(NamedTuple):
-    """The facts of the last step that the next one is compared with."""
-
-    generation: int
-    kv_before: int
-    kv_after: int
-    is_single_token: bool
-    position_id: int | None
-    logits: LogitsRecord | None
-
-    @property
-    def candidate_ids(self) -> list[int]:
-        """The recorded candidates for the next token, best first."""
-        return [] if self.logits is None else [c.token_id for c in self.logits.candidates]
-
-    def is_continued_by(self, step: StepRecord) -> bool:
-        """Whether the position id of a step is the next one."""
-        return self.position_id is not None and _last_position_id(step) == self.position_id + 1
-
-
 class CacheTextTracker:
     """Follows the input tokens of a model from one generation to the next, for a rule."""
 
@@ -321,7 +295,7 @@ class CacheTextTracker:
         self._rule = rule
         self._cached_texts: deque[list[int]] = deque(maxlen=_MAX_GENERATIONS)
         """Token ids of the last generations, which may be in a cache."""
-        self._last_step: _LastStep | None = None  # the last step of any generation
+        self._last_step: StepRecord | None = None  # of any generation, without its large arrays
         self._n_continued = self._n_tokens_before = 0
         self._is_loss_reported = False
 
@@ -356,14 +330,7 @@ class CacheTextTracker:
             found = self._check_repeated_token(step)
         if step.kv_before:
             self._n_continued = 0
-        self._last_step = _LastStep(
-            generation=step.generation,
-            kv_before=step.kv_before,
-            kv_after=step.kv_after,
-            is_single_token=step.q_len == 1,
-            position_id=_last_position_id(step),
-            logits=step.logits,
-        )
+        self._last_step = replace(step, masks=(), arrays=())
         self._length = step.kv_after
         return found
 
@@ -413,9 +380,10 @@ class CacheTextTracker:
             return None
         n_lost = last.kv_after - step.kv_before
         is_large = 2 * step.kv_before < last.kv_after
-        is_next = is_large and (last.is_continued_by(step) or token.token_id in last.candidate_ids)
-        is_best = last.candidate_ids[:1] == [token.token_id]
-        if not is_next and not (n_lost > 1 and last.is_single_token and is_best):
+        candidate_ids = _candidate_ids(last)
+        is_next = is_large and (_continues(last, step) or token.token_id in candidate_ids)
+        is_best = candidate_ids[:1] == [token.token_id]
+        if not is_next and not (n_lost > 1 and last.q_len == 1 and is_best):
             return None
         self._is_loss_reported = True
         sentence = (
@@ -434,12 +402,13 @@ class CacheTextTracker:
             return None
         if token.token_id != previous.token_id or last.logits is None:
             return None
-        if token.token_id in last.candidate_ids:
+        candidate_ids = _candidate_ids(last)
+        if token.token_id in candidate_ids:
             return None
         sentence = (
             f"The last token of the prompt is in the input twice: step {step.step} begins with "
             f"{self.context.format_position(pos)}, the same token as before, which is not among "
-            f"the {len(last.candidate_ids)} best candidates of step {step.step - 1}"
+            f"the {len(candidate_ids)} best candidates of step {step.step - 1}"
         )
         return self._token_finding(step, CACHE_DUPLICATED, Severity.WARNING, sentence, (pos,), 1)
 
@@ -507,14 +476,14 @@ class CacheTextTracker:
         if last is None or step.q_len != 1 or token is None or not has_keys:
             self._n_continued = 0
             return None
-        is_uncached = last.is_single_token and not last.kv_before
+        is_uncached = last.q_len == 1 and not last.kv_before
         self._n_tokens_before = last.kv_after + (self._n_tokens_before if is_uncached else 0)
-        self._n_continued = self._n_continued + 1 if token.token_id in last.candidate_ids else 0
-        position_id = _last_position_id(step)
+        self._n_continued = self._n_continued + 1 if token.token_id in _candidate_ids(last) else 0
+        last_id, position_id = _last_position_id(last), _last_position_id(step)
         why = f"{self._n_continued} tokens in a row are candidates of the step before"
-        continues = last.is_continued_by(step) and (last.position_id or 0) > 0
+        continues = _continues(last, step) and (last_id or 0) > 0
         if continues:
-            why = f"its position id {position_id} follows {last.position_id}"
+            why = f"its position id {position_id} follows {last_id}"
         if self._is_loss_reported or not (continues or self._n_continued >= 2):
             return None
         self._is_loss_reported = True
@@ -567,6 +536,17 @@ class CacheTextTracker:
 def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:
     pairs = enumerate(zip(ids, other_ids, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(ids), len(other_ids)))
+
+
+def _candidate_ids(step: StepRecord) -> list[int]:
+    """The recorded candidates for the next token, best first."""
+    return [] if step.logits is None else [c.token_id for c in step.logits.candidates]
+
+
+def _continues(last: StepRecord, step: StepRecord) -> bool:
+    """Whether the position id of a step is the next one."""
+    last_id = _last_position_id(last)
+    return last_id is not None and _last_position_id(step) == last_id + 1
 
 
 def _last_position_id(step: StepRecord) -> int | None:
