@@ -232,11 +232,11 @@ def _step_lines(one: GenerationDifference, step: step_diff.StepDifference) -> It
     if step.positions:
         yield f"    position ids: {step.positions}"
     for path in step.paths:
-        yield f"    {_format_layers(path.layers)}: {path.a} against {path.b}"
+        yield f"    {format_layers(path.layers, 0)}: {path.a} against {path.b}"
     for mask in step.masks:
         cells = "" if mask.cells is None else f": {plural(mask.cells, 'cell')} of the first"
         first = "" if mask.first is None else f", first at row {mask.first[0]}, key {mask.first[1]}"
-        yield f"    masks of {_format_layers(mask.layers)} differ{cells}{first}"
+        yield f"    masks of {format_layers(mask.layers, 0)} differ{cells}{first}"
     if step.layers:
         yield from _layer_lines(step, one.limit)
     if step.logits is not None:
@@ -271,7 +271,3 @@ def _conclusion_lines(one: GenerationDifference, first: step_diff.StepDifference
     else:
         step = one.divergence.step + 1
         yield f"  from step {step} on the two receive different tokens: not compared"
-
-
-def _format_layers(which: tuple[int, ...]) -> str:
-    return format_layers(which, 0) if which else "some layers"

@@ -246,11 +246,9 @@ class _RuleReplay:
         self._n_found_before = len(self.found)
 
     def on_generation_start(self, generation: GenerationRecord) -> None:
-        """Pass the start of a generation to the rule."""
         self.events += self.runner.on_generation_start(generation)
 
     def on_record(self, record: StepRecord | EventRecord | GradientRecord) -> None:
-        """Pass a step, gradients or an event to the rule."""
         started = time.perf_counter()
         found, repeats, events = self.runner.on_record(record)
         self.found += found
@@ -271,7 +269,6 @@ class _RuleReplay:
                 self.found[index] = replace(finding, **changes)
 
     def on_generation_end(self) -> None:
-        """Pass the end of the generation to the rule."""
         started = time.perf_counter()
         found, _, events = self.runner.on_generation_end()
         self.events += events

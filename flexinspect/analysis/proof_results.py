@@ -123,20 +123,15 @@ def _with_generation(finding: Finding, generation: int) -> Finding:
 
 def _proved_generation(reader: TraceReader, proof: Proof, numbers: list[int]) -> int:
     """Return the generation that a proof belongs to, the first one if that is unknown."""
-    sample = proof.facts.get("sample")
-    if sample is None:
-        return _same_prompt_generation(reader, str(proof.facts.get("fed", "")), numbers)
-    for row in reader.generations():
-        if row.sample_id == sample:
-            return row.generation
-    raise UsageError(
-        f"{reader.path} has no generation of sample {sample!r}, so its proof is not stored.",
-        hint="Use the trace of a run with the same data and --max-samples.",
-    )
-
-
-def _same_prompt_generation(reader: TraceReader, prompt_hash: str, numbers: list[int]) -> int:
-    """Return the first generation with the prompt of the proof, else the first generation."""
+    sample, prompt_hash = proof.facts.get("sample"), proof.facts.get("fed")
+    if sample is not None:
+        for row in reader.generations():
+            if row.sample_id == sample:
+                return row.generation
+        raise UsageError(
+            f"{reader.path} has no generation of sample {sample!r}, so its proof is not stored.",
+            hint="Use the trace of a run with the same data and --max-samples.",
+        )
     for number in numbers if prompt_hash else ():
         ids = [token.token_id for token in reader.tokens(number) if token.step is None]
         joined = ",".join(map(str, ids)).encode()

@@ -193,7 +193,6 @@ class _Evaluator:
         self._values = observations.values_at(layer)
 
     def evaluate(self, tree: grammar.Expression) -> bool | Unknown:
-        """Return whether a tree holds."""
         if isinstance(tree, grammar.Not):
             inner = self.evaluate(tree.inner)
             return inner if isinstance(inner, Unknown) else not inner

@@ -137,8 +137,8 @@ class ExpressionError(UsageError):
     def __init__(
         self, reason: str, text: str, start: int, stop: int, *, hint: str | None = None
     ) -> None:
-        shown = f"  {_printable(text)}"
-        super().__init__(f"{reason}\n{shown}\n{_underline(text, start, stop)}", hint=hint)
+        underline = " " * _count_cells(text[:start]) + "^" * max(_count_cells(text[start:stop]), 1)
+        super().__init__(f"{reason}\n  {_printable(text)}\n  {underline}", hint=hint)
         self.reason = reason
         self.text = text
         self.start, self.stop = start, stop
@@ -154,13 +154,8 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c.isspace() else "\N{MIDDLE DOT}" for c in text)
 
 
-def _underline(text: str, start: int, stop: int) -> str:
-    before = sum(map(_cell_width, text[:start]))
-    return f"  {' ' * before}{'^' * max(sum(map(_cell_width, text[start:stop])), 1)}"
-
-
-def _cell_width(character: str) -> int:
-    return 2 if east_asian_width(character) in "WF" else 1
+def _count_cells(text: str) -> int:
+    return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,19 +242,15 @@ def to_text(tree: Expression) -> str:
         return " and ".join(_parenthesized(part, Or) for part in tree.parts)
     if isinstance(tree, Not):
         return f"not {_parenthesized(tree.inner, Or, And)}"
-    return _leaf_text(tree)
+    if isinstance(tree, Compare):
+        return f"{operand_text(tree.left)} {tree.op} {operand_text(tree.right)}"
+    if isinstance(tree, ObservationCondition):
+        return tree.kind if tree.module_pattern is None else f"{tree.kind} @ {tree.module_pattern}"
+    return f"finding {tree.pattern}" + (f" {tree.op} {tree.severity}" if tree.op else "")
 
 
 def _parenthesized(tree: Expression, *looser_types: type) -> str:
     return f"({to_text(tree)})" if isinstance(tree, looser_types) else to_text(tree)
-
-
-def _leaf_text(leaf: Leaf) -> str:
-    if isinstance(leaf, Compare):
-        return f"{operand_text(leaf.left)} {leaf.op} {operand_text(leaf.right)}"
-    if isinstance(leaf, ObservationCondition):
-        return leaf.kind if leaf.module_pattern is None else f"{leaf.kind} @ {leaf.module_pattern}"
-    return f"finding {leaf.pattern}" + (f" {leaf.op} {leaf.severity}" if leaf.op else "")
 
 
 def operand_text(operand: Operand | tuple[Number | Text, ...]) -> str:
@@ -407,15 +398,14 @@ def _tokenize(text: str) -> list[_Token]:
     if surrogate := re.search("[\ud800-\udfff]", text):
         raise ExpressionError("This character is not valid UTF-8.", text, *surrogate.span())
     tokens: list[_Token] = []
-    at, end = _skip_space(text, 0), len(text.rstrip())
-    while at < len(text):
+    at, end = 0, len(text.rstrip())
+    while at < end:
+        if text[at].isspace():
+            at += 1
+            continue
         tokens.append(_next_token(text, at, tokens[-1].value if tokens else ""))
-        at = _skip_space(text, tokens[-1].stop)
+        at = tokens[-1].stop
     return [*tokens, _Token("end", "", end, end)]
-
-
-def _skip_space(text: str, at: int) -> int:
-    return len(text) - len(text[at:].lstrip())
 
 
 def _next_token(text: str, at: int, before: str) -> _Token:
@@ -472,12 +462,11 @@ class _Parser:
         self._tokens, self._at, self._depth = _tokenize(text), 0, 0
 
     def parse(self) -> Expression:
-        """Parse the whole text."""
-        if self._is_at_end():
+        if self._current.kind == "end":
             hint = 'For example entropy > 3 and step > 2, or token == "\\n".'
             self._refuse("There is no condition here.", hint=hint)
         tree = self._expression()
-        if not self._is_at_end():
+        if self._current.kind != "end":
             self._refuse_rest()
         return tree
 
@@ -522,7 +511,7 @@ class _Parser:
         """Parse a closing parenthesis; call `refuse` for anything else but the end."""
         if self._accept(")"):
             return
-        if self._is_at_end():
+        if self._current.kind == "end":
             self._refuse("This parenthesis is not closed.", opening)
         refuse()
 
@@ -649,7 +638,7 @@ class _Parser:
         token = self._current
         if token.kind == "text":
             return _Placed(self._advance(), Text(token.value))
-        if self._is_at_end():
+        if self._current.kind == "end":
             self._refuse("The expression ends where a name or a value is expected.")
         if token.kind != "number":
             self._refuse("A name or a value is expected here.")
@@ -679,9 +668,6 @@ class _Parser:
     @property
     def _current(self) -> _Token:
         return self._tokens[self._at]
-
-    def _is_at_end(self) -> bool:
-        return self._current.kind == "end"
 
     def _advance(self) -> _Token:
         self._at += 1

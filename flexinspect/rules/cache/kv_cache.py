@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -118,17 +118,13 @@ class CacheRule(Rule):
         after = inputs.cached_after
         if not after:
             return True
-        n = after[0]
+        n, before = after[0], inputs.cached_before
         return (
             n == step.kv_after
             and after.count(n) == len(after)
-            and len(inputs.cached_before) in (0, len(after))
-            and inputs.cached_before == (self._last_cached or inputs.cached_before)
-            and not (
-                step.kv_before
-                and step.calls
-                and min(call.kv_len for call in step.calls) <= step.q_len
-            )
+            and len(before) in (0, len(after))
+            and before == (self._last_cached or before)
+            and (not step.kv_before or all(call.kv_len > step.q_len for call in step.calls))
         )
 
     def _check_layers(self, at: _LayerLengths) -> list[Finding]:
@@ -224,12 +220,9 @@ class CacheRule(Rule):
         which: Sequence[int],
         severity: Severity = Severity.ERROR,
     ) -> Finding:
-        evidence = {
-            "rows": at.step.q_len,
-            "cached_before": list(at.inputs.cached_before),
-            "cached_after": list(at.inputs.cached_after),
-            "kv_len": [call.kv_len for call in at.called.values()],
-        }
+        before, after = list(at.inputs.cached_before), list(at.inputs.cached_after)
+        evidence = {"rows": at.step.q_len, "cached_before": before, "cached_after": after}
+        evidence["kv_len"] = [call.kv_len for call in at.called.values()]
         return self.finding(
             at.step,
             finding_id,
@@ -276,13 +269,9 @@ class CacheRule(Rule):
             f"{where}{plural(n_open, 'key')} open, {n_open - n_bad} filled: {share} of the "
             f"attention of this {what} is on {kind}{most}."
         )
-        evidence = {
-            "allowed": n_open,
-            "filled": n_open - n_bad,
-            "slots": n_bad,
-            "weight": round(weights[worst], 4),
-            "weights": {step.calls[row].layer: round(weight, 4) for row, weight in weights.items()},
-        }
+        evidence: dict[str, Any] = {"allowed": n_open, "filled": n_open - n_bad, "slots": n_bad}
+        by_layer = {step.calls[row].layer: round(weight, 4) for row, weight in weights.items()}
+        evidence |= {"weight": round(weights[worst], 4), "weights": by_layer}
         return self.finding(
             step, finding_id, sentence, layers=layers, evidence=evidence, series=finding_id
         )
@@ -416,35 +405,28 @@ class CacheTextTracker:
         """Report rows on a filled cache that repeat the cached text from its beginning."""
         new_ids = [t.token_id for t in step.tokens if step.kv_before <= t.pos < step.kv_after]
         cached_ids = self._token_ids(0, step.kv_before)
-        n_same = _common_prefix_len(cached_ids, new_ids)
-        shorter = min(len(cached_ids), len(new_ids))
-        if shorter < 4 or n_same < shorter:
-            return self._check_restarted_text(step, new_ids, n_same)
-        first = self.context.format_position(step.kv_before)
-        is_whole = n_same == len(cached_ids)
-        sentence = (
-            f"The prompt is in the cache twice: step {step.step} repeats "
-            f"{'all' if is_whole else 'the first'} {n_same} cached tokens, so the cache grows from "
-            f"{step.kv_before} to {step.kv_after} keys ({first} repeats position 0)"
-        )
-        severity = Severity.ERROR if is_whole else Severity.WARNING
-        positions = range(step.kv_before, step.kv_before + n_same)
-        return self._token_finding(step, CACHE_DUPLICATED, severity, sentence, positions, n_same)
-
-    def _check_restarted_text(
-        self, step: StepRecord, new_ids: Sequence[int], n_common: int
-    ) -> Finding | None:
-        if n_common < _MIN_COMMON_PREFIX or 2 * n_common < len(new_ids):
+        n_same, n_new = _common_prefix_len(cached_ids, new_ids), len(new_ids)
+        finding_id, severity, n_rows = CACHE_DUPLICATED, Severity.WARNING, n_same
+        if n_same == min(len(cached_ids), n_new) >= 4:
+            first = self.context.format_position(step.kv_before)
+            is_whole = n_same == len(cached_ids)
+            severity = Severity.ERROR if is_whole else severity
+            sentence = (
+                f"The prompt is in the cache twice: step {step.step} repeats "
+                f"{'all' if is_whole else 'the first'} {n_same} cached tokens, so the cache grows "
+                f"from {step.kv_before} to {step.kv_after} keys ({first} repeats position 0)"
+            )
+        elif n_same < _MIN_COMMON_PREFIX or 2 * n_same < n_new:
             return None
-        sentence = (
-            f"Step {step.step} starts another text on a cache that still holds {step.kv_before} "
-            f"keys: its first {n_common} of {len(new_ids)} tokens are the first cached ones, then "
-            f"it differs ({self.context.format_position(step.kv_before + n_common)})"
-        )
-        positions = range(step.kv_before, step.kv_before + len(new_ids))
-        return self._token_finding(
-            step, CACHE_SHARED, Severity.WARNING, sentence, positions, n_common
-        )
+        else:
+            finding_id, n_rows = CACHE_SHARED, n_new
+            sentence = (
+                f"Step {step.step} starts another text on a cache that still holds "
+                f"{step.kv_before} keys: its first {n_same} of {n_new} tokens are the first cached "
+                f"ones, then it differs ({self.context.format_position(step.kv_before + n_same)})"
+            )
+        positions = range(step.kv_before, step.kv_before + n_rows)
+        return self._token_finding(step, finding_id, severity, sentence, positions, n_same)
 
     def _token_finding(
         self,

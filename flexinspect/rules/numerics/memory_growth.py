@@ -72,11 +72,8 @@ class MemoryRule(Rule):
         window = max(len(values) // 4, 1)
         rises = values[window:] - values[:-window]
         slope, total = float(np.median(rises)) / window, float(values[-1] - values[0])
-        if (
-            slope < MIN_GROWTH_PER_STEP
-            or total < MIN_TOTAL_GROWTH
-            or float(np.mean(rises > 0)) < MIN_RISING_SHARE
-        ):
+        is_steady = float(np.mean(rises > 0)) >= MIN_RISING_SHARE
+        if slope < MIN_GROWTH_PER_STEP or total < MIN_TOTAL_GROWTH or not is_steady:
             return
         first, last = self._steps[len(self._steps) // 4], self._steps[-1]
         sentence = (

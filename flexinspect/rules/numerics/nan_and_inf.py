@@ -97,19 +97,11 @@ class NumbersRule(Rule):
             sentence += f"; {part.description}"
         elif producer.layer == 0:
             sentence += ", and the input embeddings are not recorded"
-        evidence: dict[str, Any] = {
-            "module": producer.module,
-            "n_nan": producer.n_nan,
-            "n_inf": producer.n_inf,
-            "min": producer.min,
-            "max": producer.max,
-            "rows_of_step": step.q_len,
-            "rows": None if rows is None else len(rows),
-            "first_row": producer.bad_row,
-            "part": None if part is None else part.name,
-            "carriers": carriers,
-            "in_logits": in_logits,
-        }
+        fields = ("module", "n_nan", "n_inf", "min", "max")
+        evidence = {name: getattr(producer, name) for name in fields}
+        evidence |= {"rows_of_step": step.q_len, "rows": None if rows is None else len(rows)}
+        evidence |= {"first_row": producer.bad_row, "part": None if part is None else part.name}
+        evidence |= {"carriers": carriers, "in_logits": in_logits}
         if rows is None and producer.bad_row is not None:
             rows = np.array([step.kv_before + producer.bad_row])
         finding_id, layers = NAN if producer.n_nan else INF, (producer.layer,)

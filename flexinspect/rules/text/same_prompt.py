@@ -99,8 +99,7 @@ class SamePromptRule(Rule):
             return  # equal logits: another token can only come from sampling
         odd, parted = difference.first_beyond_rounding, difference.divergence
         if odd is not None:
-            masks = odd.masks and odd.masks[0].layers
-            layer = masks[0] if masks else difference.jump
+            layer = odd.masks[0].layers[0] if odd.masks else difference.jump
             text = _describe_difference(odd, limit)
             yield self._generations_finding(a, b, DIFFERS, text, odd, layer)
             return
@@ -202,10 +201,9 @@ def _describe_rounding(differences: Sequence[step_diff.StepDifference], is_drawn
 def _describe_difference(odd: step_diff.StepDifference, limit: float) -> str:
     what = []
     for mask in odd.masks[:2]:
-        where = f"layers {format_ranges(mask.layers)}" if mask.layers else "a layer"
         first = "" if mask.first is None else f", first at row {mask.first[0]}, key {mask.first[1]}"
         cells = "" if mask.cells is None else f" ({plural(mask.cells, 'cell')}{first})"
-        what.append(f"the masks of {where} differ{cells}")
+        what.append(f"the masks of layers {format_ranges(mask.layers)} differ{cells}")
     if odd.lengths:
         what.append(f"the computed rows differ ({odd.lengths})")
     if odd.positions:

@@ -86,16 +86,13 @@ class GradientsRule(Rule):
             f"{plural(len(gradients.stats), 'parameter')}{_format_stat_layers(gradients, bad)}; "
             f"{start}."
         )
+        counts = {name: sum(getattr(stat, name) for stat in bad) for name in ("n_nan", "n_inf")}
         return self.finding(
             gradients,
             GRADIENT_NAN if is_nan else GRADIENT_INF,
             sentence,
             layers=() if layer is None else (layer,),
-            evidence={
-                **_name_parameters(bad),
-                "n_nan": sum(stat.n_nan for stat in bad),
-                "n_inf": sum(stat.n_inf for stat in bad),
-            },
+            evidence=_name_parameters(bad) | counts,
             series=f"{kind} {layer}",
         )
 
