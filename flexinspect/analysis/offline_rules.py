@@ -124,7 +124,7 @@ def review(
     unstored: list[RuleReview] = []
     notes: dict[str, None] = {}
     store = store and not _is_recorded(reader.run())
-    shared: dict[str, Any] = {}
+    context = RuleContext(find_mask=reader.mask)
     for task, size in zip(tasks, sizes, strict=True):
 
         def on_step_done(n_steps: int, n_before: int = n_before) -> None:
@@ -133,7 +133,7 @@ def review(
 
         n_before += size
         try:
-            reviews = _replay_generation(reader, task, on_step_done, shared)
+            reviews = _replay_generation(reader, task, context, on_step_done)
         except TraceError as error:  # the other generations may be readable
             notes[error.message] = None
             continue
@@ -149,17 +149,12 @@ def review(
 
 
 def _replay_generation(
-    reader: TraceReader,
-    task: ReviewTask,
-    on_step_done: Callable[[int], None],
-    shared_memory: dict[str, Any],
+    reader: TraceReader, task: ReviewTask, base: RuleContext, on_step_done: Callable[[int], None]
 ) -> list[RuleReview]:
     """Replay one generation for all rules of a task, and return the review of each."""
     row, started_at = task.generation, time.time()
     known = {_finding_key(f) for f in reader.findings() if f.generation == row.generation}
     rules = [*((rule, None) for rule in task.rules), *((r, known) for r in task.end_only_rules)]
-    base = RuleContext(find_mask=reader.mask)
-    base.shared_memory = shared_memory
     replays = [_RuleReplay(rule, base, is_standalone(row), known) for rule, known in rules]
     streams = {stream for each in replays for stream in each.rule.streams}
     start, n_steps = generation_at_start(reader, row), 0

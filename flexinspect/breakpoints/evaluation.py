@@ -266,12 +266,11 @@ def _evidence_text(tree: grammar.Leaf, observations: StepObservations, layer: in
 def observed_layer(expression: grammar.Expression, observations: StepObservations) -> int | None:
     """Return the layer of the first observation that matches an expression, or None."""
     evaluator, conditions = _Evaluator(observations, None), grammar.observations_in(expression)
-    layers = (
-        seen.layer
-        for seen in observations.observed
-        if any(evaluator._matches_observation(condition, seen) for condition in conditions)
-    )
-    return next((layer for layer in layers if layer is not None), None)
+    for seen in observations.observed:
+        matches = (evaluator._matches_observation(condition, seen) for condition in conditions)
+        if seen.layer is not None and any(matches):
+            return seen.layer
+    return None
 
 
 def _combine(parts: Iterable[bool | Unknown], *, decides: bool) -> bool | Unknown:
@@ -285,8 +284,7 @@ def _combine(parts: Iterable[bool | Unknown], *, decides: bool) -> bool | Unknow
     return Unknown(tuple(dict.fromkeys(missing))) if missing else not decides
 
 
-_PLACE_NAMES = ("step", "phase", "generation", "branch", "layer")
-"""Names of the location, which is reported before the values."""
+_PLACE_NAMES = ("step", "phase", "generation", "branch", "layer")  # reported before the values
 
 
 def hit_reason(

@@ -313,13 +313,9 @@ def _rule_name(rule: Rule) -> str:
 
 def fill_from_kind(kind: FindingKind, finding: Finding) -> Finding:
     """Return a finding with the texts of its kind where it has none of its own."""
-    return replace(
-        finding,
-        why=finding.why or kind.why,
-        confirm=finding.confirm or kind.confirm,
-        fix=finding.fix or kind.fix,
-        query=finding.query or _format_query(kind.query, finding),
-    )
+    names = ("why", "confirm", "fix")
+    texts = {name: getattr(finding, name) or getattr(kind, name) for name in names}
+    return replace(finding, **texts, query=finding.query or _format_query(kind.query, finding))
 
 
 def _format_query(query: str, finding: Finding) -> str:

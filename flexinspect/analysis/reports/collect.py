@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
@@ -75,7 +75,6 @@ class Report:
 
     trace: Path
     state: str
-    run: Mapping[str, Any]
     findings: tuple[Finding, ...]
     position_texts: tuple[PositionTexts, ...]
     rules: tuple[Rule, ...]
@@ -125,7 +124,6 @@ def collect_report(
     return Report(
         trace=reader.path,
         state=reader.state,
-        run=reader.run(),
         findings=findings,
         position_texts=tuple(read_position_texts(reader, finding) for finding in findings),
         rules=ran,

@@ -238,22 +238,15 @@ class CacheRule(Rule):
         slots = step_array(step, SLOT_STREAM)
         if slots is None:
             return
+        # The filled length is unknown for keys that a program stores itself.
         is_known = step.inputs is not None and bool(step.inputs.cached_after)
-        for finding_id, column in ((EMPTY_SLOTS, EMPTY_COLUMN), (STALE_SLOTS, STALE_COLUMN)):
-            rows = np.flatnonzero(slots[:, column] > 0)
-            # The filled length is unknown for keys that a program stores itself.
-            if len(rows) and (is_known or finding_id == EMPTY_SLOTS):
-                yield self._slot_finding(step, slots, finding_id, column, rows)
+        for column in (EMPTY_COLUMN, STALE_COLUMN) if is_known else (EMPTY_COLUMN,):
+            if (slots[:, column] > 0).any():
+                yield self._slot_finding(step, slots, column)
 
-    def _slot_finding(
-        self,
-        step: StepRecord,
-        slots: npt.NDArray[np.float32],
-        finding_id: str,
-        column: int,
-        rows: npt.NDArray[np.intp],
-    ) -> Finding:
-        weights = {int(row): float(slots[row, column + 1]) for row in rows}
+    def _slot_finding(self, step: StepRecord, slots: npt.NDArray[Any], column: int) -> Finding:
+        rows = np.flatnonzero(slots[:, column] > 0).tolist()
+        weights = {row: float(slots[row, column + 1]) for row in rows}
         worst = max(weights, key=weights.__getitem__)
         n_open, n_bad = int(slots[worst, OPEN_COLUMN]), int(slots[worst, column])
         layers = {step.calls[row].layer for row in rows}
@@ -262,7 +255,9 @@ class CacheRule(Rule):
             where = f"{capitalize(format_step_layers(layers, step))}, step {step.step}: "
             what = "step"
             most = f" (layer {step.calls[worst].layer})" if len(rows) > 1 else ""
-        kind = "empty slots" if finding_id == EMPTY_SLOTS else "slots with keys of an earlier text"
+        finding_id, kind = EMPTY_SLOTS, "empty slots"
+        if column == STALE_COLUMN:
+            finding_id, kind = STALE_SLOTS, "slots with keys of an earlier text"
         share = f"{weights[worst]:.0%}".replace("%", " %")
         share = share if weights[worst] >= 0.01 else "less than 1 %"
         sentence = (

@@ -91,9 +91,8 @@ class SamePromptRule(Rule):
         """The finding about two generations, none if they do not differ at all."""
         if (a.unpadded is None) != (b.unpadded is None) or _model_shape(a) != _model_shape(b):
             return
-        difference = step_diff.compare_runs(
-            a.steps, b.steps, (a.masks.get, b.masks.get), b.unpadded
-        )
+        find_masks = (a.masks.get, b.masks.get)
+        difference = step_diff.compare_runs(a.steps, b.steps, find_masks, b.unpadded)
         differences, limit = difference.steps, difference.limit
         if all(replace(one, tokens=None).is_same for one in differences):
             return  # equal logits: another token can only come from sampling
@@ -104,7 +103,10 @@ class SamePromptRule(Rule):
             yield self._generations_finding(a, b, DIFFERS, text, odd, layer)
             return
         last = len(differences) - 1
-        best_ids = {_best_token_id(run.steps[last]) for run in (a, b)}
+        logits = [run.steps[last].logits for run in (a, b)]
+        best_ids = {
+            one.candidates[0].token_id if one and one.candidates else None for one in logits
+        }
         is_drawn = parted is not None and len(best_ids) == 1
         finding_id, text = DIFFERS_BY_ROUNDING, _describe_rounding(differences, is_drawn)
         if (parted is None or is_drawn) and all(map(_is_near_equal, differences)):
@@ -127,21 +129,16 @@ class SamePromptRule(Rule):
             text += "not counted"
         paths = [_format_path(run) for run in (a, b)]
         ran_a, ran_b = ("", "") if paths[0] == paths[1] else (f" ({path})" for path in paths)
-        sentence = (
-            f"Generation {b.generation}{ran_b} has the same prompt as generation "
-            f"{a.generation}{ran_a}, {text}."
-        )
+        margins = [None if math.isnan(one) else one for one in at.margins or ()]
+        by_layer = {str(one.layer): round(one.difference, 6) for one in at.layers}
         finding = self.finding(
             None,
             finding_id,
-            sentence,
+            f"Generation {b.generation}{ran_b} has the same prompt as generation "
+            f"{a.generation}{ran_a}, {text}.",
             layers=() if layer is None else (layer,),
             positions=pads or (() if first is None else (first[0],)),
-            evidence={
-                "logits": at.logits,
-                "margins": [None if math.isnan(one) else one for one in at.margins or ()],
-                "layers": {str(one.layer): round(one.difference, 6) for one in at.layers},
-            },
+            evidence={"logits": at.logits, "margins": margins, "layers": by_layer},
         )
         return replace(finding, step=at.step)
 
@@ -150,11 +147,6 @@ def _model_shape(run: _GenerationRun) -> tuple[int, tuple[tuple[int, int], ...]]
     """Number of layers, and heads and head dimension of each call, to tell models apart."""
     layers = {one.layer for one in run.steps[0].layer_stats}
     return len(layers), tuple((call.q_heads, call.head_dim) for call in run.steps[0].calls)
-
-
-def _best_token_id(step: StepRecord) -> int | None:
-    logits = step.logits
-    return logits.candidates[0].token_id if logits is not None and logits.candidates else None
 
 
 def _is_near_equal(one: step_diff.StepDifference) -> bool:

@@ -118,7 +118,8 @@ class GradientsRule(Rule):
     def _check_small_gradients(self, gradients: GradientRecord) -> Iterator[Finding]:
         """Report weights with zero gradients, and weights with vanishing gradients."""
         scale = gradients.scale
-        weights = [stat for stat in gradients.stats if _is_checked_weight(stat)]
+        checked = (stat for stat in gradients.stats if stat.part in _CHECKED_PARTS)
+        weights = [stat for stat in checked if "bias" not in stat.name.rpartition(".")[2]]
         zero = [stat for stat in weights if stat.norm == 0 and not _is_expected_zero(stat, weights)]
         tiny = [stat for stat in weights if 0 < stat.norm < MIN_RELATIVE_NORM * scale]
         for finding_id, which, words in (
@@ -128,7 +129,8 @@ class GradientsRule(Rule):
             if not which:
                 continue
             where = _format_stat_layers(gradients, which)
-            names = ", ".join(dict.fromkeys(map(_short_parameter_name, which)))
+            # "q_proj" from "model.layers.2.self_attn.q_proj.weight"
+            names = ", ".join(dict.fromkeys(stat.name.split(".")[-2:][0] for stat in which))
             target = capitalize(_format_target(gradients))
             largest = max(stat.norm for stat in which)
             yield self.finding(
@@ -172,20 +174,10 @@ def _find_gradient_origin(gradients: GradientRecord) -> tuple[str, int | None]:
     return f"it begins in layer {last}: finite at its output, but not at its input", last
 
 
-def _is_checked_weight(stat: GradientStat) -> bool:
-    return stat.part in _CHECKED_PARTS and "bias" not in stat.name.rpartition(".")[2]
-
-
 def _is_expected_zero(stat: GradientStat, weights: Sequence[GradientStat]) -> bool:
     """Whether q or k has zero gradients in all layers: every row has a single key."""
     same = [each.norm for each in weights if each.part == stat.part]
     return stat.part in ("q", "k") and not any(same) and any(each.norm for each in weights)
-
-
-def _short_parameter_name(stat: GradientStat) -> str:
-    """ "q_proj" from "model.layers.2.self_attn.q_proj.weight"."""
-    parts = stat.name.split(".")
-    return parts[-2] if len(parts) > 1 else stat.name
 
 
 def _stat_layers(which: Sequence[GradientStat]) -> tuple[int, ...]:

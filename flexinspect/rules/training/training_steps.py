@@ -74,9 +74,9 @@ class TrainingRule(Rule):
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check a training step."""
         checks = (
-            *(self._check_learning_rate, self._check_nonfinite, self._check_explosion),
+            *(self._check_rate, self._check_nonfinite, self._check_explosion),
             *(self._check_vanishing, self._check_loss_spike, self._check_scaler),
-            *(self._check_loader, self._check_unreached, self._check_dead_parameters),
+            *(self._check_loader, self._check_unreached, self._check_dead),
         )
         if step.training is not None:
             found = [check(step, step.training) for check in checks]
@@ -179,9 +179,7 @@ class TrainingRule(Rule):
         )
         return self._finding(step, GRADIENT_VANISHING, sentence, origin)
 
-    def _check_dead_parameters(
-        self, step: StepRecord, training: TrainingStepRecord
-    ) -> Finding | None:
+    def _check_dead(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         if not training.gradients or training.is_skipped:
             return None
         now = sorted({one.name for one in training.gradients if one.is_dead})
@@ -212,9 +210,7 @@ class TrainingRule(Rule):
         evidence = {"names": names, "n": n}
         return self._finding(step, DEAD_PARAMETERS, sentence, evidence, Severity.NOTE, "unreached")
 
-    def _check_learning_rate(
-        self, step: StepRecord, training: TrainingStepRecord
-    ) -> Finding | None:
+    def _check_rate(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         high = _highest_rate(training)
         if high <= MAX_LEARNING_RATE:
             return None
