@@ -170,9 +170,8 @@ def _change_from_logits(
 ) -> StepChange:
     wide = (row.astype(np.float64) for row in (one, other))
     p, q = (row - np.logaddexp.reduce(row) for row in wide)
-    with np.errstate(invalid="ignore"):
-        parts = np.exp(p) * (p - q)
-    kl = float(np.where(np.isneginf(p), 0.0, parts).sum())
+    kept = ~np.isneginf(p)
+    kl = float((np.exp(p[kept]) * (p[kept] - q[kept])).sum())
     texts = {candidate.token_id: candidate.text for candidate in listed}
     known = ((i, text, float(one[i]), float(other[i])) for i, text in texts.items())
     return StepChange(step, "all logits", max(kl, 0.0), _sort_by_change(known))

@@ -68,9 +68,8 @@ def _build_in_process(
             stderr.seek(0)
             last_lines = stderr.read().splitlines()[-_MAX_STDERR_LINES:]
     if process.returncode:
-        raise FlexInspectError(
-            "The process that builds broken runs failed.", hint="\n".join(last_lines)
-        )
+        message = "The process that builds broken runs failed."
+        raise FlexInspectError(message, hint="\n".join(last_lines))
 
 
 def annotate_trace(path: Path, run: BrokenRun, *, repaired: bool) -> None:

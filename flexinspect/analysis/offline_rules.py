@@ -11,6 +11,7 @@ interface stays responsive, and prints as JSON what could not be stored.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -294,8 +295,6 @@ def review_from_json(text: str) -> Review:
 
 def main(argv: Sequence[str]) -> int:
     """Review the trace that the first argument names, at low priority, and print the review."""
-    import os
-
     if hasattr(os, "nice"):
         os.nice(5)
     try:

@@ -124,14 +124,12 @@ def _nonfinite_observations(step: StepRecord) -> list[Observation]:
     return [
         Observation(kind, module, layer, f"{plural(n, f'{word} value')} in {place}")
         for module, layer, place, counts in places
-        for kind, n, word in (
-            (grammar.NAN, counts.n_nan, "NaN"),
-            (grammar.INF, counts.n_inf, "infinite"),
-        )
-        if n
+        for kind, name, word in _NONFINITE
+        if (n := getattr(counts, name))
     ]
 
 
+_NONFINITE = ((grammar.NAN, "n_nan", "NaN"), (grammar.INF, "n_inf", "infinite"))
 _CONDITION_OF_FINDING = {
     "mask.empty-row": grammar.EMPTY_ROW,
     "path.fallback": grammar.FALLBACK,

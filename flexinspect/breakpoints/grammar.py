@@ -462,11 +462,11 @@ class _Parser:
         self._tokens, self._at, self._depth = _tokenize(text), 0, 0
 
     def parse(self) -> Expression:
-        if self._current.kind == "end":
+        if self._is_at_end():
             hint = 'For example entropy > 3 and step > 2, or token == "\\n".'
             self._refuse("There is no condition here.", hint=hint)
         tree = self._expression()
-        if self._current.kind != "end":
+        if not self._is_at_end():
             self._refuse_rest()
         return tree
 
@@ -477,12 +477,11 @@ class _Parser:
         self, word: str, kind: type[And] | type[Or], read: Callable[[], Expression]
     ) -> Expression:
         """Parse conditions joined with a word; a part of the same kind is merged into the chain."""
-        first = read()
-        parts = [first]
+        parts = [read()]
         while self._accept(word):
             parts.append(read())
         if len(parts) == 1:
-            return first
+            return parts[0]
         nested = (part.parts if isinstance(part, kind) else (part,) for part in parts)
         return kind(tuple(condition for conditions in nested for condition in conditions))
 
@@ -511,7 +510,7 @@ class _Parser:
         """Parse a closing parenthesis; call `refuse` for anything else but the end."""
         if self._accept(")"):
             return
-        if self._current.kind == "end":
+        if self._is_at_end():
             self._refuse("This parenthesis is not closed.", opening)
         refuse()
 
@@ -638,7 +637,7 @@ class _Parser:
         token = self._current
         if token.kind == "text":
             return _Placed(self._advance(), Text(token.value))
-        if self._current.kind == "end":
+        if self._is_at_end():
             self._refuse("The expression ends where a name or a value is expected.")
         if token.kind != "number":
             self._refuse("A name or a value is expected here.")
@@ -668,6 +667,9 @@ class _Parser:
     @property
     def _current(self) -> _Token:
         return self._tokens[self._at]
+
+    def _is_at_end(self) -> bool:
+        return self._current.kind == "end"
 
     def _advance(self) -> _Token:
         self._at += 1

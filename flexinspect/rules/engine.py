@@ -373,8 +373,7 @@ def _find_cause(finding: Finding, findings: Sequence[Finding]) -> int | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedRules:
+class LoadedRules(NamedTuple):
     """The registered rules; `failed` maps the names of rules that did not load to the reason."""
 
     rules: tuple[Rule, ...]

@@ -336,10 +336,7 @@ def _hidden_differences(
     a: StepRecord, b: StepRecord, real: RealPositions
 ) -> Mapping[int, tuple[float, bool]]:
     """Return by layer the relative difference of the hidden states, each marked as exact."""
-    of_a, of_b = (
-        {record.layer: record for record in step.arrays if record.stream == "hidden"}
-        for step in (a, b)
-    )
+    of_a, of_b = ({one.layer: one for one in s.arrays if one.stream == "hidden"} for s in (a, b))
     differences = {}
     for layer in of_a.keys() & of_b.keys():
         one, other = (_to_float32(of[layer].array, of[layer].dtype) for of in (of_a, of_b))

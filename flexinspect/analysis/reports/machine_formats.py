@@ -58,9 +58,8 @@ def as_junit(report: collect.Report, threshold: Severity | None) -> str:
     by_id: dict[str, list[Finding]] = {id_: [] for id_ in sorted(rule_of)}
     for finding in report.findings:
         by_id.setdefault(finding.id, []).append(finding)
-    suite = Xml.Element(
-        "testsuite", name=escape_unprintable(report.trace.name), errors="0", skipped="0"
-    )
+    trace = escape_unprintable(report.trace.name)
+    suite = Xml.Element("testsuite", name=trace, errors="0", skipped="0")
     for id_, found in by_id.items():
         suite.append(_test_case(id_, rule_of.get(id_, "unknown"), found, threshold))
     suite.set("tests", str(len(by_id)))
@@ -105,10 +104,8 @@ def as_sarif(report: collect.Report) -> dict[str, Any]:
     kinds, places = {**others, **report.kinds}, _LogicalLocations()
     ids, trace = list(kinds), report.trace.as_uri()
     results = [_result_dict(one, ids.index(one.id), places, trace) for one in report.findings]
-    off = [
-        {"level": "warning", "message": {"text": escape_unprintable(text)}}
-        for text in report.disabled_rules
-    ]
+    messages = ({"text": escape_unprintable(text)} for text in report.disabled_rules)
+    off = [{"level": "warning", "message": message} for message in messages]
     rules = [_rule_dict(id_, kind) for id_, kind in kinds.items()]
     run = {
         "tool": {"driver": {"name": "flexinspect", "version": __version__, "rules": rules}},

@@ -93,7 +93,8 @@ class CacheRule(Rule):
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Store the prompt that the caller assumes to be cached."""
-        self._texts.on_event(event)
+        if event.kind == CACHED_PROMPT_EVENT:
+            self._texts.declared_ids = list(event.data["prompt"])
         return ()
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
@@ -288,14 +289,9 @@ class CacheTextTracker:
         self.context = context
         self._full_forwards: list[tuple[int, int]] = []  # step and rows
         self._masks: frozenset[str | None] = frozenset()
-        self._declared_ids: list[int] | None = None
+        self.declared_ids: list[int] | None = None  # which the caller assumes to be cached
         self._is_cache_off = False
         self._length = 0
-
-    def on_event(self, event: EventRecord) -> None:
-        """Store the tokens that the caller of `generate` assumes to be cached."""
-        if event.kind == CACHED_PROMPT_EVENT:
-            self._declared_ids = list(event.data["prompt"])
 
     def on_step(self, step: StepRecord) -> Finding | None:
         """Compare the input of a step with the content of the cache."""
@@ -319,9 +315,26 @@ class CacheTextTracker:
         return found
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Keep the text of the generation, and report that no cache was used."""
+        """Keep the text, and report that each step recomputed the whole sequence."""
         self._cached_texts.append(self._token_ids(0, self._length))
-        return self._unused_finding()
+        steps, self._full_forwards = self._full_forwards, []
+        if len(steps) < 3 or not self._is_causal():
+            return ()
+        rows, (_, first), (last_step, last) = sum(n for _, n in steps), steps[0], steps[-1]
+        needed = first + len(steps) - 1
+        lengths = ", ".join(str(n) for _, n in steps[:3])
+        sentence = (
+            f"No cache is used: q length grows {lengths}{', ...' if len(steps) > 3 else ''} to "
+            f"{last}; {len(steps)} steps computed {rows} query rows, where {needed} are enough "
+            f"with a cache{' (use_cache=False was passed)' if self._is_cache_off else ''}"
+        )
+        severity = Severity.NOTE if self._is_cache_off else None
+        evidence = {"steps": len(steps), "rows": rows, "needed": needed}
+        evidence |= {"first": first, "last": last}
+        finding = self._rule.finding(
+            None, CACHE_NOT_USED, f"{sentence}.", severity=severity, evidence=evidence
+        )
+        return [replace(finding, step=steps[1][0], last_step=last_step, times=len(steps) - 1)]
 
     def _token_ids(self, start: int, stop: int) -> list[int]:
         """The token ids of these positions, up to the first unknown one."""
@@ -337,7 +350,7 @@ class CacheTextTracker:
 
         The trace does not say which cache it is, so one matching text is enough.
         """
-        n, declared = step.kv_before, self._declared_ids
+        n, declared = step.kv_before, self.declared_ids
         if declared is None:
             return self._check_cut(step)
         known = [ids[:n] for ids in self._cached_texts if len(ids) >= n]
@@ -475,39 +488,14 @@ class CacheTextTracker:
             step, CACHE_LOST, f"{sentence}.", positions=(0,), evidence=evidence
         )
 
-    def _unused_finding(self) -> Sequence[Finding]:
-        """Report what a cache would have saved, if each step recomputed the whole sequence."""
-        steps, self._full_forwards = self._full_forwards, []
-        if len(steps) < 3 or not self._is_causal():
-            return ()
-        rows, (_, first), (last_step, last) = sum(n for _, n in steps), steps[0], steps[-1]
-        needed = first + len(steps) - 1
-        lengths = ", ".join(str(n) for _, n in steps[:3])
-        sentence = (
-            f"No cache is used: q length grows {lengths}{', ...' if len(steps) > 3 else ''} to "
-            f"{last}; {len(steps)} steps computed {rows} query rows, where {needed} are enough "
-            f"with a cache{' (use_cache=False was passed)' if self._is_cache_off else ''}"
-        )
-        severity = Severity.NOTE if self._is_cache_off else None
-        evidence = {"steps": len(steps), "rows": rows, "needed": needed}
-        evidence |= {"first": first, "last": last}
-        finding = self._rule.finding(
-            None, CACHE_NOT_USED, f"{sentence}.", severity=severity, evidence=evidence
-        )
-        return [replace(finding, step=steps[1][0], last_step=last_step, times=len(steps) - 1)]
-
     def _is_causal(self) -> bool:
         """Whether new tokens leave earlier rows unchanged; otherwise no cache can be used.
 
         Masks that were not recorded count as causal.
         """
-        for fingerprint in self._masks:
-            mask = self.context.mask(fingerprint)
-            if mask is None or mask.cells is None or mask.q_len != mask.kv_len:
-                continue
-            if mask.cells[:, :-1, -1].any():  # an earlier row sees the newest key
-                return False
-        return True
+        masks = [mask for mask in map(self.context.mask, self._masks) if mask is not None]
+        square = [m.cells for m in masks if m.cells is not None and m.q_len == m.kv_len]
+        return not any(cells[:, :-1, -1].any() for cells in square)  # rows that see the newest key
 
 
 def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:

@@ -27,8 +27,7 @@ MIN_TOTAL_GROWTH = 96 * MIB
 MIN_RISING_SHARE = 0.75
 """Growth beyond the KV cache, per step and in total, and the share of windows in which it rises."""
 
-MIN_CAPTURE_SHARE = 0.25
-MIN_CAPTURE_BYTES = 256 * MIB
+MIN_CAPTURE_SHARE, MIN_CAPTURE_BYTES = 0.25, 256 * MIB
 
 
 class MemoryRule(Rule):

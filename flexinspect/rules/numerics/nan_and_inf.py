@@ -88,9 +88,10 @@ class NumbersRule(Rule):
         )
         part = find_nonfinite_part(step, producer, self.context, is_newest=is_newest)
         sentence = (
-            f"{_nan_or_inf(producer)} {'first' if earlier >= _AFTER_LAST_LAYER else 'now'} appears "
-            f"in the output of layer {producer.layer} ({printable(producer.module)}), "
-            f"in step {step.step} {self._format_rows(step, rows, producer)}: "
+            f"{'NaN' if producer.n_nan else 'Inf'} "
+            f"{'first' if earlier >= _AFTER_LAST_LAYER else 'now'} appears in the output of layer "
+            f"{producer.layer} ({printable(producer.module)}), in step {step.step} "
+            f"{self._format_rows(step, rows, producer)}: "
             f"{_format_value_counts(producer)}; {_format_carriers(carriers, in_logits)}"
         )
         if part is not None:
@@ -203,7 +204,7 @@ class NumbersRule(Rule):
                 source = "while every layer's output is finite: it comes from the final norm or "
                 source += "the output head"
             sentence = (
-                f"{_nan_or_inf(logits)} appears in the logits of step {step.step} "
+                f"{'NaN' if logits.n_nan else 'Inf'} appears in the logits of step {step.step} "
                 f"({_format_value_counts(logits)}), {source}."
             )
         yield self.finding(
@@ -215,10 +216,6 @@ class NumbersRule(Rule):
             evidence=evidence,
             query="logits",
         )
-
-
-def _nan_or_inf(record: LayerStatRecord | LogitsRecord) -> str:
-    return "NaN" if record.n_nan else "Inf"
 
 
 def _format_value_counts(record: LayerStatRecord | LogitsRecord) -> str:

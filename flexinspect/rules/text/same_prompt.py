@@ -109,7 +109,10 @@ class SamePromptRule(Rule):
         }
         is_drawn = parted is not None and len(best_ids) == 1
         finding_id, text = DIFFERS_BY_ROUNDING, _describe_rounding(differences, is_drawn)
-        if (parted is None or is_drawn) and all(map(_is_near_equal, differences)):
+        # Steps are equal if they differ only in the last bits.
+        largest = max((layer.difference for one in differences for layer in one.layers), default=0)
+        is_equal = largest < 1e-4 and all((one.logits or 0.0) < 1e-3 for one in differences)
+        if (parted is None or is_drawn) and is_equal:
             finding_id, text = SAME_OUTPUT, _describe_same(differences)
         yield self._generations_finding(a, b, finding_id, text, parted or differences[0])
 
@@ -127,7 +130,8 @@ class SamePromptRule(Rule):
         if b.unpadded is not None:
             text += f"; rows {format_ranges(pads)} are padding: differences there are expected and "
             text += "not counted"
-        paths = [_format_path(run) for run in (a, b)]
+        calls = [next(iter(run.steps[0].calls), None) for run in (a, b)]
+        paths = [f"{one.path}, {one.dtype}" if one else "no calls seen" for one in calls]
         ran_a, ran_b = ("", "") if paths[0] == paths[1] else (f" ({path})" for path in paths)
         margins = [None if math.isnan(one) else one for one in at.margins or ()]
         by_layer = {str(one.layer): round(one.difference, 6) for one in at.layers}
@@ -147,17 +151,6 @@ def _model_shape(run: _GenerationRun) -> tuple[int, tuple[tuple[int, int], ...]]
     """Number of layers, and heads and head dimension of each call, to tell models apart."""
     layers = {one.layer for one in run.steps[0].layer_stats}
     return len(layers), tuple((call.q_heads, call.head_dim) for call in run.steps[0].calls)
-
-
-def _is_near_equal(one: step_diff.StepDifference) -> bool:
-    """Whether a step differs only in the last bits."""
-    worst = one.worst
-    return (one.logits or 0.0) < 1e-3 and (worst is None or worst.difference < 1e-4)
-
-
-def _format_path(run: _GenerationRun) -> str:
-    calls = run.steps[0].calls
-    return f"{calls[0].path}, {calls[0].dtype}" if calls else "no calls seen"
 
 
 def _describe_same(differences: Sequence[step_diff.StepDifference]) -> str:

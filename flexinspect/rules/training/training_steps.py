@@ -47,8 +47,8 @@ MIN_WAIT_MS = 5.0
 MIN_OUTSIDE_MS = 30.0
 """Steps that are compared after the warm-up; share and milliseconds from which waiting counts.
 
-If the loader is not watched, only the time outside all other work is known (`MIN_OUTSIDE_MS`). It
-includes a few switches of the interpreter lock (5 ms each).
+If the loader is not watched, only the time outside all other work is known (`MIN_OUTSIDE_MS`), with
+a few switches of the interpreter lock (5 ms each).
 """
 
 
