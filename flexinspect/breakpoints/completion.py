@@ -82,12 +82,8 @@ def _suggestions(
         return [*_unit_suggestions(before), *_CONNECTIVES.items()]
     words = [(word.name, word.help) for word in grammar.VALUE_NAMES.values()]
     finding = (grammar.FINDING, grammar.FINDING_HELP)
-    return [
-        *words,
-        *grammar.OBSERVATIONS.items(),
-        finding,
-        ("not", "a condition that does not hold"),
-    ]
+    negation = ("not", "a condition that does not hold")
+    return [*words, *grammar.OBSERVATIONS.items(), finding, negation]
 
 
 def _value_suggestions(before: list[str], name: str) -> Suggestions:

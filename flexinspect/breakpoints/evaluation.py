@@ -180,8 +180,6 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "in": lambda part, whole: part in whole,
 }
 
-_WORST_LAST = list(Severity)[::-1]
-
 
 class _Evaluator:
     """Evaluates a tree for the whole step, or for one of its layers."""
@@ -243,8 +241,9 @@ class _Evaluator:
             return False
         if tree.op is None or tree.severity is None:
             return True
-        ranks = [_WORST_LAST.index(one) for one in (finding.severity, Severity(tree.severity))]
-        return _OPERATORS[tree.op](*ranks)
+        worst_last = list(Severity)[::-1]
+        rank, limit = worst_last.index(finding.severity), worst_last.index(Severity(tree.severity))
+        return _OPERATORS[tree.op](rank, limit)
 
 
 def _evidence_text(tree: grammar.Leaf, observations: StepObservations, layer: int | None) -> str:

@@ -118,7 +118,7 @@ def collect_report(
     # The findings panel shares this module, and needs no rules to show its first screen.
     from flexinspect.analysis.offline_rules import live_rule_names
 
-    rules = tuple(rules)
+    rules, events = tuple(rules), (row.event for row in reader.events())
     names = live_rule_names(reader.run(), rules) | {rule for rule, _ in reader.reviews()}
     ran = tuple(rule for rule in rules if rule.name in names)
     return Report(
@@ -128,9 +128,7 @@ def collect_report(
         position_texts=tuple(read_position_texts(reader, finding) for finding in findings),
         rules=ran,
         kinds={id_: kind for rule in ran for id_, kind in rule.findings.items()},
-        disabled_rules=tuple(
-            row.event.text for row in reader.events() if row.event.kind == "rule-disabled"
-        ),
+        disabled_rules=tuple(one.text for one in events if one.kind == "rule-disabled"),
         notes=tuple(notes),
     )
 

@@ -215,8 +215,8 @@ class TextRule(Rule):
         p = math.exp(logits.chosen_logprob) if logits is not None else math.nan
         last = self.context.token(token.pos - 1)
         copies_last = last is not None and last.token_id == token.token_id
-        name = printable(token.token)
-        sentence = f'The first token chosen is "{name}" (probability {p:.2g}): the answer is empty'
+        name = f'"{printable(token.token)}"'
+        sentence = f"The first token chosen is {name} (probability {p:.2g}): the answer is empty"
         if last is not None and last.special:
             sentence += f', and the prompt itself ends with the special token "{last.token}"'
         is_certain = p >= 0.5 and not copies_last
