@@ -287,7 +287,7 @@ class CacheTextTracker:
     def on_generation_start(self, context: RuleContext) -> None:
         """Begin a generation; the texts of earlier ones are kept."""
         self.context = context
-        self._full_forwards: list[tuple[int, int]] = []  # step and rows
+        self._full_forwards: list[tuple[int, int]] = []  # (step, rows), each over the whole text
         self._masks: frozenset[str | None] = frozenset()
         self.declared_ids: list[int] | None = None  # which the caller assumes to be cached
         self._is_cache_off = False
