@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +28,12 @@ from flexinspect.trace.queries.search_queries import read_tokens
 from flexinspect.trace.query_results import BranchRow
 from flexinspect.trace.reader import TraceReader
 
-LOGITS_STREAM = "logits.row"
-"""The stream with all logits of a step."""
+LOGITS_STREAM = "logits.row"  # the stream with all logits of a step
 
 Basis = Literal["all logits", "candidates"]
 
 
-@dataclass(frozen=True, slots=True)
-class BranchNode:
+class BranchNode(NamedTuple):
     """A branch in the tree, `depth` levels below the base.
 
     `children` are the numbers of its forks, `change_text` says how it differs from its parent, and
@@ -60,13 +57,8 @@ def branch_tree(reader: TraceReader, generation: int) -> list[BranchNode]:
 
     def walk(branch: int, depth: int) -> Iterator[BranchNode]:
         row, forks = rows[branch], tuple(children.get(branch, ()))
-        yield BranchNode(
-            row=row,
-            depth=depth,
-            children=forks,
-            change_text=describe_change(row.change),
-            n_steps=reader.n_steps(generation, branch),
-        )
+        n_steps = reader.n_steps(generation, branch)
+        yield BranchNode(row, depth, forks, describe_change(row.change), n_steps)
         for fork in forks:
             yield from walk(fork, depth + 1)
 
@@ -85,18 +77,13 @@ def describe_change(change: Mapping[str, Any]) -> str:
         case "mask":
             edits = change.get("edits")
             text = "; ".join(map(str, edits)) if isinstance(edits, list) else "an edited mask"
-            recomputed = ", all keys recomputed" if change.get("recomputed") else ""
-            return f"{text}{recomputed}"
+            return text + (", all keys recomputed" if change.get("recomputed") else "")
         case "replay":
             return "the replayed step differed from the recorded one"
     return ""
 
 
-# -- tokens ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPair:
+class TokenPair(NamedTuple):
     """The tokens of two branches at one position; None where a branch is shorter."""
 
     pos: int
@@ -145,11 +132,7 @@ def first_difference(reader: TraceReader, generation: int, one: int, other: int)
     return next((step for step in steps if left.get(step) != right.get(step)), None)
 
 
-# -- distributions ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class StepChange:
+class StepChange(NamedTuple):
     """How the distribution of a step differs in another branch.
 
     `kl` is the KL divergence of `other` from `one` in nats, sum p_one * ln(p_one / p_other), over
@@ -185,20 +168,13 @@ def step_change(
 def _change_from_logits(
     step: int, one: npt.NDArray[Any], other: npt.NDArray[Any], listed: Sequence[Candidate]
 ) -> StepChange:
-    p, q = (_log_probabilities(row) for row in (one, other))
-    with np.errstate(invalid="ignore"):
-        parts = np.exp(p) * (p - q)
-    kl = float(np.where(np.isneginf(p), 0.0, parts).sum())
+    wide = (row.astype(np.float64) for row in (one, other))
+    p, q = (row - np.logaddexp.reduce(row) for row in wide)
+    kept = ~np.isneginf(p)
+    kl = float((np.exp(p[kept]) * (p[kept] - q[kept])).sum())
     texts = {candidate.token_id: candidate.text for candidate in listed}
     known = ((i, text, float(one[i]), float(other[i])) for i, text in texts.items())
     return StepChange(step, "all logits", max(kl, 0.0), _sort_by_change(known))
-
-
-def _log_probabilities(row: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    wide = row.astype(np.float64)
-    high = wide.max()
-    out: npt.NDArray[np.float64] = wide - high - math.log(np.exp(wide - high).sum())
-    return out
 
 
 def _change_from_candidates(
@@ -220,15 +196,10 @@ def _sort_by_change(
     return tuple(sorted(changes, key=lambda change: (-abs(change[3] - change[2]), change[0])))
 
 
-# -- masks -----------------------------------------------------------------------------------------
+MAX_LISTED_CELLS = 256  # cells that a `MaskChange` lists at most; all of them are counted
 
 
-MAX_LISTED_CELLS = 256
-"""Cells that a `MaskChange` lists at most; all of them are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class MaskChange:
+class MaskChange(NamedTuple):
     """How the executed mask of a layer differs between two branches.
 
     Compared are the `n_rows` rows that both branches computed up to `step`. `opened` are cells,
@@ -245,8 +216,7 @@ class MaskChange:
     closed: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MaskRows:
+class MaskRows(NamedTuple):
     """The known rows of one head's executed mask: `cells` bool (n, n), `known` bool (n)."""
 
     layer: int
@@ -254,8 +224,7 @@ class MaskRows:
     known: npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class StepMask:
+class StepMask(NamedTuple):
     """The executed mask of one head in one step: `cells` bool (rows, keys).
 
     `row` and `key` are the positions in the sequence of the first row and key.

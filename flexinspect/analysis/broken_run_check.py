@@ -23,9 +23,7 @@ from flexinspect.rules.engine import load_rules
 from flexinspect.trace.file.writer import add_run_facts, review_statements
 from flexinspect.trace.reader import open_trace
 
-MAX_PROCESSES = 2
-"""Processes that build broken runs at the same time; each uses one core."""
-
+MAX_PROCESSES = 2  # processes that build broken runs at the same time; each uses one core
 _MAX_STDERR_LINES = 5
 
 BuiltCallback = Callable[[str], None]
@@ -70,9 +68,8 @@ def _build_in_process(
             stderr.seek(0)
             last_lines = stderr.read().splitlines()[-_MAX_STDERR_LINES:]
     if process.returncode:
-        raise FlexInspectError(
-            "The process that builds broken runs failed.", hint="\n".join(last_lines)
-        )
+        message = "The process that builds broken runs failed."
+        raise FlexInspectError(message, hint="\n".join(last_lines))
 
 
 def annotate_trace(path: Path, run: BrokenRun, *, repaired: bool) -> None:
@@ -80,9 +77,6 @@ def annotate_trace(path: Path, run: BrokenRun, *, repaired: bool) -> None:
     facts = {**asdict(run), "repaired": repaired}
     text = " ".join(run.tutorial_lines())
     add_run_facts(path, {"exhibit": facts}, EventRecord("exhibit", text, time.time()))
-
-
-# -- checking --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +103,8 @@ class BrokenRunCheck:
         """Return the verdict in one line."""
         if self.error:
             return f"not built: {self.error}"
-        parts = [f"found {', '.join(self.found)}" if self.found else "missed"]
-        if not self.found:
-            parts.append(f"expected {' or '.join(self.expected)}")
+        missed = ["missed", f"expected {' or '.join(self.expected)}"]
+        parts = [f"found {', '.join(self.found)}"] if self.found else missed
         parts += [f"also {', '.join(self.also)}"] if self.also else []
         parts += [f"false alarm {', '.join(self.false)}"] if self.false else []
         return "; ".join(parts)
@@ -146,26 +139,22 @@ def _check_broken_run(run: BrokenRun, folder: Path, errors: Mapping[str, str]) -
     error = errors.get(broken) or errors.get(repaired)
     if error:
         return BrokenRunCheck(run.name, run.expected, error=error)
-    of_broken = _reviewed_findings(folder / f"{broken}.flextrace")
-    of_repaired = _reviewed_findings(folder / f"{repaired}.flextrace")
-    ids = {id_ for id_, _ in of_broken}
+    notes, serious = _reviewed_ids(folder / f"{broken}.flextrace")
     return BrokenRunCheck(
         run.name,
         run.expected,
-        found=tuple(id_ for id_ in run.expected if id_ in ids),
-        also=tuple(sorted(_errors_and_warnings(of_broken) - {*run.expected})),
-        false=tuple(sorted(_errors_and_warnings(of_repaired))),
+        found=tuple(id_ for id_ in run.expected if id_ in notes | serious),
+        also=tuple(sorted(serious - {*run.expected})),
+        false=tuple(sorted(_reviewed_ids(folder / f"{repaired}.flextrace")[1])),
     )
 
 
-def _errors_and_warnings(findings: set[tuple[str, Severity]]) -> set[str]:
-    return {id_ for id_, severity in findings if severity is not Severity.NOTE}
-
-
-def _reviewed_findings(path: Path) -> set[tuple[str, Severity]]:
-    """Return the ids and severities of a trace's findings, after all rules have run."""
+def _reviewed_ids(path: Path) -> tuple[set[str], set[str]]:
+    """Return the ids of a trace's notes, and of its other findings, after all rules have run."""
     with open_trace(path) as reader:
         result = review(reader, load_rules().rules)
         if result.unstored:
             reader.add_reviews(review_statements(result.unstored))
-        return {(finding.id, finding.severity) for finding in reader.findings()}
+        found = reader.findings()
+        notes = {finding.id for finding in found if finding.severity is Severity.NOTE}
+        return notes, {finding.id for finding in found if finding.severity is not Severity.NOTE}

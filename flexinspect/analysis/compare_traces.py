@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
+import filecmp
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import format_ranges, plural, printable
+from flexinspect.core.text import format_layers, format_ranges, plural, printable
 from flexinspect.records.step import StepRecord, TokenRecord
-from flexinspect.rules.step_diff import (
-    RealPositions,
-    RunDifference,
-    StepDifference,
-    compare_runs,
-    real_positions,
-)
+from flexinspect.rules import step_diff
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.replay import is_standalone, replay_steps
@@ -39,7 +32,7 @@ class PromptDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationDifference(RunDifference):
+class GenerationDifference(step_diff.RunDifference):
     """One generation of two traces, compared.
 
     `prompt` is the first difference of the prompts, None if they are the same; if they differ, no
@@ -60,14 +53,8 @@ class GenerationDifference(RunDifference):
     @property
     def verdict(self) -> str:
         """`same`, `rounding` (same tokens and masks, numbers within rounding) or `different`."""
-        one, other = self.n_steps
-        if (
-            self.missing
-            or self.prompt is not None
-            or one != other
-            or self.first_beyond_rounding
-            or self.divergence
-        ):
+        has_other_steps = self.prompt is not None or self.n_steps[0] != self.n_steps[1]
+        if self.missing or has_other_steps or self.first_beyond_rounding or self.divergence:
             return DIFFERENT
         return SAME if self.first_difference is None else ROUNDING
 
@@ -106,7 +93,7 @@ def compare_traces(a: TraceReader, b: TraceReader, *, generation: int | None = N
     `TraceError` for a damaged trace.
     """
     names = (str(a.path), str(b.path))
-    identical = _digest(a.path) == _digest(b.path)
+    identical = filecmp.cmp(a.path, b.path, shallow=False)
     pairs = list(zip_longest(_model_generations(a, generation), _model_generations(b, generation)))
     if not pairs:
         which = "" if generation is None else f" {generation}"
@@ -119,11 +106,6 @@ def _model_generations(reader: TraceReader, generation: int | None) -> list[Gene
     return [row for row in rows if generation is None or row.generation == generation]
 
 
-def _digest(path: Path) -> bytes:
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").digest()
-
-
 def _compare_generations(
     a: TraceReader, b: TraceReader, one: GenerationRow | None, other: GenerationRow | None
 ) -> GenerationDifference:
@@ -132,15 +114,28 @@ def _compare_generations(
         assert present is not None
         missing = f"only {(b if one is None else a).path} has it"
         return GenerationDifference(generation=present.generation, missing=missing)
-    numbers = (one.generation, other.generation)
-    counts = (a.n_steps(numbers[0]), b.n_steps(numbers[1]))
-    prompt = _compare_prompts(_prompt_tokens(a, numbers[0]), _prompt_tokens(b, numbers[1]))
-    result = GenerationDifference(generation=one.generation, prompt=prompt, n_steps=counts)
-    return result if prompt is not None else _compare_generation_steps(a, b, numbers, result)
-
-
-def _prompt_tokens(reader: TraceReader, generation: int) -> list[TokenRecord]:
-    return [token for token in reader.tokens(generation) if token.step is None]
+    prompts = [
+        [token for token in reader.tokens(row.generation) if token.step is None]
+        for reader, row in ((a, one), (b, other))
+    ]
+    result = GenerationDifference(
+        generation=one.generation,
+        prompt=_compare_prompts(*prompts),
+        n_steps=(a.n_steps(one.generation), b.n_steps(other.generation)),
+    )
+    if result.prompt is not None:
+        return result
+    steps_a, steps_b = _WatchedSteps(a, one.generation), _WatchedSteps(b, other.generation)
+    difference = step_diff.compare_runs(steps_a, steps_b, (a.mask, b.mask))
+    is_diverged = difference.divergence is not None
+    return replace(
+        result,
+        steps=difference.steps,
+        limit=difference.limit,
+        words=(steps_a.last_text, steps_b.last_text) if is_diverged else ("", ""),
+        padding=() if steps_a.real is None else tuple(np.flatnonzero(~steps_a.real).tolist()),
+        alike=(tuple(steps_a.stale), tuple(steps_b.stale)),
+    )
 
 
 def _compare_prompts(a: Sequence[TokenRecord], b: Sequence[TokenRecord]) -> PromptDifference | None:
@@ -149,23 +144,6 @@ def _compare_prompts(a: Sequence[TokenRecord], b: Sequence[TokenRecord]) -> Prom
             words = ("" if token is None else token.text or token.token for token in (one, other))
             return PromptDifference(position, *words)
     return None
-
-
-def _compare_generation_steps(
-    a: TraceReader, b: TraceReader, numbers: tuple[int, int], result: GenerationDifference
-) -> GenerationDifference:
-    """Return `result` with the differences of the steps of two generations of the same prompt."""
-    one, other = (_WatchedSteps(each, n) for each, n in zip((a, b), numbers, strict=True))
-    difference = compare_runs(one, other, (a.mask, b.mask))
-    is_diverged = difference.divergence is not None
-    return replace(
-        result,
-        steps=difference.steps,
-        limit=difference.limit,
-        words=(one.last_text, other.last_text) if is_diverged else ("", ""),
-        padding=() if one.real is None else tuple(np.flatnonzero(~one.real).tolist()),
-        alike=(tuple(one.stale), tuple(other.stale)),
-    )
 
 
 class _WatchedSteps:
@@ -178,14 +156,14 @@ class _WatchedSteps:
     def __init__(self, reader: TraceReader, generation: int) -> None:
         self._steps = replay_steps(reader, generation, 0, COMPARED_STREAMS)
         self.stale: list[int] = []
-        self.real: RealPositions = None
+        self.real: step_diff.RealPositions = None
         self.last_text = ""
 
     def __iter__(self) -> Iterator[StepRecord]:
         before: tuple[object, ...] = ()
         for index, step in enumerate(self._steps):
             if index == 0:
-                self.real = real_positions(step)
+                self.real = step_diff.real_positions(step)
             now = tuple((stat.layer, stat.norm, stat.min, stat.max) for stat in step.layer_stats)
             if now and now == before:
                 self.stale.append(step.step)
@@ -197,6 +175,7 @@ _MAX_LAYERS = 40
 _VERDICT_TEXTS = {
     DIFFERENT: "The two runs differ.",
     ROUNDING: "The same tokens and masks; numbers differ by rounding.",
+    SAME: "No difference in anything that was recorded.",
 }
 
 
@@ -208,8 +187,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
         yield "Identical files: byte for byte the same, so this compares a run with itself."
     for generation in comparison.generations:
         yield from _generation_lines(generation)
-    default = "No difference in anything that was recorded."
-    yield _VERDICT_TEXTS.get(comparison.verdict, default)
+    yield _VERDICT_TEXTS[comparison.verdict]
 
 
 def _generation_lines(one: GenerationDifference) -> Iterator[str]:
@@ -234,27 +212,25 @@ def _generation_lines(one: GenerationDifference) -> Iterator[str]:
         yield f"  {plural(len(one.steps), 'step')} compared: the same"
         return
     yield f"  first difference: step {one.first_difference.step}"
-    shown = {one.first_difference.step: one.first_difference}
-    for step in (one.first_beyond_rounding, one.divergence):
-        if step is not None:
-            shown[step.step] = step
-    for number in sorted(shown):
-        yield from _step_lines(one, shown[number])
-    yield from _conclusion_lines(one)
+    notable = (one.first_difference, one.first_beyond_rounding, one.divergence)
+    shown = {step.step: step for step in notable if step is not None}
+    for _, step in sorted(shown.items()):
+        yield from _step_lines(one, step)
+    yield from _conclusion_lines(one, one.first_difference)
 
 
-def _step_lines(one: GenerationDifference, step: StepDifference) -> Iterator[str]:
+def _step_lines(one: GenerationDifference, step: step_diff.StepDifference) -> Iterator[str]:
     yield f"  step {step.step}"
     if step.lengths:
         yield f"    rows: {step.lengths}"
     if step.positions:
         yield f"    position ids: {step.positions}"
     for path in step.paths:
-        yield f"    {_format_layers(path.layers)}: {path.a} against {path.b}"
+        yield f"    {format_layers(path.layers, 0)}: {path.a} against {path.b}"
     for mask in step.masks:
         cells = "" if mask.cells is None else f": {plural(mask.cells, 'cell')} of the first"
         first = "" if mask.first is None else f", first at row {mask.first[0]}, key {mask.first[1]}"
-        yield f"    masks of {_format_layers(mask.layers)} differ{cells}{first}"
+        yield f"    masks of {format_layers(mask.layers, 0)} differ{cells}{first}"
     if step.layers:
         yield from _layer_lines(step, one.limit)
     if step.logits is not None:
@@ -268,7 +244,7 @@ def _step_lines(one: GenerationDifference, step: StepDifference) -> Iterator[str
         yield f"    token: {a!r} (margin {margins[0]:.3g}) against {b!r} (margin {margins[1]:.3g})"
 
 
-def _layer_lines(step: StepDifference, limit: float) -> Iterator[str]:
+def _layer_lines(step: step_diff.StepDifference, limit: float) -> Iterator[str]:
     """Yield each layer's difference and the part of it that the layer added."""
     how = "hidden states" if step.layers[0].exact else "statistics"
     yield f"    layer  difference  added     ({how}, relative; rounding up to {limit:g})"
@@ -279,23 +255,13 @@ def _layer_lines(step: StepDifference, limit: float) -> Iterator[str]:
         yield f"    ... and {len(step.layers) - _MAX_LAYERS} more layers (--json has all)"
 
 
-def _conclusion_lines(one: GenerationDifference) -> Iterator[str]:
+def _conclusion_lines(one: GenerationDifference, first: step_diff.StepDifference) -> Iterator[str]:
     if one.jump is not None:
         yield f"  layer {one.jump} stands out: it adds far more than the others"
-    elif (
-        one.first_beyond_rounding is None
-        and one.first_difference is not None
-        and one.first_difference.layers
-    ):
+    elif one.first_beyond_rounding is None and first.layers:
         yield "  the difference grows evenly over the layers, no single jump: rounding"
     if one.divergence is None:
         yield f"  the same token in each of {plural(len(one.steps), 'step')}"
     else:
         step = one.divergence.step + 1
         yield f"  from step {step} on the two receive different tokens: not compared"
-
-
-def _format_layers(which: tuple[int, ...]) -> str:
-    if not which:
-        return "some layers"
-    return f"layer{'s' * (len(which) > 1)} {format_ranges(which)}"

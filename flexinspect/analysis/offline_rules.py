@@ -1,9 +1,9 @@
 """Run the rules that have not seen a trace yet, and store their findings in it.
 
 While a run is recorded, the cheap rules check every step. The expensive ones (`offline_only`), and
-those that were not installed then, run here: on the steps as they are in the trace, generation by
-generation, each rule once. If a generation or one of its branches never ended, because its process
-was killed, the rules that ran live report here what they report at the end of a generation.
+those that were not installed then, run here, once per generation. If a generation or one of its
+branches never ended, because its process was killed, the rules that ran live report here what they
+report at the end of a generation.
 
 `python -m flexinspect.analysis.offline_rules TRACE` does this in a separate process, so that the
 interface stays responsive, and prints as JSON what could not be stored.
@@ -11,12 +11,14 @@ interface stays responsive, and prints as JSON what could not be stored.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -56,8 +58,7 @@ class Review:
     note: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReviewTask:
+class ReviewTask(NamedTuple):
     """A generation and the rules to run on it.
 
     Only the findings at the end of the generation count of `end_only_rules`, which ran live.
@@ -124,7 +125,7 @@ def review(
     unstored: list[RuleReview] = []
     notes: dict[str, None] = {}
     store = store and not _is_recorded(reader.run())
-    shared: dict[str, Any] = {}
+    context = RuleContext(find_mask=reader.mask)
     for task, size in zip(tasks, sizes, strict=True):
 
         def on_step_done(n_steps: int, n_before: int = n_before) -> None:
@@ -133,7 +134,7 @@ def review(
 
         n_before += size
         try:
-            reviews = _replay_generation(reader, task, on_step_done, shared)
+            reviews = _replay_generation(reader, task, context, on_step_done)
         except TraceError as error:  # the other generations may be readable
             notes[error.message] = None
             continue
@@ -149,23 +150,17 @@ def review(
 
 
 def _replay_generation(
-    reader: TraceReader,
-    task: ReviewTask,
-    on_step_done: Callable[[int], None],
-    shared_memory: dict[str, Any],
+    reader: TraceReader, task: ReviewTask, base: RuleContext, on_step_done: Callable[[int], None]
 ) -> list[RuleReview]:
     """Replay one generation for all rules of a task, and return the review of each."""
-    row = task.generation
-    context, started_at = RuleContext(find_mask=reader.mask), time.time()
-    context.shared_memory = shared_memory
+    row, started_at = task.generation, time.time()
     known = {_finding_key(f) for f in reader.findings() if f.generation == row.generation}
     rules = [*((rule, None) for rule in task.rules), *((r, known) for r in task.end_only_rules)]
-    replays = [_RuleReplay(rule, context, is_standalone(row), known) for rule, known in rules]
-    start = generation_at_start(reader, row)
+    replays = [_RuleReplay(rule, base, is_standalone(row), known) for rule, known in rules]
     streams = {stream for each in replays for stream in each.rule.streams}
+    start, n_steps = generation_at_start(reader, row), 0
     for each in replays:
         each.on_generation_start(start)
-    n_steps = 0
     for record in replay(reader, row.generation, streams):
         for each in replays:
             each.on_record(record)
@@ -176,7 +171,17 @@ def _replay_generation(
         each.on_generation_end()
     for branch in reader.branches(row.generation)[1:]:
         _replay_branch(reader, row, branch, replays, streams)
-    return [each.to_reviewed(row.generation, started_at) for each in replays]
+    return [
+        RuleReview(
+            rule=each.rule.name,
+            generation=row.generation,
+            findings=tuple(each.found),
+            events=tuple(each.events),
+            at=started_at,
+            wall_ms=each.wall_s * 1e3,
+        )
+        for each in replays
+    ]
 
 
 def _replay_branch(
@@ -186,85 +191,64 @@ def _replay_branch(
     replays: Sequence[_RuleReplay],
     streams: Collection[str],
 ) -> None:
-    """Replay one branch for new instances of all rules, and merge their findings into `replays`."""
-    context = RuleContext(find_mask=reader.mask)
+    """Replay one branch for new instances of all rules, and add their results to `replays`."""
+    number, context = generation.generation, RuleContext(find_mask=reader.mask)
     start = branch_start_record(reader, generation, row)
-    of_branch = [each.for_branch(context, row.branch) for each in replays]
-    for each in of_branch:
+    for each in replays:
+        each.start_branch(row.branch, context)
         each.on_generation_start(start)
         if row.change.get("recomputed") is not True:
-            each.replay_parents(reader, row)
-    for step in replay_steps(reader, generation.generation, row.branch, streams):
-        for each in of_branch:
-            each.on_record(step)
-    for gradients in read_all_gradients(reader, generation.generation, row.branch):
-        for each in of_branch:
-            each.on_record(gradients)
-    for each, merged in zip(of_branch, replays, strict=True):
+            each.events += replay_parents(reader, number, row.branch, each.runner)
+    records: Iterable[StepRecord | GradientRecord] = chain(
+        replay_steps(reader, number, row.branch, streams),
+        read_all_gradients(reader, number, row.branch),
+    )
+    for record in records:
+        for each in replays:
+            each.on_record(record)
+    for each in replays:
         each.on_generation_end()
-        merged.merge(each)
 
 
 def _finding_key(finding: Finding) -> tuple[Any, ...]:
     return finding.id, finding.branch, finding.step, finding.layer, finding.head, finding.sentence
 
 
-@dataclass
 class _RuleReplay:
     """One rule with its own runner, so that its findings and its time are known.
 
     If `known_findings` is set, only findings at the end that are not among them count.
     """
 
-    rule: Rule
-    context: RuleContext
-    is_standalone: bool
-    known_findings: set[tuple[Any, ...]] | None = None
-    branch: int = 0
-    wall_s: float = 0.0
-    found: list[Finding] = field(default_factory=list)
-    events: list[EventRecord] = field(default_factory=list)
+    def __init__(
+        self,
+        rule: Rule,
+        context: RuleContext,
+        is_standalone: bool,
+        known_findings: set[tuple[Any, ...]] | None,
+    ) -> None:
+        self.rule, self._is_standalone, self._known = rule, is_standalone, known_findings
+        self.runner = RuleRunner([rule], is_standalone=is_standalone, context=context)
+        self.wall_s = 0.0
+        self.found: list[Finding] = []
+        self.events: list[EventRecord] = []
+        self._n_found_before = 0  # findings of other branches
 
-    def __post_init__(self) -> None:
-        self._runner = RuleRunner(
-            [self.rule], is_standalone=self.is_standalone, context=self.context, branch=self.branch
+    def start_branch(self, branch: int, context: RuleContext) -> None:
+        """Continue with a branch, for which the rule has no state yet."""
+        self.runner = RuleRunner(
+            [type(self.rule)()], is_standalone=self._is_standalone, context=context, branch=branch
         )
-
-    def for_branch(self, context: RuleContext, branch: int) -> _RuleReplay:
-        """Return a replay for a branch, with a new instance of the rule."""
-        return _RuleReplay(
-            type(self.rule)(), context, self.is_standalone, self.known_findings, branch
-        )
-
-    def replay_parents(self, reader: TraceReader, row: BranchRow) -> None:
-        """Replay the steps of the branch's parents before its fork."""
-        self.events += replay_parents(reader, row.generation, row.branch, self._runner)
-
-    def merge(self, other: _RuleReplay) -> None:
-        """Add the results of another replay."""
-        self.found += other.found
-        self.events += other.events
-        self.wall_s += other.wall_s
+        self._n_found_before = len(self.found)
 
     def on_generation_start(self, generation: GenerationRecord) -> None:
-        """Pass the start of a generation to the rule."""
-        self.events += self._runner.on_generation_start(generation)
+        self.events += self.runner.on_generation_start(generation)
 
     def on_record(self, record: StepRecord | EventRecord | GradientRecord) -> None:
-        """Pass a step, gradients or an event to the rule."""
         started = time.perf_counter()
-        found: Sequence[Finding]
-        if isinstance(record, EventRecord):
-            found, events = self._runner.on_event(record)
-            self.found += found
-        else:
-            if isinstance(record, StepRecord):
-                seen = self._runner.on_step(record)
-                found, repeats = seen.findings, seen.repeats
-                events = seen.events[len(record.events) :]
-            else:
-                found, repeats, events = self._runner.on_gradients(record)
-            self.found += found
+        found, repeats, events = self.runner.on_record(record)
+        self.found += found
+        if not isinstance(record, EventRecord):
             for repeat in repeats:
                 self._count_repeat(record, repeat)
         self.events += events
@@ -281,29 +265,14 @@ class _RuleReplay:
                 self.found[index] = replace(finding, **changes)
 
     def on_generation_end(self) -> None:
-        """Pass the end of the generation to the rule."""
         started = time.perf_counter()
-        found, events = self._runner.on_generation_end()
+        found, _, events = self.runner.on_generation_end()
         self.events += events
-        known = self.known_findings
-        if known is not None:  # a rule that ran live reported the rest while the run was recorded
-            self.found, found = [], [f for f in found if _finding_key(f) not in known]
+        if self._known is not None:  # the rule reported the rest while the run was recorded
+            del self.found[self._n_found_before :]
+            found = tuple(f for f in found if _finding_key(f) not in self._known)
         self.found += found
         self.wall_s += time.perf_counter() - started
-
-    def to_reviewed(self, generation: int, started_at: float) -> RuleReview:
-        """Return the review of the generation by the rule."""
-        return RuleReview(
-            rule=self.rule.name,
-            generation=generation,
-            findings=tuple(self.found),
-            events=tuple(self.events),
-            at=started_at,
-            wall_ms=self.wall_s * 1e3,
-        )
-
-
-# -- in a separate process -------------------------------------------------------------------------
 
 
 def review_command(path: Path) -> list[str]:
@@ -326,8 +295,6 @@ def review_from_json(text: str) -> Review:
 
 def main(argv: Sequence[str]) -> int:
     """Review the trace that the first argument names, at low priority, and print the review."""
-    import os
-
     if hasattr(os, "nice"):
         os.nice(5)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
-from flexinspect.rules.engine import FindingKind, fill_from_kind
+from flexinspect.rules.engine import fill_from_kind, finding_kinds
 from flexinspect.trace.file.writer import RuleReview, append_reviews
 from flexinspect.trace.reader import TraceReader, open_trace
 
@@ -28,116 +28,10 @@ KERNEL_DIFFERS, KERNEL_SAME = "proof.kernel-differs", "proof.kernel-same"
 KERNEL_UNSEEN = "proof.kernel-unseen"
 CACHE_DIFFERS, CACHE_SAME = "proof.cache-differs", "proof.cache-same"
 
-_CALLS_QUERY = (
-    "SELECT step, layer, path, backend, mask, lse_error FROM calls "
-    "WHERE generation = {generation} AND step = {step} AND layer = {layer}"
+PROOF_FINDINGS = finding_kinds(
+    *(LEAK, ISOLATED, UNREAD, UNSTABLE, ORDER),
+    *(KERNEL_DIFFERS, KERNEL_SAME, KERNEL_UNSEEN, CACHE_DIFFERS, CACHE_SAME),
 )
-_STEPS_QUERY = (
-    "SELECT step, q_len, kv_before, kv_after FROM steps "
-    "WHERE generation = {generation} AND step <= {step} ORDER BY step DESC LIMIT 2"
-)
-_SEGMENTS_QUERY = "SELECT start, stop, label, kind FROM segments WHERE generation = {generation}"
-
-PROOF_FINDINGS: Mapping[str, FindingKind] = {
-    LEAK: FindingKind(
-        Severity.ERROR,
-        "a row changes when tokens that it must not attend to are changed",
-        why="The output of this row depends on a segment that it was declared not to attend to, "
-        "and every later layer and token that attends to the row propagates it.",
-        confirm="Record the same run with flexinspect.watch and check the executed mask of the "
-        "named layer, at the named row; then repeat the proof with that layer fixed.",
-        fix="A direct leak is in that layer's own mask (another backend, no mask, spans off by "
-        "one). A leak through other rows, mostly separators, ends when these rows belong to only "
-        "one segment.",
-        query=_CALLS_QUERY,
-    ),
-    ISOLATED: FindingKind(
-        Severity.NOTE,
-        "no row changes that must not attend to the changed tokens",
-        why="The isolation is one of behaviour: it holds whatever the code does with its masks.",
-        confirm="Add a leak (for instance a causal mask in one layer) and check that the proof "
-        "fails.",
-        fix="No action needed.",
-        query=_SEGMENTS_QUERY,
-    ),
-    UNREAD: FindingKind(
-        Severity.NOTE,
-        "rows that may attend to a segment do not change when it is changed",
-        why="A segment that no row of the answer attends to only costs time.",
-        confirm="Check the row that chooses the next token in the mask panel: the segment's keys "
-        "are closed, or a sliding window ends before them.",
-        fix="Open the segment to the rows that should attend to it, or remove it from the prompt.",
-        query=_SEGMENTS_QUERY,
-    ),
-    UNSTABLE: FindingKind(
-        Severity.NOTE,
-        "the same ids gave different hidden states in two runs",
-        why="A change smaller than the difference between two equal runs cannot be distinguished "
-        "from chance, so a leak that small is not detected.",
-        confirm="Run the same ids twice and compare the logits bit by bit.",
-        fix="Call model.eval(); start every run with an empty cache; on CUDA, "
-        "torch.use_deterministic_algorithms(True).",
-        query="SELECT key, value FROM run",
-    ),
-    ORDER: FindingKind(
-        Severity.NOTE,
-        "how much the next token's logits change when two segments are swapped",
-        why="Equivalent segments that do not attend to each other differ only in their distance "
-        "from the rows that attend to both; under rotary positions that changes the answer.",
-        confirm="Run with the paraphrases in another order, and once more with --positions reset.",
-        fix="Start the position ids of every segment at the same number if order must not matter.",
-        query="SELECT pos, position_id, segment FROM tokens WHERE generation = {generation}",
-    ),
-    KERNEL_DIFFERS: FindingKind(
-        Severity.ERROR,
-        "the kernel's own weights are not the displayed ones",
-        why="The displayed attention of this layer is not what ran, so no conclusion can be drawn "
-        "from it; the kernel used another mask, scale or score than the recorded one.",
-        confirm="Compare the received with the executed mask of the named call, at the named row "
-        "and key.",
-        fix="Rebuild the block mask from the intended mask_mod, for these lengths; for your own "
-        "mask in drawn=, correct the named cell.",
-        query=_CALLS_QUERY,
-    ),
-    KERNEL_SAME: FindingKind(
-        Severity.NOTE,
-        "the kernel's own weights are the displayed ones",
-        why="The displayed attention of this run is what the kernel computed, cell by cell.",
-        confirm="Pass another mask as drawn= and check that the proof names its first cell that "
-        "differs.",
-        fix="No action needed.",
-        query=_CALLS_QUERY,
-    ),
-    KERNEL_UNSEEN: FindingKind(
-        Severity.NOTE,
-        "attention whose weights could not be recovered or compared",
-        why="The proof says nothing about these layers.",
-        confirm="Check in the path panel which function each layer called.",
-        fix="Call a kernel that is observed (flex_attention, scaled_dot_product_attention, or a "
-        "function registered with transformers), without dropout.",
-        query=_CALLS_QUERY,
-    ),
-    CACHE_DIFFERS: FindingKind(
-        Severity.ERROR,
-        "a step with the cache differs from a full recompute by more than rounding",
-        why="From this step on the model computes something else than without a cache: keys are "
-        "missing, wrong, or closed for the new row.",
-        confirm="Compare the step's key counts (cached before, open for the newest row) and its "
-        "executed mask with those of the step before.",
-        fix="Use the offset of a decode row in the mask, pass the cache to every layer, and "
-        "continue the position ids where the prompt ended.",
-        query=_STEPS_QUERY,
-    ),
-    CACHE_SAME: FindingKind(
-        Severity.NOTE,
-        "steps with the cache equal a full recompute but for rounding",
-        why="The cache is correct, and decode rows attend to the keys that prompt rows attend to.",
-        confirm="Close one key of a decode step by hand and check that the proof names step and "
-        "layer.",
-        fix="No action needed.",
-        query=_STEPS_QUERY,
-    ),
-}
 """All kinds of findings of proofs, with their texts."""
 
 
@@ -160,10 +54,8 @@ class Proof:
         return all(finding.severity is not Severity.ERROR for finding in self.findings)
 
     def __str__(self) -> str:
-        sentences = [
-            f"{finding.severity}: {escape_unprintable(finding.sentence)}"
-            for finding in sort_by_severity(self.findings)
-        ]
+        findings = sort_by_severity(self.findings)
+        sentences = [f"{one.severity}: {escape_unprintable(one.sentence)}" for one in findings]
         return "\n".join([*map(escape_unprintable, self.lines), *sentences])
 
     def add_to(self, trace: str | Path, generation: int | None = None) -> int:
@@ -191,12 +83,11 @@ class Proof:
 
     def as_json(self) -> dict[str, Any]:
         """Return the proof as plain lists, numbers and strings, for scripts."""
-        findings = [asdict(one) for one in sort_by_severity(self.findings)]
         return {
             "proof": self.kind,
             "holds": self.holds,
             "lines": list(self.lines),
-            "findings": findings,
+            "findings": [asdict(one) for one in sort_by_severity(self.findings)],
             "facts": dict(self.facts),
         }
 
@@ -206,27 +97,15 @@ def proof_finding(
     sentence: str,
     *,
     severity: Severity | None = None,
-    step: int | None = None,
-    layer: int | None = None,
-    head: int | None = None,
-    positions: Sequence[int] = (),
-    evidence: Mapping[str, Any] | None = None,
     layers: Sequence[int] = (),
+    **fields: Any,
 ) -> Finding:
-    """Return a finding of a proof with the texts of its kind."""
+    """Return a finding of a proof with the texts of its kind; `fields` are others of `Finding`."""
     kind = PROOF_FINDINGS[finding_id]
-    finding = Finding(
-        finding_id,
-        severity or kind.severity,
-        sentence,
-        step=step,
-        layer=layer,
-        head=head,
-        positions=tuple(positions),
-        evidence=evidence or {},
-        layers=tuple(layers),
+    severity = severity or kind.severity
+    return fill_from_kind(
+        kind, Finding(finding_id, severity, sentence, layers=tuple(layers), **fields)
     )
-    return fill_from_kind(kind, finding)
 
 
 def format_amount(value: float) -> str:
@@ -244,20 +123,15 @@ def _with_generation(finding: Finding, generation: int) -> Finding:
 
 def _proved_generation(reader: TraceReader, proof: Proof, numbers: list[int]) -> int:
     """Return the generation that a proof belongs to, the first one if that is unknown."""
-    sample = proof.facts.get("sample")
-    if sample is None:
-        return _same_prompt_generation(reader, str(proof.facts.get("fed", "")), numbers)
-    for row in reader.generations():
-        if row.sample_id == sample:
-            return row.generation
-    raise UsageError(
-        f"{reader.path} has no generation of sample {sample!r}, so its proof is not stored.",
-        hint="Use the trace of a run with the same data and --max-samples.",
-    )
-
-
-def _same_prompt_generation(reader: TraceReader, prompt_hash: str, numbers: list[int]) -> int:
-    """Return the first generation with the prompt of the proof, else the first generation."""
+    sample, prompt_hash = proof.facts.get("sample"), proof.facts.get("fed")
+    if sample is not None:
+        for row in reader.generations():
+            if row.sample_id == sample:
+                return row.generation
+        raise UsageError(
+            f"{reader.path} has no generation of sample {sample!r}, so its proof is not stored.",
+            hint="Use the trace of a run with the same data and --max-samples.",
+        )
     for number in numbers if prompt_hash else ():
         ids = [token.token_id for token in reader.tokens(number) if token.step is None]
         joined = ",".join(map(str, ids)).encode()

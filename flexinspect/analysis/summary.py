@@ -12,8 +12,7 @@ from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.trace.reader import TraceReader
 
-MAX_FINDINGS = 5
-"""Findings that a summary shows at most."""
+MAX_FINDINGS = 5  # findings that a summary shows at most
 
 # Each badge sets text and background colour, all else inherits: readable on light and dark pages.
 _BADGES = {
@@ -37,9 +36,9 @@ class TraceSummary:
 
     def text(self) -> str:
         """Return the lines for a terminal, without control characters."""
-        shown = [f"  {f.severity}: {escape_unprintable(f.sentence)}" for f in self.findings]
-        more = [f"  {self._more()}"] if self._more() else []
-        return "\n".join([f"{self._name()} {self._counts()}", *shown, *more, self.command()])
+        lines = [f"  {f.severity}: {escape_unprintable(f.sentence)}" for f in self.findings]
+        lines += [f"  {self._more()}"] if self._more() else []
+        return "\n".join([f"{self._name()} {self._counts()}", *lines, self.command()])
 
     def html(self) -> str:
         """Return HTML for a notebook: everything is escaped, nothing is loaded from elsewhere."""
@@ -59,12 +58,8 @@ class TraceSummary:
         return escape_unprintable(self.path.name)
 
     def _counts(self) -> str:
-        counts = (
-            plural(self.n_generations, "generation"),
-            plural(self.n_steps, "step"),
-            plural(self.n_findings, "finding"),
-        )
-        return f"({self.state}): {', '.join(counts)}"
+        counts = f"{plural(self.n_generations, 'generation')}, {plural(self.n_steps, 'step')}, "
+        return f"({self.state}): {counts}{plural(self.n_findings, 'finding')}"
 
     def _more(self) -> str:
         rest = self.n_findings - len(self.findings)

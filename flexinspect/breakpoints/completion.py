@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from flexinspect.breakpoints.names import (
-    COMPARISONS,
-    FINDING,
-    FINDING_HELP,
-    OBSERVATIONS,
-    OPTION_HELP,
-    SEVERITIES,
-    UNITS,
-    VALUE_NAMES,
-    ValueKind,
-)
-from flexinspect.breakpoints.syntax_tree import quote
+from flexinspect.breakpoints import grammar
 
 _COMPLETION_TOKENS = re.compile(
     r"""\s+|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?|==|!=|<=|>=|[<>@(),\[\]]|[^\s()"',@<>=\[\]!]+|.""",
     re.DOTALL,
 )
-_SIGNS = (*COMPARISONS, *"@(),[]")
+_SIGNS = (*grammar.COMPARISONS, *"@(),[]")
 _VALUE_START = re.compile(r"[+-]?[\d.]|[\"']")
 _MODULE_PATTERNS = ("layers.*", "layers.*.self_attn", "layers.*.mlp", "lm_head")
 _CONNECTIVES = {"and": "both conditions hold", "or": "one condition holds"}
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """A suggestion that replaces the text from `start` to `stop`, and its meaning."""
 
     text: str
@@ -55,17 +43,12 @@ def complete(
     before = [piece for piece, _ in pieces if not piece.isspace()]
     rest = re.match(r"[\w.*-]*", text[cursor:])
     stop = cursor + (rest.end() if rest and typed else 0)
-    suggestions = _suggestions(before, modules, finding_ids)
+    plain = typed.strip("\"'").lower()
     return [
         Completion(word, start, stop, meaning)
-        for word, meaning in suggestions
-        if _matches_typed(word, typed)
+        for word, meaning in _suggestions(before, modules, finding_ids)
+        if word.strip('"').lower().startswith(plain) and word != typed
     ]
-
-
-def _matches_typed(word: str, typed: str) -> bool:
-    plain = typed.strip("\"'").lower()
-    return word.strip('"').lower().startswith(plain) and word != typed
 
 
 Suggestions = Iterable[tuple[str, str]]
@@ -79,53 +62,43 @@ def _suggestions(
     name = before[-2] if len(before) > 1 else ""
     opened = [piece for piece in before if piece in "[]"]
     if opened and opened[-1] == "[":
-        return OPTION_HELP.items()
+        return grammar.OPTION_HELP.items()
     if last == "@":
         return [(pattern, "modules with this name") for pattern in modules]
-    if last == FINDING:
-        return _finding_suggestions(finding_ids)
-    if last in COMPARISONS:
+    if last == grammar.FINDING:
+        families = dict.fromkeys(f"{id_.partition('.')[0]}.*" for id_ in finding_ids)
+        return [("*", "any"), *((pattern, "") for pattern in (*families, *finding_ids))]
+    if last in grammar.COMPARISONS:
         return _value_suggestions(before, name)
-    if last in VALUE_NAMES:
-        is_text = VALUE_NAMES[last].kind is ValueKind.TEXT
-        operators = COMPARISONS[:2] if is_text else COMPARISONS
+    if last in grammar.VALUE_NAMES:
+        is_text = grammar.VALUE_NAMES[last].kind is grammar.ValueKind.TEXT
+        operators = grammar.COMPARISONS[:2] if is_text else grammar.COMPARISONS
         return [*((op, "") for op in operators), ("in", "a list")]
-    if last in OBSERVATIONS:
+    if last in grammar.OBSERVATIONS:
         return [("@", "at modules whose name matches"), *_CONNECTIVES.items()]
-    if name == FINDING:
+    if name == grammar.FINDING:
         return [(op, "a severity") for op in ("==", ">=")] + list(_CONNECTIVES.items())
-    if _VALUE_START.match(last) or last == ")" or name in ("@", *COMPARISONS):
+    if _VALUE_START.match(last) or last == ")" or name in ("@", *grammar.COMPARISONS):
         return [*_unit_suggestions(before), *_CONNECTIVES.items()]
-    return _condition_starts()
-
-
-def _condition_starts() -> Suggestions:
-    words = [(word.name, word.help) for word in VALUE_NAMES.values()]
-    return [
-        *words,
-        *OBSERVATIONS.items(),
-        (FINDING, FINDING_HELP),
-        ("not", "a condition that does not hold"),
-    ]
+    words = [(word.name, word.help) for word in grammar.VALUE_NAMES.values()]
+    finding = (grammar.FINDING, grammar.FINDING_HELP)
+    negation = ("not", "a condition that does not hold")
+    return [*words, *grammar.OBSERVATIONS.items(), finding, negation]
 
 
 def _value_suggestions(before: list[str], name: str) -> Suggestions:
-    """Return the values that a name can be compared with."""
-    if name == FINDING or (len(before) > 2 and before[-3] == FINDING):
-        return [(severity, "a severity") for severity in SEVERITIES]
-    word = VALUE_NAMES.get(name)
+    if name == grammar.FINDING or (len(before) > 2 and before[-3] == grammar.FINDING):
+        return [(severity, "a severity") for severity in grammar.SEVERITIES]
+    word = grammar.VALUE_NAMES.get(name)
     if word is None:
-        return [(value.name, value.help) for value in VALUE_NAMES.values()]
-    return [(quote(choice), "") for choice in word.choices]
-
-
-def _finding_suggestions(finding_ids: Collection[str]) -> Suggestions:
-    families = dict.fromkeys(f"{id_.partition('.')[0]}.*" for id_ in finding_ids)
-    return [("*", "any"), *((pattern, "") for pattern in (*families, *finding_ids))]
+        return [(value.name, value.help) for value in grammar.VALUE_NAMES.values()]
+    return [(grammar.quote(choice), "") for choice in word.choices]
 
 
 def _unit_suggestions(before: list[str]) -> Suggestions:
     """Return units of memory after a number that a memory value is compared with."""
-    name = VALUE_NAMES.get(before[-3]) if len(before) > 2 else None
-    is_memory = name is not None and name.kind is ValueKind.BYTES and before[-1][:1].isdigit()
-    return [(unit, "") for unit in UNITS if is_memory and unit.endswith("iB")]
+    name = grammar.VALUE_NAMES.get(before[-3]) if len(before) > 2 else None
+    is_memory = (
+        name is not None and name.kind is grammar.ValueKind.BYTES and before[-1][:1].isdigit()
+    )
+    return [(unit, "") for unit in grammar.UNITS if is_memory and unit.endswith("iB")]

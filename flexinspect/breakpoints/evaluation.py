@@ -8,50 +8,22 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
-from flexinspect.breakpoints.names import (
-    EMPTY_ROW,
-    FALLBACK,
-    INF,
-    NAN,
-    UNITS,
-    VALUE_NAMES,
-    ValueKind,
-)
-from flexinspect.breakpoints.syntax_tree import (
-    And,
-    Compare,
-    Expression,
-    FindingCondition,
-    Leaf,
-    Name,
-    Not,
-    Number,
-    ObservationCondition,
-    Operand,
-    Or,
-    is_per_layer,
-    leaves,
-    matches_module,
-    observations_in,
-    quote,
-    to_text,
-    value_names_in,
-)
-from flexinspect.core.text import plural
+from flexinspect.breakpoints import grammar
+from flexinspect.core.text import is_or_are, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, StepRecord
 
 Value = float | str
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """Something that was observed: `kind` is one of `names.OBSERVATIONS`, `text` describes it.
+class Observation(NamedTuple):
+    """Something that was observed: `kind` is one of `grammar.OBSERVATIONS`, `text` describes it.
 
     `module` is empty if it belongs to no module.
     """
@@ -83,20 +55,21 @@ class StepObservations:
 
 
 def observe_step(
-    step: StepRecord,
-    *,
-    observed: Iterable[Observation] = (),
-    checked: Iterable[str] = (),
+    step: StepRecord, *, observed: Iterable[Observation] = (), checked: Iterable[str] = ()
 ) -> StepObservations:
     """Return the observations in a step's record, together with those made while it ran."""
-    recorded = set(checked)
-    if step.logits is not None or step.layer_stats:
-        recorded |= {NAN, INF}
+    has_numbers = step.logits is not None or step.layer_stats
+    of_findings = (
+        Observation(_CONDITION_OF_FINDING[finding.id], "", layer, finding.sentence)
+        for finding in step.findings
+        if finding.id in _CONDITION_OF_FINDING
+        for layer in finding.layers or (finding.layer,)
+    )
     return StepObservations(
         values=_step_values(step),
         layers=_layer_values(step),
-        observed=(*observed, *_nonfinite_observations(step), *_finding_observations(step)),
-        checked=frozenset(recorded),
+        observed=(*observed, *_nonfinite_observations(step), *of_findings),
+        checked=frozenset({*checked, *((grammar.NAN, grammar.INF) if has_numbers else ())}),
         findings=step.findings,
     )
 
@@ -125,25 +98,21 @@ def _step_values(step: StepRecord) -> dict[str, Value]:
 
 
 def _layer_values(step: StepRecord) -> dict[int, dict[str, Value]]:
-    found: dict[int, dict[str, Value]] = {}
+    found = defaultdict[int, dict[str, Value]](dict)
     for call in step.calls:
         values = _attributes(call, "layer", "path", "q_len", "kv_len", gate="lse_error")
-        found.setdefault(call.layer, {}).update(values)
+        found[call.layer].update(values)
     for stats in step.layer_stats:
         values = _attributes(stats, "layer", "norm", "std", "mean", "min", "max")
-        found.setdefault(stats.layer, {}).update(values)
-    return found
+        found[stats.layer].update(values)
+    return dict(found)
 
 
-def _attributes(record: object | None, *names: str, **renamed: str) -> dict[str, Any]:
+def _attributes(record: object | None, *same: str, **renamed: str) -> dict[str, Any]:
     """Return the known attributes of a record by name; a NaN cannot be compared, so it is none."""
-    attributes = {**{name: name for name in names}, **renamed} if record is not None else {}
+    attributes = (dict(zip(same, same, strict=True)) | renamed) if record is not None else {}
     found = {name: getattr(record, attribute) for name, attribute in attributes.items()}
-    return {
-        name: value
-        for name, value in found.items()
-        if value is not None and (isinstance(value, str) or not math.isnan(value))
-    }
+    return {name: value for name, value in found.items() if value is not None and value == value}
 
 
 def _nonfinite_observations(step: StepRecord) -> list[Observation]:
@@ -155,26 +124,18 @@ def _nonfinite_observations(step: StepRecord) -> list[Observation]:
     return [
         Observation(kind, module, layer, f"{plural(n, f'{word} value')} in {place}")
         for module, layer, place, counts in places
-        for kind, n, word in ((NAN, counts.n_nan, "NaN"), (INF, counts.n_inf, "infinite"))
-        if n
+        for kind, name, word in _NONFINITE
+        if (n := getattr(counts, name))
     ]
 
 
+_NONFINITE = ((grammar.NAN, "n_nan", "NaN"), (grammar.INF, "n_inf", "infinite"))
 _CONDITION_OF_FINDING = {
-    "mask.empty-row": EMPTY_ROW,
-    "path.fallback": FALLBACK,
-    "path.bypass": FALLBACK,
+    "mask.empty-row": grammar.EMPTY_ROW,
+    "path.fallback": grammar.FALLBACK,
+    "path.bypass": grammar.FALLBACK,
 }
 """Findings that fulfil a condition which was not checked while the step ran."""
-
-
-def _finding_observations(step: StepRecord) -> list[Observation]:
-    return [
-        Observation(_CONDITION_OF_FINDING[finding.id], "", layer, finding.sentence)
-        for finding in step.findings
-        if finding.id in _CONDITION_OF_FINDING
-        for layer in finding.layers or (finding.layer,)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +149,19 @@ class Unknown:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
+class EvaluationResult(NamedTuple):
     """Whether an expression holds, and in which layer (None if it is not per layer)."""
 
     holds: bool | Unknown
     layer: int | None = None
 
 
-def evaluate(expression: Expression, observations: StepObservations) -> EvaluationResult:
+def evaluate(expression: grammar.Expression, observations: StepObservations) -> EvaluationResult:
     """Return whether an expression holds, and for which layer.
 
     An expression per layer holds if the whole expression holds for one of the layers.
     """
-    if not is_per_layer(expression):
+    if not grammar.is_per_layer(expression):
         return EvaluationResult(_Evaluator(observations, None).evaluate(expression))
     if not observations.layers:
         return EvaluationResult(Unknown(("layer",)))
@@ -221,9 +181,6 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 
 
-_WORST_LAST = list(Severity)[::-1]
-
-
 class _Evaluator:
     """Evaluates a tree for the whole step, or for one of its layers."""
 
@@ -231,85 +188,86 @@ class _Evaluator:
         self._observations, self._layer = observations, layer
         self._values = observations.values_at(layer)
 
-    def evaluate(self, tree: Expression) -> bool | Unknown:
-        """Return whether a tree holds."""
-        if isinstance(tree, Not):
+    def evaluate(self, tree: grammar.Expression) -> bool | Unknown:
+        if isinstance(tree, grammar.Not):
             inner = self.evaluate(tree.inner)
             return inner if isinstance(inner, Unknown) else not inner
-        if isinstance(tree, And):
+        if isinstance(tree, grammar.And):
             return _combine(map(self.evaluate, tree.parts), decides=False)
-        if isinstance(tree, Or):
+        if isinstance(tree, grammar.Or):
             return _combine(map(self.evaluate, tree.parts), decides=True)
-        if isinstance(tree, ObservationCondition):
+        if isinstance(tree, grammar.ObservationCondition):
             return self._is_observed(tree)
-        if isinstance(tree, FindingCondition):
+        if isinstance(tree, grammar.FindingCondition):
             if self._observations.findings is None:
-                return Unknown((to_text(tree),))
+                return Unknown((grammar.to_text(tree),))
             return any(self._matches_finding(tree, each) for each in self._observations.findings)
         return self._compare(tree)
 
-    def _compare(self, tree: Compare) -> bool | Unknown:
-        left, right = self._value(tree.left), self._value(tree.right)
-        if isinstance(left, Unknown):
-            return left
-        return right if isinstance(right, Unknown) else _OPERATORS[tree.op](left, right)
+    def _compare(self, tree: grammar.Compare) -> bool | Unknown:
+        sides = [self._value(tree.left), self._value(tree.right)]
+        unknown = next((side for side in sides if isinstance(side, Unknown)), None)
+        return _OPERATORS[tree.op](*sides) if unknown is None else unknown
 
-    def _value(self, operand: Operand | tuple[Operand, ...]) -> Any:
+    def _value(self, operand: grammar.Operand | tuple[grammar.Operand, ...]) -> Any:
         """Return a value, an `Unknown` without one, or the values of a list."""
         if isinstance(operand, tuple):
             return [self._value(member) for member in operand]
-        if isinstance(operand, Name):
+        if isinstance(operand, grammar.Name):
             return self._values.get(operand.name, Unknown((operand.name,)))
-        if isinstance(operand, Number) and operand.unit:
-            return operand.value * UNITS[operand.unit]
+        if isinstance(operand, grammar.Number) and operand.unit:
+            return operand.value * grammar.UNITS[operand.unit]
         return operand.value
 
-    def _is_observed(self, tree: ObservationCondition) -> bool | Unknown:
+    def _is_observed(self, tree: grammar.ObservationCondition) -> bool | Unknown:
         if any(self._matches_observation(tree, seen) for seen in self._observations.observed):
             return True
         # A record has the NaNs of layers and logits; other modules are checked by name.
-        by_name = tree.module_pattern is not None and tree.kind in (NAN, INF)
-        condition = to_text(tree) if by_name else tree.kind
-        return False if condition in self._observations.checked else Unknown((to_text(tree),))
+        by_name = tree.module_pattern is not None and tree.kind in (grammar.NAN, grammar.INF)
+        text = grammar.to_text(tree)
+        is_checked = (text if by_name else tree.kind) in self._observations.checked
+        return False if is_checked else Unknown((text,))
 
-    def _matches_observation(self, tree: ObservationCondition, seen: Observation) -> bool:
+    def _matches_observation(self, tree: grammar.ObservationCondition, seen: Observation) -> bool:
         if seen.kind != tree.kind or self._layer not in (None, seen.layer):
             return False
-        return tree.module_pattern is None or matches_module(tree.module_pattern, seen.module)
+        pattern = tree.module_pattern
+        return pattern is None or grammar.matches_module(pattern, seen.module)
 
-    def _matches_finding(self, tree: FindingCondition, finding: Finding) -> bool:
+    def _matches_finding(self, tree: grammar.FindingCondition, finding: Finding) -> bool:
         layers = finding.layers or (finding.layer,)
         is_here = self._layer is None or None in layers or self._layer in layers
         if not is_here or not fnmatchcase(finding.id, tree.pattern):
             return False
         if tree.op is None or tree.severity is None:
             return True
-        ranks = [_WORST_LAST.index(one) for one in (finding.severity, Severity(tree.severity))]
-        return _OPERATORS[tree.op](*ranks)
+        worst_last = list(Severity)[::-1]
+        rank, limit = worst_last.index(finding.severity), worst_last.index(Severity(tree.severity))
+        return _OPERATORS[tree.op](rank, limit)
 
 
-def _evidence_text(tree: Leaf, observations: StepObservations, layer: int | None) -> str:
+def _evidence_text(tree: grammar.Leaf, observations: StepObservations, layer: int | None) -> str:
     """Return what made a condition true as text, empty if it is not true or is a comparison."""
     evaluator = _Evaluator(observations, layer)
-    texts: Iterable[str] = ()
-    if isinstance(tree, ObservationCondition):
-        seen = observations.observed
-        texts = (each.text for each in seen if evaluator._matches_observation(tree, each))
-    elif isinstance(tree, FindingCondition):
-        found = (f for f in observations.findings or () if evaluator._matches_finding(tree, f))
-        texts = (f"{finding.id}: {finding.sentence}" for finding in found)
-    return next(iter(texts), "")
+    if isinstance(tree, grammar.ObservationCondition):
+        for seen in observations.observed:
+            if evaluator._matches_observation(tree, seen):
+                return seen.text
+    elif isinstance(tree, grammar.FindingCondition):
+        for finding in observations.findings or ():
+            if evaluator._matches_finding(tree, finding):
+                return f"{finding.id}: {finding.sentence}"
+    return ""
 
 
-def observed_layer(expression: Expression, observations: StepObservations) -> int | None:
+def observed_layer(expression: grammar.Expression, observations: StepObservations) -> int | None:
     """Return the layer of the first observation that matches an expression, or None."""
-    evaluator, conditions = _Evaluator(observations, None), observations_in(expression)
-    layers = (
-        seen.layer
-        for seen in observations.observed
-        if any(evaluator._matches_observation(condition, seen) for condition in conditions)
-    )
-    return next((layer for layer in layers if layer is not None), None)
+    evaluator, conditions = _Evaluator(observations, None), grammar.observations_in(expression)
+    for seen in observations.observed:
+        matches = (evaluator._matches_observation(condition, seen) for condition in conditions)
+        if seen.layer is not None and any(matches):
+            return seen.layer
+    return None
 
 
 def _combine(parts: Iterable[bool | Unknown], *, decides: bool) -> bool | Unknown:
@@ -323,58 +281,53 @@ def _combine(parts: Iterable[bool | Unknown], *, decides: bool) -> bool | Unknow
     return Unknown(tuple(dict.fromkeys(missing))) if missing else not decides
 
 
-_PLACE_NAMES = ("step", "phase", "generation", "branch", "layer")
-"""Names of the location, which is reported before the values."""
+_PLACE_NAMES = ("step", "phase", "generation", "branch", "layer")  # reported before the values
 
 
 def hit_reason(
-    expression: Expression, observations: StepObservations, result: EvaluationResult
+    expression: grammar.Expression, observations: StepObservations, result: EvaluationResult
 ) -> str:
     """Return where an expression holds, and why."""
-    layer, conditions = result.layer, leaves(expression)
+    layer, conditions = result.layer, grammar.leaves(expression)
     evidence = (_evidence_text(leaf, observations, layer).rstrip(".") for leaf in conditions)
     reasons = [text for text in dict.fromkeys(evidence) if text]
     values = observations.values_at(layer)
     reasons += [
         f"{name} {_format_value(name, values[name])}"
-        for name in value_names_in(expression)
+        for name in grammar.value_names_in(expression)
         if name not in _PLACE_NAMES and name in values
     ]
     token = observations.values.get("token")
-    if token is not None and "token" not in value_names_in(expression):
-        reasons.append(f"it chose {quote(str(token))}")
+    if token is not None and "token" not in grammar.value_names_in(expression):
+        reasons.append(f"it chose {grammar.quote(str(token))}")
     where = describe_location(observations, layer)
-    return f"{to_text(expression)}: {where}" + (f": {'; '.join(reasons)}" if reasons else "")
+    return ": ".join([grammar.to_text(expression), where, *filter(None, ["; ".join(reasons)])])
 
 
 def describe_location(observations: StepObservations, layer: int | None = None) -> str:
     """Return "step 7 (decode) of generation 1, layer 3"."""
     values = observations.values
+    text = f"the end of generation {values.get('generation', 0)}"
     if "step" in values:
-        phase = values.get("phase")
-        text = f"step {values['step']}" + (f" ({phase})" if phase else "")
-        if values.get("generation"):
-            text += f" of generation {values['generation']}"
-    else:
-        text = f"the end of generation {values.get('generation', 0)}"
+        text = f"step {values['step']}" + (f" ({values['phase']})" if values.get("phase") else "")
+        text += f" of generation {values['generation']}" if values.get("generation") else ""
     text += f", branch {values['branch']}" if values.get("branch") else ""
     return text if layer is None else f"{text}, layer {layer}"
 
 
 def describe_unknown(text: str, unknown: Unknown, observations: StepObservations) -> str:
     """Return why a breakpoint could not be evaluated."""
-    names = ", ".join(unknown.missing)
-    verb = "is" if len(unknown.missing) == 1 else "are"
+    missing = f"{', '.join(unknown.missing)} {is_or_are(len(unknown.missing))} not known there"
     where = describe_location(observations)
     return (
-        f"The breakpoint {text} could not be evaluated in {where}: {names} {verb} not known there. "
-        "It may not be recorded at this level, or not be available in this kind of run."
+        f"The breakpoint {text} could not be evaluated in {where}: {missing}. It may not be "
+        "recorded at this level, or not be available in this kind of run."
     )
 
 
 def _format_value(name: str, value: Value) -> str:
     if isinstance(value, str):
-        return quote(value)
-    if VALUE_NAMES[name].kind is ValueKind.BYTES:
+        return grammar.quote(value)
+    if grammar.VALUE_NAMES[name].kind is grammar.ValueKind.BYTES:
         return f"{value / (1 << 20):.1f} MiB"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,11 +1,12 @@
-"""Tokenizer and parser of breakpoint expressions.
+"""The grammar of breakpoint expressions: names, syntax tree, tokenizer and parser.
 
     expression  = either, { "or", either } ;
     either      = condition, { "and", condition } ;
     condition   = "not", condition | "(", expression, ")" | observation | finding | comparison ;
 
 The whole grammar is in docs/breakpoints.md. Invalid text raises `ExpressionError`, which points at
-the place; the text never runs as Python.
+the place; the text never runs as Python. `parse(to_text(tree)) == tree` for every tree that `parse`
+returns.
 """
 
 from __future__ import annotations
@@ -13,50 +14,338 @@ from __future__ import annotations
 import codecs
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Literal, NamedTuple, NoReturn
+from unicodedata import east_asian_width
 
-from flexinspect.breakpoints.names import (
-    ALL_NAMES,
-    COMPARISONS,
-    FINDING,
-    KEYWORDS,
-    OBSERVATIONS,
-    SEVERITIES,
-    UNITS,
-    VALUE_NAMES,
-    ValueKind,
+from flexinspect.core.errors import UsageError
+from flexinspect.core.text import did_you_mean, escape_unprintable
+from flexinspect.records.finding import Severity
+from flexinspect.records.step import PATHS
+
+MAX_EXPRESSION_LENGTH = 2000  # length of the longest expression, in characters
+MAX_DEPTH = 50  # largest nesting of parentheses and "not"s
+MAX_WILDCARDS = 8  # in a module name: the cost of a match grows exponentially with them
+_MAX_EXACT_DIGITS = 15  # digits that a float holds exactly
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+class ValueKind(StrEnum):
+    """Kind of a name or a constant; the values are used in error messages."""
+
+    NUMBER = "a number"
+    BYTES = "an amount of memory"
+    TEXT = "a text"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueName:
+    """A name with a value. `choices` lists all values of a text; it is empty for a free text."""
+
+    name: str
+    kind: ValueKind
+    help: str
+    choices: tuple[str, ...] = ()
+
+
+_NUMBER, _BYTES, _TEXT = ValueKind
+_VALUE_NAMES = (
+    ValueName("entropy", _NUMBER, "entropy of the newest row's distribution, in nats"),
+    ValueName("margin", _NUMBER, "logit of the best token minus the second"),
+    ValueName("prob", _NUMBER, "probability of the chosen token, before processors"),
+    ValueName("logprob", _NUMBER, "its natural logarithm"),
+    ValueName("rank", _NUMBER, "rank of the chosen token; 0 is the best"),
+    ValueName("token", _TEXT, "the text that the chosen token adds"),
+    ValueName("token_id", _NUMBER, "the id of the chosen token"),
+    ValueName("step", _NUMBER, "the step; 0 is the prompt"),
+    ValueName("phase", _TEXT, "prefill or decode", ("prefill", "decode")),
+    ValueName("generation", _NUMBER, "the generation, from 0"),
+    ValueName("branch", _NUMBER, "the branch, 0 for the base"),
+    ValueName("q_len", _NUMBER, "rows that the step, or the layer's attention call, computes"),
+    ValueName("kv_len", _NUMBER, "keys that these rows may attend to, including themselves"),
+    ValueName("wall_ms", _NUMBER, "duration of the step, in milliseconds"),
+    ValueName("rss", _BYTES, "memory of the process"),
+    ValueName("kv_cache", _BYTES, "memory of the KV cache"),
+    ValueName("cuda_allocated", _BYTES, "GPU memory in use"),
+    ValueName("cuda_reserved", _BYTES, "GPU memory reserved by torch"),
+    ValueName("cuda_peak", _BYTES, "peak of GPU memory in use"),
+    ValueName("layer", _NUMBER, "the layer, from 0"),
+    ValueName("path", _TEXT, "how the layer's attention ran", PATHS),
+    ValueName("gate", _NUMBER, "distance of the attention sum from 1 (LSE check)"),
+    ValueName("norm", _NUMBER, "norm of the layer's output"),
+    ValueName("std", _NUMBER, "standard deviation of the layer's output"),
+    ValueName("mean", _NUMBER, "mean of the layer's output"),
+    ValueName("min", _NUMBER, "smallest value of the layer's output"),
+    ValueName("max", _NUMBER, "largest value of the layer's output"),
 )
-from flexinspect.breakpoints.syntax_tree import (
-    And,
-    Compare,
-    Expression,
-    ExpressionError,
-    FindingCondition,
-    Name,
-    Not,
-    Number,
-    ObservationCondition,
-    Operand,
-    Or,
-    Text,
-    count_wildcards,
-    operand_text,
-)
-from flexinspect.core.text import did_you_mean
+VALUE_NAMES = {word.name: word for word in _VALUE_NAMES}
 
-MAX_EXPRESSION_LENGTH = 2000
-"""Length of the longest expression, in characters."""
+PER_LAYER_NAMES = ("layer", "path", "gate", "norm", "std", "mean", "min", "max")
+"""Names of which each layer has its own value."""
 
-MAX_DEPTH = 50
-"""Largest nesting of parentheses and "not"s."""
+NAN, INF, EMPTY_ROW, FALLBACK = "nan", "inf", "empty-row", "fallback"
+OBSERVATIONS = {
+    NAN: "a NaN in a layer's output or the logits, or @ modules whose name matches",
+    INF: "an infinity, in the same places",
+    EMPTY_ROW: "a row that attends to no key",
+    FALLBACK: "an attention call that fell back from FlexAttention",
+}
+"""Conditions without a comparison: something was observed, anywhere or @ modules of a name."""
 
-MAX_WILDCARDS = 8
-"""Most wildcards in a module name: the cost of a match grows exponentially with them."""
+FINDING = "finding"
+FINDING_HELP = "a finding that is new in this step: finding mask.*, finding * >= warning"
+SEVERITIES = tuple(severity.value for severity in Severity)
 
-_MAX_EXACT_DIGITS = 15
-"""Digits that a float holds exactly."""
+COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
+KEYWORDS = ("and", "or", "not", "in")
+ALL_NAMES = (*VALUE_NAMES, *OBSERVATIONS, FINDING)
+
+UNITS = {
+    "B": 1,
+    "kB": 1000,
+    "KB": 1000,
+    "MB": 1000**2,
+    "GB": 1000**3,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+}
+
+OPTION_HELP = {
+    "hits=": "stop from this hit on, for example hits=3",
+    "ignore=": "ignore this many hits first, for example ignore=10",
+    "once": "stop once, then disable it",
+    "log": "record an event instead of stopping",
+    "off": "add it disabled",
+}
+
+
+# -- syntax tree -----------------------------------------------------------------------------------
+
+
+class ExpressionError(UsageError):
+    """An invalid expression; the message underlines `text[start:stop]`.
+
+    `reason` is the message without the underlined text, as an input field shows it.
+    """
+
+    def __init__(
+        self, reason: str, text: str, start: int, stop: int, *, hint: str | None = None
+    ) -> None:
+        underline = " " * _count_cells(text[:start]) + "^" * max(_count_cells(text[start:stop]), 1)
+        super().__init__(f"{reason}\n  {_printable(text)}\n  {underline}", hint=hint)
+        self.reason = reason
+        self.text = text
+        self.start, self.stop = start, stop
+
+    def with_location(self, where: str) -> ExpressionError:
+        """Return the same error with the location of the expression, such as "file:line"."""
+        reason = f"{where}: {self.reason}"
+        return ExpressionError(reason, self.text, self.start, self.stop, hint=self.hint)
+
+
+def _printable(text: str) -> str:
+    """Return the text in one line of as many characters, with unprintable ones replaced."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{MIDDLE DOT}" for c in text)
+
+
+def _count_cells(text: str) -> int:
+    return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number; with a unit it is an amount of memory."""
+
+    value: float
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text in quotes."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name of `VALUE_NAMES`."""
+
+    name: str
+
+
+Operand = Number | Text | Name
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """A comparison of two operands; `in` has a list, or a name that is a text, on its right."""
+
+    left: Operand
+    op: str
+    right: Operand | tuple[Number | Text, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObservationCondition:
+    """One of `OBSERVATIONS`, anywhere or at modules whose names match."""
+
+    kind: str
+    module_pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FindingCondition:
+    """A new finding whose id matches `pattern`, and whose severity satisfies `op`."""
+
+    pattern: str
+    op: str | None = None
+    severity: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """Negation."""
+
+    inner: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class And:
+    """Conjunction; no part is an `And`."""
+
+    parts: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Or:
+    """Disjunction; no part is an `Or`."""
+
+    parts: tuple[Expression, ...]
+
+
+Expression = Compare | ObservationCondition | FindingCondition | Not | And | Or
+Leaf = Compare | ObservationCondition | FindingCondition
+
+
+def to_text(tree: Expression) -> str:
+    """Return an expression as text, without redundant parentheses."""
+    if isinstance(tree, Or):
+        return " or ".join(to_text(part) for part in tree.parts)
+    if isinstance(tree, And):
+        return " and ".join(_parenthesized(part, Or) for part in tree.parts)
+    if isinstance(tree, Not):
+        return f"not {_parenthesized(tree.inner, Or, And)}"
+    if isinstance(tree, Compare):
+        return f"{operand_text(tree.left)} {tree.op} {operand_text(tree.right)}"
+    if isinstance(tree, ObservationCondition):
+        return tree.kind if tree.module_pattern is None else f"{tree.kind} @ {tree.module_pattern}"
+    return f"finding {tree.pattern}" + (f" {tree.op} {tree.severity}" if tree.op else "")
+
+
+def _parenthesized(tree: Expression, *looser_types: type) -> str:
+    return f"({to_text(tree)})" if isinstance(tree, looser_types) else to_text(tree)
+
+
+def operand_text(operand: Operand | tuple[Number | Text, ...]) -> str:
+    """Return an operand as text."""
+    if isinstance(operand, tuple):
+        return f"({', '.join(map(operand_text, operand))})"
+    if isinstance(operand, Name):
+        return operand.name
+    if isinstance(operand, Text):
+        return quote(operand.value)
+    return f"{operand.value!r} {operand.unit}" if operand.unit else repr(operand.value)
+
+
+def quote(text: str) -> str:
+    """Return a text in double quotes, with escapes for unprintable characters."""
+    escaped = escape_unprintable(text).replace('"', r"\"")
+    return f'"{escaped}"'
+
+
+def leaves(tree: Expression) -> Iterator[Leaf]:
+    """Yield the conditions of an expression, from left to right."""
+    if isinstance(tree, And | Or):
+        for part in tree.parts:
+            yield from leaves(part)
+    elif isinstance(tree, Not):
+        yield from leaves(tree.inner)
+    else:
+        yield tree
+
+
+def value_names_in(tree: Expression) -> tuple[str, ...]:
+    """Return the value names in an expression, each once."""
+    parts = (
+        getattr(leaf, part, None) for leaf in leaves(tree) for part in ("left", "right", "name")
+    )
+    return tuple(dict.fromkeys(part.name for part in parts if isinstance(part, Name)))
+
+
+def is_per_layer(tree: Expression) -> bool:
+    """Return whether an expression is evaluated per layer: it has a name with a value per layer."""
+    return not set(PER_LAYER_NAMES).isdisjoint(value_names_in(tree))
+
+
+def observations_in(tree: Expression) -> tuple[ObservationCondition, ...]:
+    """Return the observations in an expression, each once."""
+    observations = (leaf for leaf in leaves(tree) if isinstance(leaf, ObservationCondition))
+    return tuple(dict.fromkeys(observations))
+
+
+def has_finding(tree: Expression) -> bool:
+    """Return whether an expression has a `finding` condition."""
+    return any(isinstance(leaf, FindingCondition) for leaf in leaves(tree))
+
+
+def needs_calls(tree: Expression) -> bool:
+    """Return whether an expression is evaluated at each attention call while the model runs."""
+    return is_per_layer(tree) or any(s.kind in (EMPTY_ROW, FALLBACK) for s in observations_in(tree))
+
+
+_GLOB_PARTS = re.compile(r"\*{2,}|\*|\?|\[!?[^\[\]]+\]|.", re.DOTALL)
+_WILDCARDS = {"*": r"[^.]*", "?": r"[^.]"}
+
+
+def matches_module(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a module's name, or the last parts of it.
+
+    `*` matches one part (`layers.*.self_attn`) or a piece of one, `**` any number of parts, `[0-3]`
+    one of these characters.
+    """
+    return _compile_glob(pattern).fullmatch(name) is not None
+
+
+def count_wildcards(pattern: str) -> int:
+    """Return the number of wildcards in a module pattern."""
+    return sum(len(piece) > 1 or piece in _WILDCARDS for piece in _GLOB_PARTS.findall(pattern))
+
+
+@lru_cache(maxsize=256)
+def _compile_glob(pattern: str) -> re.Pattern[str]:
+    body = "".join(map(_glob_part_regex, _GLOB_PARTS.findall(pattern)))
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{body})", re.DOTALL)
+    except re.error:  # an invalid range such as [z-a]: match it literally
+        return re.compile(rf"(?:.*\.)?{re.escape(pattern)}", re.DOTALL)
+
+
+def _glob_part_regex(piece: str) -> str:
+    if piece.startswith("**"):
+        return ".*"
+    if piece in _WILDCARDS:
+        return _WILDCARDS[piece]
+    if len(piece) > 1:
+        inside = piece[1:-1].replace("\\", "\\\\")
+        return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
+    return re.escape(piece)
 
 
 def parse(text: str, *, finding_ids: Collection[str] | None = None) -> Expression:
@@ -109,15 +398,14 @@ def _tokenize(text: str) -> list[_Token]:
     if surrogate := re.search("[\ud800-\udfff]", text):
         raise ExpressionError("This character is not valid UTF-8.", text, *surrogate.span())
     tokens: list[_Token] = []
-    at, end = _skip_space(text, 0), len(text.rstrip())
-    while at < len(text):
+    at, end = 0, len(text.rstrip())
+    while at < end:
+        if text[at].isspace():
+            at += 1
+            continue
         tokens.append(_next_token(text, at, tokens[-1].value if tokens else ""))
-        at = _skip_space(text, tokens[-1].stop)
+        at = tokens[-1].stop
     return [*tokens, _Token("end", "", end, end)]
-
-
-def _skip_space(text: str, at: int) -> int:
-    return len(text) - len(text[at:].lstrip())
 
 
 def _next_token(text: str, at: int, before: str) -> _Token:
@@ -133,13 +421,13 @@ def _next_token(text: str, at: int, before: str) -> _Token:
 
 
 def _unexpected_character(text: str, at: int) -> ExpressionError:
-    sign = text[at]
-    if sign in "\"'":
-        reason = f"This text has no end: the closing {sign} is missing."
-        return ExpressionError(reason, text, at, len(text))
+    sign, stop = text[at], at + 1
     reason = _OPERATOR_HINTS.get(sign, "This character has no meaning here.")
-    is_doubled = sign in _OPERATOR_HINTS and text[at : at + 2] == sign * 2
-    return ExpressionError(reason, text, at, at + 1 + is_doubled)
+    if sign in "\"'":
+        reason, stop = f"This text has no end: the closing {sign} is missing.", len(text)
+    elif sign in _OPERATOR_HINTS and text.startswith(sign * 2, at):
+        stop += 1
+    return ExpressionError(reason, text, at, stop)
 
 
 def _unescape(text: str, start: int, escape: re.Match[str]) -> str:
@@ -174,7 +462,6 @@ class _Parser:
         self._tokens, self._at, self._depth = _tokenize(text), 0, 0
 
     def parse(self) -> Expression:
-        """Parse the whole text."""
         if self._is_at_end():
             hint = 'For example entropy > 3 and step > 2, or token == "\\n".'
             self._refuse("There is no condition here.", hint=hint)
@@ -190,12 +477,11 @@ class _Parser:
         self, word: str, kind: type[And] | type[Or], read: Callable[[], Expression]
     ) -> Expression:
         """Parse conditions joined with a word; a part of the same kind is merged into the chain."""
-        first = read()
-        parts = [first]
+        parts = [read()]
         while self._accept(word):
             parts.append(read())
         if len(parts) == 1:
-            return first
+            return parts[0]
         nested = (part.parts if isinstance(part, kind) else (part,) for part in parts)
         return kind(tuple(condition for conditions in nested for condition in conditions))
 
@@ -227,8 +513,6 @@ class _Parser:
         if self._is_at_end():
             self._refuse("This parenthesis is not closed.", opening)
         refuse()
-
-    # -- conditions ------------------------------------------------------------------------------
 
     def _observation(self) -> ObservationCondition:
         token = self._advance()
@@ -295,15 +579,20 @@ class _Parser:
         if not self._accept("("):
             whole = self._operand()
             if isinstance(whole.operand, Name):
-                return self._contains(first, whole, whole.operand)
+                if (
+                    not isinstance(first.operand, Text)
+                    or _kind(whole.operand) is not ValueKind.TEXT
+                ):
+                    reason = f"in {whole.operand.name} needs a text in quotes before it, and a name"
+                    self._refuse(f"{reason} that is a text.", first.token, whole.token)
+                return Compare(first.operand, "in", whole.operand)
             members = [whole]
         else:
             members = [self._constant()]
             while self._accept(",") and not self._is(")"):
                 members.append(self._constant())
-            self._close(
-                opening, lambda: self._refuse("The values of a list are separated by commas.")
-            )
+            reason = "The values of a list are separated by commas."
+            self._close(opening, lambda: self._refuse(reason))
         name, values = first.operand, [member.operand for member in members]
         if not isinstance(name, Name):
             self._refuse("A name is expected before in, and a list after it.", first.token)
@@ -313,22 +602,15 @@ class _Parser:
             self._check_choice(name, member)
         return Compare(name, "in", tuple(one for one in values if not isinstance(one, Name)))
 
-    def _contains(self, part: _Placed, whole: _Placed, name: Name) -> Compare:
-        if not isinstance(part.operand, Text) or _kind(name) is not ValueKind.TEXT:
-            reason = f"in {name.name} needs a text in quotes before it, and a name that is a text."
-            self._refuse(reason, part.token, whole.token)
-        return Compare(part.operand, "in", name)
-
     def _check_comparison(self, left: _Placed, op: str, right: _Placed) -> None:
-        """Refuse a comparison whose sides `op` cannot compare."""
-        one, other = left.operand, right.operand
+        one, other, reason = left.operand, right.operand, ""
         if not isinstance(one, Name) and not isinstance(other, Name):
             reason = "Neither side of this comparison is a name."
-            self._refuse(reason, left.token, right.token)
-        if not _are_comparable(one, other):
-            self._refuse(_describe_kinds(one, other), left.token, right.token)
-        if _kind(one) is ValueKind.TEXT and op not in ("==", "!="):
+        elif not _are_comparable(one, other):
+            reason = _describe_kinds(one, other)
+        elif _kind(one) is ValueKind.TEXT and op not in ("==", "!="):
             reason = "Texts can only be compared with == and !=."
+        if reason:
             self._refuse(reason, left.token, right.token)
         self._check_choice(one, right)
         self._check_choice(other, left)
@@ -342,8 +624,6 @@ class _Parser:
             quoted = [f'"{choice}"' for choice in choices]
             reason = f"{name.name} is never this; it is one of {', '.join(quoted)}."
             self._refuse(reason, value.token, hint=did_you_mean(f'"{written}"', quoted))
-
-    # -- operands --------------------------------------------------------------------------------
 
     def _operand(self) -> _Placed:
         token = self._current
@@ -363,7 +643,11 @@ class _Parser:
             self._refuse("A name or a value is expected here.")
         number = self._parse_number(self._advance())
         unit = self._current
-        if unit.kind != "word" or unit.value in (*KEYWORDS, *VALUE_NAMES, *OBSERVATIONS):
+        if unit.kind != "word" or unit.value in (
+            *KEYWORDS,
+            *VALUE_NAMES,
+            *OBSERVATIONS,
+        ):
             return _Placed(token, Number(number))
         if unit.value not in UNITS:
             hint = did_you_mean(unit.value, UNITS, f"The units are {', '.join(UNITS)}.")
@@ -379,8 +663,6 @@ class _Parser:
         if math.isinf(value):
             self._refuse("This is not a number.", token)
         return value
-
-    # -- tokens ----------------------------------------------------------------------------------
 
     @property
     def _current(self) -> _Token:
@@ -403,8 +685,6 @@ class _Parser:
         is_next = self._is(value)
         self._at += is_next
         return is_next
-
-    # -- errors ----------------------------------------------------------------------------------
 
     def _refuse(
         self, reason: str, first: _Token | None = None, last: _Token | None = None, hint: str = ""

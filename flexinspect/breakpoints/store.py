@@ -9,25 +9,16 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from flexinspect.breakpoints import grammar
 from flexinspect.breakpoints.evaluation import (
     EvaluationResult,
     StepObservations,
     hit_reason,
     observed_layer,
-)
-from flexinspect.breakpoints.grammar import parse
-from flexinspect.breakpoints.names import INF, NAN, OPTION_HELP
-from flexinspect.breakpoints.syntax_tree import (
-    Expression,
-    ExpressionError,
-    has_finding,
-    needs_calls,
-    observations_in,
-    to_text,
 )
 from flexinspect.control.messages import BreakpointInfo
 from flexinspect.core.text import did_you_mean
@@ -36,8 +27,7 @@ _BRACKETS = re.compile(r"(?:^|\s)\[([^\[\]\"']*)\]\s*$")
 _OPTION = re.compile(r"[^\s,]+")
 
 
-@dataclass(frozen=True, slots=True)
-class BreakpointOptions:
+class BreakpointOptions(NamedTuple):
     """How a breakpoint stops: at every hit from number `hits` on (0 and 1: the first).
 
     `once` disables it after its first stop, `log` records an event instead of stopping, and `off`
@@ -63,12 +53,12 @@ def split_options(text: str) -> tuple[str, BreakpointOptions]:
             switches[name] = True
         elif not equals or name not in ("hits", "ignore"):
             reason = f"{word[0]} is not an option of a breakpoint."
-            known = (known.rstrip("=") for known in OPTION_HELP)
+            known = (known.rstrip("=") for known in grammar.OPTION_HELP)
             hint = did_you_mean(name, known, "The options are hits=N, ignore=N, once, log, off.")
-            raise ExpressionError(reason, text, *place, hint=hint)
+            raise grammar.ExpressionError(reason, text, *place, hint=hint)
         elif not re.fullmatch("[0-9]{1,9}", number):
-            hint = "For example hits=3."
-            raise ExpressionError("A number is expected after =.", text, *place, hint=hint)
+            reason, hint = "A number is expected after =.", "For example hits=3."
+            raise grammar.ExpressionError(reason, text, *place, hint=hint)
         else:
             hits = int(number) + (name == "ignore")
     return text[: brackets.start()], BreakpointOptions(hits, **switches)
@@ -99,12 +89,8 @@ class BreakpointHit:
 
     def event_data(self) -> dict[str, Any]:
         """Return the hit as the data of an event."""
-        return {
-            "breakpoint": self.id,
-            "condition": self.condition,
-            "layer": self.layer,
-            "values": dict(self.values),
-        }
+        place = {"breakpoint": self.id, "condition": self.condition, "layer": self.layer}
+        return {**place, "values": dict(self.values)}
 
 
 def make_hit(
@@ -115,8 +101,7 @@ def make_hit(
     in_forward: bool,
 ) -> BreakpointHit:
     """Return the hit of a breakpoint whose condition holds for these observations."""
-    values = observations.values
-    layer = result.layer
+    values, layer = observations.values, result.layer
     if layer is None:
         layer = observed_layer(breakpoint_.expression, observations)
     return BreakpointHit(
@@ -145,7 +130,7 @@ class Breakpoint:
     """A breakpoint: as clients see it, its condition, and when it was last enabled or disabled."""
 
     info: BreakpointInfo
-    expression: Expression
+    expression: grammar.Expression
     enabled_at: float = 0.0
 
     @property
@@ -184,12 +169,12 @@ class BreakpointStore:
         Raises `ExpressionError`, which points at the invalid part.
         """
         condition, written = split_options(text)
-        expression = parse(condition)
-        if self._finding_ids is not None and has_finding(expression):
-            parse(condition, finding_ids=self._finding_ids() or None)
+        expression = grammar.parse(condition)
+        if self._finding_ids is not None and grammar.has_finding(expression):
+            grammar.parse(condition, finding_ids=self._finding_ids() or None)
         info = BreakpointInfo(
             id=next(self._numbers),
-            text=to_text(expression),
+            text=grammar.to_text(expression),
             is_enabled=not written.off,
             hits=max(written.hits, hits),
             once=written.once or once,
@@ -250,23 +235,20 @@ class BreakpointStore:
         return HitAction.LOG if info.log_only else HitAction.STOP
 
     def _change(self, number: int, **changes: Any) -> BreakpointInfo:
-        """Replace fields of a breakpoint's info."""
-        stored = self._breakpoints[number]
+        stored, is_switched = self._breakpoints[number], "is_enabled" in changes
         info = structs.replace(stored.info, **changes)
-        is_switched = "is_enabled" in changes
         enabled_at = time.time() if is_switched else stored.enabled_at
         self._breakpoints[number] = replace(stored, info=info, enabled_at=enabled_at)
         self.version += is_switched
         return info
 
 
-def _evaluation_note(expression: Expression) -> str:
-    """Return where an expression is evaluated."""
-    if any(
-        condition.module_pattern is not None and condition.kind in (NAN, INF)
-        for condition in observations_in(expression)
-    ):
+def _evaluation_note(expression: grammar.Expression) -> str:
+    numbers = (
+        one for one in grammar.observations_in(expression) if one.kind in (grammar.NAN, grammar.INF)
+    )
+    if any(condition.module_pattern is not None for condition in numbers):
         return "evaluated at each of these modules, and after each step"
-    if needs_calls(expression):
+    if grammar.needs_calls(expression):
         return "evaluated at each attention call, and after each step"
     return "evaluated after each step"

@@ -303,8 +303,8 @@ def _breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
 
     Raises `ExpressionError` for a condition with a syntax error.
     """
+    from flexinspect.breakpoints.grammar import ExpressionError
     from flexinspect.breakpoints.store import BreakpointStore
-    from flexinspect.breakpoints.syntax_tree import ExpressionError
     from flexinspect.inputs.config import load_config
     from flexinspect.rules.engine import load_rules
 

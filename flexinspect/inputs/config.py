@@ -244,8 +244,8 @@ def _read_breakpoints(source: _SettingsFile) -> dict[str, str]:
     table = source.section("breakpoints")
     if not table:
         return {}
+    from flexinspect.breakpoints.grammar import ExpressionError
     from flexinspect.breakpoints.store import BreakpointStore
-    from flexinspect.breakpoints.syntax_tree import ExpressionError
 
     store = BreakpointStore()
     for name, condition in table.items():

@@ -49,7 +49,7 @@ def _close_crashed_trace(path: Path, process: Capture, code: int) -> None:
         if not is_crash:
             return None
         event = _crash_event(call, reason, name, (generation, step))
-        return event, RuleRunner([FailuresRule()]).on_event(event)[0]
+        return event, RuleRunner([FailuresRule()]).on_record(event).findings
 
     close_dead_trace(path, reason, process.pid, explain)
 

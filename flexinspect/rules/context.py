@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +16,11 @@ from flexinspect.records import prompt
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, MaskRecord, StepRecord, TokenRecord
 
-MASK_CACHE_BYTES = 128 << 20
-"""Bytes of mask cells that are kept; the mask that was added first is dropped first."""
-
-_MAX_TEXT_LENGTH = 24
-"""Characters of a token that a sentence quotes."""
+MASK_CACHE_BYTES = 128 << 20  # bytes of mask cells that are kept; the oldest are dropped first
+_MAX_TEXT_LENGTH = 24  # characters of a token that a sentence quotes
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredMask:
+class DeclaredMask(NamedTuple):
     """The mask that the user declared, or the one assumed from declared segments.
 
     `assumed` means that several paraphrases but no mask were declared, so they are assumed to be
@@ -44,15 +39,15 @@ class RuleContext:
 
     def __init__(self, find_mask: Callable[[str], MaskRecord | None] | None = None) -> None:
         self._find_mask = find_mask
-        self._segments: tuple[Segment, ...] = ()
+        self.segments: tuple[Segment, ...] = ()
+        """The segments of the generation; the last one has no end."""
         self._tokens: dict[int, TokenRecord] = {}
         self._masks: OrderedDict[str, MaskRecord] = OrderedDict()
         self._mask_bytes = 0
         self.generation = GenerationRecord(0, "", "", "", (), ())
         self.declared_mask: DeclaredMask | None = None
         self.is_standalone = False
-        self.shared_memory: dict[str, Any] = {}
-        """What rules share across the models of a run, by rule name."""
+        self.shared_memory: dict[str, Any] = {}  # shared by the models of a run, by rule name
         self.has_custom_mask_mod = False
         """Whether the declared mask is a function of the user, whose intent is unknown."""
 
@@ -65,7 +60,7 @@ class RuleContext:
         step, without tokens, segments or a declared mask.
         """
         self.generation, self.is_standalone = generation, is_standalone
-        self._segments = generation.segments
+        self.segments = generation.segments
         self._tokens = {token.pos: token for token in generation.tokens}
         self.declared_mask = _find_declared_mask(generation)
         self.has_custom_mask_mod = self.declared_mask is None and _has_mask_declaration(generation)
@@ -76,8 +71,6 @@ class RuleContext:
             self._tokens[token.pos] = token
         for mask in step.masks:
             self._cache_mask(mask)
-
-    # -- masks -----------------------------------------------------------------------------------
 
     @property
     def declared_spec(self) -> MaskSpec | None:
@@ -104,17 +97,10 @@ class RuleContext:
         while self._mask_bytes > MASK_CACHE_BYTES and len(self._masks) > 1:
             self._mask_bytes -= _mask_nbytes(self._masks.popitem(last=False)[1])
 
-    # -- segments and tokens ---------------------------------------------------------------------
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """The segments; the last one has no end."""
-        return self._segments
-
     @property
     def n_prompt(self) -> int:
         """Number of prompt positions: where the last segment, which has no end, starts."""
-        return self._segments[-1].start if self._segments else 0
+        return self.segments[-1].start if self.segments else 0
 
     def token(self, pos: int) -> TokenRecord | None:
         """Return the token at a position, or None if it is not known."""
@@ -122,11 +108,9 @@ class RuleContext:
 
     def segment_at(self, pos: int) -> Segment | None:
         """Return the segment that holds a position, or None."""
-        for index, segment in enumerate(self._segments):
-            last = index == len(self._segments) - 1
-            if segment.start <= pos and (last or pos < segment.stop):
-                return segment
-        return None
+        segments = self.segments
+        holders = (s for s in segments if s.start <= pos and (s is segments[-1] or pos < s.stop))
+        return next(holders, None)
 
     def format_position(self, pos: int) -> str:
         """Return `position 14 "What"`, without the text where the token is not known."""
@@ -138,9 +122,8 @@ class RuleContext:
 
     def format_rows(self, positions: Positions) -> str:
         """Return `12 rows of paraphrase 2 and separator 2`, positions ascending."""
-        labels = self.labels_at(positions)
-        of = f" of {abbreviate_labels(labels)}" if labels else ""
-        return plural(len(positions), "row") + of
+        rows, labels = plural(len(positions), "row"), self.labels_at(positions)
+        return f"{rows} of {abbreviate_labels(labels)}" if labels else rows
 
     def format_first_position(self, positions: Positions) -> str:
         """Return `first: position 14 "What"`, without "first" for a single position."""
@@ -148,11 +131,10 @@ class RuleContext:
 
     def labels_at(self, positions: Positions) -> list[str]:
         """Return the labels of the segments that hold some of the positions, in order."""
-        last = len(self._segments) - 1
         out = []
-        for index, segment in enumerate(self._segments):
+        for segment in self.segments:
             inside = positions >= segment.start
-            if index < last:  # the last segment has no end
+            if segment is not self.segments[-1]:  # the last segment has no end
                 inside &= positions < segment.stop
             if inside.any():
                 out.append(segment.label)

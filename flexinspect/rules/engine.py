@@ -1,14 +1,5 @@
 """The rule interface, the runner that applies rules to steps, and the catalog of rules.
 
-In reading order:
-
-- `FindingKind`: severity and explanation of one finding id; `finding_kinds` reads those of
-  `findings.toml`, which describes every built-in id.
-- `Rule`: the base class of all rules, built-in and third-party.
-- `RuleRunner`: runs the rules of one run on its steps, events and gradients.
-- `CAUSES` and `link_causes`: which findings of one step follow from which others.
-- `load_rules`: the catalog of all registered rules.
-
 A rule is a class that takes no arguments. The built-in rules are listed in
 `flexinspect.core.plugins`; others register in the entry-point group `flexinspect.rules`. One object
 checks one run: records in, findings out, no I/O. Ordinary rules run for every step in the writer
@@ -26,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from flexinspect.core import plugins
 from flexinspect.core.text import MAX_LISTED_POSITIONS
@@ -38,19 +29,12 @@ from flexinspect.rules.context import RuleContext
 
 @dataclass(frozen=True, slots=True)
 class FindingKind:
-    """Severity and explanation of one finding id.
+    """Severity and explanation of one finding id. A single finding may bring its own.
 
-    Attributes:
-        severity: the usual severity; a rule may override it for a single finding.
-        meaning: what the id stands for, in one line.
-        why: why it matters. Like `confirm` and `fix` one or two sentences, used for findings that
-            bring none of their own.
-        confirm: how to check the finding by hand.
-        fix: the usual remedy.
-        query: the SQL that selects the evidence from the trace; {generation}, {branch}, {step} and
-            {layer} are replaced by those of the finding.
-        keeps_latest: whether a repeated finding keeps the sentence and evidence of its last
-            occurrence instead of its first.
+    `meaning` says in one line what the id stands for. `why` it matters, how to `confirm` it by hand
+    and the usual `fix` are one or two sentences. `query` is the SQL that selects the evidence from
+    the trace; {generation}, {branch}, {step} and {layer} are replaced by those of the finding. With
+    `keeps_latest`, a repeated finding keeps the sentence and evidence of its last occurrence.
     """
 
     severity: Severity
@@ -70,13 +54,18 @@ def _read_findings_file() -> dict[str, dict[str, Any]]:
 
 def finding_kinds(*ids: str) -> dict[str, FindingKind]:
     """Return the kinds of these ids, as `findings.toml` describes them."""
-    file = _read_findings_file()
-    return {id_: _read_kind(file[id_], file["queries"]) for id_ in ids}
+    kinds = {}
+    for id_ in ids:
+        fields = dict(_read_findings_file()[id_])
+        severity, query = Severity(fields.pop("severity")), _find_query(fields.pop("query"))
+        kinds[id_] = FindingKind(severity, **fields, query=query)
+    return kinds
 
 
-def _read_kind(fields: Mapping[str, Any], queries: Mapping[str, str]) -> FindingKind:
-    query = queries.get(fields["query"], fields["query"])
-    return FindingKind(**{**fields, "severity": Severity(fields["severity"]), "query": query})
+def _find_query(query: str) -> str:
+    """Return the query that `findings.toml` has under a name; any other text is the query."""
+    sql: str = _read_findings_file()["queries"].get(query, query)
+    return sql
 
 
 class Rule:
@@ -90,8 +79,7 @@ class Rule:
     name: ClassVar[str]
     findings: ClassVar[Mapping[str, FindingKind]]
     """Every id that this rule may return; the runner rejects others."""
-    offline_only: ClassVar[bool] = False
-    """Whether the rule is too slow to run beside the model."""
+    offline_only: ClassVar[bool] = False  # whether the rule is too slow to run beside the model
     handles_standalone_calls: ClassVar[bool] = False
     """Whether the rule also checks standalone calls of FlexAttention (outside of any model)."""
     streams: ClassVar[tuple[str, ...]] = ()
@@ -124,7 +112,7 @@ class Rule:
 
     def finding(
         self,
-        place: StepRecord | EventRecord | None,
+        place: StepRecord | EventRecord | GradientRecord | None,
         finding_id: str,
         sentence: str,
         *,
@@ -136,7 +124,7 @@ class Rule:
         series: str = "",
         query: str = "",
     ) -> Finding:
-        """Return a finding of a step, of an event, or of the whole generation (None).
+        """Return a finding of a step, event or gradients, or of the whole generation (None).
 
         It has the severity of its kind unless `severity` is given, and the first
         `MAX_LISTED_POSITIONS` positions. `query` replaces the query of the kind; like that one it
@@ -151,7 +139,7 @@ class Rule:
             severity=severity or self.findings[finding_id].severity,
             sentence=sentence,
             generation=generation,
-            branch=place.branch if isinstance(place, StepRecord) else 0,
+            branch=getattr(place, "branch", 0),
             step=None if place is None else place.step,
             layer=sorted_layers[0] if sorted_layers else None,
             head=head,
@@ -161,6 +149,14 @@ class Rule:
             series=series,
         )
         return replace(found, query=_format_query(query, found)) if query else found
+
+
+class RuleResults(NamedTuple):
+    """New findings, repeats of earlier ones, and an event for each rule that failed."""
+
+    findings: tuple[Finding, ...]
+    repeats: tuple[Repeat, ...]
+    events: tuple[EventRecord, ...]
 
 
 class RuleRunner:
@@ -178,18 +174,13 @@ class RuleRunner:
         branch: int = 0,
     ) -> None:
         self._branch = branch
-        self._rules = (
-            [rule for rule in rules if rule.handles_standalone_calls]
-            if is_standalone
-            else list(rules)
-        )
+        self._rules = [rule for rule in rules if rule.handles_standalone_calls or not is_standalone]
         self._is_standalone = is_standalone
         self._context = context or RuleContext()
         for rule in self._rules:  # an event may come before the first generation starts
             rule.context = self._context
         self._reported: set[tuple[int, int, str, str]] = set()
-        kinds = [pair for rule in self._rules for pair in rule.findings.items()]
-        self._ids_keeping_latest = frozenset(id_ for id_, kind in kinds if kind.keeps_latest)
+        self._kinds = {id_: kind for rule in self._rules for id_, kind in rule.findings.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -222,64 +213,51 @@ class RuleRunner:
         # Each standalone call is a generation of its own; a series may run over several of them.
         if not self._is_standalone:
             self._reported.clear()
-        where = f"the beginning of generation {generation.generation}"
 
         def start(rule: Rule) -> Iterable[Finding]:
             rule.on_generation_start(self._context)
             return ()
 
-        return self._call_rules(start, where, None)[1]
+        return self._call_rules(start, f"the beginning of generation {generation.generation}")[1]
 
     def on_step(self, step: StepRecord) -> StepRecord:
         """Return the step with its findings, and with an event for each rule that failed."""
-        self._context.add_step(step)
-        findings, events = self._call_rules(
-            lambda rule: rule.on_step(step), f"step {step.step}", step
-        )
-        if not findings and not events:
+        findings, repeats, events = self.on_record(step)
+        if not (findings or repeats or events):
             return step
-        new, repeats = self._split_repeats(link_causes(findings) if len(findings) > 1 else findings)
-        return replace(
-            step,
-            findings=(*step.findings, *new),
-            repeats=repeats,
-            events=(*step.events, *events),
-        )
+        findings, events = (*step.findings, *findings), (*step.events, *events)
+        return replace(step, findings=findings, repeats=repeats, events=events)
+
+    def on_record(self, record: StepRecord | EventRecord | GradientRecord) -> RuleResults:
+        """Run the rules on a step, on an event outside of the steps, or on a token's gradients."""
+        if isinstance(record, EventRecord):
+            where = f"the event '{record.kind}'"
+            return self._split_repeats(*self._call_rules(lambda rule: rule.on_event(record), where))
+        if isinstance(record, GradientRecord):
+            where = f"the gradients of step {record.step}"
+            call = self._call_rules(lambda rule: rule.on_gradients(record), where)
+            return self._split_repeats(*call)
+        findings, failures = self._run_step(record)
+        return self._split_repeats(link_causes(findings), failures)
 
     def replay_parent_step(self, step: StepRecord) -> tuple[EventRecord, ...]:
         """Run the rules on a step of the parent branch for their state alone.
 
         Its findings were reported on the parent. Returns an event for each rule that failed.
         """
+        return self._run_step(step)[1]
+
+    def on_generation_end(self) -> RuleResults:
+        """Return the findings of the whole generation."""
+        where = "the end of a generation"
+        return self._split_repeats(*self._call_rules(lambda rule: rule.on_generation_end(), where))
+
+    def _run_step(self, step: StepRecord) -> tuple[list[Finding], tuple[EventRecord, ...]]:
         self._context.add_step(step)
-        return self._call_rules(lambda rule: rule.on_step(step), f"step {step.step}", step)[1]
-
-    def on_event(self, event: EventRecord) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
-        """Return the findings of an event outside of the steps, and an event per failed rule."""
-        findings, failures = self._call_rules(
-            lambda rule: rule.on_event(event), f"the event '{event.kind}'", None
-        )
-        return self._split_repeats(findings)[0], failures
-
-    def on_gradients(
-        self, gradients: GradientRecord
-    ) -> tuple[Sequence[Finding], tuple[Repeat, ...], tuple[EventRecord, ...]]:
-        """Return new findings, repeats and failures of the rules for a token's gradients."""
-        where = f"the gradients of step {gradients.step}"
-        findings, failures = self._call_rules(
-            lambda rule: rule.on_gradients(gradients), where, None
-        )
-        return *self._split_repeats(findings), failures
-
-    def on_generation_end(self) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
-        """Return the findings of the whole generation, and an event per failed rule."""
-        findings, failures = self._call_rules(
-            lambda rule: rule.on_generation_end(), "the end of a generation", None
-        )
-        return self._split_repeats(findings)[0], failures
+        return self._call_rules(lambda rule: rule.on_step(step), f"step {step.step}", step.step)
 
     def _call_rules(
-        self, call: Callable[[Rule], Iterable[Finding]], where: str, step: StepRecord | None
+        self, call: Callable[[Rule], Iterable[Finding]], where: str, step: int | None = None
     ) -> tuple[list[Finding], tuple[EventRecord, ...]]:
         findings: list[Finding] = []
         failures: list[EventRecord] = []
@@ -287,7 +265,11 @@ class RuleRunner:
             try:
                 findings += [self._complete(rule, finding) for finding in call(rule) or ()]
             except Exception as error:
-                failures.append(self._disable_rule(rule, error, where, step))
+                self._rules.remove(rule)
+                reason = f"{type(error).__name__}: {error}"
+                text = f"The rule '{_rule_name(rule)}' failed at {where} and is off: {reason}"
+                generation = self._context.generation.generation
+                failures.append(EventRecord("rule-disabled", text, time.time(), generation, step))
         return findings, tuple(failures)
 
     def _complete(self, rule: Rule, finding: Finding) -> Finding:
@@ -304,35 +286,25 @@ class RuleRunner:
         return fill_from_kind(kind, replace(finding, branch=finding.branch or self._branch))
 
     def _split_repeats(
-        self, findings: Sequence[Finding]
-    ) -> tuple[list[Finding], tuple[Repeat, ...]]:
+        self, findings: Iterable[Finding], failures: tuple[EventRecord, ...]
+    ) -> RuleResults:
         """Split findings into new ones and repeats of a series that was reported before."""
-        new, repeats = [], []
+        new, repeats = [], {}
         for finding in findings:
             key = (finding.generation, finding.branch, finding.id, finding.series)
             if finding.series and key in self._reported:
-                repeats.append(self._make_repeat(finding))
+                repeats[finding.id, finding.series] = self._make_repeat(finding)
                 continue
             self._reported.add(key)
             new.append(finding)
-        return new, tuple({(r.id, r.series): r for r in repeats}.values())
+        return RuleResults(tuple(new), tuple(repeats.values()), failures)
 
     def _make_repeat(self, finding: Finding) -> Repeat:
         current = self._context.generation.generation
         generation = None if finding.generation == current else finding.generation
-        if finding.id not in self._ids_keeping_latest:
+        if not self._kinds[finding.id].keeps_latest:
             return Repeat(finding.id, finding.series, generation)
         return Repeat(finding.id, finding.series, generation, finding.sentence, finding.evidence)
-
-    def _disable_rule(
-        self, rule: Rule, error: Exception, where: str, step: StepRecord | None
-    ) -> EventRecord:
-        self._rules.remove(rule)
-        reason = f"{type(error).__name__}: {error}"
-        text = f"The rule '{_rule_name(rule)}' failed at {where} and is off: {reason}"
-        generation = self._context.generation.generation
-        step_number = None if step is None else step.step
-        return EventRecord("rule-disabled", text, time.time(), generation, step_number)
 
 
 def _rule_name(rule: Rule) -> str:
@@ -341,27 +313,18 @@ def _rule_name(rule: Rule) -> str:
 
 def fill_from_kind(kind: FindingKind, finding: Finding) -> Finding:
     """Return a finding with the texts of its kind where it has none of its own."""
-    return replace(
-        finding,
-        why=finding.why or kind.why,
-        confirm=finding.confirm or kind.confirm,
-        fix=finding.fix or kind.fix,
-        query=finding.query or _format_query(kind.query, finding),
-    )
+    names = ("why", "confirm", "fix")
+    texts = {name: getattr(finding, name) or getattr(kind, name) for name in names}
+    return replace(finding, **texts, query=finding.query or _format_query(kind.query, finding))
 
 
 def _format_query(query: str, finding: Finding) -> str:
     """Return a query, named or itself, for a finding. A step or layer that it lacks matches any."""
-    sql: str = _read_findings_file()["queries"].get(query, query)
-    return sql.format(
-        generation=finding.generation,
-        branch=finding.branch,
-        step="step" if finding.step is None else finding.step,
-        layer="layer" if finding.layer is None else finding.layer,
-    )
+    step = "step" if finding.step is None else finding.step
+    layer = "layer" if finding.layer is None else finding.layer
+    place = {"generation": finding.generation, "branch": finding.branch}
+    return _find_query(query).format(**place, step=step, layer=layer)
 
-
-# -- causes ----------------------------------------------------------------------------------------
 
 _PATH_FINDINGS = ("path.fallback", "path.unpatched-layer", "path.bypass")
 _BORDER_FINDINGS = ("segments.shifted", "segments.drift", "segments.merged")
@@ -379,8 +342,6 @@ A layer that fell back to another kernel has lost its mask, and a mask whose bor
 leaks. Different rules report the two, and both findings are true.
 """
 
-_SEVERITY_ORDER = list(Severity)
-
 
 def link_causes(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings of one step, with each consequence turned into a note.
@@ -390,12 +351,10 @@ def link_causes(findings: Sequence[Finding]) -> list[Finding]:
     linked = list(findings)
     for index, finding in enumerate(findings):
         cause_index = _find_cause(finding, findings)
-        if cause_index is None or finding.severity is Severity.NOTE:
+        cause = finding if cause_index is None else linked[cause_index]
+        if cause_index is None or Severity.NOTE in (finding.severity, cause.severity):
             continue
-        cause = linked[cause_index]
-        if cause.severity is Severity.NOTE:
-            continue
-        worse = min(cause.severity, finding.severity, key=_SEVERITY_ORDER.index)
+        worse = min(cause.severity, finding.severity, key=list(Severity).index)
         linked[cause_index] = replace(cause, severity=worse)
         linked[index] = replace(
             finding,
@@ -407,23 +366,14 @@ def link_causes(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _find_cause(finding: Finding, findings: Sequence[Finding]) -> int | None:
-    """Return the index of the cause of a finding, or None."""
-    causes = CAUSES.get(finding.id, ())
+    causes, layers = CAUSES.get(finding.id, ()), {*(finding.layers or (finding.layer,))}
     for index, other in enumerate(findings):
-        if other.id in causes and _finding_layers(finding) & _finding_layers(other):
+        if other.id in causes and not layers.isdisjoint(other.layers or (other.layer,)):
             return index
     return None
 
 
-def _finding_layers(finding: Finding) -> set[int | None]:
-    return set(finding.layers) or {finding.layer}
-
-
-# -- the catalog -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedRules:
+class LoadedRules(NamedTuple):
     """The registered rules; `failed` maps the names of rules that did not load to the reason."""
 
     rules: tuple[Rule, ...]

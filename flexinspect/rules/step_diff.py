@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import read_unpadded
 from flexinspect.rules.masks.mask_views import broadcast_rows
 
 ROUNDING_LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
 """By dtype, the largest relative difference of a layer's statistics that rounding explains."""
-JUMP_FACTOR = 4.0
-"""A layer stands out if it adds this many times what the others add on average."""
-
+JUMP_FACTOR = 4.0  # a layer stands out if it adds this many times what the others add on average
+T = TypeVar("T")
 FindMask = Callable[[str], MaskRecord | None]
 RealPositions = npt.NDArray[np.bool_] | None
 """Which positions are not padding, bool (positions,); None without padding."""
@@ -95,10 +94,9 @@ class StepDifference:
     @property
     def is_same(self) -> bool:
         """Whether nothing that was recorded differs."""
-        numbers = any(layer.difference for layer in self.layers) or bool(self.logits)
-        inputs = self.lengths or self.positions
-        structure = inputs or self.masks or self.paths or self.entered or self.left
-        return not (self.is_diverged or structure or numbers)
+        numbers = any(layer.difference for layer in self.layers) or self.logits
+        inputs = self.lengths or self.positions or self.masks or self.paths
+        return not (self.is_diverged or inputs or self.entered or self.left or numbers)
 
     @property
     def worst(self) -> LayerDifference | None:
@@ -130,12 +128,11 @@ class RunDifference:
     @property
     def first_beyond_rounding(self) -> StepDifference | None:
         """The first step with a difference that rounding does not explain."""
-        return next((step for step in self.steps if self._is_beyond_rounding(step)), None)
-
-    def _is_beyond_rounding(self, step: StepDifference) -> bool:
-        worst = step.worst
-        has_other_input = bool(step.lengths or step.positions or step.masks)
-        return has_other_input or (worst is not None and worst.difference > self.limit)
+        for step in self.steps:
+            is_large = any(layer.difference > self.limit for layer in step.layers)
+            if is_large or step.lengths or step.positions or step.masks:
+                return step
+        return None
 
     @property
     def jump(self) -> int | None:
@@ -181,35 +178,28 @@ def compare_steps(
     `find_masks` look up a mask of run A and of run B by its fingerprint. Masks and layers are
     compared only where both steps computed the same rows over the same keys.
     """
-    lengths = _compare_lengths(a, b)
-    same_lengths = not lengths
+    lengths = _compare_texts(f"{s.q_len} rows after {s.kv_before} keys" for s in (a, b))
     entered, left, logit_change = _compare_candidates(a.logits, b.logits)
     id_a, id_b = _chosen_id(a), _chosen_id(b)
-    tokens = None if id_a is None or id_b is None else (id_a, id_b)
-    margins = None
-    if a.logits is not None and b.logits is not None:
-        margins = (a.logits.margin, b.logits.margin)
     return StepDifference(
         step=a.step,
-        tokens=tokens,
+        tokens=None if id_a is None or id_b is None else (id_a, id_b),
         logits=logit_change,
-        margins=margins,
+        margins=(a.logits.margin, b.logits.margin) if a.logits and b.logits else None,
         entered=entered,
         left=left,
         lengths=lengths,
         positions=_compare_positions(a, b),
-        masks=_compare_masks(a, b, find_masks, real) if same_lengths else (),
+        masks=() if lengths else _compare_masks(a, b, find_masks, real),
         paths=_compare_paths(a, b),
-        layers=_compare_layers(a, b, real) if same_lengths else (),
+        layers=() if lengths else _compare_layers(a, b, real),
     )
 
 
 def rounding_limit(a: StepRecord, b: StepRecord) -> float:
     """Return the largest relative difference that rounding explains, for the coarser dtype."""
-    dtypes = {call.dtype for step in (a, b) for call in step.calls}
-    return max(
-        (ROUNDING_LIMITS.get(name, 0.1) for name in dtypes), default=ROUNDING_LIMITS["float32"]
-    )
+    dtypes = {call.dtype for step in (a, b) for call in step.calls} or {"float32"}
+    return max(ROUNDING_LIMITS.get(name, 0.1) for name in dtypes)
 
 
 def find_jump(layers: Sequence[LayerDifference], limit: float) -> LayerDifference | None:
@@ -225,19 +215,15 @@ def find_jump(layers: Sequence[LayerDifference], limit: float) -> LayerDifferenc
     return jump if jump.added > JUMP_FACTOR * usual and jump.added > limit / 2 else None
 
 
-# -- choice and logits -----------------------------------------------------------------------------
-
-
-def _compare_lengths(a: StepRecord, b: StepRecord) -> str:
-    one, other = (f"{step.q_len} rows after {step.kv_before} keys" for step in (a, b))
+def _compare_texts(texts: Iterable[str]) -> str:
+    one, other = texts
     return "" if one == other else f"{one} against {other}"
 
 
 def _compare_positions(a: StepRecord, b: StepRecord) -> str:
     if a.inputs is None or b.inputs is None or not (a.inputs.positions and b.inputs.positions):
         return ""
-    one, other = (_format_runs(step.inputs.positions) for step in (a, b) if step.inputs is not None)
-    return "" if one == other else f"{one} against {other}"
+    return _compare_texts(_format_runs(inputs.positions) for inputs in (a.inputs, b.inputs))
 
 
 def _format_runs(positions: Sequence[tuple[int, int]]) -> str:
@@ -246,12 +232,10 @@ def _format_runs(positions: Sequence[tuple[int, int]]) -> str:
 
 
 def _chosen_id(step: StepRecord) -> int | None:
-    logits = step.logits
-    if logits is None:
+    if step.logits is None:
         return None
-    if logits.chosen_id != UNKNOWN:
-        return logits.chosen_id
-    return logits.candidates[0].token_id if logits.candidates else None
+    best = step.logits.candidates[0].token_id if step.logits.candidates else None
+    return best if step.logits.chosen_id == UNKNOWN else step.logits.chosen_id
 
 
 def _compare_candidates(
@@ -261,14 +245,10 @@ def _compare_candidates(
     if a is None or b is None:
         return (), (), None
     one, other = ({c.token_id: c.logit for c in logits.candidates} for logits in (a, b))
-    both = [abs(one[id_] - other[id_]) for id_ in one if id_ in other]
+    changes = (abs(one[id_] - other[id_]) for id_ in one if id_ in other)
     entered = tuple(id_ for id_ in other if id_ not in one)
     left = tuple(id_ for id_ in one if id_ not in other)
-    finite = [value for value in both if math.isfinite(value)]
-    return entered, left, max(finite, default=None)
-
-
-# -- masks and paths -------------------------------------------------------------------------------
+    return entered, left, max(filter(math.isfinite, changes), default=None)
 
 
 def _compare_masks(
@@ -276,27 +256,35 @@ def _compare_masks(
 ) -> tuple[MaskDifference, ...]:
     """Return the layers whose executed masks differ, grouped by their pair of masks."""
     of_a, of_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
-    layers: dict[tuple[str | None, str | None], list[int]] = {}
-    for layer in sorted(of_a.keys() & of_b.keys()):
-        layers.setdefault((of_a[layer], of_b[layer]), []).append(layer)
-    return tuple(
-        replace(difference, layers=tuple(which))
-        for pair, which in layers.items()
-        if (difference := _mask_difference(pair, find_masks, a, real)) is not None
+    differences = (
+        _mask_difference(layers, pair, find_masks, a, real)
+        for pair, layers in _layers_by_pair(of_a, of_b, of_a.keys() & of_b.keys(), None)
     )
+    return tuple(one for one in differences if one is not None)
+
+
+def _layers_by_pair(
+    a: Mapping[int, T], b: Mapping[int, T], layers: Iterable[int], default: T
+) -> Iterable[tuple[tuple[T, T], tuple[int, ...]]]:
+    """Return the layers of each pair of values that differ."""
+    found: dict[tuple[T, T], tuple[int, ...]] = {}
+    for layer in sorted(layers):
+        pair = a.get(layer, default), b.get(layer, default)
+        if pair[0] != pair[1]:
+            found[pair] = (*found.get(pair, ()), layer)
+    return found.items()
 
 
 def _mask_difference(
+    layers: tuple[int, ...],
     key: tuple[str | None, str | None],
     find_masks: tuple[FindMask, FindMask],
     step: StepRecord,
     real: RealPositions,
 ) -> MaskDifference | None:
-    """Return the difference of a pair of masks, without its layers, or None if they are equal."""
-    if key[0] == key[1]:
-        return None
+    """Return how two masks with other fingerprints differ, or None if their cells are equal."""
     if key[0] is None or key[1] is None:
-        return MaskDifference(())
+        return MaskDifference(layers)
     mask_a, mask_b = find_masks[0](key[0]), find_masks[1](key[1])
     if mask_a is None or mask_b is None or mask_a.cells is None or mask_b.cells is None:
         # Fingerprints depend on names and captured values too, so without cells nothing is known.
@@ -304,45 +292,25 @@ def _mask_difference(
     n_rows = max(mask_a.q_len, mask_b.q_len)
     cells_a, cells_b = (broadcast_rows(cells, n_rows) for cells in (mask_a.cells, mask_b.cells))
     if cells_a.shape[1:] != cells_b.shape[1:]:
-        return MaskDifference(())
+        return MaskDifference(layers)
     differs = cells_a != cells_b
-    _drop_padding(differs, step, mask_a, real)
+    kv_offset = max(step.kv_after - mask_a.kv_len, 0)
+    if real is not None:  # kernels may differ in rows and keys of padding
+        pads = np.flatnonzero(~real)
+        differs[:, np.isin(np.arange(differs.shape[1]) + step.kv_before, pads)] = False
+        differs[:, :, np.isin(np.arange(differs.shape[2]) + kv_offset, pads)] = False
     per_head = differs.reshape(len(differs), -1).sum(1)
     if not per_head.any():
         return None
     head = int(np.argmax(per_head > 0))
     row, kv = (int(n) for n in np.argwhere(differs[head])[0])
-    first = (step.kv_before + row, max(step.kv_after - mask_a.kv_len, 0) + kv)
-    return MaskDifference((), int(per_head[head]), first)
-
-
-def _drop_padding(
-    differs: BoolArray, step: StepRecord, mask: MaskRecord, real: RealPositions
-) -> None:
-    """Clear rows and keys of padding, where kernels may differ."""
-    if real is None:
-        return
-    kv_offset = max(step.kv_after - mask.kv_len, 0)
-    rows = np.arange(step.kv_before, step.kv_before + differs.shape[1])
-    keys = np.arange(kv_offset, kv_offset + differs.shape[2])
-    pads = np.flatnonzero(~real)
-    differs[:, np.isin(rows, pads)] = False
-    differs[:, :, np.isin(keys, pads)] = False
+    return MaskDifference(layers, int(per_head[head]), (step.kv_before + row, kv_offset + kv))
 
 
 def _compare_paths(a: StepRecord, b: StepRecord) -> tuple[PathDifference, ...]:
-    of_a, of_b = (
-        {call.layer: f"{call.path}, {call.dtype}" for call in step.calls} for step in (a, b)
-    )
-    layers: dict[tuple[str, str], list[int]] = {}
-    for layer in sorted(of_a.keys() | of_b.keys()):
-        path_a, path_b = of_a.get(layer, "no call"), of_b.get(layer, "no call")
-        if path_a != path_b:
-            layers.setdefault((path_a, path_b), []).append(layer)
-    return tuple(PathDifference(tuple(which), a=a, b=b) for (a, b), which in layers.items())
-
-
-# -- layers ----------------------------------------------------------------------------------------
+    of_a, of_b = ({one.layer: f"{one.path}, {one.dtype}" for one in s.calls} for s in (a, b))
+    pairs = _layers_by_pair(of_a, of_b, of_a.keys() | of_b.keys(), "no call")
+    return tuple(PathDifference(layers, *pair) for pair, layers in pairs)
 
 
 def _compare_layers(
@@ -355,10 +323,8 @@ def _compare_layers(
     states = _hidden_differences(a, b, real)
     if not states and real is None:
         of_a, of_b = ({stat.layer: stat for stat in step.layer_stats} for step in (a, b))
-        states = {
-            layer: (_relative_change(of_a[layer], of_b[layer]), False)
-            for layer in of_a.keys() & of_b.keys()
-        }
+        both = of_a.keys() & of_b.keys()
+        states = {layer: (_relative_change(of_a[layer], of_b[layer]), False) for layer in both}
     differences, previous = [], 0.0
     for layer, (difference, exact) in sorted(states.items()):
         differences.append(LayerDifference(layer, difference, difference - previous, exact))
@@ -370,10 +336,7 @@ def _hidden_differences(
     a: StepRecord, b: StepRecord, real: RealPositions
 ) -> Mapping[int, tuple[float, bool]]:
     """Return by layer the relative difference of the hidden states, each marked as exact."""
-    of_a, of_b = (
-        {record.layer: record for record in step.arrays if record.stream == "hidden"}
-        for step in (a, b)
-    )
+    of_a, of_b = ({one.layer: one for one in s.arrays if one.stream == "hidden"} for s in (a, b))
     differences = {}
     for layer in of_a.keys() & of_b.keys():
         one, other = (_to_float32(of[layer].array, of[layer].dtype) for of in (of_a, of_b))
@@ -398,11 +361,6 @@ def _relative_change(one: LayerStatRecord, other: LayerStatRecord) -> float:
     std = max(abs(one.std), abs(other.std), 1e-12)
     extreme = max(abs(one.max), abs(one.min), abs(other.max), abs(other.min), 1e-12)
     norm = max(abs(one.norm), abs(other.norm), 1e-12)
-    change = max(
-        abs(one.norm - other.norm) / norm,
-        abs(one.std - other.std) / std,
-        abs(one.mean - other.mean) / std,
-        abs(one.max - other.max) / extreme,
-        abs(one.min - other.min) / extreme,
-    )
+    sizes = {"norm": norm, "std": std, "mean": std, "max": extreme, "min": extreme}
+    change = max(abs(getattr(one, k) - getattr(other, k)) / size for k, size in sizes.items())
     return change if math.isfinite(change) else math.inf

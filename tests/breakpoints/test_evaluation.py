@@ -19,9 +19,8 @@ from flexinspect.breakpoints.evaluation import (
     hit_reason,
     observe_step,
 )
-from flexinspect.breakpoints.grammar import parse
+from flexinspect.breakpoints.grammar import matches_module, parse, to_text
 from flexinspect.breakpoints.store import Breakpoint, make_hit
-from flexinspect.breakpoints.syntax_tree import matches_module, to_text
 from flexinspect.control.messages import BreakpointInfo
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import (

@@ -6,17 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexinspect.breakpoints.grammar import MAX_EXPRESSION_LENGTH, parse
-from flexinspect.breakpoints.names import (
+from flexinspect.breakpoints.grammar import (
     COMPARISONS,
+    MAX_EXPRESSION_LENGTH,
     OBSERVATIONS,
     SEVERITIES,
     UNITS,
     VALUE_NAMES,
-    ValueKind,
-)
-from flexinspect.breakpoints.store import BreakpointOptions, split_options
-from flexinspect.breakpoints.syntax_tree import (
     And,
     Compare,
     Expression,
@@ -28,8 +24,11 @@ from flexinspect.breakpoints.syntax_tree import (
     ObservationCondition,
     Or,
     Text,
+    ValueKind,
+    parse,
     to_text,
 )
+from flexinspect.breakpoints.store import BreakpointOptions, split_options
 from flexinspect.core.errors import UsageError
 
 FORMS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flexinspect.breakpoints.completion import complete
+from flexinspect.breakpoints.grammar import ExpressionError
 from flexinspect.breakpoints.store import BreakpointStore, HitAction
-from flexinspect.breakpoints.syntax_tree import ExpressionError
 
 
 def hits(book: BreakpointStore, n: int) -> list[str]:

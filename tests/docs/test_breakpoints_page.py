@@ -7,9 +7,14 @@ import re
 import pytest
 from support.paths import DOCS
 
-from flexinspect.breakpoints.names import OBSERVATIONS, OPTION_HELP, UNITS, VALUE_NAMES
+from flexinspect.breakpoints.grammar import (
+    OBSERVATIONS,
+    OPTION_HELP,
+    UNITS,
+    VALUE_NAMES,
+    ExpressionError,
+)
 from flexinspect.breakpoints.store import BreakpointStore
-from flexinspect.breakpoints.syntax_tree import ExpressionError
 
 PAGE = (DOCS / "breakpoints.md").read_text()
 

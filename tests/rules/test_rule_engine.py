@@ -699,10 +699,11 @@ def test_a_finding_takes_the_texts_and_the_query_of_its_kind() -> None:
     (first,) = runner.on_step(step(0)).findings
     assert first.why == "It matters."
     assert first.query == "SELECT * FROM calls WHERE generation = 0 AND layer = layer"
-    ((finding,), failures) = runner.on_event(EventRecord("kernel-failed", "It raised.", 0.0, 0))
+    event = EventRecord("kernel-failed", "It raised.", 0.0, 0)
+    (finding,), _, failures = runner.on_record(event)
     assert (finding.sentence, finding.why, failures) == ("It raised.", "Own text.", ())
     assert finding.query.endswith("layer = 2")
-    ((finding,), failures) = runner.on_generation_end()
+    (finding,), _, failures = runner.on_generation_end()
     assert (finding.sentence, failures) == ("s", ())
 
 

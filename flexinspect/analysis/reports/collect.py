@@ -6,24 +6,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from flexinspect.core.errors import UsageError
-from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.trace.queries.range_queries import NumberRange, lineage
 from flexinspect.trace.reader import TraceReader
 
 if TYPE_CHECKING:
     from flexinspect.rules.engine import FindingKind, Rule
 
-MAX_POSITION_TEXTS = 12
-"""Positions of a finding whose token texts are read at most."""
+MAX_POSITION_TEXTS = 12  # positions of a finding whose token texts are read at most
 
 PositionTexts = tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FindingFilter:
+class FindingFilter(NamedTuple):
     """Which findings to report; empty or None selects all."""
 
     generation: int | None = None
@@ -39,8 +37,7 @@ class FindingFilter:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ReportGroup:
+class ReportGroup(NamedTuple):
     """All findings of one id and severity, in order."""
 
     id: str
@@ -55,16 +52,16 @@ class ReportGroup:
     def describe_extent(self) -> str:
         """Return "layers 0-27, steps 3-40: 1 064 times", with the places that the findings have."""
         layers = {n for f in self.findings for n in (*f.layers, f.layer) if n is not None}
-        steps = {f.step for f in self.findings if f.step is not None}
-        ends = {f.last_step for f in self.findings if f.last_step is not None}
-        n_steps = max(len(steps | ends), *(f.times for f in self.findings))
-        parts = [_number_range(layers, len(layers)).describe("layer")] if layers else []
-        if steps:
-            parts.append(_number_range(steps | ends, n_steps).describe("step"))
+        starts = {f.step for f in self.findings if f.step is not None}
+        steps = starts | {f.last_step for f in self.findings if f.last_step is not None}
+        n_steps = max(len(steps), *(f.times for f in self.findings))
         generations = {finding.generation for finding in self.findings}
+        parts = [("layer", layers, len(layers))] if layers else []
+        parts += [("step", steps, n_steps)] if starts else []
         if max(generations) > 0 or not parts:
-            parts.append(_number_range(generations, len(generations)).describe("generation"))
-        return f"{', '.join(parts)}: {format_times(self.times)}"
+            parts.append(("generation", generations, len(generations)))
+        texts = (NumberRange(min(of), max(of), n).describe(what) for what, of, n in parts)
+        return f"{', '.join(texts)}: {format_times(self.times)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,6 @@ class Report:
 
     trace: Path
     state: str
-    run: Mapping[str, Any]
     findings: tuple[Finding, ...]
     position_texts: tuple[PositionTexts, ...]
     rules: tuple[Rule, ...]
@@ -117,33 +113,24 @@ def collect_report(
         raise UsageError(
             f"The trace has no generation {finding_filter.generation}.", hint=f"It has {known}."
         )
-    order = list(Severity)
-    findings = [finding for finding in reader.findings() if finding_filter.matches(finding)]
-    findings.sort(key=lambda f: (order.index(f.severity), f.id, f.generation))
-    ran = rules_that_ran(reader, rules)
-    return Report(
-        trace=reader.path,
-        state=reader.state,
-        run=reader.run(),
-        findings=tuple(findings),
-        position_texts=tuple(read_position_texts(reader, finding) for finding in findings),
-        rules=ran,
-        kinds={id_: kind for rule in ran for id_, kind in rule.findings.items()},
-        disabled_rules=tuple(
-            row.event.text for row in reader.events() if row.event.kind == "rule-disabled"
-        ),
-        notes=tuple(notes),
-    )
-
-
-def rules_that_ran(reader: TraceReader, rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Return the rules that ran on the trace, live or offline."""
-    rules = tuple(rules)
+    selected = (finding for finding in reader.findings() if finding_filter.matches(finding))
+    findings = sort_by_severity(sorted(selected, key=lambda f: (f.id, f.generation)))
     # The findings panel shares this module, and needs no rules to show its first screen.
     from flexinspect.analysis.offline_rules import live_rule_names
 
+    rules, events = tuple(rules), (row.event for row in reader.events())
     names = live_rule_names(reader.run(), rules) | {rule for rule, _ in reader.reviews()}
-    return tuple(rule for rule in rules if rule.name in names)
+    ran = tuple(rule for rule in rules if rule.name in names)
+    return Report(
+        trace=reader.path,
+        state=reader.state,
+        findings=findings,
+        position_texts=tuple(read_position_texts(reader, finding) for finding in findings),
+        rules=ran,
+        kinds={id_: kind for rule in ran for id_, kind in rule.findings.items()},
+        disabled_rules=tuple(one.text for one in events if one.kind == "rule-disabled"),
+        notes=tuple(notes),
+    )
 
 
 def read_position_texts(
@@ -196,7 +183,3 @@ def format_thousands(n: int) -> str:
 def finding_page(id_: str) -> str:
     """Return the page of the documentation about an id."""
     return f"docs/findings/{id_}.md"
-
-
-def _number_range(numbers: set[int], n: int) -> NumberRange:
-    return NumberRange(min(numbers), max(numbers), n)

@@ -19,10 +19,8 @@ from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.codec import plain_json
 
-MAX_OTHER_SENTENCES = 4
-"""Sentences of a group that are printed besides the first."""
-MAX_EVIDENCE = 12
-"""Entries of a finding's evidence that are printed."""
+MAX_OTHER_SENTENCES = 4  # sentences of a group that are printed besides the first
+MAX_EVIDENCE = 12  # entries of a finding's evidence that are printed
 _MAX_VALUE_LENGTH = 160
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold"}
 
@@ -72,16 +70,14 @@ def _evidence_lines(finding: Finding, texts: PositionTexts) -> Iterator[tuple[st
     yield "at", describe_place(finding)
     if texts:
         named = ", ".join(
-            f"{pos} “{escape_unprintable(text)}”" if text else str(pos) for pos, text in texts
+            f"{p} “{escape_unprintable(text)}”" if text else str(p) for p, text in texts
         )
         more = len(finding.positions) - len(texts)
         yield "positions", named + (f" and {format_thousands(more)} more" if more > 0 else "")
-    facts = []
-    for key, value in list(finding.evidence.items())[:MAX_EVIDENCE]:
-        shown = value if isinstance(value, str) else plain_json(value)
-        facts.append(f"{key} {escape_unprintable(shown)[:_MAX_VALUE_LENGTH]}")
-    if facts:
-        yield "evidence", " · ".join(facts)
+    shown = {k: v if isinstance(v, str) else plain_json(v) for k, v in finding.evidence.items()}
+    if shown:
+        facts = [f"{k} {escape_unprintable(v)[:_MAX_VALUE_LENGTH]}" for k, v in shown.items()]
+        yield "evidence", " · ".join(facts[:MAX_EVIDENCE])
 
 
 def _other_sentences(group: ReportGroup) -> list[Text]:
@@ -93,10 +89,8 @@ def _other_sentences(group: ReportGroup) -> list[Text]:
         Text(f"also: {escape_unprintable(other.sentence)} ({describe_place(other)})", style="dim")
         for other in others[:MAX_OTHER_SENTENCES]
     ]
-    if len(others) > MAX_OTHER_SENTENCES:
-        lines.append(
-            Text(f"and {format_thousands(len(others) - MAX_OTHER_SENTENCES)} more", style="dim")
-        )
+    if (n_more := len(others) - MAX_OTHER_SENTENCES) > 0:
+        lines.append(Text(f"and {format_thousands(n_more)} more", style="dim"))
     return lines
 
 

@@ -14,30 +14,20 @@ from flexinspect.records.step import BuildRecord, MemoryRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
-MASK_CREATION = "memory.mask-creation"
-MEMORY_GROWTH = "memory.growth"
+MASK_CREATION, MEMORY_GROWTH = "memory.mask-creation", "memory.growth"
 CAPTURE_MEMORY = "memory.capture"
 
 MIB = 1 << 20
-MIN_BUILD_BYTES = 96 * MIB
-"""Peak growth during a mask build from which it is reported."""
-
-MAX_BYTES_PER_CELL = 64
-"""Peak growth per cell of the grid that a build can explain; ten bytes were measured."""
-
-HUGE_BUILD_BYTES = 1024 * MIB
-"""Peak growth that is always a warning."""
-
-MIN_GROWTH_STEPS = 16
-"""Steps required to estimate a slope."""
-
+MIN_BUILD_BYTES = 96 * MIB  # peak growth during a mask build from which it is reported
+MAX_BYTES_PER_CELL = 64  # peak growth that a build can explain; ten bytes were measured
+HUGE_BUILD_BYTES = 1024 * MIB  # peak growth that is always a warning
+MIN_GROWTH_STEPS = 16  # steps required to estimate a slope
 MIN_GROWTH_PER_STEP = MIB
 MIN_TOTAL_GROWTH = 96 * MIB
 MIN_RISING_SHARE = 0.75
 """Growth beyond the KV cache, per step and in total, and the share of windows in which it rises."""
 
-MIN_CAPTURE_SHARE = 0.25
-MIN_CAPTURE_BYTES = 256 * MIB
+MIN_CAPTURE_SHARE, MIN_CAPTURE_BYTES = 0.25, 256 * MIB
 
 
 class MemoryRule(Rule):
@@ -49,8 +39,7 @@ class MemoryRule(Rule):
     findings = finding_kinds(MASK_CREATION, MEMORY_GROWTH, CAPTURE_MEMORY)
 
     def __init__(self) -> None:
-        self._built_without_heads: set[str] = set()
-        """The mask_mod of each mask built with H=None, for the whole run."""
+        self._built_without_heads: set[str] = set()  # mask_mods of masks built with H=None
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the memory of earlier steps."""
@@ -82,11 +71,8 @@ class MemoryRule(Rule):
         window = max(len(values) // 4, 1)
         rises = values[window:] - values[:-window]
         slope, total = float(np.median(rises)) / window, float(values[-1] - values[0])
-        if (
-            slope < MIN_GROWTH_PER_STEP
-            or total < MIN_TOTAL_GROWTH
-            or float(np.mean(rises > 0)) < MIN_RISING_SHARE
-        ):
+        is_steady = float(np.mean(rises > 0)) >= MIN_RISING_SHARE
+        if slope < MIN_GROWTH_PER_STEP or total < MIN_TOTAL_GROWTH or not is_steady:
             return
         first, last = self._steps[len(self._steps) // 4], self._steps[-1]
         sentence = (
@@ -96,14 +82,10 @@ class MemoryRule(Rule):
         evidence = {"per_step": round(slope), "total": round(total), "steps": len(values)}
         yield replace(self.finding(None, MEMORY_GROWTH, sentence, evidence=evidence), step=last)
 
-    # -- building masks --------------------------------------------------------------------------
-
     def _check_builds(self, step: StepRecord) -> Iterator[Finding]:
-        for build in step.builds:
-            if not build.heads:
-                self._built_without_heads.add(build.mask_mod)
+        self._built_without_heads.update(one.mask_mod for one in step.builds if not one.heads)
         largest = max(step.builds, key=_grid_peak_growth)
-        if _grid_peak_growth(largest) < MIN_BUILD_BYTES or _grid_peak_growth(largest) <= self._peak:
+        if _grid_peak_growth(largest) < max(MIN_BUILD_BYTES, self._peak + 1):
             return
         self._peak = largest.peak_growth
         ignores_heads = self._ignores_heads(step, largest)
@@ -111,24 +93,24 @@ class MemoryRule(Rule):
         sizes = (largest.batch or 1, largest.heads or 1, largest.q_len, largest.kv_len)
         grid = " x ".join(map(str, sizes))
         place = "a standalone call" if self.context.is_standalone else f"step {step.step}"
+        advice = ""
+        if (largest.heads or 1) > 1:
+            condition = "because" if ignores_heads else "if"
+            advice = f"; H can be None {condition} the mask_mod ignores the head"
         sentence = (
             f"Building a block mask sets the memory peak of {place}, not "
             f"attention: {largest.peak_growth / MIB:.0f} MiB for the grid {grid} in "
-            f"{largest.wall_ms:.0f} ms (mask_mod {printable(largest.mask_mod)})"
-            f"{_format_advice(largest, ignores_heads)}."
+            f"{largest.wall_ms:.0f} ms (mask_mod {printable(largest.mask_mod)}){advice}."
         )
+        evidence = {"grid": list(sizes), "peak_growth": largest.peak_growth}
+        evidence |= {"wall_ms": round(largest.wall_ms, 1), "heads_ignored": ignores_heads}
         yield self.finding(
             step,
             MASK_CREATION,
             sentence,
             severity=Severity.WARNING if is_serious else Severity.NOTE,
             layers=() if largest.layer is None else (largest.layer,),
-            evidence={
-                "grid": list(sizes),
-                "peak_growth": largest.peak_growth,
-                "wall_ms": round(largest.wall_ms, 1),
-                "heads_ignored": ignores_heads,
-            },
+            evidence=evidence,
             series=MASK_CREATION,
         )
 
@@ -144,14 +126,9 @@ class MemoryRule(Rule):
         for call in step.calls:
             mask = self.context.mask(call.mask)
             if mask is not None and (mask.q_len, mask.kv_len) == (build.q_len, build.kv_len):
-                return (
-                    mask.mask_mod == build.mask_mod
-                    and mask.cells is not None
-                    and len(mask.cells) == 1
-                )
+                has_one_head = mask.cells is not None and len(mask.cells) == 1
+                return has_one_head and mask.mask_mod == build.mask_mod
         return False
-
-    # -- captured data ---------------------------------------------------------------------------
 
     def _check_capture(self, step: StepRecord, memory: MemoryRecord) -> Iterator[Finding]:
         n_bytes = sum(array.array.nbytes for array in step.arrays)
@@ -173,10 +150,3 @@ def _grid_peak_growth(build: BuildRecord) -> int:
     """
     cells = (build.batch or 1) * (build.heads or 1) * build.q_len * build.kv_len
     return build.peak_growth if build.peak_growth <= cells * MAX_BYTES_PER_CELL else 0
-
-
-def _format_advice(build: BuildRecord, ignores_heads: bool) -> str:
-    if (build.heads or 1) == 1:
-        return ""
-    condition = "because" if ignores_heads else "if"
-    return f"; H can be None {condition} the mask_mod ignores the head"

@@ -1,32 +1,24 @@
 """Finds the origin of NaN and Inf: the layer, and the part of the layer if it is known.
 
-The first layer of a step with a non-finite output is the producer. Later layers only propagate it,
-and so do later steps through the cache. So there is one finding where NaN or Inf first appears, and
-another only if it later appears in an earlier layer.
-
-A layer's output is the sum of its input, its attention and its MLP. The log-sum-exp shows whether
-the scores of the newest row are finite, and the LSE check whether its output is. Together they
-separate queries and keys, values, and what follows the attention in that row
-(`find_nonfinite_part`).
+The first layer of a step with a non-finite output is the producer. Later layers and steps only
+propagate it, so there is another finding only if it later appears in an earlier layer. The
+log-sum-exp shows whether the scores of the newest row are finite, and the LSE check whether its
+output is. Together they separate queries and keys, values, and what follows the attention in that
+row (`find_nonfinite_part`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from flexinspect.core.text import Positions, is_or_are, plural, printable
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import (
-    ArrayRecord,
-    CallRecord,
-    LayerStatRecord,
-    LogitsRecord,
-    StepRecord,
-)
+from flexinspect.records.step import CallRecord, LayerStatRecord, LogitsRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import (
     ROW_STREAMS,
     NumberArray,
@@ -36,11 +28,8 @@ from flexinspect.rules.attention.attention_shape import (
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
-NAN = "numbers.nan"
-INF = "numbers.inf"
-_AFTER_LAST_LAYER = 1 << 30
-"""Stands for the final norm and the output head."""
-
+NAN, INF = "numbers.nan", "numbers.inf"
+_AFTER_LAST_LAYER = 1 << 30  # stands for the final norm and the output head
 _UNLIMITED = 1 << 62
 
 LARGEST_FLOAT16 = 65504
@@ -61,10 +50,8 @@ class NumbersRule(Rule):
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the reported layers."""
         super().on_generation_start(context)
-        self._reported_layers: dict[int, int] = {}
-        """By branch: the earliest reported layer."""
-        self._n_closed: dict[int, int] = {}
-        """By branch: the number of -Inf logits that count as intended."""
+        self._reported_layers: dict[int, int] = {}  # by branch: the earliest reported layer
+        self._n_closed: dict[int, int] = {}  # by branch: -Inf logits that count as intended
 
     def on_step(self, step: StepRecord) -> Iterable[Finding]:
         """Report the producing layer, or the logits if all layers are finite."""
@@ -72,9 +59,9 @@ class NumbersRule(Rule):
         nonfinite = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
         row = newest_row(step)
         if row is not None and step.layer_stats and not math.isfinite(float(row.lse.sum())):
-            found = self._check_scores(step, nonfinite)
-            if found:
-                return found
+            finding = self._check_scores(step, nonfinite)
+            if finding is not None:
+                return (finding,)
         if nonfinite:
             return self._check_layers(step, nonfinite)
         logits = step.logits
@@ -87,57 +74,46 @@ class NumbersRule(Rule):
 
     def _check_layers(
         self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]
-    ) -> Sequence[Finding]:
-        nonfinite = sorted(nonfinite, key=lambda stat: stat.layer)
-        producer = nonfinite[0]
+    ) -> Iterator[Finding]:
+        producer = min(nonfinite, key=attrgetter("layer"))
         earlier = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER + 1)
         if producer.layer >= earlier:
-            return ()
+            return
         self._reported_layers[step.branch] = producer.layer
         carriers = sorted({stat.layer for stat in nonfinite} - {producer.layer})
         rows = _find_nonfinite_rows(step, producer.layer)
         in_logits = step.logits is not None and bool(step.logits.n_nan or step.logits.n_inf)
-        part = find_nonfinite_part(
-            step, producer, self.context, is_newest=_is_newest_nonfinite(step, producer, rows)
+        is_newest = step.q_len - 1 == producer.bad_row or (
+            rows is not None and step.kv_before + step.q_len - 1 in rows
         )
+        part = find_nonfinite_part(step, producer, self.context, is_newest=is_newest)
         sentence = (
-            f"{_nan_or_inf(producer)} {'first' if earlier >= _AFTER_LAST_LAYER else 'now'} appears "
-            f"in the output of layer {producer.layer} ({printable(producer.module)}), "
-            f"{self._format_where(step, rows, producer)}: {_format_value_counts(producer)}; "
-            f"{_format_carriers(carriers, in_logits)}"
+            f"{'NaN' if producer.n_nan else 'Inf'} "
+            f"{'first' if earlier >= _AFTER_LAST_LAYER else 'now'} appears in the output of layer "
+            f"{producer.layer} ({printable(producer.module)}), in step {step.step} "
+            f"{self._format_rows(step, rows, producer)}: "
+            f"{_format_value_counts(producer)}; {_format_carriers(carriers, in_logits)}"
         )
         if part is not None:
             sentence += f"; {part.description}"
         elif producer.layer == 0:
             sentence += ", and the input embeddings are not recorded"
-        evidence: dict[str, Any] = {
-            "module": producer.module,
-            "n_nan": producer.n_nan,
-            "n_inf": producer.n_inf,
-            "min": producer.min,
-            "max": producer.max,
-            "rows_of_step": step.q_len,
-            "rows": None if rows is None else len(rows),
-            "first_row": producer.bad_row,
-            "part": None if part is None else part.name,
-            "carriers": carriers,
-            "in_logits": in_logits,
-        }
+        fields = ("module", "n_nan", "n_inf", "min", "max")
+        evidence = {name: getattr(producer, name) for name in fields}
+        evidence |= {"rows_of_step": step.q_len, "rows": None if rows is None else len(rows)}
+        evidence |= {"first_row": producer.bad_row, "part": None if part is None else part.name}
+        evidence |= {"carriers": carriers, "in_logits": in_logits}
         if rows is None and producer.bad_row is not None:
             rows = np.array([step.kv_before + producer.bad_row])
-        finding = self.finding(
-            step,
-            NAN if producer.n_nan else INF,
-            f"{sentence}.",
-            layers=(producer.layer,),
-            positions=() if rows is None else rows,
-            evidence=evidence,
+        finding_id, layers = NAN if producer.n_nan else INF, (producer.layer,)
+        positions = () if rows is None else rows
+        yield self.finding(
+            step, finding_id, f"{sentence}.", layers=layers, positions=positions, evidence=evidence
         )
-        return (finding,)
 
     def _check_scores(
         self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]
-    ) -> Sequence[Finding]:
+    ) -> Finding | None:
         """Report a call with NaN scores whose layer output is finite.
 
         Kernels may ignore NaN: SDPA on a CPU (torch 2.13) returns zeros for a row of NaN scores.
@@ -146,8 +122,10 @@ class NumbersRule(Rule):
         reported = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER + 1)
         for number, call in enumerate(step.calls):
             if call.layer >= min(earliest, reported):
-                return ()
-            part = find_nan_scores(step, number, self.context)
+                return None
+            part, lse = None, _call_lse(step, number)
+            if lse is not None and np.isnan(lse).any():
+                part = _score_part(step, call, lse, call.layer, self.context)
             if part is None:
                 continue
             self._reported_layers[step.branch] = call.layer
@@ -156,9 +134,8 @@ class NumbersRule(Rule):
                 f"{self.context.format_position(step.kv_after - 1)}: {part.description}; the "
                 f"kernel ({call.path}) ignores it, so the layer's output is finite but wrong."
             )
-            evidence = {"part": part.name, "path": call.path}
-            return (self._newest_row_finding(step, NAN, sentence, evidence, "nan-call", call),)
-        return ()
+            return self._call_finding(step, call, sentence, {"part": part.name, "path": call.path})
+        return None
 
     def _check_calls(self, step: StepRecord) -> Iterator[Finding]:
         """Check standalone calls: their LSE check is NaN if their output is."""
@@ -170,90 +147,75 @@ class NumbersRule(Rule):
                     f"({call.path}) is NaN; {part.description}."
                 )
                 evidence = {"part": part.name, "path": call.path, "keys": call.kv_len}
-                yield self._newest_row_finding(step, NAN, sentence, evidence, "nan-call", call)
+                yield self._call_finding(step, call, sentence, evidence)
 
-    def _newest_row_finding(
-        self,
-        step: StepRecord,
-        finding_id: str,
-        sentence: str,
-        evidence: Mapping[str, Any],
-        query: str,
-        call: CallRecord | None = None,
-        severity: Severity | None = None,
+    def _call_finding(
+        self, step: StepRecord, call: CallRecord, sentence: str, evidence: Mapping[str, Any]
     ) -> Finding:
         return self.finding(
             step,
-            finding_id,
+            NAN,
             sentence,
-            severity=severity,
-            layers=() if call is None else (call.layer,),
+            layers=(call.layer,),
             positions=(step.kv_after - 1,),
             evidence=evidence,
-            query=query,
+            query="nan-call",
         )
 
-    def _format_where(
+    def _format_rows(
         self, step: StepRecord, rows: Positions | None, producer: LayerStatRecord
     ) -> str:
-        if (rows is None or not len(rows)) and producer.bad_row is not None:
-            first = self.context.format_position(step.kv_before + producer.bad_row)
-            return f"in step {step.step} (of its {step.q_len} rows the first is {first})"
-        if rows is None or not len(rows):
-            return f"in step {step.step} (somewhere in its {step.q_len} rows)"
-        if len(rows) == 1:
-            return f"in step {step.step} at {self.context.format_position(int(rows[0]))}"
-        first = self.context.format_first_position(rows)
-        return f"in step {step.step} in {self.context.format_rows(rows)} ({first})"
+        if rows is not None and len(rows) == 1:
+            return f"at {self.context.format_position(int(rows[0]))}"
+        if rows is not None and len(rows):
+            first = self.context.format_first_position(rows)
+            return f"in {self.context.format_rows(rows)} ({first})"
+        if producer.bad_row is None:
+            return f"(somewhere in its {step.q_len} rows)"
+        first = self.context.format_position(step.kv_before + producer.bad_row)
+        return f"(of its {step.q_len} rows the first is {first})"
 
-    def _check_logits(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
-        highest = any(candidate.logit == np.inf for candidate in logits.candidates)
-        if not logits.n_nan and not highest:
-            return self._check_closed_logits(step, logits)
-        if step.branch in self._reported_layers:
-            return ()
-        self._reported_layers[step.branch] = _AFTER_LAST_LAYER
-        source = (
-            "while every layer's output is finite: it comes from the final norm or the output head"
-            if step.layer_stats
-            else "and its source is not recorded (level advanced records all layers)"
-        )
-        sentence = (
-            f"{_nan_or_inf(logits)} appears in the logits of step {step.step} "
-            f"({_format_value_counts(logits)}), {source}."
-        )
-        finding_id = NAN if logits.n_nan else INF
-        evidence = _logits_evidence(logits)
-        return (self._newest_row_finding(step, finding_id, sentence, evidence, "logits"),)
+    def _check_logits(self, step: StepRecord, logits: LogitsRecord) -> Iterator[Finding]:
+        """Check logits before any logits processor.
 
-    def _check_closed_logits(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
-        """Check logits that are partly -Inf before any logits processor.
-
-        A model may exclude tokens by design (vocabulary padding), but then in every step. So the
-        number in the first step counts as intended, and only a larger one is reported.
+        A model may exclude tokens with -Inf by design (vocabulary padding), but then in every step.
+        So their number in the first step counts as intended, and only a larger one is reported.
         """
-        before = self._n_closed.setdefault(step.branch, logits.n_inf)
-        if logits.n_inf <= before or step.branch in self._reported_layers:
-            return ()
-        self._n_closed[step.branch] = _UNLIMITED
-        sentence = (
-            f"{plural(logits.n_inf, 'logit')} of step {step.step} {is_or_are(logits.n_inf)} -Inf "
-            f"before any logits processor, where the first step had {before}: no processor or "
-            "sampling option excluded these tokens."
+        evidence = {"module": "logits", "n_nan": logits.n_nan, "n_inf": logits.n_inf}
+        severity = None
+        has_largest_inf = any(candidate.logit == np.inf for candidate in logits.candidates)
+        if not logits.n_nan and not has_largest_inf:
+            before = self._n_closed.setdefault(step.branch, logits.n_inf)
+            if logits.n_inf <= before or step.branch in self._reported_layers:
+                return
+            self._n_closed[step.branch] = _UNLIMITED
+            evidence, severity = {**evidence, "before": before}, Severity.WARNING
+            sentence = (
+                f"{plural(logits.n_inf, 'logit')} of step {step.step} {is_or_are(logits.n_inf)} "
+                f"-Inf before any logits processor, where the first step had {before}: no "
+                "processor or sampling option excluded these tokens."
+            )
+        elif step.branch in self._reported_layers:
+            return
+        else:
+            self._reported_layers[step.branch] = _AFTER_LAST_LAYER
+            source = "and its source is not recorded (level advanced records all layers)"
+            if step.layer_stats:
+                source = "while every layer's output is finite: it comes from the final norm or "
+                source += "the output head"
+            sentence = (
+                f"{'NaN' if logits.n_nan else 'Inf'} appears in the logits of step {step.step} "
+                f"({_format_value_counts(logits)}), {source}."
+            )
+        yield self.finding(
+            step,
+            NAN if logits.n_nan else INF,
+            sentence,
+            severity=severity,
+            positions=(step.kv_after - 1,),
+            evidence=evidence,
+            query="logits",
         )
-        evidence = {**_logits_evidence(logits), "before": before}
-        finding = self._newest_row_finding(
-            step, INF, sentence, evidence, "logits", severity=Severity.WARNING
-        )
-        return (finding,)
-
-
-def _logits_evidence(logits: LogitsRecord) -> dict[str, Any]:
-    return {"module": "logits", "n_nan": logits.n_nan, "n_inf": logits.n_inf}
-
-
-def _nan_or_inf(record: LayerStatRecord | LogitsRecord) -> str:
-    return "NaN" if record.n_nan else "Inf"
 
 
 def _format_value_counts(record: LayerStatRecord | LogitsRecord) -> str:
@@ -264,24 +226,12 @@ def _format_value_counts(record: LayerStatRecord | LogitsRecord) -> str:
 
 def _format_carriers(carriers: Sequence[int], in_logits: bool) -> str:
     """Which later layers contain it too, and whether it reaches the logits."""
-    names = []
-    if carriers:
-        one = len(carriers) == 1
-        names.append(f"layer {carriers[0]}" if one else f"{len(carriers)} later layers")
-    if in_logits:
-        names.append("the logits")
+    names = [f"layer {carriers[0]}" if len(carriers) == 1 else f"{len(carriers)} later layers"]
+    names = (names if carriers else []) + (["the logits"] if in_logits else [])
     if not names:
         return "no later layer of this step contains it"
     verb = "contains" if len(carriers) == 1 and not in_logits else "contain"
     return f"{' and '.join(names)} {verb} it too"
-
-
-def _is_newest_nonfinite(
-    step: StepRecord, producer: LayerStatRecord, rows: Positions | None
-) -> bool:
-    """Whether the newest row of this layer is known to be non-finite."""
-    last = step.q_len - 1
-    return last == producer.bad_row or (rows is not None and step.kv_before + last in rows)
 
 
 def _find_nonfinite_rows(step: StepRecord, layer: int) -> Positions | None:
@@ -293,15 +243,12 @@ def _find_nonfinite_rows(step: StepRecord, layer: int) -> Positions | None:
         return np.array([step.kv_before])
     for record in step.arrays:
         if record.stream == "hidden" and record.layer == layer:
-            return step.kv_before + np.flatnonzero(~_find_finite_rows(record))
+            array = record.array.reshape(len(record.array), -1)
+            # The bits of a bfloat16 that is not finite have all ones in the exponent.
+            is_bits = record.dtype == "bfloat16"
+            is_finite = (array & 0x7F80) != 0x7F80 if is_bits else np.isfinite(array)
+            return step.kv_before + np.flatnonzero(~is_finite.all(axis=1))
     return None
-
-
-def _find_finite_rows(record: ArrayRecord) -> Any:
-    array = record.array.reshape(len(record.array), -1)
-    if record.dtype == "bfloat16":  # as bits: all ones in the exponent
-        return ((array & 0x7F80) != 0x7F80).all(axis=1)
-    return np.isfinite(array).all(axis=1)
 
 
 class LayerPart(NamedTuple):
@@ -325,10 +272,8 @@ def find_nonfinite_part(
         return None
     call = step.calls[number]
     part = _score_part(step, call, lse, producer.layer, context)
-    if part is not None:
+    if part is not None or call.lse_error is None:
         return part
-    if call.lse_error is None:
-        return None
     if call.lse_error != call.lse_error:
         return _value_part(step, number, context)
     if not is_newest:
@@ -346,20 +291,11 @@ def find_nonfinite_call(step: StepRecord, number: int, context: RuleContext) -> 
     The compiled kernel skips closed blocks, so a recomputed NaN in them does not count.
     """
     call = step.calls[number]
-    if call.lse_error is None or call.lse_error == call.lse_error or call.path == "flex compiled":
-        return None
     lse = _call_lse(step, number)
-    if lse is None:
+    is_nan = call.lse_error is not None and call.lse_error != call.lse_error
+    if lse is None or not is_nan or call.path == "flex compiled":
         return None
     return _score_part(step, call, lse, None, context) or _value_part(step, number, context)
-
-
-def find_nan_scores(step: StepRecord, number: int, context: RuleContext) -> LayerPart | None:
-    """The non-finite part of a call with NaN scores, None for any other call."""
-    call, lse = step.calls[number], _call_lse(step, number)
-    if lse is None or not np.isnan(lse).any():
-        return None
-    return _score_part(step, call, lse, call.layer, context)
 
 
 def _call_lse(step: StepRecord, number: int | None) -> NumberArray | None:
@@ -373,12 +309,12 @@ def _score_part(
     """The part, if the scores of the newest row are not finite or the row has no open key."""
     if call.lse_error is None:
         return None
+    is_nan = call.lse_error != call.lse_error
     if np.isneginf(lse).any():
         words = "its newest row has no open key, and the softmax of an empty row is NaN"
-        return LayerPart("row without keys", words) if call.lse_error != call.lse_error else None
+        return LayerPart("row without keys", words) if is_nan else None
     bad = ~np.isfinite(lse)
-    is_beyond = bool((np.abs(lse[~bad]) > LARGEST_FLOAT16).any())
-    if call.dtype == "float16" and call.lse_error != call.lse_error and is_beyond:
+    if call.dtype == "float16" and is_nan and (np.abs(lse[~bad]) > LARGEST_FLOAT16).any():
         words = f"its scores exceed the largest float16 ({LARGEST_FLOAT16}) and overflow to Inf"
         return LayerPart("scores", words)
     if not bad.any():
@@ -402,7 +338,6 @@ def _value_part(step: StepRecord, number: int, context: RuleContext) -> LayerPar
     n_open = count_open_keys(step, context, number)
     n_closed = 0 if n_open is None else call.kv_len - int(n_open.max())
     if n_closed:
-        words += f" ({plural(n_closed, 'key')} of {call.kv_len} "
-        words += f"{is_or_are(n_closed)} closed to the newest row, "
-        words += "but 0 times NaN is NaN)"
+        words += f" ({plural(n_closed, 'key')} of {call.kv_len} {is_or_are(n_closed)} closed to "
+        words += "the newest row, but 0 times NaN is NaN)"
     return LayerPart("values", words)

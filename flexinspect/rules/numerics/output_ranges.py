@@ -23,22 +23,18 @@ from flexinspect.rules.attention.attention_shape import ROW_STREAMS, find_capped
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 
-OVERFLOW_RISK = "numbers.overflow-risk"
-SATURATION = "numbers.saturation"
+OVERFLOW_RISK, SATURATION = "numbers.overflow-risk", "numbers.saturation"
 NORM_JUMP = "numbers.jump"
 
 FLOAT16_MAX = 65504.0
-NEAR_LIMIT_SHARE = 0.5
-"""Share of the float16 range from which an output is reported."""
+NEAR_LIMIT_SHARE = 0.5  # share of the float16 range from which an output is reported
 AT_LIMIT_SHARE = 0.9
 
-MAX_NORM_FACTOR = 100.0
-"""Factor by which a norm must differ from those of other steps."""
+MAX_NORM_FACTOR = 100.0  # factor by which a norm must differ from those of other steps
 MAX_CHANNEL_FACTOR = 1e4
 """The same if a single channel dominates the norm: trained models have activations up to a thousand
 times as large as the others (Sun et al. 2024, Massive Activations in Large Language Models)."""
-MIN_HEALTHY_STEPS = 3
-"""Steps required before another one is compared with them."""
+MIN_HEALTHY_STEPS = 3  # steps required before another one is compared with them
 
 _get_norm = attrgetter("norm")
 
@@ -53,10 +49,8 @@ class _NormHistory:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     last_norms: list[float] = field(default_factory=list)
-    last_stats: Sequence[LayerStatRecord] = ()
-    """The layer statistics of the last step with one row."""
-    last_token_id: int | None = None
-    """The input token of that step."""
+    last_stats: Sequence[LayerStatRecord] = ()  # the layer statistics of the last step with one row
+    last_token_id: int | None = None  # the input token of that step
 
     def are_in_range(self, norms: list[float]) -> bool:
         """Whether all norms are within the range of earlier steps."""
@@ -122,8 +116,6 @@ class OutputRangeRule(Rule):
             history = self._histories[step.branch, step.phase] = _NormHistory()
         return history
 
-    # -- float16 ---------------------------------------------------------------------------------
-
     def _check_overflow(self, step: StepRecord) -> Iterator[Finding]:
         near = [
             stat
@@ -133,14 +125,14 @@ class OutputRangeRule(Rule):
         if not near:
             return
         worst = max(near, key=_abs_max)
-        is_at_limit = _abs_max(worst) >= AT_LIMIT_SHARE * FLOAT16_MAX
-        which = sorted(stat.layer for stat in near)
+        which, largest = sorted(stat.layer for stat in near), _abs_max(worst)
         sentence = (
-            f"The output of layer {worst.layer} reaches {_abs_max(worst):.0f} in step {step.step}, "
-            f"{_abs_max(worst) / FLOAT16_MAX:.0%} of the largest float16 (65504)"
+            f"The output of layer {worst.layer} reaches {largest:.0f} in step {step.step}, "
+            f"{largest / FLOAT16_MAX:.0%} of the largest float16 (65504)"
         )
         if len(which) > 1:
             sentence += f"; {format_layers(which, len(step.layer_stats))} are above half of it"
+        is_at_limit = largest >= AT_LIMIT_SHARE * FLOAT16_MAX
         yield self.finding(
             step,
             OVERFLOW_RISK,
@@ -150,8 +142,6 @@ class OutputRangeRule(Rule):
             evidence={"module": worst.module, "min": worst.min, "max": worst.max},
             series="at the end" if is_at_limit else "near",
         )
-
-    # -- constant, identity, unchanged, capped ---------------------------------------------------
 
     def _constant_finding(self, step: StepRecord, constant: Sequence[LayerStatRecord]) -> Finding:
         which, value = sorted(stat.layer for stat in constant), constant[0].min
@@ -165,11 +155,8 @@ class OutputRangeRule(Rule):
         return self._saturation(step, f"{sentence}.", which, {"value": value}, "dead")
 
     def _check_identity(self, step: StepRecord) -> Iterator[Finding]:
-        which = [
-            b.layer
-            for a, b in pairwise(step.layer_stats)
-            if a.layer < b.layer and _stat_values(a) == _stat_values(b)
-        ]
+        pairs = [(a, b) for a, b in pairwise(step.layer_stats) if a.layer < b.layer]
+        which = [b.layer for a, b in pairs if _stat_values(a) == _stat_values(b)]
         if which:
             verb = "returns its input" if len(which) == 1 else "return their input"
             sentence = (
@@ -208,7 +195,7 @@ class OutputRangeRule(Rule):
                 f"softcap of {cap:g} in every head of {format_step_layers(which, step)}: the "
                 "softcap makes them all equal."
             )
-            yield self._saturation(step, sentence, which, {"softcap": cap}, "capped", "capped")
+            yield self._saturation(step, sentence, which, {"softcap": cap}, "capped")
 
     def _saturation(
         self,
@@ -217,19 +204,11 @@ class OutputRangeRule(Rule):
         which: Sequence[int],
         evidence: Mapping[str, Any],
         series: str,
-        query: str = "",
     ) -> Finding:
+        query = "capped" if series == "capped" else ""
         return self.finding(
-            step,
-            SATURATION,
-            sentence,
-            layers=which,
-            evidence=evidence,
-            series=series,
-            query=query,
+            step, SATURATION, sentence, layers=which, evidence=evidence, series=series, query=query
         )
-
-    # -- jumps -----------------------------------------------------------------------------------
 
     def _check_jump(
         self, step: StepRecord, history: _NormHistory, norms: list[float]
@@ -240,18 +219,16 @@ class OutputRangeRule(Rule):
         norms = [
             n if n < math.inf else _abs_max(s) for n, s in zip(norms, step.layer_stats, strict=True)
         ]
+        rows = zip(step.layer_stats, norms, history.smallest, history.largest, strict=False)
         jumps = [
             (stat, norm / high if norm > high else norm / low)
-            for stat, norm, low, high in zip(
-                step.layer_stats, norms, history.smallest, history.largest, strict=False
-            )
+            for stat, norm, low, high in rows
             if norm > 0 < low and _is_jump(stat, norm, low, high)
         ]
         if not jumps:
             return
         first, ratio = min(jumps, key=lambda jump: jump[0].layer)
-        which = sorted(stat.layer for stat, _ in jumps)
-        more = ratio > 1
+        which, more = sorted(stat.layer for stat, _ in jumps), ratio > 1
         times = ratio if more else 1 / ratio
         how_often = f"{times:,.0f}" if times < 1e6 else f"{times:.0e}"
         sentence = (
@@ -263,18 +240,10 @@ class OutputRangeRule(Rule):
             sentence += ", while the layers before it are unchanged"
         if len(which) > 1:
             sentence += f"; it continues in {format_layers(which[1:], len(norms))}"
+        evidence = {"norm": first.norm, "times": times, "module": first.module, "layers": which}
+        series = f"layer {first.layer} {'up' if more else 'down'}"
         yield self.finding(
-            step,
-            NORM_JUMP,
-            f"{sentence}.",
-            layers=which,
-            evidence={
-                "norm": first.norm,
-                "times": times,
-                "module": first.module,
-                "layers": which,
-            },
-            series=f"layer {first.layer} {'up' if more else 'down'}",
+            step, NORM_JUMP, f"{sentence}.", layers=which, evidence=evidence, series=series
         )
 
 

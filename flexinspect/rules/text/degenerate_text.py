@@ -20,27 +20,19 @@ from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord, TokenRec
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
-REPETITION = "text.repetition"
-COLLAPSE = "text.entropy-collapse"
-FLAT = "text.flat"
-STOPPED_AT_ONCE = "text.stopped-at-once"
+REPETITION, COLLAPSE = "text.repetition", "text.entropy-collapse"
+FLAT, STOPPED_AT_ONCE = "text.flat", "text.stopped-at-once"
 
-MAX_PERIOD = 8
-"""Tokens of the longest detected period."""
+MAX_PERIOD = 8  # tokens of the longest detected period
 MIN_LOOP_TOKENS = 12
 MIN_PERIODS = 3
-MIN_LOOP_PROBABILITY = 0.9
-"""Mean probability of the tokens of a loop from which it is a warning."""
-MIN_VOCABULARY = 1000
-"""Tokens; toy models have smaller vocabularies."""
-MAX_CERTAIN_ENTROPY = 1e-4
-"""Nats; below it one token has all the probability."""
+MIN_LOOP_PROBABILITY = 0.9  # mean probability of the tokens of a loop from which it is a warning
+MIN_VOCABULARY = 1000  # tokens; toy models have smaller vocabularies
+MAX_CERTAIN_ENTROPY = 1e-4  # nats; below it one token has all the probability
 MIN_CERTAIN_STEPS = 16
-MIN_FLAT_SHARE = 0.9
-"""Share of log(vocabulary) from which a distribution is flat."""
+MIN_FLAT_SHARE = 0.9  # share of log(vocabulary) from which a distribution is flat
 MIN_FLAT_STEPS = 4
-MAX_PEAKED_SHARE = 0.5
-"""Share of log(vocabulary) below which a distribution is peaked."""
+MAX_PEAKED_SHARE = 0.5  # share of log(vocabulary) below which a distribution is peaked
 
 
 @dataclass(slots=True)
@@ -49,16 +41,14 @@ class _BranchText:
 
     ids: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_PERIOD + 1))
     logprobs: list[float] = field(default_factory=list)
-    n_not_best: list[int] = field(default_factory=list)
-    """For each token, how many up to it were not the best."""
+    n_not_best: list[int] = field(default_factory=list)  # for each token, of those up to it
     matches: list[int] = field(default_factory=lambda: [0] * (MAX_PERIOD + 1))
     """By period: number of consecutive tokens equal to the one a period earlier."""
     loop_period: int = 0
     n_certain: int = 0
     n_flat: int = 0
     n_peaked: int = 0
-    has_nan: bool = False
-    """Whether a token was chosen from NaN logits, which another rule reports."""
+    has_nan: bool = False  # whether a token was chosen from NaN logits, which another rule reports
     first_token: TokenRecord | None = None
     first_step: StepRecord | None = None
 
@@ -94,93 +84,71 @@ class TextRule(Rule):
             step, token = text.first_step, text.first_token
             if step is None or token is None or not token.special or len(text.logprobs) != 1:
                 continue
-            if not self._is_part_of_answer(token.pos - 1):
+            # A branch may begin with part of the answer.
+            if not any(
+                segment.kind is SegmentKind.GENERATED and segment.start < token.pos
+                for segment in self.context.generation.segments
+            ):
                 yield self._stopped_finding(step, token)
-
-    def _is_part_of_answer(self, pos: int) -> bool:
-        """Whether the token belongs to the answer, in a branch that began with part of it."""
-        return any(
-            segment.kind is SegmentKind.GENERATED and segment.start <= pos
-            for segment in self.context.generation.segments
-        )
-
-    # -- loops -----------------------------------------------------------------------------------
 
     def _add_token(
         self, step: StepRecord, token: TokenRecord, logits: LogitsRecord | None, text: _BranchText
     ) -> Iterator[Finding]:
         if text.first_token is None:
             text.first_token, text.first_step = token, step
-        is_known = logits is not None and logits.chosen_rank != UNKNOWN
         n_not_best = text.n_not_best[-1] if text.n_not_best else 0
-        text.n_not_best.append(
-            n_not_best + (is_known and logits is not None and logits.chosen_rank > 0)
-        )
+        is_known = logits is not None and logits.chosen_rank != UNKNOWN
+        is_not_best = is_known and logits is not None and logits.chosen_rank > 0
+        text.n_not_best.append(n_not_best + is_not_best)
         text.logprobs.append(logits.chosen_logprob if logits is not None else math.nan)
         ids, matches = text.ids, text.matches
         ids.append(token.token_id)
         looping = 0
         for period in range(1, len(ids)):
             matches[period] = matches[period] + 1 if ids[-1 - period] == ids[-1] else 0
-            if not looping and matches[period] + period >= max(
-                MIN_LOOP_TOKENS, MIN_PERIODS * period
-            ):
+            n_tokens = matches[period] + period
+            if not looping and n_tokens >= max(MIN_LOOP_TOKENS, MIN_PERIODS * period):
                 looping = period
         is_new, text.loop_period = text.loop_period != looping, looping
         # A flat distribution has its own finding.
         is_expected = token.special or text.n_flat >= MIN_FLAT_STEPS
         if looping and is_new and not is_expected:
-            yield self._loop_finding(step, text, looping)
+            yield self._loop_finding(step, token, text, looping)
 
-    def _loop_finding(self, step: StepRecord, text: _BranchText, period: int) -> Finding:
+    def _loop_finding(
+        self, step: StepRecord, token: TokenRecord, text: _BranchText, period: int
+    ) -> Finding:
         length = text.matches[period] + period
-        n_before = len(text.logprobs) - length
-        last = self._period_text(step, period)
+        before = map(self.context.token, range(step.kv_after - period + 1, step.kv_after))
+        last = "".join(t.text or t.token for t in (*before, token) if t is not None)
         probability = math.exp(sum(text.logprobs[-length:]) / length)
         begins = step.step - length + 1
         what = "1 token" if period == 1 else f"the same {period} tokens"
         sentence = (
-            f'The text repeats {what}, "{last}", {length // period} times up to step {step.step}: '
-            f"the loop begins at step {begins}, and its tokens have a probability of "
-            f"{probability:.2g} (geometric mean)."
+            f'The text repeats {what}, "{printable(last).strip()}", {length // period} times up to '
+            f"step {step.step}: the loop begins at step {begins}, and its tokens have a "
+            f"probability of {probability:.2g} (geometric mean)."
         )
-        is_serious = self._is_serious(text, length, period, n_before, probability)
+        is_serious = self._is_serious(text, length, period, probability)
+        evidence = {"begins": begins, "probability": probability, "vocabulary": self._vocabulary}
         return self.finding(
             step,
             REPETITION,
             sentence,
             severity=Severity.WARNING if is_serious else Severity.NOTE,
             positions=range(step.kv_after - period + 1, step.kv_after + 1),
-            evidence={
-                "period": period,
-                "tokens": length,
-                "begins": begins,
-                "probability": probability,
-                "vocabulary": self._vocabulary,
-            },
+            evidence={"period": period, "tokens": length, **evidence},
             series=f"from {begins}",
         )
 
-    def _is_serious(
-        self, text: _BranchText, length: int, period: int, n_before: int, probability: float
-    ) -> bool:
+    def _is_serious(self, text: _BranchText, length: int, period: int, probability: float) -> bool:
         """Whether the loop looks like a fault of a trained model."""
         if self._vocabulary < MIN_VOCABULARY or not probability >= MIN_LOOP_PROBABILITY:
             return False
+        n_before = len(text.logprobs) - length
         copies_input = period == 1 and n_before < 2
         n_not_best = text.n_not_best[-1] - (text.n_not_best[-length - 1] if n_before else 0)
         return not copies_input and n_not_best * 10 <= length
-
-    def _period_text(self, step: StepRecord, period: int) -> str:
-        """The text of the last period."""
-        tokens = (
-            self.context.token(pos) for pos in range(step.kv_after - period + 1, step.kv_after)
-        )
-        last = next(token for token in step.tokens if token.step == step.step)
-        texts = [t.text or t.token for t in (*tokens, last) if t is not None]
-        return printable("".join(texts)).strip()
-
-    # -- distributions ---------------------------------------------------------------------------
 
     def _check_entropy(
         self, step: StepRecord, logits: LogitsRecord, text: _BranchText
@@ -190,11 +158,21 @@ class TextRule(Rule):
             text.n_certain, text.n_flat = text.n_certain + 1, 0
             text.n_peaked += 1
             if text.n_certain >= MIN_CERTAIN_STEPS and not text.loop_period:
-                yield self._certain_finding(step, logits, text)
+                yield self.finding(
+                    step,
+                    COLLAPSE,
+                    f"For {text.n_certain} steps up to step {step.step}, one token has all the "
+                    f"probability (entropy {entropy:.1e} nats, margin {logits.margin:.1f}).",
+                    positions=(step.kv_after,),
+                    evidence={"steps": text.n_certain, "entropy": entropy, "margin": logits.margin},
+                    series="certain",
+                )
             return
         text.n_certain = 0
-        if not logits.histogram:
-            self._update_vocabulary(logits)
+        if not logits.histogram:  # estimate the vocabulary size from the ids
+            if self._vocabulary < MIN_VOCABULARY and logits.candidates:
+                highest = max(candidate.token_id for candidate in logits.candidates)
+                self._vocabulary = max(self._vocabulary, highest + 1)
             return
         size = sum(logits.histogram)
         self._vocabulary = max(self._vocabulary, size)
@@ -207,39 +185,13 @@ class TextRule(Rule):
         if text.n_flat >= MIN_FLAT_STEPS:
             yield self._flat_finding(step, logits, text, size)
 
-    def _update_vocabulary(self, logits: LogitsRecord) -> None:
-        """Estimate the vocabulary size from the ids, if it is not recorded."""
-        if self._vocabulary < MIN_VOCABULARY and logits.candidates:
-            highest = max(candidate.token_id for candidate in logits.candidates)
-            self._vocabulary = max(self._vocabulary, highest + 1)
-
-    def _certain_finding(
-        self, step: StepRecord, logits: LogitsRecord, text: _BranchText
-    ) -> Finding:
-        sentence = (
-            f"For {text.n_certain} steps up to step {step.step}, one token has all the probability "
-            f"(entropy {logits.entropy:.1e} nats, margin {logits.margin:.1f})."
-        )
-        return self.finding(
-            step,
-            COLLAPSE,
-            sentence,
-            positions=(step.kv_after,),
-            evidence={
-                "steps": text.n_certain,
-                "entropy": logits.entropy,
-                "margin": logits.margin,
-            },
-            series="certain",
-        )
-
     def _flat_finding(
         self, step: StepRecord, logits: LogitsRecord, text: _BranchText, size: int
     ) -> Finding:
-        was_peaked = text.n_peaked >= MIN_FLAT_STEPS
-        before = ""
-        if was_peaked:
+        before, severity = "", Severity.NOTE
+        if text.n_peaked >= MIN_FLAT_STEPS:
             before = f", after {text.n_peaked} steps with less than half of that"
+            severity = Severity.WARNING
         elif text.n_flat > step.step:
             before = ", from the beginning on"
         sentence = (
@@ -247,25 +199,24 @@ class TextRule(Rule):
             f"entropy {logits.entropy:.2f} of at most {math.log(size):.2f} nats over {size} "
             f"tokens{before}."
         )
+        evidence = {"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat}
         return self.finding(
             step,
             FLAT,
             sentence,
-            severity=Severity.WARNING if was_peaked else Severity.NOTE,
+            severity=severity,
             positions=(step.kv_after,),
-            evidence={"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat},
+            evidence=evidence,
             series="flat",
         )
-
-    # -- empty answers ---------------------------------------------------------------------------
 
     def _stopped_finding(self, step: StepRecord, token: TokenRecord) -> Finding:
         logits = step.logits
         p = math.exp(logits.chosen_logprob) if logits is not None else math.nan
         last = self.context.token(token.pos - 1)
         copies_last = last is not None and last.token_id == token.token_id
-        name = printable(token.token)
-        sentence = f'The first token chosen is "{name}" (probability {p:.2g}): the answer is empty'
+        name = f'"{printable(token.token)}"'
+        sentence = f"The first token chosen is {name} (probability {p:.2g}): the answer is empty"
         if last is not None and last.special:
             sentence += f', and the prompt itself ends with the special token "{last.token}"'
         is_certain = p >= 0.5 and not copies_last

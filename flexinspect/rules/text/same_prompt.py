@@ -17,24 +17,15 @@ import numpy as np
 from flexinspect.core.text import format_ranges, is_or_are, plural
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import MaskRecord, StepRecord
+from flexinspect.rules import step_diff
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.step_diff import (
-    RealPositions,
-    StepDifference,
-    compare_runs,
-    find_jump,
-    real_positions,
-)
 
 SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS = "twins.same", "twins.rounding", "twins.differ"
 
-MAX_GENERATIONS = 4
-"""Earlier generations that are kept for comparison."""
-MAX_COMPARED_STEPS = 32
-"""Steps of each generation that are kept."""
-MAX_MASK_CELLS = 1 << 22
-"""Cells of the largest mask that is kept."""
+MAX_GENERATIONS = 4  # earlier generations that are kept for comparison
+MAX_COMPARED_STEPS = 32  # steps of each generation that are kept
+MAX_MASK_CELLS = 1 << 22  # cells of the largest mask that is kept
 
 
 @dataclass
@@ -43,7 +34,7 @@ class _GenerationRun:
 
     generation: int
     prompt: tuple[int, ...]
-    unpadded: RealPositions = None
+    unpadded: step_diff.RealPositions = None
     steps: list[StepRecord] = field(default_factory=list)
     masks: dict[str, MaskRecord] = field(default_factory=dict)
 
@@ -78,7 +69,7 @@ class SamePromptRule(Rule):
         if not run.prompt or len(run.steps) >= MAX_COMPARED_STEPS or step.branch:
             return ()
         if not run.steps:
-            run.unpadded = real_positions(step)
+            run.unpadded = step_diff.real_positions(step)
         for name in {call.mask for call in step.calls} - run.masks.keys():
             mask = self.context.mask(name)
             if mask is not None and mask.q_len * mask.kv_len <= MAX_MASK_CELLS:
@@ -100,27 +91,30 @@ class SamePromptRule(Rule):
         """The finding about two generations, none if they do not differ at all."""
         if (a.unpadded is None) != (b.unpadded is None) or _model_shape(a) != _model_shape(b):
             return
-        difference = compare_runs(a.steps, b.steps, (a.masks.get, b.masks.get), b.unpadded)
+        find_masks = (a.masks.get, b.masks.get)
+        difference = step_diff.compare_runs(a.steps, b.steps, find_masks, b.unpadded)
         differences, limit = difference.steps, difference.limit
         if all(replace(one, tokens=None).is_same for one in differences):
             return  # equal logits: another token can only come from sampling
-        odd = difference.first_beyond_rounding
+        odd, parted = difference.first_beyond_rounding, difference.divergence
         if odd is not None:
-            masks = odd.masks and odd.masks[0].layers
-            layer = masks[0] if masks else difference.jump
+            layer = odd.masks[0].layers[0] if odd.masks else difference.jump
             text = _describe_difference(odd, limit)
             yield self._generations_finding(a, b, DIFFERS, text, odd, layer)
             return
-        parted, last = difference.divergence, len(differences) - 1
-        is_drawn = parted is not None and (
-            _best_token_id(a.steps[last]) == _best_token_id(b.steps[last])
-        )
-        at = parted or differences[0]
-        if (parted is None or is_drawn) and all(map(_is_near_equal, differences)):
-            yield self._generations_finding(a, b, SAME_OUTPUT, _describe_same(differences), at)
-        else:
-            text = _describe_rounding(differences, is_drawn)
-            yield self._generations_finding(a, b, DIFFERS_BY_ROUNDING, text, at)
+        last = len(differences) - 1
+        logits = [run.steps[last].logits for run in (a, b)]
+        best_ids = {
+            one.candidates[0].token_id if one and one.candidates else None for one in logits
+        }
+        is_drawn = parted is not None and len(best_ids) == 1
+        finding_id, text = DIFFERS_BY_ROUNDING, _describe_rounding(differences, is_drawn)
+        # Steps are equal if they differ only in the last bits.
+        largest = max((layer.difference for one in differences for layer in one.layers), default=0)
+        is_equal = largest < 1e-4 and all((one.logits or 0.0) < 1e-3 for one in differences)
+        if (parted is None or is_drawn) and is_equal:
+            finding_id, text = SAME_OUTPUT, _describe_same(differences)
+        yield self._generations_finding(a, b, finding_id, text, parted or differences[0])
 
     def _generations_finding(
         self,
@@ -128,116 +122,82 @@ class SamePromptRule(Rule):
         b: _GenerationRun,
         finding_id: str,
         text: str,
-        at: StepDifference,
+        at: step_diff.StepDifference,
         layer: int | None = None,
     ) -> Finding:
         pads = () if b.unpadded is None else np.flatnonzero(~b.unpadded).tolist()
         first = at.masks[0].first if at.masks else None
-        padding = ""
         if b.unpadded is not None:
-            padding = (
-                f"; rows {format_ranges(pads)} are padding: differences there are expected and "
-                "not counted"
-            )
-        path_a, path_b = _format_path(a), _format_path(b)
-        ran_a, ran_b = ("", "") if path_a == path_b else (f" ({path_a})", f" ({path_b})")
-        sentence = (
-            f"Generation {b.generation}{ran_b} has the same prompt as generation "
-            f"{a.generation}{ran_a}, {text}{padding}."
-        )
+            text += f"; rows {format_ranges(pads)} are padding: differences there are expected and "
+            text += "not counted"
+        calls = [next(iter(run.steps[0].calls), None) for run in (a, b)]
+        paths = [f"{one.path}, {one.dtype}" if one else "no calls seen" for one in calls]
+        ran_a, ran_b = ("", "") if paths[0] == paths[1] else (f" ({path})" for path in paths)
+        margins = [None if math.isnan(one) else one for one in at.margins or ()]
+        by_layer = {str(one.layer): round(one.difference, 6) for one in at.layers}
         finding = self.finding(
             None,
             finding_id,
-            sentence,
+            f"Generation {b.generation}{ran_b} has the same prompt as generation "
+            f"{a.generation}{ran_a}, {text}.",
             layers=() if layer is None else (layer,),
             positions=pads or (() if first is None else (first[0],)),
-            evidence={
-                "logits": at.logits,
-                "margins": [None if math.isnan(one) else one for one in at.margins or ()],
-                "layers": {str(one.layer): round(one.difference, 6) for one in at.layers},
-            },
+            evidence={"logits": at.logits, "margins": margins, "layers": by_layer},
         )
         return replace(finding, step=at.step)
 
 
 def _model_shape(run: _GenerationRun) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Number of layers, and heads and head dimension of each call, to tell models apart."""
-    step = run.steps[0]
-    layers = {one.layer for one in step.layer_stats}
-    return len(layers), tuple((call.q_heads, call.head_dim) for call in step.calls)
+    layers = {one.layer for one in run.steps[0].layer_stats}
+    return len(layers), tuple((call.q_heads, call.head_dim) for call in run.steps[0].calls)
 
 
-def _best_token_id(step: StepRecord) -> int | None:
-    logits = step.logits
-    return logits.candidates[0].token_id if logits is not None and logits.candidates else None
-
-
-def _is_near_equal(one: StepDifference) -> bool:
-    """Whether a step differs only in the last bits."""
-    worst = one.worst
-    return (one.logits or 0.0) < 1e-3 and (worst is None or worst.difference < 1e-4)
-
-
-# -- sentences -------------------------------------------------------------------------------------
-
-
-def _format_path(run: _GenerationRun) -> str:
-    calls = run.steps[0].calls
-    return f"{calls[0].path}, {calls[0].dtype}" if calls else "no calls seen"
-
-
-def _describe_same(differences: Sequence[StepDifference]) -> str:
+def _describe_same(differences: Sequence[step_diff.StepDifference]) -> str:
     moved = max((one.logits or 0.0 for one in differences), default=0.0)
     n_steps = len(differences)
     sampled = _describe_sampled(differences[-1]) if differences[-1].is_diverged else ""
-    steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)}"
-    return f"and {steps} equal (logits up to {moved:.1g}){sampled}"
+    steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)} equal"
+    return f"and {steps} (logits up to {moved:.1g}){sampled}"
 
 
-def _describe_sampled(parted: StepDifference) -> str:
+def _describe_sampled(parted: step_diff.StepDifference) -> str:
     return f"; step {parted.step} samples another token, although the best one is the same"
 
 
-def _describe_rounding(differences: Sequence[StepDifference], is_drawn: bool) -> str:
+def _describe_rounding(differences: Sequence[step_diff.StepDifference], is_drawn: bool) -> str:
     first, parted = differences[0], differences[-1]
-    each = ", ".join(f"{one.difference:.2g}" for one in first.layers[:8])
-    layers = ""
-    if first.layers:
+    layers = ", ".join(f"{one.difference:.2g}" for one in first.layers[:8])
+    if layers:
         more = ", ..." if len(first.layers) > 8 else ""
-        layers = f"; the difference grows evenly over the layers ({each}{more}), without a jump"
+        layers = f"; the difference grows evenly over the layers ({layers}{more}), without a jump"
     if is_drawn:
         token = _describe_sampled(parted)
-    elif not parted.is_diverged:
+    elif parted.is_diverged and parted.margins is not None:
+        margins = f"{parted.margins[0]:.3g} and {parted.margins[1]:.3g}"
+        token = f"; step {parted.step} chooses another token, with margins of {margins}"
+    else:
         margin = min((min(one.margins) for one in differences if one.margins), default=math.nan)
         n_steps = plural(len(differences), "step")
         token = f"; all tokens of {n_steps} are the same (smallest margin {margin:.3g})"
-    else:
-        assert parted.margins is not None
-        token = (
-            f"; step {parted.step} chooses another token, with margins of "
-            f"{parted.margins[0]:.3g} and {parted.margins[1]:.3g}"
-        )
     return f"and differs by rounding{layers}{token}"
 
 
-def _describe_difference(odd: StepDifference, limit: float) -> str:
+def _describe_difference(odd: step_diff.StepDifference, limit: float) -> str:
     what = []
     for mask in odd.masks[:2]:
-        where = f"layers {format_ranges(mask.layers)}" if mask.layers else "a layer"
         first = "" if mask.first is None else f", first at row {mask.first[0]}, key {mask.first[1]}"
         cells = "" if mask.cells is None else f" ({plural(mask.cells, 'cell')}{first})"
-        what.append(f"the masks of {where} differ{cells}")
+        what.append(f"the masks of layers {format_ranges(mask.layers)} differ{cells}")
     if odd.lengths:
         what.append(f"the computed rows differ ({odd.lengths})")
     if odd.positions:
         what.append(f"the position ids differ ({odd.positions})")
-    jump, worst = find_jump(odd.layers, limit), odd.worst
+    jump, worst = step_diff.find_jump(odd.layers, limit), odd.worst
     if jump is not None:
         what.append(f"layer {jump.layer} adds a relative difference of {jump.added:.2g}")
     elif worst is not None and worst.difference > limit:
-        what.append(
-            f"layer {worst.layer} has a relative difference of {worst.difference:.2g}, which is "
-            "more than rounding"
-        )
+        size = f"{worst.difference:.2g}, which is more than rounding"
+        what.append(f"layer {worst.layer} has a relative difference of {size}")
     parted = ", and another token is chosen" if odd.is_diverged else ""
     return f"but in step {odd.step} {' and '.join(what)}{parted}"

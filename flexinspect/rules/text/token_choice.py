@@ -21,18 +21,13 @@ from flexinspect.rules.engine import Rule, finding_kinds
 NEAR_TIE = "text.near-tie"
 NOT_BEST = "text.not-the-best"
 
-SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
-"""Bits of the significand, including the implicit one."""
+SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}  # with the implicit one
 ROUNDING_ULPS = {"bfloat16": 2, "float16": 2, "float32": 8}
 """Units in the last place by which a logit changes if its sum is computed in another order."""
-MAX_TIE_MARGIN = 2.0
-"""The largest possible tie: two units of bfloat16 for logits of 128."""
-
+MAX_TIE_MARGIN = 2.0  # the largest possible tie: two units of bfloat16 for logits of 128
 MIN_GREEDY_STEPS = 8
-UNLIKELY_LOGPROB = math.log(1e-4)
-"""Below it, sampling cannot have chosen the best token so often."""
-MAX_NOT_BEST_SHARE = 0.05
-"""Share of tokens that may not be the best in a run that still counts as greedy."""
+UNLIKELY_LOGPROB = math.log(1e-4)  # below it, sampling cannot have chosen the best token so often
+MAX_NOT_BEST_SHARE = 0.05  # share of other tokens in a run that still counts as greedy
 
 
 @dataclass(slots=True)
@@ -79,8 +74,6 @@ class TokenChoiceRule(Rule):
         elif run.first_not_best is None and logits.chosen_logprob < best.logprob:
             run.first_not_best = (step, logits)
 
-    # -- ties ------------------------------------------------------------------------------------
-
     def _check_tie(self, step: StepRecord, logits: LogitsRecord) -> Iterator[Finding]:
         dtype = step.calls[0].dtype if step.calls else ""
         first, second = logits.candidates[:2]
@@ -101,26 +94,16 @@ class TokenChoiceRule(Rule):
         )
         evidence = {"margin": logits.margin, "logit": first.logit, "unit": unit, "dtype": dtype}
         yield self.finding(
-            step,
-            NEAR_TIE,
-            sentence,
-            positions=(step.kv_after,),
-            evidence=evidence,
-            series="tie",
+            step, NEAR_TIE, sentence, positions=(step.kv_after,), evidence=evidence, series="tie"
         )
-
-    # -- not the best ----------------------------------------------------------------------------
 
     def on_generation_end(self) -> Iterator[Finding]:
         """Report the first token that was not the best in a run that seems greedy."""
         for run in self._counts.values():
             n_off = run.n_chosen - run.n_best
-            is_greedy = run.n_chosen >= MIN_GREEDY_STEPS and run.logprob_sum < UNLIKELY_LOGPROB
-            if (
-                run.first_not_best is not None
-                and is_greedy
-                and n_off <= max(1, MAX_NOT_BEST_SHARE * run.n_chosen)
-            ):
+            is_unlikely = run.n_chosen >= MIN_GREEDY_STEPS and run.logprob_sum < UNLIKELY_LOGPROB
+            is_greedy = is_unlikely and n_off <= max(1, MAX_NOT_BEST_SHARE * run.n_chosen)
+            if run.first_not_best is not None and is_greedy:
                 yield self._not_best_finding(*run.first_not_best, run, n_off)
 
     def _not_best_finding(

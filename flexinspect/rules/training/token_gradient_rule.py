@@ -10,15 +10,15 @@ stays within a factor of 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from flexinspect.core.text import format_layers, plural
-from flexinspect.records.finding import Finding, Severity
+from flexinspect.core.text import capitalize, format_layers, plural
+from flexinspect.records.finding import Finding
 from flexinspect.records.token_gradients import GradientRecord, GradientStat
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
 
 GRADIENT_NAN, GRADIENT_INF = "gradient.nan", "gradient.inf"
 EXPLODING, VANISHING, DEAD = "gradient.exploding", "gradient.vanishing", "gradient.dead"
@@ -37,109 +37,110 @@ _CHECKED_PARTS = frozenset({"q", "k", "v", "qkv", "o", "mlp"})
 """Parts whose matrices are checked; small gradients of norms and biases are not a fault."""
 _MAX_NAMED_PARAMETERS = 6
 
-_GRADIENT_QUERY = (
-    "SELECT layer, part, name, norm, max, n_nan, n_inf FROM grads WHERE generation = {generation} "
-    "AND branch = {branch} AND step = {step} ORDER BY layer, name"
-)
-_TARGET_QUERY = (
-    "SELECT target, token_id, value, scale, logits_error, tolerance, anomaly FROM gradients WHERE "
-    "generation = {generation} AND branch = {branch} AND step = {step}"
-)
-_GRADIENT_CONFIRM = (
-    "The view *where* of the panel *Gradients* has a row per layer and a column per parameter "
-    "group."
-)
-
 
 class GradientsRule(Rule):
     """Checks the gradients of generated tokens, which are recorded with `--grads`."""
 
     name: ClassVar[str] = "gradients"
-    findings: ClassVar[Mapping[str, FindingKind]] = {
-        GRADIENT_NAN: FindingKind(
-            Severity.ERROR,
-            "NaN in the gradient of a generated token",
-            why="Training or attribution on this text would turn every earlier parameter into NaN.",
-            confirm=f"{_GRADIENT_CONFIRM} `--detect-anomaly` names the line of the forward.",
-            fix=(
-                "Look for sqrt, log, division or norm at 0 in the named layer: the forward is "
-                "finite, but the gradient is Inf times 0."
-            ),
-            query=_GRADIENT_QUERY,
-        ),
-        GRADIENT_INF: FindingKind(
-            Severity.ERROR,
-            "Inf in the gradient of a generated token",
-            why="The next product with 0 is NaN.",
-            confirm=_GRADIENT_CONFIRM,
-            fix="Use bfloat16 or float32 instead of float16. Look for a division by almost 0.",
-            query=_GRADIENT_QUERY,
-        ),
-        EXPLODING: FindingKind(
-            Severity.WARNING,
-            "the gradient of a hidden state grows a hundredfold through one layer",
-            why="Earlier layers get almost all of the gradient, and later layers almost none.",
-            confirm=_GRADIENT_CONFIRM,
-            fix="Check the scale of the named layer's weights and the divisor of its norm.",
-            query=_GRADIENT_QUERY,
-        ),
-        VANISHING: FindingKind(
-            Severity.WARNING,
-            "the gradients of some layers are almost 0",
-            why="These weights have no influence on the token, and training on it would not change "
-            "them.",
-            confirm=_GRADIENT_CONFIRM,
-            fix=(
-                "Look for weights or norms that are almost 0, a saturated softmax or activation, "
-                "a missing residual connection, and `detach` or `no_grad` in the forward."
-            ),
-            query=_GRADIENT_QUERY,
-        ),
-        DEAD: FindingKind(
-            Severity.WARNING,
-            "the gradient of some weights is exactly 0",
-            why="The token does not depend on these weights.",
-            confirm=_GRADIENT_CONFIRM,
-            fix=(
-                "Look for a gate or a projection of zeros, weights that were not loaded, "
-                "`detach` or `no_grad` in the named layer or after it, and values so large that a "
-                "norm turns all others into 0."
-            ),
-            query=_GRADIENT_QUERY,
-        ),
-        FORWARD_CHECK: FindingKind(
-            Severity.WARNING,
-            "the differentiated forward differs from the one that ran",
-            why="Its gradients would be those of another computation, so none are recorded or "
-            "drawn.",
-            confirm="The query returns the difference and the tolerance of the dtype.",
-            fix=(
-                "Look for code that depends on the step or the cache: masks changed during the "
-                "run, layers with state, routing of experts."
-            ),
-            query=_TARGET_QUERY,
-        ),
-        ANOMALY: FindingKind(
-            Severity.ERROR,
-            "autograd's anomaly mode found the function that produces NaN",
-            why="It is the first function of the backward whose result is NaN.",
-            confirm="The evidence has the traceback of the corresponding forward call.",
-            fix="Fix the line at the end of the traceback.",
-            query=_TARGET_QUERY,
-        ),
-    }
+    findings = finding_kinds(
+        *(GRADIENT_NAN, GRADIENT_INF, EXPLODING, VANISHING, DEAD, FORWARD_CHECK, ANOMALY)
+    )
 
-    def on_gradients(self, gradients: GradientRecord) -> Sequence[Finding]:
+    def on_gradients(self, gradients: GradientRecord) -> Iterator[Finding]:
         """Check the gradients of one token."""
-        found = [_anomaly_finding(gradients)] if gradients.anomaly else []
-        if not gradients.matches_recorded:
-            return [*found, _forward_check_finding(gradients)]
+        if gradients.anomaly:
+            yield self._anomaly_finding(gradients, gradients.anomaly)
         bad = [stat for stat in gradients.stats if stat.n_nan or stat.n_inf]
-        if bad:
-            return [*found, _nonfinite_gradient_finding(gradients, bad)]
-        if not 0 < gradients.scale < math.inf:
-            return found  # the probability is exactly 1, so all gradients are 0
-        return [*found, *_check_growth(gradients), *_check_small_gradients(gradients)]
+        if not gradients.matches_recorded:
+            yield self._forward_check_finding(gradients)
+        elif bad:
+            yield self._nonfinite_finding(gradients, bad)
+        elif 0 < gradients.scale < math.inf:  # else the probability is exactly 1: all are 0
+            yield from self._check_growth(gradients)
+            yield from self._check_small_gradients(gradients)
+
+    def _anomaly_finding(self, gradients: GradientRecord, anomaly: str) -> Finding:
+        message, *_ = anomaly.splitlines()
+        parts = message.split("'")  # Function 'SqrtBackward0' returned nan values in its 0th output
+        function = parts[1] if len(parts) > 2 else message
+        sentence = f"Autograd's anomaly mode at step {gradients.step}: {message}"
+        evidence = {"function": function, "anomaly_message": anomaly}
+        return self.finding(gradients, ANOMALY, sentence, evidence=evidence, series=function)
+
+    def _forward_check_finding(self, gradients: GradientRecord) -> Finding:
+        error, tolerance, path = gradients.logits_error, gradients.tolerance, gradients.path
+        sentence = (
+            f"The forward to differentiate for step {gradients.step} ({path}) is not what ran: its "
+            f"logits differ by {error:.2g} of the largest recorded one, but rounding explains at "
+            f"most {tolerance:.0e}."
+        )
+        evidence = {"check_error": error, "tolerance": tolerance, "path": path}
+        return self.finding(gradients, FORWARD_CHECK, sentence, evidence=evidence, series="gate")
+
+    def _nonfinite_finding(self, gradients: GradientRecord, bad: Sequence[GradientStat]) -> Finding:
+        is_nan = any(stat.n_nan for stat in bad)
+        kind = "NaN" if is_nan else "Inf"
+        start, layer = _find_gradient_origin(gradients)
+        sentence = (
+            f"{kind} is in {_format_target(gradients)}: in {len(bad)} of "
+            f"{plural(len(gradients.stats), 'parameter')}{_format_stat_layers(gradients, bad)}; "
+            f"{start}."
+        )
+        counts = {name: sum(getattr(stat, name) for stat in bad) for name in ("n_nan", "n_inf")}
+        return self.finding(
+            gradients,
+            GRADIENT_NAN if is_nan else GRADIENT_INF,
+            sentence,
+            layers=() if layer is None else (layer,),
+            evidence=_name_parameters(bad) | counts,
+            series=f"{kind} {layer}",
+        )
+
+    def _check_growth(self, gradients: GradientRecord) -> Iterator[Finding]:
+        """Report each layer through which the gradient grows or shrinks too much."""
+        for layer, rate in enumerate(layer_growth(gradients)):
+            if rate >= MAX_LAYER_GROWTH:
+                finding_id, words = EXPLODING, f"grows {rate:.3g} times"
+            elif rate <= 1 / MAX_LAYER_GROWTH:
+                rest = f"{rate:.2g} of its size" if rate else "0"
+                finding_id, words = VANISHING, f"shrinks to {rest}"
+            else:
+                continue
+            sentence = (
+                f"{capitalize(_format_target(gradients))} {words} from the output of layer {layer} "
+                "back to its input (through the layers of clean models by less than 4)."
+            )
+            evidence, series = {"growth": rate}, f"growth {layer}"
+            yield self.finding(
+                gradients, finding_id, sentence, layers=(layer,), evidence=evidence, series=series
+            )
+
+    def _check_small_gradients(self, gradients: GradientRecord) -> Iterator[Finding]:
+        """Report weights with zero gradients, and weights with vanishing gradients."""
+        scale = gradients.scale
+        checked = (stat for stat in gradients.stats if stat.part in _CHECKED_PARTS)
+        weights = [stat for stat in checked if "bias" not in stat.name.rpartition(".")[2]]
+        zero = [stat for stat in weights if stat.norm == 0 and not _is_expected_zero(stat, weights)]
+        tiny = [stat for stat in weights if 0 < stat.norm < MIN_RELATIVE_NORM * scale]
+        for finding_id, which, words in (
+            (DEAD, zero, "is exactly 0"),
+            (VANISHING, tiny, f"is below {MIN_RELATIVE_NORM:.0e} of the logits'"),
+        ):
+            if not which:
+                continue
+            where = _format_stat_layers(gradients, which)
+            # "q_proj" from "model.layers.2.self_attn.q_proj.weight"
+            names = ", ".join(dict.fromkeys(stat.name.split(".")[-2:][0] for stat in which))
+            target = capitalize(_format_target(gradients))
+            largest = max(stat.norm for stat in which)
+            yield self.finding(
+                gradients,
+                finding_id,
+                f"{target} {words} in {plural(len(which), 'weight')}{where}: {names}.",
+                layers=_stat_layers(which),
+                evidence={**_name_parameters(which), "largest_norm": largest, "scale": scale},
+                series=f"{where} {names}",
+            )
 
 
 def layer_growth(gradients: GradientRecord) -> list[float]:
@@ -155,55 +156,6 @@ def layer_growth(gradients: GradientRecord) -> list[float]:
     with np.errstate(all="ignore"):
         rates = norms[:-1] / norms[1:]
     return [0.0 if at_input == 0 < norms[0] else math.nan, *(float(rate) for rate in rates)]
-
-
-def _anomaly_finding(gradients: GradientRecord) -> Finding:
-    message, *_ = (gradients.anomaly or "").splitlines()
-    function = _anomaly_function(message)
-    evidence = {"function": function, "anomaly_message": gradients.anomaly}
-    sentence = f"Autograd's anomaly mode at step {gradients.step}: {message}"
-    return _gradient_finding(ANOMALY, gradients, sentence, evidence, series=function)
-
-
-def _anomaly_function(message: str) -> str:
-    """The name in "Function 'SqrtBackward0' returned nan values in its 0th output."."""
-    parts = message.split("'")
-    return parts[1] if len(parts) > 2 else message
-
-
-def _forward_check_finding(gradients: GradientRecord) -> Finding:
-    sentence = (
-        f"The forward to differentiate for step {gradients.step} ({gradients.path}) is not what "
-        f"ran: its logits differ by {gradients.logits_error:.2g} of the largest recorded one, but "
-        f"rounding explains at most {gradients.tolerance:.0e}."
-    )
-    evidence = {
-        "check_error": gradients.logits_error,
-        "tolerance": gradients.tolerance,
-        "path": gradients.path,
-    }
-    return _gradient_finding(FORWARD_CHECK, gradients, sentence, evidence, series="gate")
-
-
-def _nonfinite_gradient_finding(gradients: GradientRecord, bad: Sequence[GradientStat]) -> Finding:
-    is_nan = any(stat.n_nan for stat in bad)
-    kind = "NaN" if is_nan else "Inf"
-    n_all = len(gradients.stats)
-    start, layer = _find_gradient_origin(gradients)
-    sentence = (
-        f"{kind} is in the gradient of step {gradients.step}'s {_format_target(gradients)}: in "
-        f"{len(bad)} of {plural(n_all, 'parameter')}{_format_stat_layers(gradients, bad)}; {start}."
-    )
-    evidence: dict[str, Any] = {
-        "parameters": [stat.name for stat in bad[:_MAX_NAMED_PARAMETERS]],
-        "n_parameters": len(bad),
-        "n_nan": sum(stat.n_nan for stat in bad),
-        "n_inf": sum(stat.n_inf for stat in bad),
-    }
-    series = f"{kind} {layer}"
-    return _gradient_finding(
-        GRADIENT_NAN if is_nan else GRADIENT_INF, gradients, sentence, evidence, layer, series
-    )
 
 
 def _find_gradient_origin(gradients: GradientRecord) -> tuple[str, int | None]:
@@ -222,82 +174,10 @@ def _find_gradient_origin(gradients: GradientRecord) -> tuple[str, int | None]:
     return f"it begins in layer {last}: finite at its output, but not at its input", last
 
 
-def _check_growth(gradients: GradientRecord) -> list[Finding]:
-    """A finding for each layer through which the gradient grows or shrinks too much."""
-    found = []
-    for layer, rate in enumerate(layer_growth(gradients)):
-        if rate >= MAX_LAYER_GROWTH:
-            found.append(
-                _growth_finding(EXPLODING, gradients, layer, rate, f"grows {rate:.3g} times")
-            )
-        elif rate <= 1 / MAX_LAYER_GROWTH:
-            small = f"shrinks to {f'{rate:.2g} of its size' if rate else '0'}"
-            found.append(_growth_finding(VANISHING, gradients, layer, rate, small))
-    return found
-
-
-def _growth_finding(
-    id_: str, gradients: GradientRecord, layer: int, rate: float, words: str
-) -> Finding:
-    sentence = (
-        f"The gradient of step {gradients.step}'s {_format_target(gradients)} {words} from the "
-        f"output of layer {layer} back to its input (through the layers of clean models by less "
-        "than 4)."
-    )
-    return _gradient_finding(id_, gradients, sentence, {"growth": rate}, layer, f"growth {layer}")
-
-
-def _check_small_gradients(gradients: GradientRecord) -> list[Finding]:
-    """A finding about weights with zero gradients, and one about vanishing gradients."""
-    weights = [stat for stat in gradients.stats if _is_checked_weight(stat)]
-    zero = [stat for stat in weights if stat.norm == 0 and not _is_expected_zero(stat, weights)]
-    tiny = [stat for stat in weights if 0 < stat.norm < MIN_RELATIVE_NORM * gradients.scale]
-    found = []
-    if zero:
-        found.append(_weights_finding(DEAD, gradients, zero, "is exactly 0"))
-    if tiny:
-        found.append(
-            _weights_finding(
-                VANISHING, gradients, tiny, f"is below {MIN_RELATIVE_NORM:.0e} of the logits'"
-            )
-        )
-    return found
-
-
-def _is_checked_weight(stat: GradientStat) -> bool:
-    return stat.part in _CHECKED_PARTS and "bias" not in stat.name.rpartition(".")[2]
-
-
 def _is_expected_zero(stat: GradientStat, weights: Sequence[GradientStat]) -> bool:
     """Whether q or k has zero gradients in all layers: every row has a single key."""
     same = [each.norm for each in weights if each.part == stat.part]
     return stat.part in ("q", "k") and not any(same) and any(each.norm for each in weights)
-
-
-def _weights_finding(
-    id_: str, gradients: GradientRecord, which: list[GradientStat], words: str
-) -> Finding:
-    where = _format_stat_layers(gradients, which)
-    names = ", ".join(dict.fromkeys(_short_parameter_name(stat) for stat in which))
-    sentence = (
-        f"The gradient of step {gradients.step}'s {_format_target(gradients)} {words} in "
-        f"{plural(len(which), 'weight')}{where}: {names}."
-    )
-    first = min((stat.layer for stat in which if stat.layer is not None), default=None)
-    evidence = {
-        "parameters": [stat.name for stat in which[:_MAX_NAMED_PARAMETERS]],
-        "n_parameters": len(which),
-        "largest_norm": max(stat.norm for stat in which),
-        "scale": gradients.scale,
-    }
-    series = f"{where} {names}"
-    return _gradient_finding(id_, gradients, sentence, evidence, first, series, _stat_layers(which))
-
-
-def _short_parameter_name(stat: GradientStat) -> str:
-    """ "q_proj" from "model.layers.2.self_attn.q_proj.weight"."""
-    parts = stat.name.split(".")
-    return parts[-2] if len(parts) > 1 else stat.name
 
 
 def _stat_layers(which: Sequence[GradientStat]) -> tuple[int, ...]:
@@ -310,27 +190,10 @@ def _format_stat_layers(gradients: GradientRecord, which: Sequence[GradientStat]
 
 
 def _format_target(gradients: GradientRecord) -> str:
-    return "log-probability" if gradients.target == "logprob" else "margin"
+    target = "log-probability" if gradients.target == "logprob" else "margin"
+    return f"the gradient of step {gradients.step}'s {target}"
 
 
-def _gradient_finding(
-    id_: str,
-    gradients: GradientRecord,
-    sentence: str,
-    evidence: dict[str, Any],
-    layer: int | None = None,
-    series: str = "",
-    several: tuple[int, ...] = (),
-) -> Finding:
-    return Finding(
-        id=id_,
-        severity=GradientsRule.findings[id_].severity,
-        sentence=sentence,
-        generation=gradients.generation,
-        branch=gradients.branch,
-        step=gradients.step,
-        layer=layer,
-        evidence=evidence,
-        layers=several if len(several) > 1 else (),
-        series=series,
-    )
+def _name_parameters(which: Sequence[GradientStat]) -> dict[str, Any]:
+    names = [stat.name for stat in which[:_MAX_NAMED_PARAMETERS]]
+    return {"parameters": names, "n_parameters": len(which)}

@@ -1,13 +1,10 @@
-"""Checks training steps: loss, gradients, learning rate, gradient scaler and data loading.
-
-`TRAINING_KINDS` are the finding kinds of the family `training`, `TrainingRule` makes the findings.
-"""
+"""Checks training steps: loss, gradients, learning rate, gradient scaler and data loading."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, ClassVar
 
@@ -17,152 +14,20 @@ from flexinspect.records.step import StepRecord
 from flexinspect.records.training_step import VANISHING_NORM as THRESHOLD
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.engine import Rule, finding_kinds
 
-LOSS_NAN = "training.loss-nan"
-LOSS_SPIKE = "training.loss-spike"
-GRADIENT_EXPLOSION = "training.explosion"
-GRADIENT_VANISHING = "training.vanishing"
-DEAD_PARAMETERS = "training.dead-parameters"
-LEARNING_RATE = "training.learning-rate"
-NAN_GRADIENT = "training.nan-gradient"
-FP16_OVERFLOW = "training.fp16-overflow"
-SCALER_SKIPS = "training.scaler-skips"
-LOADER_BOUND = "training.loader-bound"
+LOSS_NAN, LOSS_SPIKE = "training.loss-nan", "training.loss-spike"
+GRADIENT_EXPLOSION, GRADIENT_VANISHING = "training.explosion", "training.vanishing"
+DEAD_PARAMETERS, LEARNING_RATE = "training.dead-parameters", "training.learning-rate"
+NAN_GRADIENT, FP16_OVERFLOW = "training.nan-gradient", "training.fp16-overflow"
+SCALER_SKIPS, LOADER_BOUND = "training.scaler-skips", "training.loader-bound"
 
-_TRAINING_WHERE = "WHERE generation = {generation} AND branch = {branch}"
-_CURVE_QUERY = (
-    "SELECT step, loss, total_norm, learning_rates, anomaly_origin FROM training_steps "
-    f"{_TRAINING_WHERE} ORDER BY step"
-)
-_GRADS_QUERY = (
-    f"SELECT name, norm, max, n_nan, n_inf FROM grads {_TRAINING_WHERE} AND step = {{step}} "
-    "ORDER BY norm DESC"
-)
-
-TRAINING_KINDS: Mapping[str, FindingKind] = {
-    LOSS_NAN: FindingKind(
-        Severity.ERROR,
-        "the loss is NaN or infinite",
-        why="Its gradients are not finite either. One optimizer step with them makes every weight "
-        "NaN, and the run cannot recover.",
-        confirm="The training panel at this step names the first non-finite output and shows the "
-        "earlier losses and norms.",
-        fix="Check the inputs and the parameters for NaN and Inf, and whether the learning rate is "
-        "above 1.0. A logarithm or a division of 0 needs a small epsilon. Skip steps with a "
-        "non-finite loss.",
-        query=_CURVE_QUERY,
-    ),
-    LOSS_SPIKE: FindingKind(
-        Severity.WARNING,
-        "the loss jumps far above the previous ones",
-        why="A spike often precedes divergence, or comes from an unusual batch.",
-        confirm="The training panel draws the losses; the query lists them with norms and learning "
-        "rates.",
-        fix="Lower the learning rate or warm it up, clip gradients (max_norm=1.0), and check the "
-        "batch of this step.",
-        query=_CURVE_QUERY,
-    ),
-    GRADIENT_EXPLOSION: FindingKind(
-        Severity.WARNING,
-        "the gradient of a parameter has a norm above 10",
-        why="The update grows with the gradient: the weights change too much, and the loss "
-        "follows.",
-        confirm="The query lists the parameters of the step by norm; the strip of the training "
-        "panel shows the group in which it began.",
-        fix="Lower the learning rate, clip the gradients "
-        "(torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)), and check the scaling of the "
-        "inputs.",
-        query=_GRADS_QUERY,
-    ),
-    GRADIENT_VANISHING: FindingKind(
-        Severity.WARNING,
-        "the gradient of a weight matrix has a norm below 1e-6 while others learn",
-        why="The parameter does not learn: the gradient is lost on its way back.",
-        confirm="The strip of the training panel shows norms by group: they fall from the loss "
-        "towards the input.",
-        fix="Raise the learning rate, use other activations (ReLU or GELU instead of sigmoid or "
-        "tanh), another initialization, or skip connections.",
-        query=_GRADS_QUERY,
-    ),
-    DEAD_PARAMETERS: FindingKind(
-        Severity.WARNING,
-        "parameters get no gradient, or a gradient of exactly 0, in many steps",
-        why="They keep their initial values: inactive units, an unused branch, or a detached "
-        "tensor.",
-        confirm="The query lists their gradients. Look for a detach, a no_grad or a branch that is "
-        "never taken in the forward.",
-        fix="Freeze parameters that should not change (requires_grad_(False)). Otherwise use the "
-        "module's output, or a smaller learning rate and another activation than ReLU.",
-        query=_GRADS_QUERY,
-    ),
-    LEARNING_RATE: FindingKind(
-        Severity.NOTE,
-        "a learning rate is above 1.0",
-        why="Most optimizers diverge with it within a few steps.",
-        confirm="The query lists the learning rates of the steps.",
-        fix="Use 1e-5 to 1e-3 for Adam and similar optimizers, 1e-3 to 1e-1 for SGD, unless the "
-        "method requires more.",
-        query=_CURVE_QUERY,
-    ),
-    NAN_GRADIENT: FindingKind(
-        Severity.ERROR,
-        "a gradient is NaN or infinite although the loss is finite",
-        why="The optimizer step makes the weight NaN, and the next forward propagates it.",
-        confirm="Run the step again under torch.autograd.detect_anomaly(): it names the operation.",
-        fix="Look for a square root, a norm or a division at 0, which is finite but has no finite "
-        "derivative, and for torch.where around one of them. Add an epsilon inside.",
-        query=_GRADS_QUERY,
-    ),
-    FP16_OVERFLOW: FindingKind(
-        Severity.ERROR,
-        "a float16 output is NaN or infinite although the weights are finite",
-        why="The largest float16 is 65504: larger values become Inf, and NaN in the next "
-        "operation. 0 divided by 0 is NaN in any dtype.",
-        confirm="The training panel at this step names the module; in float32 it stays finite.",
-        fix="Train in bfloat16, keep this module in float32, or scale its inputs down.",
-        query=_CURVE_QUERY,
-    ),
-    SCALER_SKIPS: FindingKind(
-        Severity.WARNING,
-        "the gradient scaler skips many consecutive steps",
-        why="A skipped step does not update the weights, and its batch is lost.",
-        confirm="The query lists the scale and the skipped steps.",
-        fix="One or two skips at the start are normal while the scaler finds its scale. Otherwise "
-        "look for gradients that overflow at any scale: a NaN in the forward, a loss that is too "
-        "large, gradients that are never unscaled.",
-        query="SELECT step, scale, is_skipped, n_nonfinite, loss FROM training_steps "
-        f"{_TRAINING_WHERE} ORDER BY step",
-    ),
-    LOADER_BOUND: FindingKind(
-        Severity.WARNING,
-        "training spends most of its time waiting for data",
-        why="The model is idle while it waits.",
-        confirm="The query lists where the time of each step is spent.",
-        fix="Use DataLoader workers (num_workers) and pin_memory, preprocess the data once, or "
-        "load larger chunks.",
-        query="SELECT step, data_ms, forward_ms, backward_ms, optimizer_ms, other_ms FROM "
-        f"training_steps {_TRAINING_WHERE} ORDER BY step",
-    ),
-}
-
-
-MAX_LEARNING_RATE = 1.0
-"""Learning rates above this are reported."""
-
-LEARNED_SHARE = 1e-3
-"""Below this share of the first loss, small gradients are expected."""
-
-VANISHED_SHARE = 1e-4
-"""Below this share of the total norm, a gradient has vanished and is not just small."""
-
-MIN_DEAD_STEPS = 10
-"""Steps in which a gradient must be 0."""
-
-LOSS_WINDOW = 50
-MIN_LOSSES = 20
-"""Losses that a spike is compared with, and their smallest number."""
-
+MAX_LEARNING_RATE = 1.0  # learning rates above this are reported
+LEARNED_SHARE = 1e-3  # below this share of the first loss, small gradients are expected
+VANISHED_SHARE = 1e-4  # below this share of the total norm, a gradient is not just small
+MIN_DEAD_STEPS = 10  # steps in which a gradient must be 0
+LOSS_WINDOW = 50  # losses that a spike is compared with
+MIN_LOSSES = 20  # fewest losses that a spike is compared with
 MIN_DEVIATIONS = 10.0
 MIN_LOG_DEVIATIONS = 6.0
 MIN_SPIKE_RATIO = 2.0
@@ -173,10 +38,8 @@ Small losses of small batches vary by powers of ten, so a spike must also stand 
 logarithms.
 """
 
-MAX_SKIPS = 5
-MAX_INITIAL_SKIPS = 10
-"""Consecutive skipped steps: later in a run, and before its first update."""
-
+MAX_SKIPS = 5  # consecutive skipped steps after the first update of a run
+MAX_INITIAL_SKIPS = 10  # consecutive skipped steps before the first update
 WAIT_WINDOW = 30
 WARMUP_STEPS = 5
 MIN_WAIT_SHARE = 0.5
@@ -184,8 +47,8 @@ MIN_WAIT_MS = 5.0
 MIN_OUTSIDE_MS = 30.0
 """Steps that are compared after the warm-up; share and milliseconds from which waiting counts.
 
-If the loader is not watched, only the time outside all other work is known (`MIN_OUTSIDE_MS`). It
-includes a few switches of the interpreter lock (5 ms each).
+If the loader is not watched, only the time outside all other work is known (`MIN_OUTSIDE_MS`), with
+a few switches of the interpreter lock (5 ms each).
 """
 
 
@@ -193,205 +56,167 @@ class TrainingRule(Rule):
     """Checks each optimizer step; one finding of each kind, at its first step."""
 
     name: ClassVar[str] = "trainingsteps"
-    findings: ClassVar[Mapping[str, FindingKind]] = TRAINING_KINDS
+    findings = finding_kinds(
+        *(LOSS_NAN, LOSS_SPIKE, GRADIENT_EXPLOSION, GRADIENT_VANISHING, DEAD_PARAMETERS),
+        *(LEARNING_RATE, NAN_GRADIENT, FP16_OVERFLOW, SCALER_SKIPS, LOADER_BOUND),
+    )
 
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Reset the state of a run."""
+        super().on_generation_start(context)
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW)
         self._first_losses: list[float] = []
         self._zero_since: dict[str, int] = {}
         self._first_explosion: tuple[int, str] | None = None
         self._n_skipped = self._n_done = 0
         self._waits: deque[tuple[float, float]] = deque(maxlen=WAIT_WINDOW)
-        self._is_measured = False
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the state of a run."""
-        super().on_generation_start(context)
-        self._reset()
-
-    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check a training step."""
-        training = step.training
-        if training is None:
-            return ()
-        found = [
-            self._check_learning_rate(step, training),
-            self._check_nonfinite(step, training),
-            self._check_explosion(step, training),
-            self._check_vanishing(step, training),
-            self._check_loss_spike(step, training),
-            self._check_scaler(step, training),
-            self._check_loader(step, training),
-            *self._check_dead_parameters(step, training),
-        ]
-        return [finding for finding in found if finding is not None]
+        checks = (
+            *(self._check_rate, self._check_nonfinite, self._check_explosion),
+            *(self._check_vanishing, self._check_loss_spike, self._check_scaler),
+            *(self._check_loader, self._check_unreached, self._check_dead),
+        )
+        if step.training is not None:
+            found = [check(step, step.training) for check in checks]
+            yield from (finding for finding in found if finding is not None)
 
     def _finding(
         self,
         step: StepRecord,
         finding_id: str,
         sentence: str,
-        evidence: Mapping[str, Any],
+        evidence: AnomalyOrigin | Mapping[str, Any],
         severity: Severity | None = None,
         series: str = "",
     ) -> Finding:
         """A finding that is merged with those of its kind at other steps."""
+        if isinstance(evidence, AnomalyOrigin):
+            evidence = _origin_evidence(evidence)
         series = series or finding_id
         return self.finding(
-            step, finding_id, sentence, severity=severity, evidence=evidence, series=series
+            step, finding_id, f"{sentence}.", severity=severity, evidence=evidence, series=series
         )
-
-    # -- NaN and Inf -----------------------------------------------------------------------------
 
     def _check_nonfinite(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        producer = training.anomaly_origin
-        if producer is not None and producer.kind == "module" and producer.detail == "float16":
-            return self._overflow_finding(step, producer)
-        if training.is_loss_anomaly:
-            return self._loss_finding(step, training)
-        if producer is None or training.is_skipped:
-            return None
-        if producer.kind in ("input", "weights", "module", "loss") and not training.has_loss:
-            return self._loss_finding(step, training)
-        if producer.kind == "backward":
-            return self._gradient_finding(step, training, producer)
+        origin = training.anomaly_origin
+        kind = None if origin is None else origin.kind
+        if origin is not None and kind == "module" and origin.detail == "float16":
+            sentence = (
+                f"The float16 output of {printable(origin.name)} is not finite in step "
+                f"{step.step}: it may have overflowed (largest value 65504); its weights are "
+                f"finite{_describe_carriers(origin, 'module')}"
+            )
+            return self._finding(step, FP16_OVERFLOW, sentence, origin)
+        has_bad_output = kind in ("input", "weights", "module", "loss") and not training.has_loss
+        if training.is_loss_anomaly or (has_bad_output and not training.is_skipped):
+            return self._loss_finding(step, training, origin or AnomalyOrigin("loss", ""))
+        if origin is not None and kind == "backward" and not training.is_skipped:
+            return self._gradient_finding(step, training, origin)
         return None
 
-    def _overflow_finding(self, step: StepRecord, producer: AnomalyOrigin) -> Finding:
-        others = _describe_carriers(producer, "module")
-        sentence = (
-            f"The float16 output of {printable(producer.name)} is not finite in step {step.step}: "
-            "it may have overflowed (largest value 65504); its weights are "
-            f"finite{others}."
-        )
-        return self._finding(step, FP16_OVERFLOW, sentence, _producer_evidence(producer))
-
-    def _loss_finding(self, step: StepRecord, training: TrainingStepRecord) -> Finding:
-        producer = training.anomaly_origin or AnomalyOrigin("loss", "")
+    def _loss_finding(
+        self, step: StepRecord, training: TrainingStepRecord, origin: AnomalyOrigin
+    ) -> Finding:
         what = "NaN" if math.isnan(training.loss) else "infinite"
         subject = f"The loss of step {step.step} is {what}"
         if not training.has_loss:
             subject = f"The output of the model in step {step.step} is not finite"
-        sentence = (
-            f"{subject}: {_describe_origin(producer)}{self._describe_history(step, training)}."
-        )
-        rates = [*training.learning_rates]
-        evidence = {**_producer_evidence(producer), "loss": training.loss, "learning_rates": rates}
-        return self._finding(step, LOSS_NAN, sentence, evidence)
-
-    def _describe_history(self, step: StepRecord, training: TrainingStepRecord) -> str:
         history = ""
         if self._first_explosion is not None and self._first_explosion[0] < step.step:
             number, name = self._first_explosion
             history = f"; gradients explode from step {number} on, first {printable(name)}"
         high = _highest_rate(training)
-        return history + (f"; the learning rate is {high:g}" if high > MAX_LEARNING_RATE else "")
+        history += f"; the learning rate is {high:g}" if high > MAX_LEARNING_RATE else ""
+        rates = [*training.learning_rates]
+        evidence = {**_origin_evidence(origin), "loss": training.loss, "learning_rates": rates}
+        return self._finding(
+            step, LOSS_NAN, f"{subject}: {_describe_origin(origin)}{history}", evidence
+        )
 
     def _gradient_finding(
-        self, step: StepRecord, training: TrainingStepRecord, producer: AnomalyOrigin
+        self, step: StepRecord, training: TrainingStepRecord, origin: AnomalyOrigin
     ) -> Finding:
-        loss = (
-            f"the loss {training.loss:.4g} is finite"
-            if training.has_loss
-            else "the loss was not reported"
-        )
-        arrives = ", but the incoming gradient is not" if "arrives" in producer.detail else ""
+        loss = "the loss was not reported"
+        if training.has_loss:
+            loss = f"the loss {training.loss:.4g} is finite"
+        arrives = ", but the incoming gradient is not" if "arrives" in origin.detail else ""
         sentence = (
-            f"The gradient of {printable(producer.name)} is not finite in step {step.step} "
-            f"({printable(producer.detail.partition(';')[0])}), the first on the way back from the "
-            f"loss; {loss}{arrives}{_describe_carriers(producer, 'parameter')}."
+            f"The gradient of {printable(origin.name)} is not finite in step {step.step} "
+            f"({printable(origin.detail.partition(';')[0])}), the first on the way back from the "
+            f"loss; {loss}{arrives}{_describe_carriers(origin, 'parameter')}"
         )
-        return self._finding(step, NAN_GRADIENT, sentence, _producer_evidence(producer))
-
-    # -- size ------------------------------------------------------------------------------------
+        return self._finding(step, NAN_GRADIENT, sentence, origin)
 
     def _check_explosion(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        producer = training.anomaly_origin
-        if producer is None or producer.kind != "explosion" or training.is_skipped:
+        origin = training.anomaly_origin
+        if origin is None or origin.kind != "explosion" or training.is_skipped:
             return None
-        self._first_explosion = self._first_explosion or (step.step, producer.name)
+        self._first_explosion = self._first_explosion or (step.step, origin.name)
         clipped = f" after clipping to {training.max_norm:g}" if training.max_norm else ""
         sentence = (
-            f"The gradient of {printable(producer.name)} explodes in step {step.step}: its norm is "
-            f"{producer.detail}{clipped}, above 10; the first on the way back from the loss"
-            f"{_describe_carriers(producer, 'parameter')}."
+            f"The gradient of {printable(origin.name)} explodes in step {step.step}: its norm is "
+            f"{origin.detail}{clipped}, above 10; the first on the way back from the loss"
+            f"{_describe_carriers(origin, 'parameter')}"
         )
-        return self._finding(step, GRADIENT_EXPLOSION, sentence, _producer_evidence(producer))
+        return self._finding(step, GRADIENT_EXPLOSION, sentence, origin)
 
     def _check_vanishing(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        producer, total = training.anomaly_origin, training.total_norm
-        if producer is None or producer.kind != "vanishing" or total is None:
+        origin, total = training.anomaly_origin, training.total_norm
+        if origin is None or origin.kind != "vanishing" or total is None or training.is_skipped:
             return None
-        if training.is_skipped:
-            return None
-        least = float(producer.detail)
         first = self._first_losses[0] if self._first_losses else math.nan
-        if training.has_loss and training.loss < LEARNED_SHARE * first:
+        has_learned = training.has_loss and training.loss < LEARNED_SHARE * first
+        is_large = float(origin.detail) > VANISHED_SHARE * total and total > 10 * THRESHOLD
+        if has_learned or is_large:
             return None
-        if least > VANISHED_SHARE * total and total > 10 * THRESHOLD:
-            return None
-        also = plural(producer.n_affected, "other parameter")
+        others = plural(origin.n_affected, "other parameter")
+        also = f"; also that of {others}" if origin.n_affected else ""
         sentence = (
-            f"The gradient of {printable(producer.name)} vanishes in step {step.step}: its norm is "
-            f"{producer.detail}, below 1e-6, of {total:.3g} in total"
-            + (f"; also that of {also}." if producer.n_affected else ".")
+            f"The gradient of {printable(origin.name)} vanishes in step {step.step}: its norm is "
+            f"{origin.detail}, below 1e-6, of {total:.3g} in total{also}"
         )
-        return self._finding(step, GRADIENT_VANISHING, sentence, _producer_evidence(producer))
+        return self._finding(step, GRADIENT_VANISHING, sentence, origin)
 
-    def _check_dead_parameters(
-        self, step: StepRecord, training: TrainingStepRecord
-    ) -> list[Finding]:
-        found = [self._check_unreached(step)]
-        if training.gradients and not training.is_skipped:
-            now = {one.name for one in training.gradients if one.is_dead}
-            self._zero_since = {name: self._zero_since.get(name, step.step) for name in sorted(now)}
-            dead = [
-                n for n, since in self._zero_since.items() if step.step - since >= MIN_DEAD_STEPS
-            ]
-            if dead:
-                found.append(self._dead_finding(step, dead))
-        return [finding for finding in found if finding is not None]
-
-    def _dead_finding(self, step: StepRecord, names: Sequence[str]) -> Finding:
+    def _check_dead(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+        if not training.gradients or training.is_skipped:
+            return None
+        now = sorted({one.name for one in training.gradients if one.is_dead})
+        self._zero_since = {name: self._zero_since.get(name, step.step) for name in now}
+        names = [n for n, since in self._zero_since.items() if step.step - since >= MIN_DEAD_STEPS]
+        if not names:
+            return None
         since = min(self._zero_since[name] for name in names)
-        others = plural(len(names) - 1, "other parameter") if len(names) > 1 else ""
+        others = plural(len(names) - 1, "other parameter")
+        also = f", and so is that of {others}" if len(names) > 1 else ""
         sentence = (
             f"The gradient of {printable(names[0])} is exactly 0 in all recorded steps from step "
-            f"{since} to {step.step}" + (f", and so is that of {others}." if others else ".")
+            f"{since} to {step.step}{also}"
         )
-        return self._finding(
-            step, DEAD_PARAMETERS, sentence, {"names": [*names[:100]], "n": len(names)}
-        )
+        evidence = {"names": names[:100], "n": len(names)}
+        return self._finding(step, DEAD_PARAMETERS, sentence, evidence)
 
-    def _check_unreached(self, step: StepRecord) -> Finding | None:
-        event = next(
-            (one for one in step.events if one.kind == "parameters-without-gradient"), None
-        )
+    def _check_unreached(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+        events = (one for one in step.events if one.kind == "parameters-without-gradient")
+        event = next(events, None)
         if event is None:
             return None
         names, n = list(event.data.get("names", [])), int(event.data.get("n", 0))
         sentence = (
             f"{plural(n, 'trainable parameter')} get no gradient in step {step.step}, first "
-            f"{printable(str(names[0]))}: the loss does not depend on them."
+            f"{printable(str(names[0]))}: the loss does not depend on them"
         )
         evidence = {"names": names, "n": n}
         return self._finding(step, DEAD_PARAMETERS, sentence, evidence, Severity.NOTE, "unreached")
 
-    # -- losses and rates ------------------------------------------------------------------------
-
-    def _check_learning_rate(
-        self, step: StepRecord, training: TrainingStepRecord
-    ) -> Finding | None:
+    def _check_rate(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         high = _highest_rate(training)
         if high <= MAX_LEARNING_RATE:
             return None
-        sentence = f"The learning rate of step {step.step} is {high:g}, above 1.0."
-        return self._finding(
-            step, LEARNING_RATE, sentence, {"learning_rates": [*training.learning_rates]}
-        )
+        sentence = f"The learning rate of step {step.step} is {high:g}, above 1.0"
+        evidence = {"learning_rates": [*training.learning_rates]}
+        return self._finding(step, LEARNING_RATE, sentence, evidence)
 
     def _check_loss_spike(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         loss = training.loss
@@ -406,11 +231,9 @@ class TrainingRule(Rule):
         middle = median(before)
         sentence = (
             f"The loss jumps to {loss:.4g} in step {step.step}; the median of the {len(before)} "
-            f"losses before is {middle:.4g}."
+            f"losses before is {middle:.4g}"
         )
         return self._finding(step, LOSS_SPIKE, sentence, {"loss": loss, "median": middle})
-
-    # -- scaler and loader -----------------------------------------------------------------------
 
     def _check_scaler(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         if not training.is_skipped:
@@ -419,16 +242,14 @@ class TrainingRule(Rule):
         self._n_skipped += 1
         if self._n_skipped < (MAX_SKIPS if self._n_done else MAX_INITIAL_SKIPS):
             return None
-        producer = training.anomaly_origin
+        origin = training.anomaly_origin
         scale = "" if training.scale is None else f", the scale has fallen to {training.scale:g}"
-        named = "" if producer is None else _describe_nonfinite(producer)
         sentence = (
             f"The gradient scaler has skipped {self._n_skipped} consecutive steps up to step "
-            f"{step.step}{scale}{named}."
+            f"{step.step}{scale}{'' if origin is None else _describe_nonfinite(origin)}"
         )
-        return self._finding(
-            step, SCALER_SKIPS, sentence, {"in_a_row": self._n_skipped, "scale": training.scale}
-        )
+        evidence = {"in_a_row": self._n_skipped, "scale": training.scale}
+        return self._finding(step, SCALER_SKIPS, sentence, evidence)
 
     def _check_loader(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         if step.step < WARMUP_STEPS:
@@ -447,55 +268,60 @@ class TrainingRule(Rule):
         where = "for its loader" if is_measured else "outside forward, backward and optimizer"
         sentence = (
             f"Training waits {where} {typical:.0f} ms of each step, {share:.0%} of its time "
-            f"(medians of {WAIT_WINDOW} steps up to step {step.step})."
+            f"(medians of {WAIT_WINDOW} steps up to step {step.step})"
         )
         severity = Severity.WARNING if is_measured else Severity.NOTE
         evidence = {"ms": typical, "share": share, "mean_ms": fmean(w for w, _ in self._waits)}
         return self._finding(step, LOADER_BOUND, sentence, evidence, severity)
 
 
-def _describe_origin(producer: AnomalyOrigin) -> str:
+def _describe_origin(origin: AnomalyOrigin) -> str:
     """Where non-finite values come from, and how many modules propagate them."""
-    name, carried = printable(producer.name), _describe_carriers(producer, "module")
-    if producer.kind == "input":
+    carried = _describe_carriers(origin, "module")
+    if origin.kind == "input":
         return "the input batch is already not finite"
-    if producer.kind == "weights":
-        return f"the weights {name} are not finite before the step{carried}"
-    if producer.kind == "module":
-        where = "the output of the model" if name == "(output)" else f"the output of {name}"
-        dtype, _, weights = producer.detail.partition("; ")
+    if origin.kind == "weights":
+        return f"the weights {printable(origin.name)} are not finite before the step{carried}"
+    if origin.kind == "module":
+        dtype, _, weights = origin.detail.partition("; ")
         weights = printable(weights) or "whose weights are finite"
-        return f"it first appears in {where} ({printable(dtype)}), {weights}{carried}"
+        return (
+            f"it first appears in {_name_output(origin)} ({printable(dtype)}), {weights}{carried}"
+        )
     return (
         "the model's outputs are finite, so the loss function produces it (a logarithm of 0, a "
         "square that overflows)"
     )
 
 
-def _describe_nonfinite(producer: AnomalyOrigin) -> str:
+def _describe_nonfinite(origin: AnomalyOrigin) -> str:
     """What is not finite, as the end of a sentence; "" if everything is."""
-    name = printable(producer.name)
     words = {
         "input": "the batch is",
-        "weights": f"the weights {name} are",
-        "module": "the output of the model is"
-        if producer.name == "(output)"
-        else f"the output of {name} is",
+        "weights": f"the weights {printable(origin.name)} are",
+        "module": f"{_name_output(origin)} is",
         "loss": "the loss is",
-        "backward": f"the gradient of {name} is",
+        "backward": f"the gradient of {printable(origin.name)} is",
     }
-    return f"; {words[producer.kind]} not finite" if producer.kind in words else ""
+    return f"; {words[origin.kind]} not finite" if origin.kind in words else ""
+
+
+def _name_output(origin: AnomalyOrigin) -> str:
+    return f"the output of {'the model' if origin.name == '(output)' else printable(origin.name)}"
+
+
+def _describe_carriers(origin: AnomalyOrigin, what: str) -> str:
+    others = plural(origin.n_affected, f"other {what}")
+    return f"; propagated by {others}" if origin.n_affected else ""
+
+
+def _origin_evidence(origin: AnomalyOrigin) -> dict[str, Any]:
+    names = {"anomaly_origin": origin.kind, "name": origin.name}
+    return {**names, "carriers": origin.n_affected, "detail": origin.detail}
 
 
 def _highest_rate(training: TrainingStepRecord) -> float:
-    known = (rate for rate in training.learning_rates if not math.isnan(rate))
-    return max(known, default=0.0)
-
-
-def _describe_carriers(producer: AnomalyOrigin, what: str) -> str:
-    if not producer.n_affected:
-        return ""
-    return f"; propagated by {plural(producer.n_affected, f'other {what}')}"
+    return max((rate for rate in training.learning_rates if not math.isnan(rate)), default=0.0)
 
 
 def is_spike(loss: float, before: Sequence[float], first: float) -> bool:
@@ -516,12 +342,3 @@ def _robust_deviation(values: Sequence[float]) -> float:
     """The standard deviation, estimated from the median absolute deviation."""
     middle = median(values)
     return 1.4826 * median(abs(one - middle) for one in values)
-
-
-def _producer_evidence(producer: AnomalyOrigin) -> dict[str, Any]:
-    return {
-        "anomaly_origin": producer.kind,
-        "name": producer.name,
-        "carriers": producer.n_affected,
-        "detail": producer.detail,
-    }

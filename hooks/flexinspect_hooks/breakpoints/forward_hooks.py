@@ -17,15 +17,18 @@ import torch
 from torch import Tensor
 
 from flexinspect.breakpoints.evaluation import Observation
-from flexinspect.breakpoints.names import EMPTY_ROW, FALLBACK, INF, NAN
-from flexinspect.breakpoints.store import Breakpoint
-from flexinspect.breakpoints.syntax_tree import (
+from flexinspect.breakpoints.grammar import (
+    EMPTY_ROW,
+    FALLBACK,
+    INF,
+    NAN,
     ObservationCondition,
     matches_module,
     needs_calls,
     observations_in,
     to_text,
 )
+from flexinspect.breakpoints.store import Breakpoint
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, ObservedStep
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext

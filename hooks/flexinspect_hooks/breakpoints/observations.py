@@ -25,6 +25,7 @@ from flexinspect.breakpoints.evaluation import (
     evaluate,
     observe_step,
 )
+from flexinspect.breakpoints.grammar import has_finding
 from flexinspect.breakpoints.store import (
     Breakpoint,
     BreakpointHit,
@@ -32,7 +33,6 @@ from flexinspect.breakpoints.store import (
     HitAction,
     make_hit,
 )
-from flexinspect.breakpoints.syntax_tree import has_finding
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord, StepRecord
 from flexinspect_hooks.capture.step_clock import StepContext

@@ -24,7 +24,7 @@ from flexinspect.records.step import (
     TokenRecord,
 )
 from flexinspect.records.token_gradients import GradientRecord
-from flexinspect.rules.engine import RuleRunner
+from flexinspect.rules.engine import RuleResults, RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.replay import replay_parents_from_path
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
@@ -244,15 +244,16 @@ class Recorder:
         if isinstance(item, GenerationEnd):
             key = (item.generation, item.branch)
             if (rules := self._rule_runners.pop(key, None)) is not None:
-                self._write_findings(*rules.on_generation_end())
+                self._write_results(rules.on_generation_end())
             self._sink.end_generation(item)
         elif isinstance(item, GradientRecord):
             self._sink.write_gradients(item)
             if (rules := self._rule_runners.get((item.generation, item.branch))) is not None:
-                findings, repeats, events = rules.on_gradients(item)
-                self._write_findings(findings, events)
-                if repeats:
-                    self._sink.write_repeats((item.generation, item.branch, item.step), repeats)
+                results = rules.on_record(item)
+                self._write_results(results)
+                if results.repeats:
+                    place = (item.generation, item.branch, item.step)
+                    self._sink.write_repeats(place, results.repeats)
         else:
             self._write_event(item, None)
 
@@ -263,15 +264,15 @@ class Recorder:
             newest = next(branches, None)
             rules = rules if newest is None else self._rule_runners[newest]
         if rules is not None:
-            self._write_findings(*rules.on_event(event))
+            self._write_results(rules.on_record(event))
 
-    def _write_findings(self, findings: Sequence[Finding], events: Sequence[EventRecord]) -> None:
+    def _write_results(self, results: RuleResults) -> None:
         """Write findings that do not belong to a step, and events of rules that failed."""
-        if findings:
+        if findings := results.findings:
             self._sink.write_findings(findings)
             if self.judge is not None:
                 self.judge.evaluate_findings(findings, findings[0].generation)
-        for event in events:
+        for event in results.events:
             self._sink.write_event(event)
 
     def _write_steps(self, items: Sequence[FinishedStep]) -> None:

@@ -29,7 +29,7 @@ from flexinspect.control import messages as control
 from flexinspect.core.errors import summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.records.step import EventRecord, TokenRecord
-from flexinspect.rules.cache.cache_contents import CACHED_PROMPT_EVENT
+from flexinspect.rules.cache.kv_cache import CACHED_PROMPT_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder

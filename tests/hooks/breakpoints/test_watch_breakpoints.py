@@ -17,8 +17,8 @@ from torch import nn
 from transformers import DynamicCache
 
 import flexinspect
+from flexinspect.breakpoints.grammar import ExpressionError
 from flexinspect.breakpoints.store import BreakpointHit
-from flexinspect.breakpoints.syntax_tree import ExpressionError
 from flexinspect.core.errors import UsageError
 from flexinspect.trace.reader import open_trace
 
