@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,11 +26,9 @@ Method = Literal["GET", "POST", "DELETE"]
 class HttpError(ControlError):
     """A request that is refused with the HTTP status `status` instead of 409."""
 
-    def __init__(
-        self, status: int, message: str, *, hint: str | None = None, **headers: str
-    ) -> None:
+    def __init__(self, status: int, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
-        self.status, self.headers = status, headers
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +54,6 @@ class Route:
     response: type[Any]
     body: type[Any] | None = None
     parameter: str | None = None
-
-    def match(self, path: str) -> list[Any] | None:
-        """Return the path parameters of a request, None for a path of another route."""
-        pattern = self.path.replace("{number}", "([0-9]+)").replace("{level}", "([^/]+)")
-        found = re.fullmatch(pattern, path)
-        return found and [int(one) if self.parameter == "number" else one for one in found.groups()]
 
 
 ROUTES: list[Route] = []

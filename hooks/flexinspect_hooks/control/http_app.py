@@ -1,38 +1,30 @@
-"""The HTTP side of the control server: connections, guards, routes and the OpenAPI document.
+"""The Starlette application of the control server, and the guard in front of it.
 
-Every error response is an `ErrorResponse` in JSON. Only the server thread imports this module, so
-that its libraries neither delay nor end the run.
+Every error response is an `ErrorResponse` in JSON.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import inspect
-import json
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import unquote
 
-import h11
 import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route as StarletteRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flexinspect.control.messages import ErrorResponse, from_json, to_json
 from flexinspect.core import __version__
 from flexinspect.core.addresses import is_loopback
 from flexinspect.core.errors import ControlError, FlexInspectError
 from flexinspect_hooks.control.handlers import PARAMETERS, ROUTES, HttpError, Route, RouteHandlers
-
-IDLE_S = 30
-"""How long a connection may be idle, or its request incomplete."""
-
-MOST_CONNECTIONS = 64
-"""Connections per socket at a time; more could exhaust the program's file descriptors."""
-
-LINGER_S = 0.5
-"""How long the rest of a refused request is read, so that its client can read the response."""
 
 MAX_BODY_BYTES = 64 << 10
 """Largest body of a request, in bytes."""
@@ -45,131 +37,148 @@ _TOKEN_HINT = (
     "Send the header 'Authorization: Bearer TOKEN' (flexinspect ctl reads the token from "
     "FLEXINSPECT_TOKEN); --serve prints the token."
 )
-_ROUTE_HINT = "GET /openapi.json lists all routes."
 
 
-class ControlApp:
-    """Answers requests to one socket. With a `token` it requires the token and a Host of `hosts`.
+def make_app(handlers: RouteHandlers, token: str = "", hosts: Collection[str] = ()) -> ASGIApp:
+    """Return the application of one socket.
 
-    A page in the user's browser can send requests here under its own host name if that name
-    resolves to this machine (DNS rebinding); then the Host header is not one of `hosts`.
+    With a `token` it requires the token and a Host header of `hosts`.
+    """
+    routes = [
+        # A number in a path matches digits only.
+        StarletteRoute(
+            route.path.replace("{number}", "{number:int}"),
+            _endpoint(route, handlers),
+            methods=[route.method],
+        )
+        for route in ROUTES
+    ]
+    routes.append(StarletteRoute("/openapi.json", _openapi, methods=["GET"]))
+    on_error: Any = {
+        HTTPException: _on_http_error,
+        FlexInspectError: _on_refusal,
+        Exception: _on_server_error,
+    }
+    return _Guard(Starlette(routes=routes, exception_handlers=on_error), token, hosts)
+
+
+async def _openapi(request: Request) -> Response:
+    return JSONResponse(openapi_document())
+
+
+def _endpoint(route: Route, handlers: RouteHandlers) -> Callable[[Request], Awaitable[Response]]:
+    handle = getattr(handlers, route.handler)
+
+    async def endpoint(request: Request) -> Response:
+        args = list(request.path_params.values())
+        if route.body is not None:
+            args.append(_parse_body(route.body, await request.body()))
+        return JSONResponse(to_json(handle(*args)))
+
+    return endpoint
+
+
+def _parse_body(kind: type[Any], data: bytes) -> Any:
+    try:
+        return from_json(kind, msgspec.json.decode(data))
+    except ControlError as error:
+        raise HttpError(400, error.message, hint=error.hint) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, f"The body is not JSON: {error}") from error
+
+
+def _error_response(
+    status: int, error: str, hint: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    return JSONResponse(to_json(ErrorResponse(error, hint)), status, headers=headers)
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    """Answer a command that is not possible now with 409, and a wrong request with its status."""
+    assert isinstance(error, FlexInspectError)
+    return _error_response(getattr(error, "status", 409), error.message, error.hint)
+
+
+async def _on_server_error(request: Request, error: Exception) -> Response:
+    return _error_response(500, f"The control server failed: {type(error).__name__}: {error}")
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"There is no route {request.method} {request.url.path}."
+    hint = "GET /openapi.json lists all routes."
+    return _error_response(error.status_code, message, hint, error.headers)
+
+
+class _Guard:
+    """Middleware that refuses requests which are too large or not allowed.
+
+    A body without a Content-Length is read up to `MAX_BODY_BYTES`. A page in the user's browser can
+    send requests here under its own host name if that name resolves to this machine (DNS
+    rebinding); then the Host header is not one of `hosts`.
     """
 
-    def __init__(
-        self, handlers: RouteHandlers, token: str = "", hosts: Collection[str] = ()
-    ) -> None:
-        self._handlers, self._token = handlers, token.encode()
+    def __init__(self, app: ASGIApp, token: str, hosts: Collection[str]) -> None:
+        self._app, self._token = app, token.encode()
         self._hosts = frozenset(host.lower() for host in hosts)
-        self._n_connections = 0
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the requests of one connection, one after another."""
-        self._n_connections += 1
-        connection = _Connection(reader, writer)
-        is_open = self._n_connections <= MOST_CONNECTIONS
-        with suppress(OSError, h11.ProtocolError):  # the client has gone, or has been idle
-            while is_open:
-                async with asyncio.timeout(IDLE_S):
-                    is_open = await self._serve_request(connection)
-        self._n_connections -= 1
-        writer.close()
-
-    async def _serve_request(self, connection: _Connection) -> bool:
-        """Answer the next request; return whether the connection can take another one."""
-        headers = {"content-type": "application/json"}
-        request = None
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request, or refuse it before the application sees it."""
+        if scope["type"] != "http":
+            return
         try:
-            request = await connection.next_event()
-            if not isinstance(request, h11.Request):
-                return False
-            status, answer = 200, await self._answer(connection, request)
+            if self._token:
+                self._check_access(scope)
+            _check_size(scope)
         except HttpError as error:
-            status, answer = error.status, ErrorResponse(error.message, error.hint)
-            headers |= error.headers
-        except FlexInspectError as error:  # the command is not possible now
-            status, answer = 409, ErrorResponse(error.message, error.hint)
-        except h11.RemoteProtocolError as error:
-            status, answer = error.error_status_hint, ErrorResponse(f"This is not HTTP: {error}.")
-        except (ConnectionError, TimeoutError):
-            raise  # by the connection
-        except Exception as error:
-            text = f"The control server failed: {type(error).__name__}: {error}"
-            status, answer = 500, ErrorResponse(text)
-        is_head = request is not None and request.method == b"HEAD"
-        body = b"" if is_head else json.dumps(to_json(answer)).encode()
-        return await connection.respond(status, headers, body)
+            headers = {"Connection": "close"}
+            refusal = _error_response(error.status, error.message, error.hint, headers)
+            await refusal(scope, receive, send)
+        else:
+            await self._app(scope, _limited(receive), send)
 
-    async def _answer(self, connection: _Connection, request: h11.Request) -> Any:
-        if self._token:
-            self._check_access(request)
-        path = unquote(request.target.partition(b"?")[0].decode("latin-1"))
-        if len(path) > MAX_PATH_LENGTH:  # `int` would parse a number of any length
-            raise HttpError(414, f"The path is longer than {MAX_PATH_LENGTH} characters.")
-        body = await connection.read_body()
-        route, args = _find_route(request.method.decode(), path)
-        if route is None:
-            return openapi_document()
-        if route.body is not None:
-            args.append(_parse_body(route.body, body))
-        return getattr(self._handlers, route.handler)(*args)
-
-    def _check_access(self, request: h11.Request) -> None:
-        host = _header(request, b"host")
+    def _check_access(self, scope: Scope) -> None:
+        host = _header(scope, b"host")
         before, _, port = host.rpartition(":")
         name = before if port.isdigit() else host
         if name.strip("[]").lower() not in self._hosts:
             raise HttpError(403, "The Host header does not name this server.", hint=_HOST_HINT)
-        scheme, _, token = _header(request, b"authorization").partition(" ")
+        scheme, _, token = _header(scope, b"authorization").partition(" ")
         received = token.strip().encode("latin-1", "replace")
         if not hmac.compare_digest(received, self._token) or scheme.lower() != "bearer":
             raise HttpError(401, "The token is missing or wrong.", hint=_TOKEN_HINT)
 
 
-class _Connection:
-    """The HTTP/1.1 connection of one client."""
+def _check_size(scope: Scope) -> None:
+    if len(scope["path"]) > MAX_PATH_LENGTH:  # `int` would parse a number of any length
+        raise HttpError(414, f"The path is longer than {MAX_PATH_LENGTH} characters.")
+    size = _header(scope, b"content-length") or "0"
+    if not size.isdecimal() or int(size) > MAX_BODY_BYTES:
+        raise _too_large()
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._http = h11.Connection(h11.SERVER)
 
-    async def next_event(self) -> Any:
-        """Wait for a request, a part of its body, or the end of one of the two."""
-        while (event := self._http.next_event()) is h11.NEED_DATA:
-            if self._http.they_are_waiting_for_100_continue:
-                self._write(h11.InformationalResponse(status_code=100, headers=[]))
-            self._http.receive_data(await self._reader.read(MAX_BODY_BYTES))
-        return event
+def _too_large() -> HttpError:
+    return HttpError(413, f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
 
-    async def read_body(self) -> bytes:
-        """Return the body of the request. Raises `HttpError` if it is too large."""
-        body = b""
-        while isinstance(event := await self.next_event(), h11.Data):
-            body += event.data
-            if len(body) > MAX_BODY_BYTES:
-                raise HttpError(413, f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
-        return body
 
-    async def respond(self, status: int, headers: dict[str, str], body: bytes) -> bool:
-        """Send a response; return whether the connection can take another request."""
-        is_complete = self._http.their_state is h11.DONE
-        headers["content-length"] = str(len(body))
-        headers |= {} if is_complete else {"connection": "close"}
-        self._write(h11.Response(status_code=status, headers=[*headers.items()]))
-        self._write(h11.Data(body))
-        self._write(h11.EndOfMessage())
-        await self._writer.drain()
-        if self._http.our_state is h11.DONE and is_complete:
-            self._http.start_next_cycle()
-            return True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                self._writer.write_eof()
-                while await self._reader.read(MAX_BODY_BYTES):
-                    pass
-        return False
+def _limited(receive: Receive) -> Receive:
+    n = 0
 
-    def _write(self, event: h11.Event) -> None:
-        self._writer.write(self._http.send(event) or b"")
+    async def counted() -> Message:
+        nonlocal n
+        message = await receive()
+        n += len(message.get("body", b""))
+        if n > MAX_BODY_BYTES:
+            raise _too_large()
+        return message
+
+    return counted
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    """Return a header of a request, empty if it is missing or repeated."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
 def allowed_hosts(host: str) -> frozenset[str]:
@@ -180,38 +189,6 @@ def allowed_hosts(host: str) -> frozenset[str]:
     with suppress(OSError):
         names |= {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
     return frozenset({*names, socket.gethostname()})
-
-
-def _header(request: h11.Request, name: bytes) -> str:
-    """Return a header of a request, empty if it is missing or repeated."""
-    values = [value for key, value in request.headers if key == name]
-    return values[0].decode("latin-1") if len(values) == 1 else ""
-
-
-def _find_route(method: str, path: str) -> tuple[Route | None, list[Any]]:
-    """Return a route and its path parameters, None for the document. Raises `HttpError`."""
-    method = "GET" if method == "HEAD" else method
-    if (method, path) == ("GET", "/openapi.json"):
-        return None, []
-    found = {
-        route.method: (route, parameters)
-        for route in ROUTES
-        if (parameters := route.match(path)) is not None
-    }
-    if method in found:
-        return found[method]
-    allowed = {"allow": ", ".join(found)} if found else {}
-    message = f"There is no route {method} {path}."
-    raise HttpError(405 if found else 404, message, hint=_ROUTE_HINT, **allowed)
-
-
-def _parse_body(kind: type[Any], data: bytes) -> Any:
-    try:
-        return from_json(kind, msgspec.json.decode(data))
-    except ControlError as error:
-        raise HttpError(400, error.message, hint=error.hint) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HttpError(400, f"The body is not JSON: {error}") from error
 
 
 # -- the OpenAPI document --------------------------------------------------------------------------

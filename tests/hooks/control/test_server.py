@@ -113,8 +113,8 @@ def test_a_body_that_is_too_large_is_refused_with_and_without_content_length(ser
 def test_idle_connections_are_closed_and_their_number_is_limited(
     monkeypatch: pytest.MonkeyPatch, served: Any
 ) -> None:
-    monkeypatch.setattr("flexinspect_hooks.control.http_app.IDLE_S", 1.0)
-    monkeypatch.setattr("flexinspect_hooks.control.http_app.MOST_CONNECTIONS", 2)
+    monkeypatch.setattr("flexinspect_hooks.control.embedded_server.IDLE_S", 1.0)
+    monkeypatch.setattr("flexinspect_hooks.control.embedded_server.MOST_CONNECTIONS", 2)
     address, started_at = ("127.0.0.1", urlsplit(served.url).port), time.monotonic()
     idle = [socket.create_connection(address, timeout=10) for _ in range(3)]
     idle[0].sendall(b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
@@ -414,8 +414,8 @@ def test_a_server_that_cannot_load_is_reported_and_unregistered(
     monkeypatch: pytest.MonkeyPatch, served: Any
 ) -> None:
     served.client.status()  # its own libraries are loaded by now
-    monkeypatch.setitem(sys.modules, "h11", None)  # as if a file of the user shadowed it
-    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.http_app", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if a file of the user shadowed it
+    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.embedded_server", raising=False)
     failures: list[Exception] = []
     server = ControlServer(served.server._targets, served.server._info)
     server.start(failures.append)
