@@ -89,8 +89,7 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
         raise ModelError(f"There is no model folder {name}.", hint=hint)
     if _HUB_ID.fullmatch(name):
         return _hub(name)
-    known = ["demo", *config.models, *ALIASES]
-    lower = {alias.lower(): alias for alias in known}
+    lower = {alias.lower(): alias for alias in ("demo", *config.models, *ALIASES)}
     near = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.5)
     nearest = "The nearest names are " + ", ".join(lower[n] for n in near) + ". " if near else ""
     forms = "a hub id is written owner/name, a local folder ./name."

@@ -264,8 +264,7 @@ def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
     if patch.row_stop == OPEN_END:
         starts = mask.base.starts if isinstance(mask.base, MaskSpec) else ()
         edges = [edge for each in mask.patches for edge in (each.row_start, each.key_stop)]
-        last = max((*starts, *(edge for edge in edges if edge < OPEN_END), 0)) + 1
-        last = max(patch.row_start, last)
+        last = max((patch.row_start - 1, 0, *starts, *(e for e in edges if e < OPEN_END))) + 1
     for start, stop in algebra.row_chunks(last + 1 - patch.row_start):
         first = patch.row_start + start
         cells = mask.dense(stop - start, last + 1, q_offset=first)

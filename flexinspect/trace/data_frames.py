@@ -12,7 +12,6 @@ The types follow from the schema alone, so that a frame without rows has them to
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -67,7 +66,13 @@ def _find_library(library: Library | None) -> Any:
         raise UsageError(f"{library!r} is not a library for data frames: choose {known}.")
     for name in FRAME_LIBRARIES if library is None else (library,):
         try:
-            return importlib.import_module(name)
+            if name == "pandas":
+                import pandas
+
+                return pandas
+            import polars
+
+            return polars
         except ModuleNotFoundError as error:
             if error.name != name:
                 raise  # it is installed and lacks a dependency, which is another error

@@ -177,6 +177,9 @@ def recording_pid(path: Path) -> int | None:
     return pid if live else None
 
 
+_LAST_STEP_SQL = (
+    "SELECT generation, step FROM steps ORDER BY generation DESC, branch DESC, step DESC LIMIT 1"
+)
 CLOSE_BUSY_MS = 500  # how long closing the trace of a dead process waits for another program
 ExplainEnd = Callable[[int | None, int | None], tuple[EventRecord, Sequence[Finding]] | None]
 """Explains how a process ended, given the generation and step that were written last."""
@@ -205,8 +208,3 @@ def close_dead_trace(path: Path, reason: str, pid: int, explain: ExplainEnd | No
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return bool(db.execute("PRAGMA journal_mode = DELETE").fetchone()[0] == "delete")
     return False
-
-
-_LAST_STEP_SQL = (
-    "SELECT generation, step FROM steps ORDER BY generation DESC, branch DESC, step DESC LIMIT 1"
-)

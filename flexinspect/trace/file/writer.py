@@ -422,14 +422,18 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
         uri, timeout = f"{path.absolute().as_uri()}?mode=rw", APPEND_BUSY_S
         db = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
         with closing(db):
-            db.execute("PRAGMA trusted_schema = OFF")
-            with transaction(db):
-                done = set(db.execute("SELECT rule, generation FROM reviews"))
-                for key, parts in review_statements(reviews).items():
-                    for sql, params in () if key in done else parts:
-                        db.execute(sql, params)
+            _write_reviews(db, reviews)
     except sqlite3.Error as error:
         raise _append_error(path, _write_problem(error)[0]) from error
+
+
+def _write_reviews(db: sqlite3.Connection, reviews: Iterable[RuleReview]) -> None:
+    db.execute("PRAGMA trusted_schema = OFF")
+    with transaction(db):
+        done = set(db.execute("SELECT rule, generation FROM reviews"))
+        for key, parts in review_statements(reviews).items():
+            for sql, params in () if key in done else parts:
+                db.execute(sql, params)
 
 
 def review_statements(reviews: Iterable[RuleReview]) -> dict[ReviewKey, list[Statement]]:

@@ -66,9 +66,8 @@ def n_generations(trace: TraceReader) -> int:
 
 def n_steps_and_findings(trace: TraceReader) -> tuple[int, int]:
     """Return how many steps and how many findings are recorded so far."""
-    ((steps, findings),) = trace._query(
-        "SELECT (SELECT count(*) FROM steps), (SELECT count(*) FROM findings)", ()
-    )
+    sql = "SELECT (SELECT count(*) FROM steps), (SELECT count(*) FROM findings)"
+    ((steps, findings),) = trace._query(sql)
     return int(steps), int(findings)
 
 
