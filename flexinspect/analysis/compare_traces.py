@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_layers, format_ranges, plural, printable
@@ -22,8 +23,7 @@ COMPARED_STREAMS = ("hidden", "inputs.mask")
 SAME, ROUNDING, DIFFERENT = "same", "rounding", "different"
 
 
-@dataclass(frozen=True, slots=True)
-class PromptDifference:
+class PromptDifference(Struct, frozen=True):
     """The first position where two prompts differ, and both texts there (empty past the end)."""
 
     position: int
@@ -59,8 +59,7 @@ class GenerationDifference(step_diff.RunDifference):
         return SAME if self.first_difference is None else ROUNDING
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """The comparison of two traces; `identical` is whether the files are equal byte for byte."""
 
     a: str

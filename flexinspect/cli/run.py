@@ -12,9 +12,11 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from flexinspect.cli.flags import add_switches, n_threads, positive_int
 from flexinspect.cli.output import errors_as_json

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from msgspec.structs import replace
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError, UsageError

@@ -7,15 +7,16 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from typing import Any, Literal, Self
+
+from msgspec import Struct, field
 
 from flexinspect.core.addresses import LOOPBACK, bind_problem, format_address, is_loopback
 from flexinspect.core.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class DebuggerOptions:
+class DebuggerOptions(Struct, frozen=True):
     """The requested debugger: `port` is None without debugpy, 0 for any free port.
 
     `wait` holds the run until a client is attached. `pdb` uses pdb on the terminal named `tty`.
@@ -87,8 +88,7 @@ def controlling_terminal() -> str | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTexts:
+class PromptTexts(Struct, frozen=True):
     """The texts around the paraphrases; each is encoded once, by itself."""
 
     instruction: str = ""
@@ -96,8 +96,7 @@ class PromptTexts:
     cue: str = "Answer:"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
+class SamplingOptions(Struct, frozen=True):
     """How tokens are chosen: greedy unless `do_sample`, else through transformers' processors."""
 
     do_sample: bool = False
@@ -119,8 +118,7 @@ OnBreak = Literal["wait", "stop"]
 """What a breakpoint hit does: pause the run, or end it when no one could continue it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureJob:
+class CaptureJob(Struct, frozen=True, kw_only=True):
     """What every run under capture has; it travels to its process as one line of JSON.
 
     `serving` is host, port and secret token of a control server over TCP. `threads` is None for the
@@ -128,7 +126,6 @@ class CaptureJob:
     """
 
     out: str
-    _: KW_ONLY
     level: str = "advanced"
     layers: str | None = None
     threads: int | None = None
@@ -155,8 +152,7 @@ class CaptureJob:
             raise UsageError(f"The capture process cannot read its job: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Job(CaptureJob):
+class Job(CaptureJob, frozen=True):
     """One run of the ensemble generation. Field names are those of the command line's flags."""
 
     model: str = "demo"
@@ -184,8 +180,7 @@ class Job(CaptureJob):
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(Struct, frozen=True):
     """A user's declaration of a program's prompts: `segments` as `flexinspect.watch` takes them."""
 
     segments: tuple[tuple[int, int, str] | tuple[str, str] | str, ...] = ()
@@ -193,8 +188,7 @@ class Declaration:
     separators: str = "attached"
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptJob(CaptureJob):
+class ScriptJob(CaptureJob, frozen=True):
     """A user's program that is run under capture.
 
     `program` is a file, or the name of a module when `is_module`; `args` are its arguments.

@@ -13,11 +13,13 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from enum import Enum
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from msgspec.structs import replace
 
 from flexinspect.records import step as step_records
 from flexinspect.records import token_gradients, training_step

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.text import escape_unprintable
@@ -24,8 +26,7 @@ T = TypeVar("T")
 PAGE_ROWS = 256  # rows that are read at a time
 
 
-@dataclass(frozen=True, slots=True)
-class DumpSelection:
+class DumpSelection(Struct, frozen=True):
     """The part of a trace to print: one generation or all (None), one step of each or all."""
 
     reader: TraceReader
@@ -261,8 +262,7 @@ def _fill(template: str, record: Any, **others: Any) -> str:
     return template.format_map(_Cells(record, others))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cells:
+class _Cells(Struct, frozen=True):
     """The cells of a record's fields, by name."""
 
     record: Any

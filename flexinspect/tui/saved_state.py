@@ -12,16 +12,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 N_RECENT = 12
 DEFAULT_PANELS = ("mask", "logits", "attention", "findings")
 
 
-@dataclass(frozen=True, slots=True)
-class InterfaceState:
+class InterfaceState(Struct, frozen=True):
     """The saved state.
 
     `panels` are names by slot, `slots` the number shown (0: as many as fit), `recent` the traces,

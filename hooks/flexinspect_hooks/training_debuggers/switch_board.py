@@ -12,10 +12,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError

@@ -7,11 +7,12 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
 from flexinspect.masks import algebra
@@ -88,8 +90,7 @@ def check_declared_mask(mask: object) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredPrompt:
+class DeclaredPrompt(Struct, frozen=True):
     """What the user declared about a run: segments to find, and the mask."""
 
     tokenizer: TokenizerAdapter
@@ -136,8 +137,7 @@ def keep_written_special(
 # -- the segments of a prompt ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PromptInput:
+class PromptInput(Struct, frozen=True):
     """A prompt as a forward received it, from position `start` on: its ids, and their texts.
 
     `texts` is empty if texts cannot be searched. The first `n_pads` ids are padding; with `has_bos`
