@@ -10,11 +10,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.analysis.offline_rules import review
 from flexinspect.core.errors import FlexInspectError

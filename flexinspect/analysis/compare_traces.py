@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_layers, format_ranges, plural, printable
@@ -31,8 +31,7 @@ class PromptDifference(Struct, frozen=True):
     b: str
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDifference(step_diff.RunDifference):
+class GenerationDifference(step_diff.RunDifference, frozen=True):
     """One generation of two traces, compared.
 
     `prompt` is the first difference of the prompts, None if they are the same; if they differ, no

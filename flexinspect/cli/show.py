@@ -7,11 +7,11 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.cli.flags import add_number_flags, add_switches
 from flexinspect.cli.output import print_json

@@ -10,10 +10,10 @@ interface's thread, and `describe` returns it as text. So one panel serves the i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 from textual.strip import Strip
 
 from flexinspect.core.errors import TraceError
@@ -154,12 +154,12 @@ class Panel(Generic[D, O_co]):
         return None
 
 
-@dataclass
 class Missing(Exception):
     """There is nothing to show: the reason as a sentence, and a hint on what to do."""
 
-    reason: str
-    hint: str = ""
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.hint = reason, hint
 
     def lines(self) -> list[str]:
         """Return the reason, then the hint if there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, dataclass_transform
 
@@ -69,7 +69,7 @@ class DebugSwitches(Struct, frozen=True):
     debug_lr_scheduling: bool = False
 
 
-SWITCHES = tuple(each.name for each in fields(DebugSwitches))
+SWITCHES = DebugSwitches.__struct_fields__
 """The full names, in order."""
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from operator import gt
 
 from msgspec import Struct, field
@@ -155,7 +154,7 @@ class TrainingSummary(Struct, frozen=True):
 
     def as_dict(self) -> dict[str, int | float]:
         """Return counts, and rates relative to `total_steps`, by their published names."""
-        counts = {each.name: getattr(self, each.name) for each in fields(TrainingSummary)}
+        counts = {name: getattr(self, name) for name in TrainingSummary.__struct_fields__}
         n_steps = self.total_steps or 1
         return counts | {rate: counts[count] / n_steps for rate, count in _RATES.items()}
 

@@ -17,10 +17,10 @@ import os
 import struct
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.core.environment import is_recorder_alive
 

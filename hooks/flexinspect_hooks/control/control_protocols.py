@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.control import messages
 from flexinspect.core.errors import TraceError

@@ -6,11 +6,11 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.core.errors import FlexInspectError, ModelError
 from flexinspect.core.signals import as_interrupt

@@ -6,6 +6,7 @@ Sizes are in bytes. A value that a level does not measure is None.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Any
 
 from flexinspect.records.debug_switches import DictDataclass

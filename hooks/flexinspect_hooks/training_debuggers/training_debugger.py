@@ -7,12 +7,11 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError

@@ -41,7 +41,7 @@ SegmentArgument = tuple[int, int, str] | tuple[str, str] | str
 _MAX_LABEL = 24
 
 
-def parse_segments(segments: Iterable[SegmentArgument] | None) -> tuple[DeclaredSegment, ...]:
+def parse_segments(segments: Iterable[object] | None) -> tuple[DeclaredSegment, ...]:
     """Check declared segments. Raises `UsageError` for an invalid one and for overlapping spans."""
     specs = tuple(_parse_segment(segment) for segment in segments or ())
     spans = sorted((spec.start, spec.stop, spec.label) for spec in specs if spec.text is None)
