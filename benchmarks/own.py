@@ -10,11 +10,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 import flexinspect
 from benchmarks.capture import decode_ms, level_facts

@@ -12,9 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from flexinspect.records.step import GenerationRecord, StepRecord
 from flexinspect.rules.engine import Rule, RuleRunner, load_rules

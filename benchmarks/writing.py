@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from benchmarks.capture import CapturedRun
 from benchmarks.common import bench_prompt

@@ -10,9 +10,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.analysis.offline_rules import review
 from flexinspect.core.errors import FlexInspectError
@@ -79,8 +81,7 @@ def annotate_trace(path: Path, run: BrokenRun, *, repaired: bool) -> None:
     add_run_facts(path, {"exhibit": facts}, EventRecord("exhibit", text, time.time()))
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenRunCheck:
+class BrokenRunCheck(Struct, frozen=True):
     """The finding ids that the rules reported for a broken run and its repaired run.
 
     `found` are expected ids; `also` other errors and warnings of the broken run; `false` errors

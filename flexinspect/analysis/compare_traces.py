@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_layers, format_ranges, plural, printable
@@ -22,8 +23,7 @@ COMPARED_STREAMS = ("hidden", "inputs.mask")
 SAME, ROUNDING, DIFFERENT = "same", "rounding", "different"
 
 
-@dataclass(frozen=True, slots=True)
-class PromptDifference:
+class PromptDifference(Struct, frozen=True):
     """The first position where two prompts differ, and both texts there (empty past the end)."""
 
     position: int
@@ -31,8 +31,7 @@ class PromptDifference:
     b: str
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDifference(step_diff.RunDifference):
+class GenerationDifference(step_diff.RunDifference, frozen=True):
     """One generation of two traces, compared.
 
     `prompt` is the first difference of the prompts, None if they are the same; if they differ, no
@@ -59,8 +58,7 @@ class GenerationDifference(step_diff.RunDifference):
         return SAME if self.first_difference is None else ROUNDING
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """The comparison of two traces; `identical` is whether the files are equal byte for byte."""
 
     a: str

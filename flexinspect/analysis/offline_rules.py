@@ -15,12 +15,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import FlexInspectError, TraceError, TraceWriteError
@@ -46,8 +47,7 @@ ProgressCallback = Callable[[int, int], None]
 """Called with the number of finished steps and the number of all steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Review:
+class Review(Struct, frozen=True):
     """The result of running rules offline: the `unstored` reviews, and the reason in `note`.
 
     `n_rules` is the number of rules that ran on at least one generation.

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable
@@ -35,8 +37,7 @@ PROOF_FINDINGS = finding_kinds(
 """All kinds of findings of proofs, with their texts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
+class Proof(Struct, frozen=True):
     """The result of one proof.
 
     `lines` describe what was done and observed, `findings` are the conclusions, and `facts` the

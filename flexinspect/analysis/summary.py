@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+
+from msgspec import Struct
 
 from flexinspect.analysis.reports.collect import describe_place
 from flexinspect.core.text import escape_unprintable, plural
@@ -23,8 +24,7 @@ _BADGES = {
 _CELL = "text-align: left; vertical-align: top; padding: 2px 10px 2px 0"
 
 
-@dataclass(frozen=True, slots=True)
-class TraceSummary:
+class TraceSummary(Struct, frozen=True):
     """The summary of a trace at `path`; `findings` are the worst of `n_findings`."""
 
     path: Path

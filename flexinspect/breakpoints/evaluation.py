@@ -10,9 +10,10 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
 
 from flexinspect.breakpoints import grammar
 from flexinspect.core.text import is_or_are, plural
@@ -34,8 +35,7 @@ class Observation(NamedTuple):
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepObservations:
+class StepObservations(Struct, frozen=True):
     """Values of the step and of each layer by name, observations, and new findings.
 
     A missing name is unknown. `checked` holds the conditions that were checked everywhere, such as
@@ -138,8 +138,7 @@ _CONDITION_OF_FINDING = {
 """Findings that fulfil a condition which was not checked while the step ran."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
+class Unknown(Struct, frozen=True):
     """The result of an expression that depends on unknown names or conditions."""
 
     missing: tuple[str, ...]

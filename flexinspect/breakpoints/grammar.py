@@ -15,12 +15,13 @@ import codecs
 import math
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal, NamedTuple, NoReturn
 from unicodedata import east_asian_width
+
+from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import did_you_mean, escape_unprintable
@@ -43,8 +44,7 @@ class ValueKind(StrEnum):
     TEXT = "a text"
 
 
-@dataclass(frozen=True, slots=True)
-class ValueName:
+class ValueName(Struct, frozen=True):
     """A name with a value. `choices` lists all values of a text; it is empty for a free text."""
 
     name: str
@@ -158,23 +158,20 @@ def _count_cells(text: str) -> int:
     return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(Struct, frozen=True):
     """A number; with a unit it is an amount of memory."""
 
     value: float
     unit: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(Struct, frozen=True):
     """A text in quotes."""
 
     value: str
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(Struct, frozen=True):
     """A name of `VALUE_NAMES`."""
 
     name: str
@@ -183,8 +180,7 @@ class Name:
 Operand = Number | Text | Name
 
 
-@dataclass(frozen=True, slots=True)
-class Compare:
+class Compare(Struct, frozen=True):
     """A comparison of two operands; `in` has a list, or a name that is a text, on its right."""
 
     left: Operand
@@ -192,16 +188,14 @@ class Compare:
     right: Operand | tuple[Number | Text, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ObservationCondition:
+class ObservationCondition(Struct, frozen=True):
     """One of `OBSERVATIONS`, anywhere or at modules whose names match."""
 
     kind: str
     module_pattern: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FindingCondition:
+class FindingCondition(Struct, frozen=True):
     """A new finding whose id matches `pattern`, and whose severity satisfies `op`."""
 
     pattern: str
@@ -209,22 +203,19 @@ class FindingCondition:
     severity: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Not:
+class Not(Struct, frozen=True):
     """Negation."""
 
     inner: Expression
 
 
-@dataclass(frozen=True, slots=True)
-class And:
+class And(Struct, frozen=True):
     """Conjunction; no part is an `And`."""
 
     parts: tuple[Expression, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Or:
+class Or(Struct, frozen=True):
     """Disjunction; no part is an `Or`."""
 
     parts: tuple[Expression, ...]

@@ -7,11 +7,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from msgspec import structs
+from msgspec import Struct, field, structs
+from msgspec.structs import replace
 
 from flexinspect.breakpoints import grammar
 from flexinspect.breakpoints.evaluation import (
@@ -64,8 +64,7 @@ def split_options(text: str) -> tuple[str, BreakpointOptions]:
     return text[: brackets.start()], BreakpointOptions(hits, **switches)
 
 
-@dataclass(frozen=True, slots=True)
-class BreakpointHit:
+class BreakpointHit(Struct, frozen=True):
     """A hit of a breakpoint.
 
     `reason` describes condition, step, layer, values and token. `step` is None for a hit between
@@ -125,8 +124,7 @@ class HitAction(StrEnum):
     PASS = "pass"
 
 
-@dataclass(frozen=True, slots=True)
-class Breakpoint:
+class Breakpoint(Struct, frozen=True):
     """A breakpoint: as clients see it, its condition, and when it was last enabled or disabled."""
 
     info: BreakpointInfo

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
+
+from msgspec.structs import asdict
 
 from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.core.errors import UsageError

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
 
@@ -23,6 +26,8 @@ def print_json(value: Any) -> None:
 
 
 def _strict(value: Any) -> Any:
+    if isinstance(value, Struct):
+        value = asdict(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -12,9 +12,10 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import astuple, replace
 
 from flexinspect.cli.flags import add_switches, n_threads, positive_int
 from flexinspect.cli.output import errors_as_json
@@ -285,12 +286,12 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     job: Job | ScriptJob
     if hasattr(args, "program") or hasattr(args, "module"):
         program = program_options(args, ["--hold"] if args.hold else [])
-        job = ScriptJob("", **program, **capture, git=git_state(Path.cwd()))
+        job = ScriptJob(out="", **program, **capture, git=git_state(Path.cwd()))
         parse_layers(job.layers, _MAX_LAYERS)
         stem = Path(job.program).stem
     else:
         check_program_flags(args, "declare")
-        job = Job("", **generation_options(args), **capture, hold=args.hold)
+        job = Job(out="", **generation_options(args), **capture, hold=args.hold)
         check_job(job)
         stem = f"{Path(job.model).name}-{job.mask}"
     job = replace(job, out=_new_trace(stem) if args.out is None else args.out)
@@ -372,7 +373,7 @@ def _print_serve_address(host: str, port: int, token: str) -> None:
 
 
 def _field_names(kind: Any) -> set[str]:
-    return {field.name for field in fields(kind)}
+    return {*kind.__struct_fields__}
 
 
 _TEXT_ARGS = _field_names(PromptTexts)

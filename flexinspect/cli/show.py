@@ -7,9 +7,11 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.cli.flags import add_number_flags, add_switches
 from flexinspect.cli.output import print_json
@@ -193,8 +195,7 @@ def _layers_and_heads(
     return layers, heads
 
 
-@dataclass(frozen=True, slots=True)
-class _PanelPrinter:
+class _PanelPrinter(Struct, frozen=True):
     """Prints panels: holds the command line, the place, and the options of panels."""
 
     args: argparse.Namespace

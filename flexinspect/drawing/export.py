@@ -14,13 +14,13 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from msgspec import Struct, field
 from rich.cells import cell_len
 from rich.color import Color, blend_rgb
 from rich.style import Style
@@ -157,8 +157,7 @@ class _CellStyle(NamedTuple):
     attributes: str
 
 
-@dataclass
-class _Drawing:
+class _Drawing(Struct):
     """The colours of a picture, and its layers from back to front: backgrounds, areas, texts."""
 
     foreground: str

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
+from msgspec import Struct
+from msgspec.structs import replace
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
@@ -138,8 +139,7 @@ NamedSpan = tuple[str, Style | str]
 """A `Span` whose style may be the name of a style of the theme."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pen:
+class Pen(Struct, frozen=True):
     """Draws lines of `width` cells in the styles of a theme; "text" fills them up."""
 
     theme: Theme

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from msgspec import Struct, field
 from rich.color import Color
 from rich.segment import Segment
 from rich.style import Style
@@ -42,8 +42,7 @@ SEGMENT_COLORS: tuple[str, ...] = (
 them (https://jfly.uni-koeln.de/color/). Darkened, so that white text on them is readable."""
 
 
-@dataclass(frozen=True)
-class Theme:
+class Theme(Struct, frozen=True, dict=True):
     """Styles for one terminal: `depth` is its number of colours, "none" for NO_COLOR.
 
     Without colours, bold, dim, underline, reverse and characters carry the meaning.

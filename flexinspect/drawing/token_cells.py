@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
+from msgspec import Struct
 from rich.cells import cell_len
 from rich.color import Color
 from rich.style import Style
@@ -25,8 +25,7 @@ SEPARATOR_COLOR = "#4a4d55"
 """Background of separators: grey, between segments with a colour of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCell:
+class TokenCell(Struct, frozen=True):
     """One token ready to be drawn.
 
     `text` is printable. `special` marks special tokens such as BOS, `invisible` tokens without
@@ -101,8 +100,7 @@ def _heat_style(level: int, plain: bool) -> Style:
     return Style(color=Color.parse(ink), bgcolor=Color.from_rgb(red, green, blue))
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCellRow:
+class TokenCellRow(Struct, frozen=True):
     """A row of token cells, and the column at which each begins."""
 
     cells: tuple[TokenCell, ...]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from flexinspect.core import __version__
 from flexinspect.core.environment import user_folder
@@ -19,8 +20,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.core.text import did_you_mean
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenRun:
+class BrokenRun(Struct, frozen=True):
     """A run with one fault, and its tutorial.
 
     A correct run reports at least one of the finding ids `expected`; `panel` and `step` show the

@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from flexinspect.core.environment import read_text, user_folder
 from flexinspect.core.errors import UsageError
@@ -22,8 +23,7 @@ from flexinspect.core.text import did_you_mean
 from flexinspect.inputs.model_sizes import canonical_dtype
 
 
-@dataclass(frozen=True, slots=True)
-class ModelAlias:
+class ModelAlias(Struct, frozen=True):
     """A model name that the user defined.
 
     `target` is as written: a hub id, a built-in alias, or a folder relative to `file`'s folder.
@@ -48,8 +48,7 @@ def expand_user(path: str) -> Path:
         return Path(path)
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(Struct, frozen=True):
     """The user's settings; `files` are the files that were read, in order of precedence.
 
     `keys` maps key ids of `flexinspect.core.keyboard` to keys separated by commas, `breakpoints`
@@ -107,8 +106,7 @@ _SECTIONS = {
 """What each section is a table of, and the hint for a mistake in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SettingsFile:
+class _SettingsFile(Struct, frozen=True):
     """A file, its text, and the settings in it."""
 
     file: Path

@@ -27,10 +27,12 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flexinspect.core import plugins
 from flexinspect.core.environment import PACKAGE_DATA, offline_if_unreachable
@@ -207,8 +209,7 @@ def from_prompts(prompts: Sequence[str]) -> Sample:
     return Sample("prompt", tuple(prompts), (), {"source": "--prompt"})
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """One question: its paraphrases, the correct answers, and further fields in `meta`."""
 
     id: str
@@ -217,8 +218,7 @@ class Sample:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetRow:
+class DatasetRow(Struct, frozen=True):
     """One stored object, and its location ("file:line") for messages."""
 
     where: str
@@ -462,8 +462,7 @@ def _flatten(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class PublicDataset:
+class PublicDataset(Struct, frozen=True):
     """A public dataset: its hub id and split, and the conversion of its rows to samples."""
 
     repo_id: str

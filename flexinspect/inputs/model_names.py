@@ -6,9 +6,11 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.core.environment import PACKAGE_DATA
 from flexinspect.core.errors import ModelError
@@ -38,8 +40,7 @@ _GATED = ("meta-llama/", "google/gemma")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
+class ModelSource(Struct, frozen=True):
     """A resolved model name.
 
     `name`: as the user wrote it; `kind`: "demo", "alias", "folder" or "hub"; `repo_id`: its hub

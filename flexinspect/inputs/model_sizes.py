@@ -10,11 +10,11 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec import Struct
 
 from flexinspect.core.errors import ModelError, UsageError
 
@@ -98,8 +98,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
     return values * DTYPE_BYTES[canonical_dtype(dtype)]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class MemoryPlan(Struct, frozen=True):
     """Memory that a run needs and memory that is available, in bytes; None means unknown.
 
     `weights`: the parameters in the dtype of the run; `kv`: the KV cache of `n_tokens` tokens;

@@ -20,9 +20,10 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
+
+from msgspec import Struct, field
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.signals import is_signal_exit_code
@@ -58,8 +59,7 @@ _MERGE_WITHIN_S = 0.005
 """Maximum time between two pieces of a stream that are stored as one."""
 
 
-@dataclass(slots=True)
-class CaptureState:
+class CaptureState(Struct):
     """What the process has reported so far: its trace, errors, requests and printed lines."""
 
     path: Path | None = None

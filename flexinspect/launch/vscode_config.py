@@ -13,9 +13,10 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from flexinspect.core.errors import FlexInspectError, UsageError
 
@@ -118,8 +119,7 @@ def attach_notes() -> list[str]:
     return attach_problems() or ([slow] if needs_filter else [])
 
 
-@dataclass(frozen=True, slots=True)
-class MergedLaunch:
+class MergedLaunch(Struct, frozen=True):
     """A merged text, with the names of added configurations and of those that it had before."""
 
     text: str

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from flexinspect.core.errors import MaskError
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -29,8 +29,7 @@ BLOCK_SIZE = 128  # tokens per block of a block mask, the default of `create_blo
 SEPARATOR_MODES = ("attached", "isolated")
 
 
-@dataclass(frozen=True, slots=True)
-class MaskSpec:
+class MaskSpec(Struct, frozen=True):
     """A causal mask in normal form.
 
     Region r covers the rows `starts[r] <= q < starts[r + 1]` (the last region has no end). Row q
@@ -181,8 +180,7 @@ def row_chunks(n_rows: int, size: int = BLOCK_SIZE) -> Iterator[tuple[int, int]]
         yield start, min(start + size, n_rows)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockTables:
+class BlockTables(Struct, frozen=True):
     """The key blocks that each row block visits; only `partial` blocks evaluate the `mask_mod`.
 
     Both are bool of shape (row blocks, key blocks).

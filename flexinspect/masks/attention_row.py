@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import CallRecord
@@ -43,8 +43,7 @@ def check_tolerance(kind: str | None, dtype: str) -> float:
     return _OUTPUT_TOLERANCE.get(dtype, LSE_TOLERANCE) if kind == "output" else LSE_TOLERANCE
 
 
-@dataclass(frozen=True, slots=True)
-class LseCheck:
+class LseCheck(Struct, frozen=True):
     """How far recomputed attention is from the executed one; `value` is None if it is not known.
 
     `kind` is "lse" (distance of the sum of weights from 1 under the kernel's own log-sum-exp) or
@@ -101,8 +100,7 @@ def worst_check(checks: Sequence[LseCheck]) -> LseCheck:
     return max(checks, key=order, default=UNCHECKED)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionRow:
+class AttentionRow(Struct, frozen=True):
     """Weights of one row over its keys, float64 (keys,), 0 where masked.
 
     `total` is their sum, `lse` the natural log-sum-exp of the visible scores (-inf if no key is

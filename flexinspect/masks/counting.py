@@ -7,11 +7,11 @@ per key. It is never expanded to one byte per cell.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from flexinspect.masks.algebra import IntArray, MaskSpec
 
@@ -70,8 +70,7 @@ def _pack_leading(stops: npt.NDArray[np.integer], n_keys: int) -> PackedMask:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class CellCounts:
+class CellCounts(Struct, frozen=True):
     """Counts of the cells of one kind, per row and per tile (`tiles` is None without any cell).
 
     `first` is the first cell as (row of the counted part, key).
@@ -87,8 +86,7 @@ class CellCounts:
         return int(self.row_counts.sum(dtype=np.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class MaskCounts:
+class MaskCounts(Struct, frozen=True):
     """Counts of the open cells of some rows, and of the differences from the declared mask.
 
     `key_counts` is the number of rows that attend to each key, int32 (keys,). `group_counts` counts
@@ -104,8 +102,7 @@ class MaskCounts:
     leaked: CellCounts | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PositionGroups:
+class PositionGroups(Struct, frozen=True):
     """Groups of positions: `starts` is ascending from 0, and the last group has no end."""
 
     starts: tuple[int, ...] = (0,)

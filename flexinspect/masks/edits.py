@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.core.errors import MaskError
 from flexinspect.masks import algebra
@@ -36,8 +37,7 @@ class BaseMask(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class MaskPatch:
+class MaskPatch(Struct, frozen=True):
     """A rectangle of cells, `start <= i < stop`; only its causal cells are opened if `is_open`."""
 
     row_start: int
@@ -47,8 +47,7 @@ class MaskPatch:
     is_open: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PatchedMask:
+class PatchedMask(Struct, frozen=True):
     """A mask with patches; later patches override earlier ones."""
 
     base: BaseMask
@@ -94,8 +93,7 @@ def changed_rows(before: PatchedMask, after: PatchedMask, n_rows: int) -> npt.ND
     return np.flatnonzero(changed)
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
+class Edit(Struct, frozen=True):
     """One edit. `kind` is preset, drop, join, see, cell or row.
 
     `names` holds the preset or the segments (of "see": the query segment, then the key segment),

@@ -7,10 +7,10 @@ scale.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from flexinspect.masks.algebra import IntArray
 from flexinspect.masks.counting import BIT_COUNTS, TILE, CellCounts, Counts, PackedMask
@@ -18,8 +18,7 @@ from flexinspect.masks.counting import BIT_COUNTS, TILE, CellCounts, Counts, Pac
 States = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class PixelGrid:
+class PixelGrid(Struct, frozen=True):
     """A view of a mask grid in pixels: pixel (0, 0) begins at (`row`, `key`).
 
     A pixel is `row_scale` rows high and `key_scale` keys wide (both from `SCALES`), the view
@@ -107,8 +106,7 @@ def _axis_pixels(
     return slice(low, high), np.flatnonzero(np.diff(pixel, prepend=-1)), int(pixel[0])
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
+class BlockLayout(Struct, frozen=True):
     """Block tables over a mask grid: ascending edges of the blocks along rows and keys.
 
     `partial` and `full` are bool (row blocks, key blocks). The last blocks may extend beyond the
@@ -158,8 +156,7 @@ N_STATES = 12
 _N_BETWEEN = OPEN - 1
 
 
-@dataclass(frozen=True, slots=True)
-class PixelCounts:
+class PixelCounts(Struct, frozen=True):
     """Counts per pixel: known cells (`size`) and cells of each kind, int64 (height, width)."""
 
     size: Counts

@@ -10,9 +10,10 @@ interface's thread, and `describe` returns it as text. So one panel serves the i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+from msgspec import Struct
+from msgspec.structs import replace
 from textual.strip import Strip
 
 from flexinspect.core.errors import TraceError
@@ -20,8 +21,7 @@ from flexinspect.drawing.theme import Theme
 from flexinspect.panels.panel_source import Source
 
 
-@dataclass(frozen=True, slots=True)
-class TracePlace:
+class TracePlace(Struct, frozen=True):
     """Where in a trace the user is. `step` 0 is the prefill; `head` counts query heads.
 
     `pos` is the position of a token that was selected directly (for example a search result in the
@@ -36,8 +36,7 @@ class TracePlace:
     pos: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NoOptions:
+class NoOptions(Struct, frozen=True):
     """Options of a panel without options."""
 
 
@@ -45,8 +44,7 @@ O_co = TypeVar("O_co")
 D = TypeVar("D")
 
 
-@dataclass(frozen=True, slots=True)
-class Request(Generic[O_co]):
+class Request(Struct, Generic[O_co], frozen=True):
     """What to show: the place, the panel's options, and the size in cells."""
 
     place: TracePlace
@@ -66,8 +64,7 @@ class Request(Generic[O_co]):
         return options
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(Struct, frozen=True):
     """The picture of a panel: at most `height` strips of `width` cells.
 
     `note` is shown in the lower border of the panel: for example the mask, the check or the zoom.
@@ -88,8 +85,7 @@ CURSOR_MOVES = {
 """The actions that move a cursor: by how many lines down, and by how many columns across."""
 
 
-@dataclass(frozen=True, slots=True)
-class Navigate:
+class Navigate(Struct, frozen=True):
     """A response to an action or a click: moves the interface to another place; None: unchanged."""
 
     generation: int | None = None
@@ -158,12 +154,12 @@ class Panel(Generic[D, O_co]):
         return None
 
 
-@dataclass
 class Missing(Exception):
     """There is nothing to show: the reason as a sentence, and a hint on what to do."""
 
-    reason: str
-    hint: str = ""
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.hint = reason, hint
 
     def lines(self) -> list[str]:
         """Return the reason, then the hint if there is one."""

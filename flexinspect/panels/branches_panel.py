@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 
+from msgspec import Struct
 from textual.strip import Strip
 
 from flexinspect.analysis.branch_comparison import (
@@ -41,8 +41,7 @@ _MIN_COMPARISON_LINES = 4
 """Minimum lines of the comparison: its heading, two steps and the masks."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPair:
+class StepPair(Struct, frozen=True):
     """One step of a branch and its parent: the chosen texts, None where one has no such step."""
 
     step: int
@@ -56,8 +55,7 @@ class StepPair:
         return None not in (self.base, self.own) and self.base != self.own
 
 
-@dataclass(frozen=True, slots=True)
-class BranchesData:
+class BranchesData(Struct, frozen=True):
     """The tree, the branch that is compared (None without forks), and its steps in the window.
 
     `diverged_at` is the first step at which both chose different tokens, None without one.

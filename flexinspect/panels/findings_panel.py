@@ -6,9 +6,10 @@ Also the summary and the navigation between findings that the trace screen uses.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
+from msgspec import Struct
+from msgspec.structs import replace
 from rich.cells import cell_len
 from textual.strip import Strip
 
@@ -59,8 +60,7 @@ SEVERITY_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOT
 _SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: "N"}
 
 
-@dataclass(frozen=True, slots=True)
-class FindingsData:
+class FindingsData(Struct, frozen=True):
     """The classes of findings, worst first, and one finding of the selected class.
 
     `tokens` are (pos, text) of its first positions; `rules` are the names of the rules that ran,
@@ -124,8 +124,7 @@ def _format_positions(data: FindingsData, finding: Finding) -> str:
     return f"{name}: {tokens}{clip_text(rest, 60).rstrip() if rest else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class FindingsOptions:
+class FindingsOptions(Struct, frozen=True):
     """The selected line by its number, and by its class (severity, id) once the user chose one.
 
     `group` keeps the selection on its class while new findings arrive. `member` counts within the
@@ -229,8 +228,7 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
 # -- summary and navigation of the trace screen ---------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FindingSummary:
+class FindingSummary(Struct, frozen=True):
     """The number of findings of each severity, and the most relevant one for a place."""
 
     errors: int = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from msgspec import Struct
 from rich.color import Color
 from rich.style import Style
 from textual.strip import Strip
@@ -53,8 +53,7 @@ _CURRENT_STYLE = Style.parse("bold #000000 on #ffffff")
 # -- data ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentShare:
+class SegmentShare(Struct, frozen=True):
     """The contribution of a segment to the token.
 
     `signed` is its sum of gradient times input, as a share of the absolute values of all tokens;
@@ -68,8 +67,7 @@ class SegmentShare:
     norm: float
 
 
-@dataclass(frozen=True, slots=True)
-class LayerGradients:
+class LayerGradients(Struct, frozen=True):
     """The norms of one layer by column; `n_bad` is its number of NaN and Inf."""
 
     layer: int
@@ -77,8 +75,7 @@ class LayerGradients:
     n_bad: int
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsData:
+class GradientsData(Struct, frozen=True):
     """The gradients of the place's token.
 
     `shares` and `rows` are empty if the differentiated forward does not match the recorded one.
@@ -235,8 +232,7 @@ def format_percent(share: float, *, sign: bool = False) -> str:
 # -- the panel -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsOptions:
+class GradientsOptions(Struct, frozen=True):
     """`side` is "who" (attribution to segments and tokens) or "where" (norms by layer).
 
     `by` colours tokens by gradient times input, or by the gradient norm.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 from rich.segment import Segment
 from textual.strip import Strip
 
@@ -60,8 +60,7 @@ _TABLE_WIDTH = 90
 _BAD_LEVEL, _MISSING_LEVEL = CIVIDIS.size, CIVIDIS.size + 1
 
 
-@dataclass(frozen=True, slots=True)
-class FirstBadOutput:
+class FirstBadOutput(Struct, frozen=True):
     """The first module output of a branch with NaN or Inf.
 
     `n_values` is the size of the output, None if it is unknown; `later` are the other layers with
@@ -89,8 +88,7 @@ class FirstBadOutput:
         return f"First NaN/Inf at {self.format_place()} ({module}): {self.format_counts()}{also}."
 
 
-@dataclass(frozen=True, slots=True)
-class LayersData:
+class LayersData(Struct, frozen=True):
     """One measure in a window of steps: arrays of shape (layers, steps), see `layers`, `window`.
 
     Where nothing is recorded `values` is NaN and `n_bad`, the number of NaN and Inf, is -1. `kind`
@@ -221,8 +219,7 @@ def _describe_range(data: LayersData) -> str:
     return f"{title}: {' to '.join(ends)}."
 
 
-@dataclass(frozen=True, slots=True)
-class LayersOptions:
+class LayersOptions(Struct, frozen=True):
     """`measure` colours the cells; `module` is one within the layer, "" for the layer itself."""
 
     measure: Statistic = "norm"

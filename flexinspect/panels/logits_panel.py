@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from statistics import median
 
+from msgspec import Struct
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, plural
@@ -49,8 +49,7 @@ _MAX_HISTOGRAM_HEIGHT = 8
 _NUMBER_WIDTH = 7
 
 
-@dataclass(frozen=True, slots=True)
-class LogitsData:
+class LogitsData(Struct, frozen=True):
     """The distribution of one step, and the scalar columns of the steps in the window, by step.
 
     `text` is what the chosen token adds to the text, None when the step recorded no token.
@@ -316,8 +315,7 @@ class LogitsPanel(TimelinePanel[LogitsData]):
         return draw_timeline(title, map(values.get, window.steps), window, area, theme)
 
 
-@dataclass(frozen=True, slots=True)
-class LogitsLayout:
+class LogitsLayout(Struct, frozen=True):
     """The lines of candidates (their header included) and of the histogram, and the timelines.
 
     The areas of the timelines exclude their titles; they are beside the rest if `is_wide`.

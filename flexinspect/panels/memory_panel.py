@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from msgspec import Struct
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, plural
@@ -57,8 +57,7 @@ LEAK_FACTOR = 4
 _BYTES_WIDTH = 8
 
 
-@dataclass(frozen=True, slots=True)
-class CachePart:
+class CachePart(Struct, frozen=True):
     """The cached tokens of a segment, and their bytes."""
 
     label: str
@@ -66,8 +65,7 @@ class CachePart:
     n_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryData:
+class MemoryData(Struct, frozen=True):
     """The memory of the window's steps and one before; `parts` is the current step's KV cache."""
 
     window: StepWindow
@@ -160,8 +158,7 @@ def growth_trend(data: MemoryData, name: str) -> float | None:
     return median_growth(data, name)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLeak:
+class MemoryLeak(Struct, frozen=True):
     """A figure that grows much faster than the KV cache; both rates in bytes per step."""
 
     name: str

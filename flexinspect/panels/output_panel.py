@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Literal
 
+from msgspec import Struct
+from msgspec.structs import replace
 from rich.cells import cell_len, chop_cells
 from textual.strip import Strip
 
@@ -29,16 +30,14 @@ OutputStep = tuple[int, int]
 _BEFORE_FIRST_STEP: OutputStep = (-1, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
+class OutputOptions(Struct, frozen=True):
     """`scroll` counts lines from the last one of the step; negative values scroll up."""
 
     scroll: int = 0
     stream: Literal["both", "stdout", "stderr"] = "both"
 
 
-@dataclass(frozen=True, slots=True)
-class OutputLine:
+class OutputLine(Struct, frozen=True):
     """A printed line, with the step during or after which it began."""
 
     text: str
@@ -46,8 +45,7 @@ class OutputLine:
     step: OutputStep
 
 
-@dataclass(frozen=True, slots=True)
-class OutputData:
+class OutputData(Struct, frozen=True):
     """All lines in order; `anchor` is the index of the last one up to `current_step`."""
 
     lines: tuple[OutputLine, ...]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from msgspec.structs import replace
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError, UsageError
@@ -76,8 +77,7 @@ def _invalid_plugin_error(name: str, why: str) -> FlexInspectError:
 
 def option_names(panel: Panel[Any, Any]) -> tuple[str, ...]:
     """Return the names of a panel's options."""
-    options = panel.initial_options
-    return tuple(field.name for field in fields(options)) if is_dataclass(options) else ()
+    return getattr(panel.initial_options, "__struct_fields__", ())
 
 
 def with_options(panel: Panel[Any, Any], values: Mapping[str, str]) -> Any:

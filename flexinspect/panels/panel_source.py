@@ -6,10 +6,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from flexinspect.trace.reader import TraceReader
 
@@ -28,8 +29,8 @@ def estimate_bytes(value: Any) -> int:
         parts = value
     elif isinstance(value, Mapping):
         parts = value.values()
-    elif is_dataclass(value):
-        parts = (getattr(value, field.name) for field in fields(value))
+    elif isinstance(value, Struct):
+        parts = astuple(value)
     return 64 + sum(map(estimate_bytes, parts)) + (len(value) if isinstance(value, str) else 0)
 
 

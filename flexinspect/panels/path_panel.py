@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from msgspec import Struct, field
 from rich.style import Style
 from textual.strip import Strip
 
@@ -57,8 +57,7 @@ LayerRow = tuple[tuple[int, ...], str]
 """Layers with the same path at every step of the window, and their letters, one per step."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepDetails:
+class StepDetails(Struct, frozen=True):
     """Details of the current step beyond its paths.
 
     `declared_mask` is the declared mask of the generation, empty without one. `lse_errors` is the
@@ -82,8 +81,7 @@ class StepDetails:
     builds: tuple[BuildRecord, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PathData:
+class PathData(Struct, frozen=True):
     """The map of a window of steps, and the current step in detail.
 
     `letters` maps (step, layer) to the letter of the path, `usual_letters` a step to that of most

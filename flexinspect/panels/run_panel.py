@@ -7,12 +7,13 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 from rich.cells import cell_len, chop_cells, set_cell_size
 from textual.strip import Strip
 
@@ -56,8 +57,7 @@ _MAX_ANSWER_CHARS = 240
 """Maximum characters of an answer in its box, so that the verdict below it is visible."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
+class RunFacts(Struct, frozen=True):
     """The facts of the diagram and the manifest; facts that are not recorded are empty or None.
 
     `decode_time` is the number of decode steps and their milliseconds in the whole branch;
@@ -92,8 +92,7 @@ class RunFacts:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(Struct, frozen=True):
     """A stage of the diagram: its title, its lines, and the name of the title's style."""
 
     title: str
@@ -314,8 +313,7 @@ _FORMATTED_KEYS = ("argv", "state", "started_at", "ended_at")
 """Keys that are formatted separately."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(Struct, frozen=True):
     """`offset` is the number of lines above the visible ones."""
 
     offset: int = 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from msgspec import Struct
 from rich.cells import cell_len
 from textual.strip import Strip
 
@@ -32,8 +32,7 @@ _MAX_PLOT_HEIGHT = 8
 """Maximum lines of a timeline, its title included."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepWindow:
+class StepWindow(Struct, frozen=True):
     """Steps `start <= step < stop` around `current`; steps `first` to `last` are recorded.
 
     A timeline has `n_points` values, each of one step or of a bucket of neighbouring steps.
@@ -113,8 +112,7 @@ def load_whole_run(reader: TraceReader, place: TracePlace, n_columns: int) -> St
     return StepWindow(first, last + 1, current, first, last, n_points)
 
 
-@dataclass(frozen=True, slots=True)
-class Area:
+class Area(Struct, frozen=True):
     """A rectangle of a picture, in cells."""
 
     x: int

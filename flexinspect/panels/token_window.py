@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from flexinspect.drawing.token_cells import TokenCell, TokenCellRow, display_text
 from flexinspect.panels.base import Missing, Navigate, TracePlace
@@ -20,8 +21,7 @@ CHUNK_TOKENS = 64
 """Number of tokens that are read, formatted and cached together."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenChunk:
+class TokenChunk(Struct, frozen=True):
     """`CHUNK_TOKENS` neighbouring tokens (fewer at the end), and the steps that chose them.
 
     `cells` caches their token cells by colour; see `token_cells`.
@@ -32,8 +32,7 @@ class TokenChunk:
     cells: dict[str, list[TokenCell]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenWindow:
+class TokenWindow(Struct, frozen=True):
     """Tokens of a sequence around a place, with the steps that chose them.
 
     `current` is the position of the place, None if its step chose no token.

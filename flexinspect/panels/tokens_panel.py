@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from msgspec import Struct, field
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
@@ -38,15 +38,13 @@ MAX_PREVIEWS = 100
 """Maximum number of segments outside of the window that are read."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokensOptions:
+class TokensOptions(Struct, frozen=True):
     """`colour` is the measure that colours generated tokens."""
 
     colour: Colour = "probability"
 
 
-@dataclass(frozen=True, slots=True)
-class TokensData:
+class TokensData(Struct, frozen=True):
     """The window, the generation, its answer so far, and whether it is one of the expected ones.
 
     `is_correct` is None if no answer is expected or the branch is still being recorded.

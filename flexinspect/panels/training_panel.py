@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, format_ranges, plural
@@ -63,8 +64,7 @@ Curve = Mapping[int, float | None]
 """Values by point."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingData:
+class TrainingData(Struct, frozen=True):
     """One step, the declared facts of its run, and the curves of the run by point."""
 
     step: TrainingStepRecord
@@ -302,8 +302,7 @@ _BAD_LEVEL, _MISSING_LEVEL = CIVIDIS_MISSING.size - 2, CIVIDIS_MISSING.size - 1
 _MAX_LABEL_WIDTH = 18
 
 
-@dataclass(frozen=True, slots=True)
-class GradientStripData:
+class GradientStripData(Struct, frozen=True):
     """Norms, float64 (groups, points): NaN is non-finite, -1 was not measured."""
 
     groups: tuple[str, ...]

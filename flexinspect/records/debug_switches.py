@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, dataclass_transform
 
+from msgspec import Struct
+
 from flexinspect.core.errors import UsageError
 
 
@@ -46,8 +48,7 @@ def parse_level(level: str) -> DebugLevel:
         raise UsageError(f"The debug level {level!r} is unknown; the levels are {known}.") from None
 
 
-@dataclass(frozen=True, slots=True)
-class DebugSwitches:
+class DebugSwitches(Struct, frozen=True):
     """The thirteen switches, off by default; the section [debugging] of the settings names them.
 
     docs/debugger-api.md says what each of them logs.
@@ -68,7 +69,7 @@ class DebugSwitches:
     debug_lr_scheduling: bool = False
 
 
-SWITCHES = tuple(each.name for each in fields(DebugSwitches))
+SWITCHES = DebugSwitches.__struct_fields__
 """The full names, in order."""
 
 

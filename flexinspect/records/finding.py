@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct, field
 
 
 class Severity(StrEnum):
@@ -16,8 +17,7 @@ class Severity(StrEnum):
     NOTE = "note"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One sentence about what is wrong and where, and the numbers that show it.
 
     `id` is stable and names the kind of finding, for instance `mask.empty-row`. `positions` are
@@ -49,8 +49,7 @@ class Finding:
     query: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Repeat:
+class Repeat(Struct, frozen=True):
     """A repetition, in this step, of a finding of a series.
 
     The finding belongs to `generation` (None: that of the step). If they are not empty, `sentence`

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
+
+import msgspec
+from msgspec import Struct, field
 
 from flexinspect.core.addresses import LOOPBACK, bind_problem, format_address, is_loopback
 from flexinspect.core.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class DebuggerOptions:
+class DebuggerOptions(Struct, frozen=True):
     """The requested debugger: `port` is None without debugpy, 0 for any free port.
 
     `wait` holds the run until a client is attached. `pdb` uses pdb on the terminal named `tty`.
@@ -87,8 +87,7 @@ def controlling_terminal() -> str | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTexts:
+class PromptTexts(Struct, frozen=True):
     """The texts around the paraphrases; each is encoded once, by itself."""
 
     instruction: str = ""
@@ -96,8 +95,7 @@ class PromptTexts:
     cue: str = "Answer:"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
+class SamplingOptions(Struct, frozen=True):
     """How tokens are chosen: greedy unless `do_sample`, else through transformers' processors."""
 
     do_sample: bool = False
@@ -119,8 +117,7 @@ OnBreak = Literal["wait", "stop"]
 """What a breakpoint hit does: pause the run, or end it when no one could continue it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureJob:
+class CaptureJob(Struct, frozen=True, kw_only=True):
     """What every run under capture has; it travels to its process as one line of JSON.
 
     `serving` is host, port and secret token of a control server over TCP. `threads` is None for the
@@ -128,7 +125,6 @@ class CaptureJob:
     """
 
     out: str
-    _: KW_ONLY
     level: str = "advanced"
     layers: str | None = None
     threads: int | None = None
@@ -142,21 +138,18 @@ class CaptureJob:
 
     def to_json(self) -> str:
         """Return the job as one line of JSON."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read a job back. Raises `UsageError` when it is not one."""
         try:
-            facts: dict[str, Any] = json.loads(text)
-            names = {f.name for f in fields(cls)} & {*facts}
-            return cls(**{name: _FROM_JSON.get(name, _unchanged)(facts[name]) for name in names})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
             raise UsageError(f"The capture process cannot read its job: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Job(CaptureJob):
+class Job(CaptureJob, frozen=True, kw_only=True):
     """One run of the ensemble generation. Field names are those of the command line's flags."""
 
     model: str = "demo"
@@ -184,17 +177,15 @@ class Job(CaptureJob):
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(Struct, frozen=True):
     """A user's declaration of a program's prompts: `segments` as `flexinspect.watch` takes them."""
 
-    segments: tuple[tuple[int, int, str] | tuple[str, str] | str, ...] = ()
+    segments: tuple[tuple[int | str, ...] | str, ...] = ()
     mask: str | None = None
     separators: str = "attached"
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptJob(CaptureJob):
+class ScriptJob(CaptureJob, frozen=True, kw_only=True):
     """A user's program that is run under capture.
 
     `program` is a file, or the name of a module when `is_module`; `args` are its arguments.
@@ -207,24 +198,6 @@ class ScriptJob(CaptureJob):
     declaration: Declaration = field(default_factory=Declaration)
     git: Mapping[str, Any] | None = None
 
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-def _read_declaration(segments: list[Any], **facts: Any) -> Declaration:
-    return Declaration(tuple(s if isinstance(s, str) else tuple(s) for s in segments), **facts)
-
-
-_FROM_JSON: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("prompts", "args", "argv", "breakpoints"), tuple),
-    "texts": lambda facts: PromptTexts(**facts),
-    "sampling": lambda facts: SamplingOptions(**facts),
-    "debugger": lambda facts: DebuggerOptions(**facts),
-    "declaration": lambda facts: _read_declaration(**facts),
-    "serving": lambda serving: None if serving is None else tuple(serving),
-}
-"""What makes the value of a field from JSON, which has no tuples and no classes."""
 
 _MAX_NUMBER = 1 << 20
 """No step or layer is as large; larger ranges are not built."""

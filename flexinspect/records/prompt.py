@@ -8,9 +8,11 @@ so positions are those of the ids that the model receives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
 
@@ -26,8 +28,7 @@ class SegmentKind(StrEnum):
     GENERATED = "generated"
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Struct, frozen=True):
     """Positions `start <= pos < stop` of a sequence.
 
     `owner` is the index of the segment this one belongs to for masking: itself, except for a
@@ -45,8 +46,7 @@ class Segment:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTokenIds:
+class PromptTokenIds(Struct, frozen=True):
     """Token ids of each piece, encoded once and without special tokens."""
 
     bos: tuple[int, ...]
@@ -56,8 +56,7 @@ class PromptTokenIds:
     cue: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True):
     """The prompt that the model receives: `ids`, one of `position_ids` per id, and `segments`.
 
     The segments are in order and without gaps; the last one is the generated segment, which starts
@@ -162,8 +161,7 @@ Span = tuple[int, int]
 """Positions `start <= pos < stop`."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredSegment:
+class DeclaredSegment(Struct, frozen=True):
     """A declared segment: a span, or a `text` with the `ids` that it encodes to by itself.
 
     `start` and `stop` of a text are 0; its `ids` are empty if there was no tokenizer.
@@ -176,8 +174,7 @@ class DeclaredSegment:
     ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerFacts:
+class TokenizerFacts(Struct, frozen=True):
     """The special tokens of a tokenizer, or of the model's configuration.
 
     `adds_bos` is whether the tokenizer prepends a BOS by default (None without a tokenizer),

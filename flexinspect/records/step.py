@@ -8,8 +8,9 @@ only the step has generation and branch. Times are seconds since the epoch (`*_a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from flexinspect.records.finding import Finding, Repeat
 from flexinspect.records.prompt import Segment
@@ -41,8 +42,7 @@ MASK_ARRAYS = ("cells", "uniform_rows", "partial", "full", "mask_mod_blocks")
 """The fields of `MaskRecord` that hold arrays, in the order they are stored."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRecord:
+class TokenRecord(Struct, frozen=True):
     """One position of the sequence.
 
     `token` is the string in the vocabulary. `text` is what the token adds to the decoded text, so
@@ -61,8 +61,7 @@ class TokenRecord:
     step: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """One of the top-k tokens of a step.
 
     `logit` and `logprob` are before the logits processors, the scores after them. The scores are
@@ -78,8 +77,7 @@ class Candidate:
     score_logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class LogitsRecord:
+class LogitsRecord(Struct, frozen=True):
     """The distribution of the newest row, with natural logarithms.
 
     `margin` is the best logit minus the second best. `chosen_rank` counts from 0; it and
@@ -100,8 +98,7 @@ class LogitsRecord:
     candidates: tuple[Candidate, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CallRecord:
+class CallRecord(Struct, frozen=True):
     """One attention call of one layer in one step.
 
     `path` is one of `PATHS`, `backend` the name under which transformers dispatched it, `mask` the
@@ -136,8 +133,7 @@ class CallRecord:
     window: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BuildRecord:
+class BuildRecord(Struct, frozen=True):
     """A block mask that was built, with its cost; `layer` is None outside of all layers.
 
     `batch` and `heads` are None where one mask serves all. `peak_growth` is the growth of the peak
@@ -154,8 +150,7 @@ class BuildRecord:
     peak_growth: int
 
 
-@dataclass(frozen=True, slots=True)
-class InputsRecord:
+class InputsRecord(Struct, frozen=True):
     """The forward input of a step apart from its tokens, and the lengths of the cache.
 
     `positions` are the position ids of batch row 0 as runs (first, length) of consecutive ids;
@@ -174,8 +169,7 @@ class InputsRecord:
         return [id_ for first, n in self.positions for id_ in range(first, first + n)]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerStatRecord:
+class LayerStatRecord(Struct, frozen=True):
     """Statistics of one module's output in one step, over the rows of that step.
 
     `bad_row` is the first of these rows with NaN or Inf, None when there is none.
@@ -193,8 +187,7 @@ class LayerStatRecord:
     bad_row: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRecord:
+class MemoryRecord(Struct, frozen=True):
     """Memory in bytes at the end of a step; CUDA figures are None without CUDA."""
 
     rss: int
@@ -205,8 +198,7 @@ class MemoryRecord:
     cuda_peak: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MaskRecord:
+class MaskRecord(Struct, frozen=True):
     """A mask as a layer received it, stored once per fingerprint.
 
     `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", or "none, causal" (no
@@ -250,8 +242,7 @@ class MaskRecord:
     mask_mod_blocks: npt.NDArray[np.uint8] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayRecord:
+class ArrayRecord(Struct, frozen=True):
     """An array of a step, for instance stream "attention.mass", float (layers, heads, segments).
 
     `layer` is None when the array holds all layers. `dtype` names the true type when numpy has
@@ -264,8 +255,7 @@ class ArrayRecord:
     dtype: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EventRecord:
+class EventRecord(Struct, frozen=True):
     """An event of a run: a phase ("loading"), a hook switched off, an error, a warning."""
 
     kind: str
@@ -276,8 +266,7 @@ class EventRecord:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputRecord:
+class OutputRecord(Struct, frozen=True):
     """A piece of printed output as it arrived: `stream` is "stdout" or "stderr".
 
     `generation` and `step` are those of the last step that had started when it was read (None
@@ -291,8 +280,7 @@ class OutputRecord:
     step: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(Struct, frozen=True):
     """Everything recorded of one forward of a generation: one transaction of the trace.
 
     `tokens` are the tokens that this step chose, `masks` only those with a new fingerprint.
@@ -327,8 +315,7 @@ class StepRecord:
     events: tuple[EventRecord, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRecord:
+class GenerationRecord(Struct, frozen=True):
     """One prompt to its end.
 
     `declared` describes the declared mask (for instance the rule of a preset), and, under the keys
@@ -348,8 +335,7 @@ class GenerationRecord:
     model: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class BranchRecord:
+class BranchRecord(Struct, frozen=True):
     """A branch of a generation that leaves its `parent`: its first own step is `fork_step`.
 
     `change` describes the difference from the parent. Its "kind" is one of
@@ -373,8 +359,7 @@ class BranchRecord:
     recomputed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationEnd:
+class GenerationEnd(Struct, frozen=True):
     """The end of a generation or of a branch: `state` is finished, interrupted or failed."""
 
     generation: int

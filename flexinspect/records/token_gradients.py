@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -20,8 +21,7 @@ PARAMETER_PARTS = (
 """Groups of parameters; "tied" is an embedding that is also the output head."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradientStat:
+class GradientStat(Struct, frozen=True):
     """The gradient of one parameter: its Euclidean norm, largest absolute value, NaN and Inf.
 
     `layer` is None outside of all layers; `part` is one of `PARAMETER_PARTS`.
@@ -36,8 +36,7 @@ class GradientStat:
     part: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GradientRecord:
+class GradientRecord(Struct, frozen=True):
     """Gradients of one generated token: of its log-probability, or of its margin to the next best.
 
     They come from a separate forward over the whole sequence before the token, without a cache.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from operator import gt
+
+from msgspec import Struct, field
 
 EXPLODING_NORM = 10.0
 """A parameter whose gradient norm is above this explodes."""
@@ -20,8 +21,7 @@ LOSS_FROM_OUTPUT = "output"
 LOSS_REPORTED = "reported"
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterGradient:
+class ParameterGradient(Struct, frozen=True):
     """The gradient of one parameter as the optimizer gets it: after unscaling and clipping.
 
     `max` is the largest absolute value (None when not measured), `group` the layer or module that
@@ -55,8 +55,7 @@ class ParameterGradient:
         return 0.0 < self.norm < threshold
 
 
-@dataclass(frozen=True, slots=True)
-class AnomalyOrigin:
+class AnomalyOrigin(Struct, frozen=True):
     """Where an anomaly of a step came from, as far as the step shows.
 
     `kind` is "input" (the batch had NaN or Inf), "weights" (they had, before the step), "module"
@@ -71,8 +70,7 @@ class AnomalyOrigin:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingStepRecord:
+class TrainingStepRecord(Struct, frozen=True):
     """One optimizer step: its loss, its gradients, and its time.
 
     `loss_source` is "reported" (by the user), "output" (the `.loss` of the model's
@@ -145,8 +143,7 @@ class TrainingStepRecord:
         return self.is_loss_anomaly or self.is_explosion or self.is_vanishing or has_nonfinite
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingSummary:
+class TrainingSummary(Struct, frozen=True):
     """The number of training steps with anomalies, by kind. All figures count steps."""
 
     total_steps: int = 0
@@ -157,7 +154,7 @@ class TrainingSummary:
 
     def as_dict(self) -> dict[str, int | float]:
         """Return counts, and rates relative to `total_steps`, by their published names."""
-        counts = {each.name: getattr(self, each.name) for each in fields(TrainingSummary)}
+        counts = {name: getattr(self, name) for name in TrainingSummary.__struct_fields__}
         n_steps = self.total_steps or 1
         return counts | {rate: counts[count] / n_steps for rate, count in _RATES.items()}
 
@@ -170,8 +167,7 @@ _RATES = {
 }
 
 
-@dataclass(slots=True)
-class TrainingSummaryCounter:
+class TrainingSummaryCounter(Struct):
     """Counts steps one by one, without keeping them."""
 
     summary: TrainingSummary = field(default_factory=TrainingSummary)

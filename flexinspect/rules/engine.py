@@ -13,11 +13,13 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.core import plugins
 from flexinspect.core.text import MAX_LISTED_POSITIONS
@@ -27,8 +29,7 @@ from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.context import RuleContext
 
 
-@dataclass(frozen=True, slots=True)
-class FindingKind:
+class FindingKind(Struct, frozen=True):
     """Severity and explanation of one finding id. A single finding may bring its own.
 
     `meaning` says in one line what the id stands for. `why` it matters, how to `confirm` it by hand

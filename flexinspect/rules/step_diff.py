@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import read_unpadded
@@ -27,8 +27,7 @@ RealPositions = npt.NDArray[np.bool_] | None
 """Which positions are not padding, bool (positions,); None without padding."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerDifference:
+class LayerDifference(Struct, frozen=True):
     """The relative difference of one layer's output between two runs.
 
     `added` is what this layer added to the difference of the layer before it. `exact` says whether
@@ -41,8 +40,7 @@ class LayerDifference:
     exact: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class MaskDifference:
+class MaskDifference(Struct, frozen=True):
     """Layers whose executed masks differ, rows and keys of padding excluded.
 
     `cells` counts the different cells of the first layer and head that differ, and `first` is the
@@ -54,8 +52,7 @@ class MaskDifference:
     first: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PathDifference:
+class PathDifference(Struct, frozen=True):
     """Layers with another path or dtype; `a` and `b` describe the two, as `sdpa, float32`."""
 
     layers: tuple[int, ...]
@@ -63,8 +60,7 @@ class PathDifference:
     b: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepDifference:
+class StepDifference(Struct, frozen=True):
     """The differences between one step of run A and the same step of run B.
 
     `tokens` are the chosen ids (the best ones where the choice was not recorded), None without
@@ -104,8 +100,7 @@ class StepDifference:
         return max(self.layers, key=lambda layer: layer.difference, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class RunDifference:
+class RunDifference(Struct, frozen=True):
     """The differences between the steps of two runs of the same prompt.
 
     `steps` are those that both have, up to and including the first with another input or token.

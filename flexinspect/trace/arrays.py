@@ -7,11 +7,11 @@ import math
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from msgspec import Struct
 
 from flexinspect.core.errors import TraceError, TraceWriteError
 from flexinspect.records.step import Array
@@ -45,8 +45,7 @@ _MAX_DIMS = 32
 _MAX_BYTES = 1 << 40
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedArray:
+class EncodedArray(Struct, frozen=True):
     """An array as the trace stores it, in `chunks` of at most `CHUNK_BYTES` bytes."""
 
     dtype: str
@@ -56,8 +55,7 @@ class EncodedArray:
     chunks: tuple[memoryview, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayChunk:
+class ArrayChunk(Struct, frozen=True):
     """One row of the table of arrays, without its key."""
 
     dtype: str

@@ -13,11 +13,13 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
 from enum import Enum
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from flexinspect.records import step as step_records
 from flexinspect.records import token_gradients, training_step
@@ -84,6 +86,8 @@ def simplify(value: Any, on_float: Callable[[float], Any], depth: int = 0) -> An
         return repr(type(value))
     if _is_numpy(value):
         value = value.tolist()
+    elif isinstance(value, Struct):
+        value = asdict(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else on_float(value)
     if isinstance(value, Mapping):
@@ -288,10 +292,10 @@ class RowFormat(Generic[R]):
         self._kinds = tuple(column.kind for column in table.columns[skip:])
         columns = table.columns[skip:stop]
         self._names = tuple(column.name for column in columns)
-        fields_ = [field.name for field in fields(cast(Any, record))]
+        fields_ = cast(Any, record).__struct_fields__
         if not {*fields_}.issuperset(self._names):
             raise TypeError(f"the columns of {table.name} are not the fields of {record.__name__}")
-        self._is_positional = self._names == tuple(fields_[: len(self._names)])
+        self._is_positional = self._names == fields_[: len(self._names)]
         writers = {c.name: _WRITERS_BY_KIND[c.kind] for c in columns if c.kind in _WRITERS_BY_KIND}
         writers |= {name: write for name, (write, _) in conversions.items()}
         self._writers = [(self._names.index(name), write) for name, write in writers.items()]

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace.query_results import EventRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader
 
 
-@dataclass(frozen=True, slots=True)
-class NewGeneration:
+class NewGeneration(Struct, frozen=True):
     """A generation started."""
 
     generation: GenerationRow
 
 
-@dataclass(frozen=True, slots=True)
-class NewStep:
+class NewStep(Struct, frozen=True):
     """A step was recorded, with the tokens that it chose."""
 
     step: StepRow
     tokens: list[TokenRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedGeneration:
+class FinishedGeneration(Struct, frozen=True):
     """A generation ended."""
 
     generation: GenerationRow
 
 
-@dataclass(slots=True)
-class TraceUpdates:
+class TraceUpdates(Struct):
     """What one poll found: events, and changes of generations in order."""
 
     events: list[EventRow] = field(default_factory=list)

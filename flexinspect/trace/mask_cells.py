@@ -11,7 +11,6 @@ import io
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from msgspec import Struct
 
 from flexinspect.records.step import Array
 from flexinspect.trace import arrays, codec
@@ -48,8 +48,7 @@ _MASK_ARRAYS_SQL = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredCells:
+class StoredCells(Struct, frozen=True):
     """Where a trace stores the cells of a mask, and their shape."""
 
     fingerprint: str
@@ -224,8 +223,7 @@ def max_mask_heads(reader: TraceReader, fingerprints: Sequence[str]) -> int:
     return max(found, 1) if isinstance(found, int) else 1
 
 
-@dataclass(frozen=True, slots=True)
-class StepCalls:
+class StepCalls(Struct, frozen=True):
     """The rows of a step, and the mask of each layer's call: layer → (fingerprint, keys)."""
 
     step: int

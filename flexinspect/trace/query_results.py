@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord, OutputRecord
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRow:
+class GenerationRow(Struct, frozen=True):
     """A generation with the state of its first branch.
 
     `state` is one of recording, finished, interrupted, failed. Until it has ended, `answer` and
@@ -32,8 +32,7 @@ class GenerationRow:
     ended_at: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class BranchRow:
+class BranchRow(Struct, frozen=True):
     """A branch: `parent` and `fork_step` (its first own step) are None for branch 0.
 
     `change` says how it differs from its parent, see `BranchRecord`.
@@ -51,8 +50,7 @@ class BranchRow:
     change: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(Struct, frozen=True):
     """The scalar facts of a step, from one table, so that thousands can be listed.
 
     `first_pos` and `last_pos` are the lowest and highest position whose token it chose. The fields
@@ -81,8 +79,7 @@ class StepRow:
     n_inf: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayInfo:
+class ArrayInfo(Struct, frozen=True):
     """An array of a step without its data: `n_bytes` is its size in the file."""
 
     number: int
@@ -94,8 +91,7 @@ class ArrayInfo:
     n_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class EventRow:
+class EventRow(Struct, frozen=True):
     """An event with its branch, and its number, after which later events can be read."""
 
     id: int
@@ -103,16 +99,14 @@ class EventRow:
     event: EventRecord
 
 
-@dataclass(frozen=True, slots=True)
-class OutputRow:
+class OutputRow(Struct, frozen=True):
     """A piece of printed output with its number, after which later output can be read."""
 
     id: int
     output: OutputRecord
 
 
-@dataclass(frozen=True, slots=True)
-class FindingRow:
+class FindingRow(Struct, frozen=True):
     """A finding with its number, after which later findings can be read."""
 
     id: int

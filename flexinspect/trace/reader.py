@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.core.errors import TraceError
 from flexinspect.records import step as records
@@ -61,8 +63,7 @@ MAX_STEPS_READ = 4096
 steps with large norms, and as many steps with NaN or Inf (a run may end with only such steps)."""
 
 
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
+class CurvePoint(Struct, frozen=True):
     """The highest values of some consecutive steps, the first of which is `step`.
 
     None where nothing was recorded. `rates` are the learning rates of the optimizer's groups. In a

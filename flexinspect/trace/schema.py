@@ -6,8 +6,9 @@ each table, column and stream means. A test checks that it lists the tables that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+
+from msgspec import Struct
 
 JSON_KINDS = ("json", "object", "texts", "ints", "floats", "runs")
 """Kinds of columns that hold JSON: any value, an object, or a list of strings, integers, numbers
@@ -33,16 +34,15 @@ SQL_TYPES = {
 In a "real?" column NULL means "none", and NaN is the text 'nan'."""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(Struct, frozen=True):
     """A column: its name and its kind (a key of `SQL_TYPES`)."""
 
     name: str
     kind: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # by identity: a table is a cache key per step
-class Table:
+# by identity: a table is a cache key per step
+class Table(Struct, frozen=True, eq=False):
     """A table of the trace. `key` is its primary key.
 
     `clustered` tables have no rowid: they are stored in the order of their key, so the rows of a

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.records.step import MASK_ARRAYS, TRAIN, ArrayRecord, MaskRecord, StepRecord
 from flexinspect.trace import arrays, codec, schema
@@ -40,8 +42,7 @@ _STEP_RANGE = f"{WHERE_BRANCH} AND step >= ? AND step <= ?"
 _ARRAY_KEY_KINDS = ("int", "int", "text", "int?", "text?", "int")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
+class StoredArray(Struct, frozen=True):
     """An array with its step and the fingerprint of its mask (None: it belongs to the step)."""
 
     step: int

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, TypeVar
+
+from msgspec import Struct, to_builtins
 
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.text import escape_unprintable
@@ -24,8 +25,7 @@ T = TypeVar("T")
 PAGE_ROWS = 256  # rows that are read at a time
 
 
-@dataclass(frozen=True, slots=True)
-class DumpSelection:
+class DumpSelection(Struct, frozen=True):
     """The part of a trace to print: one generation or all (None), one step of each or all."""
 
     reader: TraceReader
@@ -176,7 +176,7 @@ def _json_section(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def _fields(record: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    names = type(record).__slots__  # all records have them; `fields` is slower
+    names = type(record).__struct_fields__
     return {name: getattr(record, name) for name in names if name not in without}
 
 
@@ -203,7 +203,7 @@ def _step_dict(reader: TraceReader, row: StepRow) -> dict[str, Any]:
         "layer_stats": list(map(_fields, reader.layer_stats(*key))),
         "memory": memory and _fields(memory),
         "gradients": gradient_fields,
-        "training": training and asdict(training),
+        "training": training and to_builtins(training),
         "arrays": list(map(_fields, reader.arrays(*key))),
     }
 
@@ -261,8 +261,7 @@ def _fill(template: str, record: Any, **others: Any) -> str:
     return template.format_map(_Cells(record, others))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cells:
+class _Cells(Struct, frozen=True):
     """The cells of a record's fields, by name."""
 
     record: Any

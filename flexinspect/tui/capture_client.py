@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct
 
 from flexinspect.core.errors import ControlError
 from flexinspect.trace.file.side_files import read_stop
@@ -20,8 +21,7 @@ POLL_TIMEOUT_S = 2.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureStatus:
+class CaptureStatus(Struct, frozen=True):
     """State of the capture: `status` is None without a capture and for an unresponsive one.
 
     `debugger_stop` is a sentence on where a debugger has stopped it, otherwise empty.

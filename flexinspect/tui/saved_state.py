@@ -12,16 +12,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 N_RECENT = 12
 DEFAULT_PANELS = ("mask", "logits", "attention", "findings")
 
 
-@dataclass(frozen=True, slots=True)
-class InterfaceState:
+class InterfaceState(Struct, frozen=True):
     """The saved state.
 
     `panels` are names by slot, `slots` the number shown (0: as many as fit), `recent` the traces,
@@ -60,13 +61,13 @@ def load_state() -> InterfaceState:
 def _validate(data: dict[str, Any]) -> InterfaceState:
     default = InterfaceState()
     values: dict[str, Any] = {}
-    for field in fields(InterfaceState):
-        value, fallback = data.get(field.name), getattr(default, field.name)
+    for name in InterfaceState.__struct_fields__:
+        value, fallback = data.get(name), getattr(default, name)
         if isinstance(fallback, tuple):
             is_valid = isinstance(value, list) and all(isinstance(item, str) for item in value)
-            values[field.name] = tuple(value) if is_valid and value else fallback
+            values[name] = tuple(value) if is_valid and value else fallback
         else:
-            values[field.name] = value if type(value) is type(fallback) else fallback
+            values[name] = value if type(value) is type(fallback) else fallback
     values["slots"] = min(max(values["slots"], 0), 4)
     return InterfaceState(**values)
 

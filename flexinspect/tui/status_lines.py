@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
+from msgspec import Struct
 from textual import events
 from textual.content import Content
 from textual.reactive import reactive
@@ -103,8 +103,7 @@ class StatusBanner(Static):
         self.update(Content(text))
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderData:
+class HeaderData(Struct, frozen=True):
     """Data of the header and the finding line for a place."""
 
     step: StepRow | None = None

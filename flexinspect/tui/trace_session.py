@@ -11,9 +11,11 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import TraceError
@@ -35,8 +37,7 @@ MAX_EVENTS = 64
 """Newest events of a kind that are read: older phases do not matter any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunStatus:
+class RunStatus(Struct, frozen=True):
     """State of a run at one moment.
 
     `state` is "starting" before there is a trace, then that of the trace, or "dead" when its

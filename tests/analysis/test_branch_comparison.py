@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.traces import N_PROMPT, RUN, SEGMENTS, sample_generation, sample_step
 
 from flexinspect.analysis import branch_comparison

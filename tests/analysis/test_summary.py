@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.traces import sample_trace
 
 from flexinspect.analysis.summary import MAX_FINDINGS, TraceSummary, summarize_trace

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.traces import LAYERS, RUN, SEGMENTS, sample_generation, sample_step
 
 from flexinspect.cli.main import main

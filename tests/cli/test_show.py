@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from msgspec import Struct
+from msgspec.structs import replace
 
 from benchmarks.synthetic import long_trace
 from flexinspect.cli.main import build_parser
@@ -36,8 +37,7 @@ from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 
 
-@dataclass(frozen=True, slots=True)
-class EchoOptions:
+class EchoOptions(Struct, frozen=True):
     shout: bool = False
     times: int = 1
 

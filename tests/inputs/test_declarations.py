@@ -67,7 +67,9 @@ def test_texts_may_be_listed_alone_and_every_key_is_optional(tmp_path: Path) -> 
 
 def test_a_job_round_trips_with_its_declaration(tmp_path: Path) -> None:
     said = read_declaration(written(tmp_path, WHOLE))
-    job = ScriptJob("a.flextrace", "s.py", args=("x", "--y"), declaration=said, git={"dirty": True})
+    job = ScriptJob(
+        out="a.flextrace", program="s.py", args=("x", "--y"), declaration=said, git={"dirty": True}
+    )
     assert ScriptJob.from_json(job.to_json()) == job
 
 

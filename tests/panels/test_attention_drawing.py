@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.attention_trace import COLOR, N_PROMPT, PANEL, PLAIN, Made, load, paint, request, words
 
 from flexinspect.drawing.theme import Theme

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.attention_trace import N_PROMPT, Made, Scene, load, paint, segments, token, words
 
 from flexinspect.panels.attention import row_recompute

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.traces import N_PROMPT, SEGMENTS, sample_step, sample_trace
 from support.tui import screen_text, settle
 

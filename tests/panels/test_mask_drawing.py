@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import support.mask_trace as scene
+from msgspec.structs import replace
 from support.mask_trace import Shown
 
 from flexinspect.drawing.theme import Theme

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import support.mask_trace as scene
+from msgspec.structs import replace
 from support.mask_trace import Shown
 
 from flexinspect.drawing.theme import Theme

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import support.mask_trace as scene
+from msgspec.structs import replace
 from support.mask_trace import Shown, sentence
 
 from flexinspect.drawing.theme import Theme

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Missing, Navigate, NoOptions, Request, TracePlace

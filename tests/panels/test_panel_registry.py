@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import EntryPoint
 from typing import Any, Literal
 
 import pytest
+from msgspec import Struct
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError, UsageError
@@ -22,8 +22,7 @@ class Colour(Enum):
     BLUE = "blue"
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(Struct, frozen=True):
     zoom: int = 1
     share: float = 0.5
     blocks: bool = False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from flexinspect.drawing.text_lines import Pen
 from flexinspect.drawing.theme import Theme

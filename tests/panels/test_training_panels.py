@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.tui import screen_text, settle
 
 from flexinspect.drawing.heatmap import CIVIDIS_MISSING

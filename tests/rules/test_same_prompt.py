@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from support.traces import sample_generation, sample_step
 
 from flexinspect.records.finding import Finding

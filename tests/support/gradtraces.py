@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from flexinspect.records.token_gradients import GradientRecord, GradientStat
 from flexinspect.trace.file.writer import TraceWriter

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -187,8 +187,8 @@ def same(left: Any, right: Any) -> bool:
             *(right.dtype, right.shape),
             right.tobytes(),
         )
-    if is_dataclass(left):
-        names = [field.name for field in fields(left)]
+    if isinstance(left, Struct):
+        names = left.__struct_fields__
         return type(left) is type(right) and all(
             same(getattr(left, name), getattr(right, name)) for name in names
         )

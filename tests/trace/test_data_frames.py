@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +174,9 @@ def test_builds_are_those_of_the_steps(full: TraceReader, library: Library) -> N
     records = [build for step in (0, 1) for build in full.builds(1, step)]
     assert frame["step"].to_list() == [0, 0, 1, 1]
     assert frame["build"].to_list() == [0, 1, 0, 1]
-    for field in fields(BuildRecord):
-        expected = plain([getattr(record, field.name) for record in records])
-        assert plain(frame[field.name].to_list()) == expected, field.name
+    for name in BuildRecord.__struct_fields__:
+        expected = plain([getattr(record, name) for record in records])
+        assert plain(frame[name].to_list()) == expected, name
     assert plain(frame["layer"].to_list()) == [None, 1, None, 1]
     assert plain(frame["heads"].to_list()) == [8, None, 8, None]
     assert plain(frame["wall_ms"].to_list()) == [1.5, "nan", 1.5, "nan"]

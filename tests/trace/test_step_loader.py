@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.earlier_traces import NAMES, unpack
 from support.trace_samples import end, generation, mask, same, segments, small_step, step
 
@@ -20,7 +20,7 @@ from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.replay import replay_steps
 from flexinspect.trace.step_loader import ALL_STREAMS, STEPS_PER_READ, load_steps
 
-READ_BY_LOADER = {field.name for field in fields(StepRecord)} - {"findings", "repeats"}
+READ_BY_LOADER = {*StepRecord.__struct_fields__} - {"findings", "repeats"}
 
 
 def branches_of(reader: TraceReader) -> Iterator[tuple[int, int]]:

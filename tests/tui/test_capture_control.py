@@ -7,13 +7,13 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 from support.traces import sample_trace
 from support.tui import screen_lines, screen_text, settle
 from textual.pilot import Pilot

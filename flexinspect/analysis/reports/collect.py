@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
@@ -64,8 +65,7 @@ class ReportGroup(NamedTuple):
         return f"{', '.join(texts)}: {format_times(self.times)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True):
     """A trace's findings, worst first, and the rules that ran.
 
     `position_texts` are the token texts of the first positions of each of `findings`, in the same

@@ -5,9 +5,10 @@ The form of the JSON is an interface: see `docs/findings/README.md`.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree as Xml
+
+from msgspec.structs import asdict
 
 from flexinspect.analysis.reports import collect
 from flexinspect.core import __version__

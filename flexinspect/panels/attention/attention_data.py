@@ -7,11 +7,12 @@ recomputed from the stored queries and keys (see `row_recompute`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.plots import format_number
@@ -56,8 +57,7 @@ _GROUPED_KINDS = {
 _KIND_ORDER = (SegmentKind.PARAPHRASE, *_GROUPED_KINDS)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
+class AttentionOptions(Struct, frozen=True):
     """Options of the attention panel.
 
     `measure` is one of `AttentionGrid.measures`, any other value selects the first one. `row` is
@@ -68,8 +68,7 @@ class AttentionOptions:
     row: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionGrid:
+class AttentionGrid(Struct, frozen=True):
     """A measure of the newest row: `values` float64 (layers, heads), one LSE check per layer.
 
     `layers` are the layers of the grid's rows. `unit` is "nats" for the entropy, else "share".
@@ -105,8 +104,7 @@ def format_value(value: float, unit: str) -> str:
     return format_share(value) if unit == "share" else f"{format_number(value)} nats"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRow:
+class TokenRow(Struct, frozen=True):
     """The weights of a row over its keys, float64 (keys,), 0 where `open_keys` is False.
 
     Key 0 is at position `first_pos`. `heaviest` are the keys with the largest weights, at most
@@ -121,8 +119,7 @@ class TokenRow:
     tokens: dict[int, TokenCell]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionData:
+class AttentionData(Struct, frozen=True):
     """The grid of a step, and the row `q_idx` of one head of the layer in `grid_row`.
 
     `rows` are the q_idx that can be selected. `segment_attention` is float64 (segments,) of the

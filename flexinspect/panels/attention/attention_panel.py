@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from rich.cells import cell_len
 from textual.strip import Strip
 
@@ -194,8 +195,7 @@ _COLUMN_GAP = 2
 _SCALE_LEVELS = np.linspace(0, CIVIDIS_MARKED.size - 2, 8).astype(np.uint8)[None]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionLayout:
+class AttentionLayout(Struct, frozen=True):
     """The layout of the grid: its cells begin at (`left`, `top`), each `cell_width` columns wide.
 
     `rows` and `heads` are the visible ones; `width` and `height` are those of the whole block with

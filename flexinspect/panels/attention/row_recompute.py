@@ -6,10 +6,10 @@ cached together, so that going to the next step reads little more than the new k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from msgspec import Struct
 
 from flexinspect.masks.attention_row import (
     AttentionRow,
@@ -46,8 +46,7 @@ class RowNotRecordedError(Exception):
     """A row cannot be recomputed; the message is a sentence with the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepView:
+class StepView(Struct, frozen=True):
     """One recorded step; `branch` is the one that owns it: the place's or an ancestor."""
 
     source: Source
@@ -196,8 +195,7 @@ def _is_row_averaged(view: StepView, call: CallRecord, head: int, row: int) -> b
     return bool(flags[row if len(flags) > 1 else 0])
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputedRow:
+class RecomputedRow(Struct, frozen=True):
     """A row over the keys from position `first_pos` on; `open_keys` says which are open.
 
     `lse_check` is the row's own; only the newest row can be checked.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.drawing.token_cells import TokenCell
 from flexinspect.masks import viewport
@@ -40,8 +41,7 @@ MAX_LISTED_ROWS = 8
 """Maximum number of empty rows that are listed with their tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaskData:
+class MaskData(Struct, frozen=True):
     """A window of a mask view, ready to be drawn and described.
 
     `states` are the pixels of the layout's grid (see `flexinspect.masks.viewport`), `tables` the
@@ -307,8 +307,7 @@ FLAT_RATIO = 4
 """Ratio of the scale of keys to that of rows from which the two scales are independent."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaskOptions:
+class MaskOptions(Struct, frozen=True):
     """Options of the mask panel.
 
     `zoom` counts levels from the whole mask (0) to single cells. The cursor is at the positions `q`
@@ -325,8 +324,7 @@ class MaskOptions:
     key: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MaskLayout:
+class MaskLayout(Struct, frozen=True):
     """The layout of a picture of `width` and `height` cells.
 
     From the top: `header` lines for segments, `token_lines` for the tokens of the keys, `lines` of

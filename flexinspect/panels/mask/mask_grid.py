@@ -7,11 +7,11 @@ the positions of its steps, because a mask that occurs again is stored once, wit
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count, groupby
 
 import numpy as np
+from msgspec import Struct, field
 
 from flexinspect.masks.algebra import IntArray, MaskSpec
 from flexinspect.masks.attention_row import Bools
@@ -46,8 +46,7 @@ BAND_ROWS = 1024
 _serials = count()
 
 
-@dataclass(frozen=True, slots=True)
-class StepMaskRows:
+class StepMaskRows(Struct, frozen=True):
     """The input rows of a step in a layer, and the mask that the layer received for them.
 
     `pos` is the position of the first row, `kv_offset` that of the first key, `kv_len` the number
@@ -76,8 +75,7 @@ def close_dropped_keys(rows: PackedMask, steps: Sequence[StepMaskRows], start: i
             own[:, n_bytes] &= 0xFF >> n_bits
 
 
-@dataclass(frozen=True)
-class MaskPart:
+class MaskPart(Struct, frozen=True):
     """Rows of a mask view from `row` on. `known`, bool (rows), says which have recorded cells.
 
     `packed` is None for a mask that is too large to cache; `cells` is then read in bands.
@@ -136,8 +134,7 @@ class MaskPart:
         return source.get_or_create(key, read)
 
 
-@dataclass(frozen=True)
-class MaskView:
+class MaskView(Struct, frozen=True, dict=True):
     """The mask of a layer and head: `parts` one below the other, row 0 first.
 
     It holds step 0 and the steps `first_step` to `last_step`, of `n_steps` in all.
@@ -240,8 +237,7 @@ MAX_STEPS = 1024
 """Maximum number of steps in the window."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaskLoader:
+class MaskLoader(Struct, frozen=True):
     """Loads the mask view of a place; the cells are counted by the groups of positions."""
 
     source: Source
@@ -413,8 +409,7 @@ def _read_rows(
         yield at, shift_keys(packed, cells.n_keys, kv_offset)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPart:
+class BlockPart(Struct, frozen=True):
     """The block tables of a part's rows; `spans` are the rows of the view that have any.
 
     `is_dense` is True if the rows received dense masks. `size` is (rows, keys) of a block.

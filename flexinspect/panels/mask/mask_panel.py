@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from itertools import groupby
 
 import numpy as np
+from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.color import Color
 from rich.style import Style

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from flexinspect.core.text import capitalize, escape_unprintable
 from flexinspect.masks.counting import Counts
@@ -174,8 +173,7 @@ def _describe_segment_row(names: list[str], row: int, shares: list[str]) -> str:
 # -- one cell -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CellDescription:
+class CellDescription(Struct, frozen=True):
     """A cell as text: the row, its relation to the key ("attends to"), the reason (may be empty).
 
     `style` is the name of the style of the whole text.

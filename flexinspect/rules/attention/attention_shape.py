@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from flexinspect.core.text import plural
 from flexinspect.records.finding import Finding, Severity
@@ -93,8 +93,7 @@ def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> Number
     return counts
 
 
-@dataclass(slots=True)
-class _Counts:
+class _Counts(Struct):
     """Consecutive steps with each fault."""
 
     collapsed: int = 0

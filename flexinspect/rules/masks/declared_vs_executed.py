@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from flexinspect.core.text import format_layers, plural
 from flexinspect.masks import algebra

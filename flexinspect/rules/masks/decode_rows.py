@@ -11,10 +11,10 @@ fuse.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from flexinspect.core.text import Positions, capitalize, is_or_are, plural, printable
 from flexinspect.records.finding import Finding, Severity

@@ -8,11 +8,12 @@ trace, and the result is stored by its fingerprint.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.core.text import Positions, format_ranges, is_or_are, plural
 from flexinspect.masks.algebra import BoolArray, row_chunks
@@ -27,8 +28,7 @@ _EMPTY_ROW_CHUNK = 256
 """Rows that are copied at once, so that the copy of a large mask takes only a few MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class EmptyRows:
+class EmptyRows(Struct, frozen=True):
     """Rows of one mask that see no key, in all heads or only in `heads`.
 
     All arrays have one entry per row.

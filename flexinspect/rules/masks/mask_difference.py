@@ -7,10 +7,11 @@ milliseconds per 2000 x 2000 cells, and the row of a decode step a few microseco
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec, row_chunks
@@ -25,8 +26,7 @@ _MAX_SHIFTED_CELLS = 1 << 24
 """Up to this many cells, the mask is also compared with shifted copies of the declared mask."""
 
 
-@dataclass(frozen=True, slots=True)
-class CellFrame:
+class CellFrame(Struct, frozen=True):
     """The positions of a call's cells: row 0 is position `q_offset`, key 0 position `kv_offset`.
 
     The first `n_keys` columns hold keys; the columns after them are unwritten cache slots. `window`
@@ -42,8 +42,7 @@ class CellFrame:
     keys: BoolArray | None = None
 
 
-@dataclass(slots=True)
-class CellDifference:
+class CellDifference(Struct):
     """The cells of one head that are open but should be closed (`leaked`), or the reverse (`lost`).
 
     Pairs are (row, key) positions. Rows that see nothing are not counted.
@@ -142,8 +141,7 @@ def _iter_packed_rows(
         yield start, ran, expected, np.where(sees[:, None], counting, np.uint8(0))
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentParts:
+class SegmentParts(Struct, frozen=True):
     """The first position of each segment, and whether it should be isolated from the others."""
 
     starts: IntArray

@@ -7,7 +7,8 @@ into a sentence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from flexinspect.core.text import (
     capitalize,
@@ -37,8 +38,7 @@ _PATH_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
+class LayerGroup(Struct, frozen=True):
     """Layers of a step that executed the same mask; `call` is the first of their calls.
 
     `usual_path` is the path of most other layers if these layers took another one.
@@ -101,8 +101,7 @@ class LayerGroup:
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class MaskCase:
+class MaskCase(Struct, frozen=True):
     """An executed mask that is not the expected one: where it ran, and how it differs.
 
     Attributes:

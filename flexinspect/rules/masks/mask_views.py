@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from flexinspect.core.text import Positions, capitalize, printable
 from flexinspect.masks.algebra import BoolArray, MaskSpec
@@ -17,8 +17,7 @@ NON_PROMPT_LABELS = ("padding", "before watching")
 """Labels of segments that the capture adds for positions outside of the prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepMaskView:
+class StepMaskView(Struct, frozen=True):
     """The executed mask of some layers in one step.
 
     `cells` is bool (heads, rows, keys); heads or rows are 1 where all share one. `first_key_pos` is

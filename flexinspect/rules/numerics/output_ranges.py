@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter, eq, lt
 from typing import Any, ClassVar
 
 import numpy as np
+from msgspec import Struct, field
 
 from flexinspect.core.text import capitalize, format_layers
 from flexinspect.records.finding import Finding, Severity
@@ -39,8 +39,7 @@ MIN_HEALTHY_STEPS = 3  # steps required before another one is compared with them
 _get_norm = attrgetter("norm")
 
 
-@dataclass(slots=True)
-class _NormHistory:
+class _NormHistory(Struct):
     """The norms of the layers in one phase of one branch."""
 
     n: int = 0

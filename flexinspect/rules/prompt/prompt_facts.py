@@ -9,10 +9,11 @@ spans, or past a BOS inside the first span up to the end of the prompt.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, pairwise
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from flexinspect.records import prompt as records
 from flexinspect.records.prompt import DeclaredSegment, Segment, SegmentKind, Span, TokenizerFacts
@@ -45,8 +46,7 @@ class LocatedPiece(NamedTuple):
     n_places: int = 1
 
 
-@dataclass(frozen=True)
-class PromptTokens:
+class PromptTokens(Struct, frozen=True, dict=True):
     """The tokens of a prompt, from position `start` on, and the declared pieces."""
 
     tokens: tuple[TokenRecord, ...]

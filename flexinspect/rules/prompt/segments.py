@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from flexinspect.core.text import is_or_are, join_labels, plural, printable
 from flexinspect.records.finding import Finding, Severity

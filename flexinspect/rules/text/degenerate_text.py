@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import ClassVar
+
+from msgspec import Struct, field
 
 from flexinspect.core.text import printable
 from flexinspect.records.finding import Finding, Severity
@@ -35,8 +36,7 @@ MIN_FLAT_STEPS = 4
 MAX_PEAKED_SHARE = 0.5  # share of log(vocabulary) below which a distribution is peaked
 
 
-@dataclass(slots=True)
-class _BranchText:
+class _BranchText(Struct):
     """The generated text of a branch, and the counts of its faults."""
 
     ids: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_PERIOD + 1))

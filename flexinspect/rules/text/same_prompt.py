@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flexinspect.core.text import format_ranges, is_or_are, plural
 from flexinspect.records.finding import Finding
@@ -28,8 +29,7 @@ MAX_COMPARED_STEPS = 32  # steps of each generation that are kept
 MAX_MASK_CELLS = 1 << 22  # cells of the largest mask that is kept
 
 
-@dataclass
-class _GenerationRun:
+class _GenerationRun(Struct):
     """The prompt, first steps and masks of a generation, without its large arrays."""
 
     generation: int

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec import Struct
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
@@ -30,8 +31,7 @@ UNLIKELY_LOGPROB = math.log(1e-4)  # below it, sampling cannot have chosen the b
 MAX_NOT_BEST_SHARE = 0.05  # share of other tokens in a run that still counts as greedy
 
 
-@dataclass(slots=True)
-class _ChoiceCounts:
+class _ChoiceCounts(Struct):
     """The choices of a branch."""
 
     n_chosen: int = 0

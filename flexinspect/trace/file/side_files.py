@@ -17,8 +17,10 @@ import os
 import struct
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.core.environment import is_recorder_alive
 
@@ -31,8 +33,7 @@ CallPlace = tuple[int, int, int]  # generation, step and layer, -1 for what is n
 NO_PLACE: CallPlace = (-1, -1, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class LastKernelCall:
+class LastKernelCall(Struct, frozen=True):
     """A kernel call: its place, its lengths, and a description.
 
     `is_running` is whether the call had not returned. `generation`, `step` and `layer` are None
@@ -121,8 +122,7 @@ def take_last_call(trace: Path) -> LastKernelCall | None:
 STOP_SUFFIX = "-debugger-stop"
 
 
-@dataclass(frozen=True, slots=True)
-class DebuggerStop:
+class DebuggerStop(Struct, frozen=True):
     """A stop of process `pid` in a debugger.
 
     `since` is in seconds since the epoch; `reason` is empty when it is not known.

@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from msgspec import Struct
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records.finding import Finding, Repeat
@@ -389,8 +390,7 @@ def _write_problem(error: sqlite3.Error) -> tuple[str, str]:
     return printable_error(error), ""
 
 
-@dataclass(frozen=True, slots=True)
-class RuleReview:
+class RuleReview(Struct, frozen=True):
     """The result of a rule that ran offline on a generation; `at` in seconds since the epoch."""
 
     rule: str

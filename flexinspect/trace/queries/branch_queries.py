@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from flexinspect.masks.algebra import SPEC_FIELDS
 from flexinspect.trace.queries.range_queries import lineage

@@ -8,9 +8,10 @@ read with its parents' steps before the fork, so that a range has no gaps. Every
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from flexinspect.core import text
 from flexinspect.records.finding import Severity
@@ -21,8 +22,7 @@ from flexinspect.trace.reader import Lineage, TraceReader
 from flexinspect.trace.schema import WHERE_BRANCH
 
 
-@dataclass(frozen=True, slots=True)
-class StepPath:
+class StepPath(Struct, frozen=True):
     """The layers of one step that ran one path with one mask, ascending, one entry per call."""
 
     step: int
@@ -88,8 +88,7 @@ def lineage(reader: TraceReader, generation: int, branch: int) -> Lineage:
 # -- findings -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class NumberRange:
+class NumberRange(Struct, frozen=True):
     """`n` different numbers between `low` and `high`, both included."""
 
     low: int
@@ -105,8 +104,7 @@ class NumberRange:
         return f"{name}s {span}" if whole else f"{self.n} {name}s of {span}"
 
 
-@dataclass(frozen=True, slots=True)
-class FindingGroup:
+class FindingGroup(Struct, frozen=True):
     """All findings of one id and severity.
 
     `first` is the number of the first one, `sentence` its text. `times` includes repetitions, which
@@ -298,8 +296,7 @@ _STATISTIC_SQL: dict[Statistic, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StatCell:
+class StatCell(Struct, frozen=True):
     """One statistic of one module in one step; `n_bad` counts NaN and Inf in its output."""
 
     step: int
@@ -309,8 +306,7 @@ class StatCell:
     n_bad: int
 
 
-@dataclass(frozen=True, slots=True)
-class NonfiniteOutput:
+class NonfiniteOutput(Struct, frozen=True):
     """The statistics of a module's output that holds NaN or Inf, and its step."""
 
     step: int

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import Struct
 from textual import work
 from textual.reactive import reactive
 from textual.screen import Screen
@@ -391,8 +391,7 @@ OTHER = "other"
 _FINAL_STATES = ("done", "failed")
 
 
-@dataclass(frozen=True, slots=True)
-class ForcedToken:
+class ForcedToken(Struct, frozen=True):
     """The token to force, by its id, or a text of which all tokens are forced."""
 
     token_id: int | None = None

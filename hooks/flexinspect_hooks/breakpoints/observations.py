@@ -12,10 +12,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flexinspect.breakpoints.evaluation import (
     Observation,
@@ -74,8 +76,7 @@ class StopAction(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class ObservedStep:
+class ObservedStep(Struct):
     """Observations of a running step; `hit_ids` are the breakpoints that it has hit."""
 
     values: dict[str, float | str]

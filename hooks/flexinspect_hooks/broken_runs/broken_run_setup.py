@@ -9,13 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from msgspec import Struct
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import (
@@ -49,8 +49,7 @@ MakeMask = Callable[[int, int, int], Any]
 _DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 
 
-@dataclass
-class BrokenRunSetup:
+class BrokenRunSetup(Struct, dict=True):
     """The model and prompt of one run, its own name for attention, and the file for its trace."""
 
     name: str

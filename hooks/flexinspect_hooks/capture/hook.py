@@ -16,11 +16,11 @@ loop controls the inputs that such a hook would record.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect.core import plugins
@@ -69,8 +69,7 @@ def record_activations(values: Values, streams: Sequence[str], draft: StepDraft)
 Remove = Callable[[], None]
 
 
-@dataclass(slots=True)
-class StepDraft:
+class StepDraft(Struct):
     """The records of a step while the hooks fill them in."""
 
     logits: LogitsRecord | None = None
@@ -122,8 +121,8 @@ class StepDraft:
         )
 
 
-@dataclass(slots=True, eq=False)  # a proxy of a deleted model cannot be compared
-class CaptureContext:
+# a proxy of a deleted model cannot be compared
+class CaptureContext(Struct, eq=False):
     """The run as hooks see it: the model, its layers, the segments of this generation."""
 
     model: nn.Module

@@ -8,10 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records.finding import Finding
@@ -58,8 +59,7 @@ N_IMMEDIATE_STEPS = 2
 """Steps of a generation that are written without waiting, so that a viewer shows them at once."""
 
 
-@dataclass(slots=True)
-class FinishedStep:
+class FinishedStep(Struct):
     """A step in the queue of the writer thread. `kept` is what each hook's `reduce` returned.
 
     `tokens` gives the tokens of its record, and is called in the writer thread, because their ids

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +18,7 @@ StepEvent = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
 """An event of a step: its kind, its text, and optional facts."""
 
 
-@dataclass(slots=True)
-class StepContext:
+class StepContext(Struct):
     """One step while it is open. The writer thread gets its plain numbers, not its tensors."""
 
     generation: int

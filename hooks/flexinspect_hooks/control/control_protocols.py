@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.control import messages
 from flexinspect.core.errors import TraceError
@@ -34,8 +36,7 @@ class Levels(Protocol):
     def set_layers(self, layers: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class AnomalyCounts(TrainingSummary):
+class AnomalyCounts(TrainingSummary, frozen=True):
     """Anomalies that a debugger found since it was last cleared, and its steps by kind of anomaly.
 
     `debug_history_length` is the number of entries in its history.
@@ -84,8 +85,7 @@ def live_counters(debugger: DebuggerKind) -> list[AnomalyCounter]:
     return [one for each in _counters.get(debugger, ()) if (one := each()) is not None]
 
 
-@dataclass(slots=True)
-class ControlTargets:
+class ControlTargets(Struct):
     """The parts of a process that commands act on; commands to a part that is None are refused.
 
     `estimate_cost` returns the cost of a restore, fork or edit, and raises `FlexInspectError` if it

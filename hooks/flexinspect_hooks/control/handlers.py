@@ -6,10 +6,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from flexinspect.control import messages
 from flexinspect.core.errors import ControlError
@@ -31,8 +30,7 @@ class HttpError(ControlError):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureInfo:
+class CaptureInfo(Struct, frozen=True):
     """The fields of `StatusResponse` that stay the same for the whole run."""
 
     kind: messages.Kind
@@ -40,8 +38,7 @@ class CaptureInfo:
     trace: str
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(Struct, frozen=True):
     """One route: its method and path, the name of its handler, its body and its response.
 
     `parameter` is the name of the path parameter in braces.

@@ -10,10 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from msgspec import structs
+from msgspec import Struct, field, structs
 
 from flexinspect.control import messages
 from flexinspect.control.messages import QueuedRewind, RewindState, State, StepRef
@@ -34,8 +33,7 @@ _STATE_TEXTS: Mapping[State, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PauseRequest:
+class PauseRequest(Struct, frozen=True):
     """A requested or reached pause and its reason; `on_paused` is called when it is reached."""
 
     reason: str
@@ -44,8 +42,7 @@ class PauseRequest:
     on_paused: Callable[[], None] = lambda: None
 
 
-@dataclass(slots=True)
-class PauseTarget:
+class PauseTarget(Struct):
     """Where to pause: after `steps_left` more steps, or after `step` of `generation`."""
 
     steps_left: int | None = None

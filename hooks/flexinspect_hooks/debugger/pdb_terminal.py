@@ -14,10 +14,11 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+from msgspec import Struct, field
 
 from flexinspect.core.signals import allow_interrupts
 from flexinspect_hooks.debugger.debugpy_server import active_pydevd, is_attached
@@ -30,8 +31,7 @@ VARIABLE_NAME = "flexinspect"
 _FALLBACK_VARIABLE_NAME = "flexinspect_stop"
 
 
-@dataclass(frozen=True, slots=True)
-class StopReason:
+class StopReason(Struct, frozen=True):
     """Why a frame was stopped; `facts` holds further data (finding, module, entropy, ...)."""
 
     reason: str

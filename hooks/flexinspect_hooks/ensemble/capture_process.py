@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict
 from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
 
 from flexinspect.core import signals
 from flexinspect.core.environment import git_state

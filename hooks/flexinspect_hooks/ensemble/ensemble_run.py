@@ -7,11 +7,11 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from flexinspect.control.messages import QueuedRewind, StepRef
 from flexinspect.core.errors import (
@@ -47,8 +47,7 @@ from flexinspect_hooks.sessions.capture_session import CaptureSession
 from flexinspect_hooks.user_code.generation_builder import keep_written_special
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationPlan:
+class GenerationPlan(Struct, frozen=True):
     """One sample, ready to run. `declared` are entries of `GenerationRecord.declared`."""
 
     sample: Sample

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
@@ -20,8 +20,7 @@ from flexinspect.records.job import SamplingOptions
 from flexinspect.records.prompt import Prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """A chosen token: its id on the host (`token_id`) and on the device (`chosen`, 0-dim).
 
     `logits` are (V,); `scores` (V,) are what the token was drawn from, None with greedy decoding.
@@ -34,8 +33,7 @@ class Choice:
     scores: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationResult:
+class GenerationResult(Struct, frozen=True):
     """The generated ids, and why generation ended: "eos", "stop", or "length"."""
 
     token_ids: tuple[int, ...]
@@ -164,8 +162,7 @@ class Decoder:
         return choice
 
 
-@dataclass(frozen=True, slots=True)
-class StopCriteria:
+class StopCriteria(Struct, frozen=True):
     """When a generation ends: after so many tokens, at an EOS id, or when `should_stop` is true."""
 
     max_new_tokens: int

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.attention.flex_attention as flex_module
+from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -32,8 +32,7 @@ N_COMPILE_FORWARDS = 3
 _numbers = itertools.count(1)
 
 
-@dataclass(slots=True)
-class LastCallInfo:
+class LastCallInfo(Struct):
     """Facts about the newest call of the patched attention function, for the observers."""
 
     path: str = ""

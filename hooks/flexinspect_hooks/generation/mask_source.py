@@ -9,10 +9,10 @@ The table form gathers from tensors, so that one compiled graph serves all promp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -38,8 +38,7 @@ MAX_EVALUATED_CELLS = 1 << 22
 """Cells, over heads, evaluated in one mask_mod call: 32 MiB for each int64 it computes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardWindow:
+class ForwardWindow(Struct, frozen=True):
     """The rows and keys of one forward pass, as positions in the sequence.
 
     There are `q_len` rows from `q_offset` on, and `kv_len` keys from `kv_offset` on (not 0 when a

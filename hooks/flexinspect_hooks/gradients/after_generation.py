@@ -14,12 +14,13 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -56,8 +57,7 @@ LOGIT_TOLERANCES = {
 The recorded forward pass read a cache, row by row; the repeated one computes all rows at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledLogits:
+class SampledLogits(Struct, frozen=True):
     """A sample of a step's logits: `values` (samples,), of which the last is the log-sum-exp.
 
     `token_id` is the token that the step chose, `n_logits` the size of the vocabulary.
@@ -98,8 +98,7 @@ def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
     return float((new - old)[finite].abs().max()) / (largest or 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class GradientSpec:
+class GradientSpec(Struct, frozen=True):
     """What to differentiate ("logprob" or "margin"); `use_flex` None: where it has a backward."""
 
     target: str = "logprob"
@@ -107,8 +106,7 @@ class GradientSpec:
     use_flex: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenContext:
+class TokenContext(Struct, frozen=True):
     """The step of a token, and the ids and position ids of all tokens before it."""
 
     generation: int
@@ -415,8 +413,7 @@ def with_query_blocks(block_mask: BlockMask) -> BlockMask:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedBranch:
+class FinishedBranch(Struct, frozen=True):
     """A branch that has ended; `token_ids` include its parents' before its `fork_step`."""
 
     generation: int

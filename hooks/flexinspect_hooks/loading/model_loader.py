@@ -6,9 +6,11 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.core.errors import FlexInspectError, ModelError
 from flexinspect.core.signals import as_interrupt
@@ -29,8 +31,7 @@ WEIGHTS = ("pretrained", "random")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModel(Struct, frozen=True):
     """A model that is ready to run, in evaluation mode and without gradients.
 
     `tokenizer` is None if there is none on this machine (random weights only).
@@ -53,8 +54,7 @@ class LoadedModel:
         return self.tokenizer or IdTokenizer.from_config(self.config)
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadRequest:
+class _LoadRequest(Struct, frozen=True):
     """The arguments of `load`, with the device resolved."""
 
     source: ModelSource

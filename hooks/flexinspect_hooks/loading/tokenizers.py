@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.prompt import TokenizerFacts
@@ -18,8 +19,7 @@ R = TypeVar("R")
 _N_RESERVED = 3  # below the bytes, as byte-level vocabularies keep room for special tokens
 
 
-@dataclass(frozen=True)
-class IdTokenizer:
+class IdTokenizer(Struct, frozen=True):
     """Encodes text as ids without a vocabulary; deterministic, never out of range.
 
     Text of whitespace-separated integers means those ids; any other text is encoded as its UTF-8

@@ -9,11 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect.records.step import Array, ArrayRecord, InputsRecord
@@ -32,8 +32,7 @@ _Kept = tuple[int, _Lengths, _Lengths]
 """The batch size, and the lengths before and after the forward."""
 
 
-@dataclass(slots=True)
-class _PendingInputs:
+class _PendingInputs(Struct):
     """The inputs of a step until it is reduced. The cache is referenced weakly."""
 
     batch: int = 1

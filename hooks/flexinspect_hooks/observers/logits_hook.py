@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from flexinspect.records.step import UNKNOWN, Array, ArrayRecord, Candidate, LogitsRecord
@@ -108,8 +108,7 @@ _Histogram = tuple[float, float, tuple[int, ...]]
 """Lowest and highest value, and counts in equal bins between them."""
 
 
-@dataclass(slots=True)
-class _ReducedLogits:
+class _ReducedLogits(Struct):
     """A reduced row of logits: natural logarithms, `top` and `ids` sorted from the best down.
 
     On CPU `values` is the row itself; for other devices `histogram` is set: low, high and counts.

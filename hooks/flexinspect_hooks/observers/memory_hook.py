@@ -7,12 +7,12 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from flexinspect.records.step import MemoryRecord

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect.analysis.proof_results import (
@@ -43,8 +43,7 @@ _CACHE_NOISE_FACTOR = 8
 """A decode row may differ this many times more than the rows of the prompt."""
 
 
-@dataclass(slots=True)
-class _CachedRun:
+class _CachedRun(Struct):
     """The inputs of a run with a cache, one entry per forward pass, and its hidden states.
 
     `states` have the rows of all forward passes, (batch, rows, width) per layer.
@@ -66,8 +65,7 @@ class _CachedRun:
         return ids, others
 
 
-@dataclass(frozen=True, slots=True)
-class _StepCheck:
+class _StepCheck(Struct, frozen=True):
     """One compared step: the difference and the limit of each layer, both (layers,).
 
     `token_id` is the input at `pos` in batch row 0.

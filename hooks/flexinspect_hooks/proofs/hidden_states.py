@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
@@ -27,8 +27,7 @@ ReduceRows = Callable[[int, int, Tensor], Tensor]
 (batch, rows, ...)."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapturePoint:
+class CapturePoint(Struct, frozen=True):
     """Where rows are captured: the input or the output of a module.
 
     `layer` is None before the first layer.

@@ -8,11 +8,11 @@ changed segment is a leak. It enters in the first layer in which such a row move
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from flexinspect.analysis.proof_results import ISOLATED, UNREAD, Proof, format_amount, proof_finding

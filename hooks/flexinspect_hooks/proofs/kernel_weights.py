@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect.analysis.proof_results import (
@@ -45,8 +45,7 @@ _TF32_EPS = 1e-3
 """Rounding of float32 products on CUDA, which may use TF32."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelCellDifference:
+class KernelCellDifference(Struct, frozen=True):
     """One cell where the kernel's weight and the drawn weight differ."""
 
     head: int
@@ -63,8 +62,7 @@ class KernelCellDifference:
         return not differs_in_visibility, self.row, self.head, self.key
 
 
-@dataclass(slots=True)
-class KernelComparison:
+class KernelComparison(Struct):
     """The comparison of one attention call.
 
     `shape` is (heads, rows, keys); `row_offset` and `key_offset` are the positions of row 0 and key

@@ -8,11 +8,11 @@ segment, by as much as rounding, and not through attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect.analysis.proof_results import LEAK, UNSTABLE, format_amount, proof_finding
@@ -38,8 +38,7 @@ _MAX_NAMED_CARRIERS = 4
 """Rows on the path of a leak that a sentence names."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedSegment:
+class ChangedSegment(Struct, frozen=True):
     """One changed segment: which rows must not move, which may, and which did.
 
     `ids` (batch, rows) are the changed ids. `isolated_rows` must not attend to the segment,
@@ -88,8 +87,7 @@ class ChangedSegment:
         return int(batch), int(row)
 
 
-@dataclass(frozen=True, slots=True)
-class _LeakPath:
+class _LeakPath(Struct, frozen=True):
     """A leak and how it entered its layer.
 
     `carriers` are the rows through which it came, () if it is direct. `heads` are those of

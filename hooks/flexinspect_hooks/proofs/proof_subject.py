@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
@@ -34,8 +34,7 @@ def _no_report(text: str, fraction: float | None) -> None:
     """Report nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(Struct, frozen=True):
     """A run that can be repeated with other ids.
 
     `ids` (batch, rows) are on the model's device. Without `run`, the model is called with the ids

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from flexinspect.analysis.proof_results import Proof

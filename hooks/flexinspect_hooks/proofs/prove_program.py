@@ -10,10 +10,11 @@ import copy
 import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect.analysis.proof_results import Proof
@@ -30,8 +31,7 @@ class _ProofMadeError(BaseException):
     """Ends the program after the proof; `except Exception` does not catch it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RepeatableCall:
+class _RepeatableCall(Struct, frozen=True):
     """A call of a model that can be repeated with other ids."""
 
     model: nn.Module

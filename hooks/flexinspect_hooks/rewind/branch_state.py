@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect.core.text import plural
@@ -33,8 +33,7 @@ class StepCheckpoint(NamedTuple):
     wall_ms: float
 
 
-@dataclass(slots=True)
-class BranchState:
+class BranchState(Struct):
     """One branch of a generation.
 
     Attributes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
 
@@ -14,8 +15,7 @@ RECOVERY_STEPS = 50
 """Steps within the band after which more detail is tried again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Detail:
+class Detail(Struct, frozen=True):
     """How much is measured, and how often, counted in steps; 0 means never."""
 
     name: str

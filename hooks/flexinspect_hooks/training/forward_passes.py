@@ -11,11 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect.records.step import LayerStatRecord
@@ -38,8 +38,7 @@ Guard = Callable[[Callable[..., None]], Callable[..., None]]
 _micro_batches: partial[deque[Any]] = partial(deque, maxlen=MAX_MICRO_BATCHES)
 
 
-@dataclass(slots=True)
-class StepPasses:
+class StepPasses(Struct):
     """The results of one forward pass, or of all passes since the last optimizer step."""
 
     n_forward: int = 0
@@ -376,8 +375,7 @@ UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
 """Detail of a module whose weights may have become non-finite only in the update itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extremes:
+class Extremes(Struct, frozen=True):
     """The largest values of the inputs of one forward pass, and of its modules' outputs.
 
     `values` are still on their device: the first `n_inputs` are maxima of inputs, the others the

@@ -10,11 +10,12 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect.records.training_step import (
@@ -98,8 +99,7 @@ class ParameterList:
         self._model = weakref.ref(model, forget)
 
 
-@dataclass
-class Gradients:
+class Gradients(Struct, dict=True):
     """Statistics of all gradients of a step; the records (`rows`) are made on first use.
 
     `parameters` are those that have a gradient; `norms` and `maxima` (None: not measured) are in

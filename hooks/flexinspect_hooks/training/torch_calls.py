@@ -11,10 +11,11 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
@@ -29,8 +30,7 @@ NORM_TOLERANCE = 1e-3
 """The largest relative difference of the norms from clipping and those of the gradients."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClippingNorms:
+class ClippingNorms(Struct, frozen=True):
     """The norms that torch's clipping computed: the `total` one, and that of each gradient.
 
     `versions` are those of the gradients after they were clipped to `max_norm`.

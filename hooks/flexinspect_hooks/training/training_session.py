@@ -12,11 +12,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, TypeVar, cast
 
 import torch
+from msgspec import field
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -68,7 +69,6 @@ def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> Ge
     )
 
 
-@dataclass(slots=True)
 class TrainingStepDraft(StepPasses):
     """The data of one step until it is complete; the program passed `reported_loss` to `step`."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import transformers
+from msgspec.structs import asdict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

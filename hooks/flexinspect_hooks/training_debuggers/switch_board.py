@@ -12,10 +12,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from msgspec.structs import asdict, replace
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError

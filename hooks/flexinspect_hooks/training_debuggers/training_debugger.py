@@ -7,11 +7,11 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+from msgspec.structs import asdict, replace
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError

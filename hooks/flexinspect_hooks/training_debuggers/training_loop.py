@@ -6,12 +6,12 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 from torch.utils.data import StackDataset, Subset
 
@@ -44,8 +44,7 @@ class EpochInfo(DictDataclass):
     stops: bool
 
 
-@dataclass(slots=True)
-class EarlyStopping:
+class EarlyStopping(Struct):
     """Stops after `patience` validations without an improvement of at least `min_delta`."""
 
     patience: int = 3
@@ -305,8 +304,7 @@ def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
         started = time.perf_counter()
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetSplits:
+class DatasetSplits(Struct, frozen=True):
     """The parts of a dataset of dicts; `length` is the number of tokens of each padded sample."""
 
     name: str

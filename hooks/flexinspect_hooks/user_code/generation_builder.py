@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
 from flexinspect.masks import algebra
@@ -39,7 +41,7 @@ SegmentArgument = tuple[int, int, str] | tuple[str, str] | str
 _MAX_LABEL = 24
 
 
-def parse_segments(segments: Iterable[SegmentArgument] | None) -> tuple[DeclaredSegment, ...]:
+def parse_segments(segments: Iterable[object] | None) -> tuple[DeclaredSegment, ...]:
     """Check declared segments. Raises `UsageError` for an invalid one and for overlapping spans."""
     specs = tuple(_parse_segment(segment) for segment in segments or ())
     spans = sorted((spec.start, spec.stop, spec.label) for spec in specs if spec.text is None)
@@ -88,8 +90,7 @@ def check_declared_mask(mask: object) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredPrompt:
+class DeclaredPrompt(Struct, frozen=True):
     """What the user declared about a run: segments to find, and the mask."""
 
     tokenizer: TokenizerAdapter
@@ -136,8 +137,7 @@ def keep_written_special(
 # -- the segments of a prompt ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PromptInput:
+class PromptInput(Struct, frozen=True):
     """A prompt as a forward received it, from position `start` on: its ids, and their texts.
 
     `texts` is empty if texts cannot be searched. The first `n_pads` ids are padding; with `has_bos`

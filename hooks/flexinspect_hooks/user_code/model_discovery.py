@@ -14,12 +14,12 @@ import traceback
 from bisect import bisect_right
 from collections import deque
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from flexinspect.core.errors import TraceWriteError, exception_chain

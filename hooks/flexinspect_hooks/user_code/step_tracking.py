@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect_hooks.capture.step_clock import StepContext, StepEvent
 from flexinspect_hooks.observers.input_rows import InputRows
@@ -23,8 +25,7 @@ UNKNOWN_CACHE = "unknown-cache"
 OTHER_CACHE = "cache-switched"
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlace:
+class StepPlace(Struct, frozen=True):
     """The generation and step of a forward.
 
     Its last `n_new` input rows are new tokens, at the positions from `pos` on. With `is_chosen`
@@ -43,8 +44,7 @@ class StepPlace:
     owner: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _TrackerState:
+class _TrackerState(Struct, frozen=True):
     """The open generation. `length` keys will be in the cache after the last forward.
 
     `whole` is the sequence, while every forward gets all of it.

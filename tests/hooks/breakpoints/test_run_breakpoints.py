@@ -55,7 +55,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., End
     def run(*breakpoints: str, **job: Any) -> Ended:
         out = tmp_path / "run.flextrace"
         about: dict[str, Any] = {"prompts": (QUESTION,), "control": False, "overwrite": True}
-        made = Job(str(out), breakpoints=breakpoints, on_break="stop", **{**about, **job})
+        made = Job(out=str(out), breakpoints=breakpoints, on_break="stop", **{**about, **job})
         code = CaptureRun(made).run()
         said = [protocol.parse_message(line) for line in capsys.readouterr().out.split("\n")]
         errors = [one["message"] for one in said if one and one["kind"] == protocol.ERROR]
@@ -221,7 +221,7 @@ def test_a_run_pauses_and_its_breakpoints_are_commanded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run.flextrace"
-    job = Job(str(out), prompts=(QUESTION,), breakpoints=("step == 0",), on_break="wait")
+    job = Job(out=str(out), prompts=(QUESTION,), breakpoints=("step == 0",), on_break="wait")
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(CaptureRun(job).run()))
     thread.start()

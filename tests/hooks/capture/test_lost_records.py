@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from support.tiny import ids, make_model
 from support.traces import sample_generation, sample_step
 from support.warm_python import Popen

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import weakref
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from flexinspect.records.training_step import (
@@ -219,9 +219,9 @@ def test_an_unknown_loss_is_not_an_anomaly() -> None:
 def test_a_step_that_the_scaler_skipped_is_not_an_anomaly() -> None:
     step = TrainingStepRecord(1.0, "reported", (), n_nonfinite=3, n_exploding=1, n_vanishing=1)
     assert step.is_anomaly
-    left_out = dataclasses.replace(step, is_skipped=True)
+    left_out = replace(step, is_skipped=True)
     assert not any((left_out.is_anomaly, left_out.is_explosion, left_out.is_vanishing))
-    assert dataclasses.replace(left_out, loss=math.nan).is_anomaly
+    assert replace(left_out, loss=math.nan).is_anomaly
 
 
 def test_a_complex_parameter_has_the_facts_of_its_parts() -> None:

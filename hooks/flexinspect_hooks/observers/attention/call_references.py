@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
@@ -18,8 +18,7 @@ _sliding_windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Sliding windows by module, cached: reading a configuration takes longer than the other facts."""
 
 
-@dataclass(slots=True)
-class CapturedMask:
+class CapturedMask(Struct):
     """One distinct mask of a step. `batch` and `heads` are the mask's own sizes.
 
     `cells` is the executed mask of each query head, bool (1 or q heads, q_len, kv_len), 1 if all
@@ -53,8 +52,7 @@ class CapturedMask:
         self.cells = self.averaged = self.bias = self.ruled = None
 
 
-@dataclass(slots=True, eq=False)
-class AttentionCall:
+class AttentionCall(Struct, eq=False):
     """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D).
 
     `path` is the path that ran: as reported by the backend, else derived from the backend's name.

@@ -20,13 +20,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
 import torch.nn.attention.flex_attention as flex_module
 import torch.nn.functional as functional
+from msgspec import Struct, field
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -53,8 +53,7 @@ SAME_MASK: Any = object()
 """Value of `mask_passed_to_layer` if it is the call's own mask, or in no known layer."""
 
 
-@dataclass(slots=True, eq=False)
-class KernelCall:
+class KernelCall(Struct, eq=False):
     """A call of a kernel: its name, its arguments by name, whether a compiled wrapper called it.
 
     Past dynamo's recompile limit a compiled wrapper runs plain Python; see `_track_uncompiled`.
@@ -321,8 +320,7 @@ _unassigned_builds: deque[BuildRecord] = deque(maxlen=1000)
 """Masks that were built outside of a step; the next recorded step of any model takes them."""
 
 
-@dataclass(slots=True, eq=False)
-class KernelCalls:
+class KernelCalls(Struct, eq=False):
     """Observes the kernels while the model's forward runs, and masks built outside of a forward.
 
     `done` are the calls of the step so far, until the hook that reduces the step takes them.

@@ -14,9 +14,10 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from socket import socket
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.records import protocol
