@@ -8,8 +8,8 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_layers, format_ranges, plural, printable
@@ -74,7 +74,7 @@ class Comparison(Struct, frozen=True):
 
     def as_json(self) -> dict[str, Any]:
         """Return the whole comparison as plain values for scripts, with verdicts."""
-        fields = asdict(self)
+        fields = to_builtins(self)
         for entry, generation in zip(fields["generations"], self.generations, strict=True):
             divergence, first = generation.divergence, generation.first_difference
             entry["verdict"] = generation.verdict

@@ -63,8 +63,10 @@ def test_the_tree_follows_parents_and_describes_changes(reader: TraceReader) -> 
 
 
 def test_a_branch_has_its_parents_tokens_before_the_fork(reader: TraceReader) -> None:
-    assert token_ranges(reader, 0, 2) == [
-        *((0, 0, N_PROMPT + 2), (1, N_PROMPT + 2, N_PROMPT + 4), (2, N_PROMPT + 4, None))
+    assert [*token_ranges(reader, 0, 2)] == [
+        (0, 0, N_PROMPT + 2),
+        (1, N_PROMPT + 2, N_PROMPT + 4),
+        (2, N_PROMPT + 4, None),
     ]
     base, mine = read_tokens(reader, 0), read_tokens(reader, 0, 2)
     assert mine[: N_PROMPT + 2] == base[: N_PROMPT + 2]

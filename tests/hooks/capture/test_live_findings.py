@@ -319,7 +319,7 @@ def test_a_rule_that_cannot_be_loaded_or_created_is_an_event_in_the_trace(
     ]
 
 
-class Raising:
+class Raising(Rule):
     """A rule that raises at step 2."""
 
     name: ClassVar[str] = "raising"

@@ -125,6 +125,7 @@ def test_steps_skipped_by_the_scaler_have_the_nonfinite_gradient_as_origin(
     producer: AnomalyOrigin, words: str
 ) -> None:
     rule = TrainingRule()
+    rule.on_generation_start(SimpleNamespace())  # type: ignore[arg-type]
     training = TrainingStepRecord(1.0, "reported", (), is_skipped=True, anomaly_origin=producer)
     findings = [finding for n in range(10) for finding in rule.on_step(step_of(n, training))]
     assert findings[-1].id == "training.scaler-skips"
@@ -210,6 +211,7 @@ def test_a_model_that_returns_its_parameter_is_left_without_hooks(path: Path) ->
 @pytest.mark.parametrize(("device", "is_found"), [("cpu", True), ("cuda:0", False)])
 def test_other_time_is_a_wait_for_data_only_without_other_work(device: str, is_found: bool) -> None:
     rule = TrainingRule()
+    rule.on_generation_start(SimpleNamespace())  # type: ignore[arg-type]
     training = TrainingStepRecord(1.0, "reported", (), other_ms=90.0, device=device)
     findings = [finding for n in range(40) for finding in rule.on_step(step_of(n, training))]
     assert bool(findings) is is_found
