@@ -12,23 +12,23 @@ The types follow from the schema alone, so that a frame without rows has them to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from flexinspect.core.errors import UsageError
 from flexinspect.trace import codec, schema
 
-if TYPE_CHECKING:
-    from flexinspect.trace.reader import TraceReader
-
 Library: TypeAlias = Literal["pandas", "polars"]
 FRAME_LIBRARIES = ("pandas", "polars")  # supported libraries, the preferred one first
 
 
 def read_frame(
-    reader: TraceReader, name: str, library: Library | None, place: Mapping[str, int | None]
+    query: Callable[[str, Sequence[Any]], Sequence[Any]],
+    name: str,
+    library: Library | None,
+    place: Mapping[str, int | None],
 ) -> Any:
     """Return the rows of a table at `place` (None there means all) as a data frame, without blobs.
 
@@ -47,15 +47,14 @@ def read_frame(
     kinds = {column.name: column.kind for column in table.columns if column.kind != "blob"}
     condition = f" WHERE {' AND '.join(f'{column} = ?' for column in where)}" if where else ""
     sql = f"SELECT {', '.join(kinds)} FROM {name}{condition} ORDER BY {', '.join(table.key)}"
-    rows = reader._query(sql, tuple(where.values()))
+    rows = query(sql, tuple(where.values()))
     by_column = zip(*rows, strict=True) if rows else ((),) * len(kinds)
     pairs = zip(kinds.items(), by_column, strict=True)
     values = {}
-    with reader._damage_as_error():
-        for (column, kind), stored in pairs:
-            is_json = kind.removesuffix("?") in schema.JSON_KINDS
-            read_as = f"text{'?' * kind.endswith('?')}" if is_json else kind
-            values[column] = codec.decode_values([read_as] * len(stored), stored, name)
+    for (column, kind), stored in pairs:
+        is_json = kind.removesuffix("?") in schema.JSON_KINDS
+        read_as = f"text{'?' * kind.endswith('?')}" if is_json else kind
+        values[column] = codec.decode_values([read_as] * len(stored), stored, name)
     build = _pandas_array if module.__name__ == "pandas" else _polars_series
     return module.DataFrame({c: build(module, kinds[c], each) for c, each in values.items()})
 

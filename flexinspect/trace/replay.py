@@ -1,6 +1,6 @@
 """Replay a recorded generation step by step, as rules saw it while it was recorded.
 
-Steps are loaded many at a time (see `flexinspect.trace.step_loader`), with only those arrays that
+Steps are loaded many at a time (see `flexinspect.trace.reader`), with only those arrays that
 the rules ask for.
 """
 
@@ -21,8 +21,7 @@ from flexinspect.trace.queries.branch_queries import generation_in_branch
 from flexinspect.trace.queries.range_queries import lineage
 from flexinspect.trace.queries.search_queries import read_tokens
 from flexinspect.trace.query_results import BranchRow, GenerationRow
-from flexinspect.trace.reader import TraceReader, read_all_gradients
-from flexinspect.trace.step_loader import load_steps
+from flexinspect.trace.reader import TraceReader, load_steps, read_all_gradients
 
 
 def is_standalone(generation: GenerationRow) -> bool:

@@ -33,9 +33,8 @@ from flexinspect.records.step import (
 from flexinspect.rules.masks.block_tables import BlockTablesRule
 from flexinspect.trace.file import writer as append
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.reader import STEPS_PER_READ, TraceReader, open_trace
 from flexinspect.trace.replay import replay
-from flexinspect.trace.step_loader import STEPS_PER_READ
 
 DEAD = {**RUN, "pid": 2**22 + 7, "started_at": 1000.0}
 

@@ -16,9 +16,14 @@ from support.trace_samples import end, generation, mask, same, segments, small_s
 
 from flexinspect.records.step import TRAIN, EventRecord, StepRecord
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.reader import (
+    ALL_STREAMS,
+    STEPS_PER_READ,
+    TraceReader,
+    load_steps,
+    open_trace,
+)
 from flexinspect.trace.replay import replay_steps
-from flexinspect.trace.step_loader import ALL_STREAMS, STEPS_PER_READ, load_steps
 
 READ_BY_LOADER = {*StepRecord.__struct_fields__} - {"findings", "repeats"}
 

@@ -205,7 +205,7 @@ class CaptureRun(CapturedRun):
             copy_logits=False,
         )
         session.barrier = self.control.barrier
-        self.levels.attach(session)
+        session.use_levels(self.levels)
         session.break_on(self.attach_recorder(session.recorder))
         return session
 

@@ -45,7 +45,7 @@ from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import available_cores
-from flexinspect_hooks.sessions.captured_run import SessionLevels, chosen_layers
+from flexinspect_hooks.sessions.session_levels import SessionLevels, chosen_layers
 
 _entered: list[CaptureSession] = []
 """Sessions that have hooks installed, in the order in which they were entered."""
@@ -116,6 +116,11 @@ class CaptureSession:
         self._applied: tuple[str, str | None] | None = None  # of `SessionLevels.request`
         self._breaks: ModelBreakpoints | None = None
         self.capture_s = self.total_s = self.waited_s = 0.0
+
+    def use_levels(self, levels: SessionLevels) -> None:
+        """Record at the level and layers that `levels` has when a step opens."""
+        levels.add_layers(self.context.layer_of.values())
+        self.levels = levels
 
     @property
     def is_model_deleted(self) -> bool:

@@ -6,65 +6,27 @@ This module is imported before the program of the user, so it does not import to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
+from flexinspect.core.errors import FlexInspectError, TraceWriteError
 from flexinspect.records import protocol
-from flexinspect.records.job import Job, ScriptJob, parse_layers
-from flexinspect.records.step import LEVELS, EventRecord
+from flexinspect.records.job import Job, ScriptJob
+from flexinspect.records.step import EventRecord
 from flexinspect_hooks.breakpoints.actions import RunBreakpoints
 from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.new_trace import new_writer, run_manifest
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.server import job_control
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMessage
+from flexinspect_hooks.sessions.session_levels import SessionLevels
 
 if TYPE_CHECKING:
     from flexinspect.control.messages import Kind
     from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
     from flexinspect_hooks.capture.recorder import Recorder
-    from flexinspect_hooks.sessions.capture_session import CaptureSession
-
-
-_MAX_LAYERS = 1 << 20
-
-
-class SessionLevels:
-    """Level and stored layers of all attached sessions, which read them when a step opens."""
-
-    def __init__(self, level: str, layers: str | None = None) -> None:
-        self.level, self.layers = level, layers or "all"
-        self.request: tuple[str, str | None] = (level, None)
-        """The level, and the layers that a command requested; a new tuple for each command."""
-        self._known_layers: frozenset[int] = frozenset()
-
-    def attach(self, session: CaptureSession) -> None:
-        """Apply level and requested layers to a session, from its next step on."""
-        self._known_layers |= frozenset(session.context.layer_of.values())
-        session.levels = self
-
-    def set_level(self, level: str) -> None:
-        """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
-        if level not in LEVELS:
-            raise UsageError(f"There is no level {level}; there are {', '.join(LEVELS)}.")
-        self.level, self.request = level, (level, self.request[1])
-
-    def set_layers(self, layers: str) -> None:
-        """Store other layers from the next step on.
-
-        Raises `UsageError` for an invalid list of layers, or layers that no attached model has.
-        """
-        parse_layers(layers, max(self._known_layers, default=_MAX_LAYERS - 1) + 1)
-        self.layers, self.request = layers, (self.level, layers)
-
-
-def chosen_layers(layers: str | None, known: Iterable[int]) -> tuple[int, ...]:
-    """Return those of a model's `known` layers that `layers` names, in the form of `--layers`."""
-    wanted = parse_layers(layers, _MAX_LAYERS)
-    return tuple(layer for layer in sorted(set(known)) if wanted is None or layer in wanted)
 
 
 class CapturedRun:

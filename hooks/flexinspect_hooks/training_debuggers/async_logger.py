@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass, TrainingPhase
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.training_debuggers import pytorch_debugger
+from flexinspect_hooks.training_debuggers.pytorch_debugger import (
+    DEFAULT_HISTORY,
+    PyTorchDebugger,
+    log,
+)
 from flexinspect_hooks.training_debuggers.result_types import LogEntry
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
@@ -78,10 +82,10 @@ class AsyncTrainingLogger:
         model_name: str,
         enable_autograd_debug: bool = False,
         level: DebugLevel | str = DebugLevel.BASIC,
-        history: int = pytorch_debugger.DEFAULT_HISTORY,
+        history: int = DEFAULT_HISTORY,
     ) -> None:
         self.user_id, self.model_name = user_id, model_name
-        self.debugger = pytorch_debugger.PyTorchDebugger(level, history=history)
+        self.debugger = PyTorchDebugger(level, history=history)
         self.phase = TrainingPhase.SETUP
         self._enable_autograd_debug = enable_autograd_debug
         self._board = SwitchBoard()
@@ -201,5 +205,5 @@ class AsyncTrainingLogger:
         entry = LogEntry(time.time(), name, text, current.value, dict(facts or {}))
         self._entries.append(entry)
         prefix = f"[{self.user_id} · {self.model_name} · {current.value}]"
-        pytorch_debugger.log.log(level, "%s %s", prefix, text, extra={"facts": entry})
+        log.log(level, "%s %s", prefix, text, extra={"facts": entry})
         return entry

@@ -14,8 +14,19 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import tensor_norms
-from flexinspect_hooks.training_debuggers import measurements
-from flexinspect_hooks.training_debuggers.pytorch_debugger import BaseDebugger, DebuggerOptions, log
+from flexinspect_hooks.training_debuggers.measurements import (
+    component_info,
+    has_nonfinite,
+    memory_of,
+    parts_of,
+    tensor_infos,
+    weight_problems,
+)
+from flexinspect_hooks.training_debuggers.pytorch_debugger import (
+    BaseDebugger,
+    BaseDebuggerOptions,
+    log,
+)
 from flexinspect_hooks.training_debuggers.result_types import DiffusionStepInfo, PipelineAnalysis
 
 MAX_SPREAD_GROWTH = 5.0
@@ -43,7 +54,7 @@ class DiffusionModelDebugger(BaseDebugger):
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
         jump: float = MAX_SPREAD_GROWTH,
-        **options: Unpack[DebuggerOptions],
+        **options: Unpack[BaseDebuggerOptions],
     ) -> None:
         self._max_growth = argument_checks.check_limit(jump, "jump")
         super().__init__(level, **options)
@@ -60,8 +71,8 @@ class DiffusionModelDebugger(BaseDebugger):
         Raises `UsageError` for an object without any module.
         """
         modules = components_of(pipeline)
-        infos = {n: measurements.component_info(module, n) for n, module in modules.items()}
-        problems = tuple(measurements.weight_problems(infos.values()))
+        infos = {n: component_info(module, n) for n, module in modules.items()}
+        problems = tuple(weight_problems(infos.values()))
         self._record_problems("pipeline", problems)
         return PipelineAnalysis(
             total_parameters=sum(info.parameters for info in infos.values()),
@@ -89,7 +100,7 @@ class DiffusionModelDebugger(BaseDebugger):
         if step <= before or step == 0:
             self._previous_latents = spread = None
         name = f"latents of step {step}"
-        info = measurements.tensor_infos({name: latents}, self.level)[name]
+        info = tensor_infos({name: latents}, self.level)[name]
         is_advanced = self.level.includes(DebugLevel.ADVANCED)
         made_by, self._nonfinite_source = self._nonfinite_source, None
         cause = f" First made by {made_by}." if made_by else ""
@@ -106,7 +117,7 @@ class DiffusionModelDebugger(BaseDebugger):
             latents=info,
             change=self._relative_change(latents) if is_advanced else None,
             anomalies=tuple(anomalies),
-            memory=measurements.memory_of(*modules) if is_advanced else None,
+            memory=memory_of(*modules) if is_advanced else None,
             made_by=made_by,
         )
         self._previous_step = (step, info.std)
@@ -131,8 +142,8 @@ class DiffusionModelDebugger(BaseDebugger):
     def _on_component_output(
         self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._nonfinite_source is None and measurements.has_nonfinite(output):
-            is_from_inputs = measurements.has_nonfinite([args, kwargs])
+        if self._nonfinite_source is None and has_nonfinite(output):
+            is_from_inputs = has_nonfinite([args, kwargs])
             self._nonfinite_source = f"{name} (from non-finite inputs)" if is_from_inputs else name
 
     @torch.no_grad()
@@ -147,7 +158,7 @@ class DiffusionModelDebugger(BaseDebugger):
 def components_of(pipeline: Any) -> dict[str, nn.Module]:
     """The modules of a pipeline by name, from its `components` or else from its attributes."""
     if isinstance(pipeline, nn.Module):
-        return measurements.parts_of(pipeline)
+        return parts_of(pipeline)
     parts = getattr(pipeline, "components", None)
     named = parts if isinstance(parts, Mapping) else getattr(pipeline, "__dict__", {})
     modules = {str(name): part for name, part in named.items() if isinstance(part, nn.Module)}

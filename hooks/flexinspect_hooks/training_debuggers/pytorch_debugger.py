@@ -24,7 +24,17 @@ from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM, Pa
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control import control_protocols
 from flexinspect_hooks.training.gradient_statistics import trainable
-from flexinspect_hooks.training_debuggers import measurements
+from flexinspect_hooks.training_debuggers.measurements import (
+    component_info,
+    gradient_infos,
+    gradients_of,
+    memory_of,
+    nonfinite_problems,
+    parts_of,
+    tensor_infos,
+    tensors_in,
+    weight_problems,
+)
 from flexinspect_hooks.training_debuggers.result_types import (
     Anomaly,
     DebugSummary,
@@ -127,7 +137,7 @@ GradientLimits = tuple[float, float]
 """The norms above which a gradient explodes and below which it vanishes."""
 
 
-class DebuggerOptions(TypedDict, total=False):
+class BaseDebuggerOptions(TypedDict, total=False):
     """The options of all debuggers, which `BaseDebugger` explains."""
 
     history: int
@@ -380,7 +390,7 @@ class PyTorchDebugger(BaseDebugger):
         `shape` (None is any size) and `dtype` are the expected ones.
         """
         argument_checks.check_tensor(tensor, "analyze_tensor")
-        info = measurements.tensor_infos({name: tensor}, self.level)[name]
+        info = tensor_infos({name: tensor}, self.level)[name]
         wrong: dict[str, str] = {}
         if shape is not None and not _shape_matches(info.shape, shape):
             wrong["shape"] = f"has shape {info.shape}, but {tuple(shape)} is expected"
@@ -398,7 +408,7 @@ class PyTorchDebugger(BaseDebugger):
     def analyze_model_parameters(self, model: nn.Module) -> dict[str, TensorInfo]:
         """Measure each parameter at this level, by name."""
         argument_checks.check_module(model, "analyze_model_parameters")
-        infos = measurements.tensor_infos(dict(model.named_parameters()), self.level)
+        infos = tensor_infos(dict(model.named_parameters()), self.level)
         self._record_analyses(
             infos,
             [bad for info in infos.values() for bad in self._nonfinite_anomalies(info, info.name)],
@@ -409,10 +419,10 @@ class PyTorchDebugger(BaseDebugger):
         """Measure each parameter's gradient, by name; parameters without one are left out."""
         argument_checks.check_module(model, "analyze_gradients")
         level, limits = self.level, (self._explosion, self._vanishing)
-        gradients = measurements.gradients_of(trainable(model), level)
+        gradients = gradients_of(trainable(model), level)
         tensors: dict[str, TensorInfo] = {}
         if level is DebugLevel.EXTREME:
-            tensors = measurements.gradient_infos(dict(model.named_parameters()), level)
+            tensors = gradient_infos(dict(model.named_parameters()), level)
         infos = {
             one.name: GradientInfo(
                 name=one.name,
@@ -452,7 +462,7 @@ class PyTorchDebugger(BaseDebugger):
         `cuda_allocated` and `cuda_reserved` are 0 without CUDA.
         """
         argument_checks.check_module(model, "profile_memory_usage")
-        return measurements.memory_of(model)
+        return memory_of(model)
 
     def validate_model(self, model: nn.Module, *inputs: Any, **named_inputs: Any) -> ModelReport:
         """Check a model's weights and parts; with inputs, also run it once and check its output.
@@ -460,27 +470,27 @@ class PyTorchDebugger(BaseDebugger):
         The run has no gradients, and the model stays in its mode.
         """
         argument_checks.check_module(model, "validate_model")
-        modules = measurements.parts_of(model)
-        parts = {name: measurements.component_info(one, name) for name, one in modules.items()}
+        modules = parts_of(model)
+        parts = {name: component_info(one, name) for name, one in modules.items()}
         output: tuple[TensorInfo, ...] = ()
         if inputs or named_inputs:
             with torch.no_grad():
-                tensors = measurements.tensors_in(model(*inputs, **named_inputs))
+                tensors = tensors_in(model(*inputs, **named_inputs))
                 named = {f"output {number}": one for number, one in enumerate(tensors)}
-            output = tuple(measurements.tensor_infos(named, self.level).values())
+            output = tuple(tensor_infos(named, self.level).values())
         problems = (
-            *measurements.weight_problems(parts.values()),
-            *measurements.nonfinite_problems(output, ""),
+            *weight_problems(parts.values()),
+            *nonfinite_problems(output, ""),
         )
         self._record_problems("model", problems)
-        memory = measurements.memory_of(model)
+        memory = memory_of(model)
         return ModelReport(not problems, problems, parts, memory, output)
 
     def _check_norms(self, model: nn.Module, kind: str, threshold: float) -> list[str]:
         """The parameters whose norm is above ("explosion") or below ("vanishing") a threshold."""
         argument_checks.check_module(model, f"check_gradient_{kind}")
         argument_checks.check_limit(threshold, "threshold")
-        gradients = measurements.gradients_of(trainable(model), DebugLevel.BASIC).rows
+        gradients = gradients_of(trainable(model), DebugLevel.BASIC).rows
         if kind == "explosion":
             side, names = "above", [one.name for one in gradients if one.explodes(threshold)]
         else:

@@ -24,13 +24,25 @@ from flexinspect.records.training_step import (
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
 from flexinspect_hooks.training import gradient_statistics
-from flexinspect_hooks.training_debuggers import measurements, result_types, switch_board
+from flexinspect_hooks.training_debuggers.measurements import (
+    gradient_infos,
+    gradients_of,
+    memory_of,
+    tensor_infos,
+)
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
 from flexinspect_hooks.training_debuggers.pytorch_debugger import (
     BaseDebugger,
-    DebuggerOptions,
+    BaseDebuggerOptions,
     GradientLimits,
     log,
+)
+from flexinspect_hooks.training_debuggers.result_types import StepInfo, TensorInfo, TrainingFigures
+from flexinspect_hooks.training_debuggers.switch_board import (
+    HasSwitches,
+    SwitchBoard,
+    SwitchLog,
+    common_board,
 )
 
 ROTATION_STEPS = 16
@@ -41,7 +53,7 @@ MIN_WEIGHTS_PER_STEP = 4
 Metric = Callable[[nn.Module, float, int], float]
 
 
-class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
+class TrainingDebugger(HasSwitches, BaseDebugger):
     """Checks each training step after its backward pass, before the optimizer uses the gradients.
 
     `switches` is its own board, by default the common one. A step is an anomaly if the norm of one
@@ -57,14 +69,14 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
         self,
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
-        switches: switch_board.SwitchBoard | None = None,
+        switches: SwitchBoard | None = None,
         profile_folder: str | Path = PROFILE_FOLDER,
-        **options: Unpack[DebuggerOptions],
+        **options: Unpack[BaseDebuggerOptions],
     ) -> None:
-        if switches is not None and not isinstance(switches, switch_board.SwitchBoard):
+        if switches is not None and not isinstance(switches, SwitchBoard):
             raise UsageError(f"switches must be a SwitchBoard, not a {type(switches).__name__}.")
-        self.switches = switches or switch_board.common_board()
-        self.switch_log = switch_board.SwitchLog(self.switches)
+        self.switches = switches or common_board()
+        self.switch_log = SwitchLog(self.switches)
         self._windows = ProfilerWindows(self.switches, folder=profile_folder)
         self._metrics: dict[str, Metric] = {}
         self._parameters = gradient_statistics.ParameterList()
@@ -87,7 +99,7 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
         optimizer: Any = None,
         scaler: Any = None,
         autocast: torch.dtype | None = None,
-    ) -> result_types.StepInfo:
+    ) -> StepInfo:
         """Check a step: call it after `backward()` and before `optimizer.step()`.
 
         The step is counted in `get_training_summary`; its anomalies are logged and kept. An error
@@ -124,14 +136,14 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
         except Exception as error:
             kind = type(error).__name__
             log.warning("Step %d could not be checked: %s: %s", step, kind, error)
-            return result_types.StepInfo(step, value, math.isnan(value), math.isinf(value), None)
+            return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
         return info
 
     def _monitor(
         self, model: nn.Module, value: float, step: int, limits: GradientLimits, *, has_scaler: bool
-    ) -> result_types.StepInfo:
+    ) -> StepInfo:
         self._windows.on_step(step)
-        gradients = measurements.gradients_of(self._parameters.trainable_of(model), self.level)
+        gradients = gradients_of(self._parameters.trainable_of(model), self.level)
         outliers = gradients.outliers(*limits)
         # The scaler skips such a step; that is how it finds its scale.
         is_skipped = has_scaler and bool(gradients.counts)
@@ -146,7 +158,7 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
             anomalies.insert(0, self._make_anomaly("loss", "loss", sentence, step=step))
         is_advanced = self.level.includes(DebugLevel.ADVANCED)
         weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
-        info = result_types.StepInfo(
+        info = StepInfo(
             step=step,
             loss=value,
             has_nan=math.isnan(value),
@@ -157,7 +169,7 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
             exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
             vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
             anomalies=tuple(anomalies),
-            memory=measurements.memory_of(model) if is_advanced else None,
+            memory=memory_of(model) if is_advanced else None,
             parameters=weights,
             gradients=grads,
             metrics=self._run_metrics(model, value, step),
@@ -180,10 +192,10 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
         """End the open window of the profiler switches."""
         self._windows.close()
 
-    def get_training_summary(self) -> result_types.TrainingFigures:
+    def get_training_summary(self) -> TrainingFigures:
         """How many steps had which anomalies since the debugger was created or cleared."""
         figures: Any = self._summary_count.summary.as_dict()
-        return result_types.TrainingFigures(**figures)
+        return TrainingFigures(**figures)
 
     def counts(self) -> AnomalyCounts:
         """The counts for the control server; may be called from any thread."""
@@ -237,9 +249,7 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
 
     def _inspect_tensors(
         self, model: nn.Module, *, is_full: bool
-    ) -> tuple[
-        dict[str, result_types.TensorInfo] | None, dict[str, result_types.TensorInfo] | None
-    ]:
+    ) -> tuple[dict[str, TensorInfo] | None, dict[str, TensorInfo] | None]:
         """At EXTREME, measure weights and gradients: some of them in turn, or all of them."""
         if self.level is not DebugLevel.EXTREME:
             return None, None
@@ -249,8 +259,8 @@ class TrainingDebugger(switch_board.HasSwitches, BaseDebugger):
             start, end = self._next_weight, self._next_weight + count
             self._next_weight = end if end < len(named) else 0
             named = dict([*named.items()][start:end])
-        infos = measurements.tensor_infos(named, self.level)
-        return infos, measurements.gradient_infos(named, self.level)
+        infos = tensor_infos(named, self.level)
+        return infos, gradient_infos(named, self.level)
 
     def _run_metrics(self, model: nn.Module, loss: float, step: int) -> dict[str, float]:
         values = {}

@@ -19,7 +19,11 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, DictDataclass
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import learning_rates
-from flexinspect_hooks.training_debuggers import profiling
+from flexinspect_hooks.training_debuggers.profiling import (
+    PROFILE_FOLDER,
+    ProfileSummary,
+    profile_model_performance,
+)
 from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard, batch_size
 from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
 
@@ -86,7 +90,7 @@ class TrainingLoop(HasSwitches):
         tokenizer: Callable[..., Mapping[str, Any]] | None = None,
         level: DebugLevel | str = DebugLevel.BASIC,
         switches: SwitchBoard | DebugSwitches | None = None,
-        profile_folder: str | Path = profiling.PROFILE_FOLDER,
+        profile_folder: str | Path = PROFILE_FOLDER,
     ) -> None:
         if scheduler_each not in ("epoch", "batch"):
             raise UsageError(f'scheduler_each is "epoch" or "batch", not {scheduler_each!r}.')
@@ -199,9 +203,9 @@ class TrainingLoop(HasSwitches):
         dataloader: Iterable[Any],
         num_batches: int = 10,
         *,
-        folder: str | Path | None = profiling.PROFILE_FOLDER,
+        folder: str | Path | None = PROFILE_FOLDER,
         **options: Any,
-    ) -> profiling.ProfileSummary:
+    ) -> ProfileSummary:
         """Profile forward and backward over some batches; the weights are not changed.
 
         See `flexinspect.profile_model_performance`.
@@ -212,7 +216,7 @@ class TrainingLoop(HasSwitches):
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.zero_grad()
 
-        return profiling.profile_model_performance(
+        return profile_model_performance(
             dataloader, num_batches, step=step, folder=folder, **options
         )
 

@@ -38,7 +38,8 @@ from flexinspect_hooks.python_internals.torch_private import (
     skip_frame,
 )
 from flexinspect_hooks.sessions.capture_session import capture_cost
-from flexinspect_hooks.sessions.captured_run import CapturedRun, chosen_layers
+from flexinspect_hooks.sessions.captured_run import CapturedRun
+from flexinspect_hooks.sessions.session_levels import chosen_layers
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
@@ -144,7 +145,7 @@ class ModelFinder:
         session = StandaloneCalls(self.writer, self.recorder, self.numbers, level=self.job.level)
         session.__enter__()
         self._standalone = session
-        self._levels.attach(session)
+        session.use_levels(self._levels)
 
     # -- a model ---------------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class ModelFinder:
             self.event("not-recorded", f"A {type(model).__name__} cannot be watched: {message}")
             return None
         session.barrier = self._barrier
-        self._levels.attach(session)
+        session.use_levels(self._levels)
         session.break_on(self._breakpoints)
         self._sessions.append(session)
         self._open.append(session)

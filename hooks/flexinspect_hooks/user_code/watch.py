@@ -28,7 +28,7 @@ from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.loading.tokenizers import IdAdapter, TokenizerAdapter, Vocabulary
 from flexinspect_hooks.sessions.capture_session import check_level
-from flexinspect_hooks.sessions.captured_run import SessionLevels
+from flexinspect_hooks.sessions.session_levels import SessionLevels
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     SegmentArgument,
@@ -184,7 +184,7 @@ def _start_control(session: WatchSession, writer: TraceWriter) -> CaptureControl
     title = type(session.context.model).__name__
     info = CaptureInfo("watch", title, str(writer.recording_path))
     running = CaptureControl(info, levels, is_served=True, serving=None, report=print_message)
-    levels.attach(session)
+    session.use_levels(levels)
     session.barrier = running.barrier
     running.attach_recorder(session.recorder)
     running.start()

@@ -23,7 +23,7 @@ from flexinspect.records.step import GenerationRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.sessions.capture_session import CaptureSession
-from flexinspect_hooks.sessions.captured_run import SessionLevels
+from flexinspect_hooks.sessions.session_levels import SessionLevels
 
 NEW = 8
 PAUSE_S = 1.0
@@ -170,7 +170,7 @@ def test_a_session_attached_after_a_level_change_gets_the_new_level(tmp_path: Pa
     levels.set_layers("1")
     writer = TraceWriter.create(tmp_path / "late.flextrace", {})
     with CaptureSession(model, writer, level="basic") as session:
-        levels.attach(session)
+        session.use_levels(levels)
         session.begin_generation(GenerationRecord(0, "late", "not declared", "contiguous", (), ()))
         model(torch.tensor([ids(9, 3)]))
         assert session._step is not None

@@ -31,7 +31,7 @@ from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
 from flexinspect_hooks.loading.model_loader import LoadedModel, load
 from flexinspect_hooks.sessions.capture_session import CaptureSession
-from flexinspect_hooks.sessions.captured_run import SessionLevels
+from flexinspect_hooks.sessions.session_levels import SessionLevels
 
 NEW = 8
 
@@ -198,7 +198,7 @@ def test_commands_are_events_of_the_trace(new_run: Callable[..., Run]) -> None:
         Fork(at(1), token_id=300),
         EditMask(at(0), (MaskEdit("see", segments=(5, 1)),)),
         Restore(at(6)),
-        then=lambda: len(barrier.results) == 2 and SessionLevels("basic").attach(run.session),
+        then=lambda: len(barrier.results) == 2 and run.session.use_levels(SessionLevels("basic")),
     )
     reader = run.go(barrier)
     events = {row.event.kind: row.event for row in reader.events()}
