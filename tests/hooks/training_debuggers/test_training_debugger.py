@@ -262,14 +262,14 @@ def test_a_step_without_gradients_is_a_step() -> None:
 def test_a_debugger_failure_is_logged_and_the_training_goes_on(
     lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexinspect_hooks.training_debuggers import measurements
+    from flexinspect_hooks.training_debuggers import training_debugger
 
     def broken(model: nn.Module, level: DebugLevel) -> None:
         raise RuntimeError("no norms here")
 
     training, debugger = Training(), TrainingDebugger()
     with monkeypatch.context() as patch:
-        patch.setattr(measurements, "gradients_of", broken)
+        patch.setattr(training_debugger, "gradients_of", broken)
         info = debugger.monitor_training_step(training.model, training.loss(), 3)
     assert (info.step, info.gradient_norm) == (3, None)
     assert lines.messages == ["Step 3 could not be checked: RuntimeError: no norms here"]
