@@ -89,9 +89,9 @@ class ControlTargets(Struct):
     """The parts of a process that commands act on; commands to a part that is None are refused.
 
     `estimate_cost` returns the cost of a restore, fork or edit, and raises `FlexInspectError` if it
-    is not possible. It is called from the server's thread while the model may run, so it must not
-    change anything. The number of the command is 0 as long as it is not accepted. Whoever sets it
-    carries out the commands that `StepBarrier.between_steps` and `StepBarrier.hold` return.
+    is not possible. The server's thread calls it while the model may run, so it must not change
+    anything. A command has the number 0 until it is accepted. The code that sets `estimate_cost`
+    also executes the commands that `StepBarrier.between_steps` and `StepBarrier.hold` return.
     """
 
     barrier: StepBarrier
