@@ -124,7 +124,7 @@ def _with_generation(finding: Finding, generation: int) -> Finding:
 
 def _proved_generation(reader: TraceReader, proof: Proof, numbers: list[int]) -> int:
     """Return the generation that a proof belongs to, the first one if that is unknown."""
-    sample, prompt_hash = proof.facts.get("sample"), proof.facts.get("fed")
+    sample, prompt_hash = proof.facts.get("sample"), proof.facts.get("prompt_hash")
     if sample is not None:
         for row in reader.generations():
             if row.sample_id == sample:

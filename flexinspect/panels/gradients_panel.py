@@ -84,7 +84,7 @@ class GradientsData(Struct, frozen=True):
     place: TracePlace
     record: GradientRecord
     token: str
-    rival: str
+    runner_up: str
     window: TokenWindow
     shares: tuple[SegmentShare, ...]
     columns: tuple[str, ...]
@@ -170,7 +170,7 @@ def format_title(data: GradientsData) -> str:
     record = data.record
     value = format_number(record.value)
     if record.target == "margin":
-        return f"margin {value} of {data.token} to {data.rival}, step {record.step}"
+        return f"margin {value} of {data.token} to {data.runner_up}, step {record.step}"
     return f"log-probability {value} of {data.token}, step {record.step}"
 
 
@@ -279,11 +279,11 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
                 f"No gradients are recorded for step {place.step}.",
                 f"These steps have some: {shown}.",
             )
-        rival = ""
+        runner_up = ""
         if record.runner_up_id is not None:
             candidates = reader.candidates(place.generation, place.step, branch)
             texts = (_quote(c.text) for c in candidates if c.token_id == record.runner_up_id)
-            rival = next(texts, f"token {record.runner_up_id}")
+            runner_up = next(texts, f"token {record.runner_up_id}")
         segments = tuple(reader.segments(place.generation, place.branch))
         chosen = reader.step_tokens(place.generation, place.step, branch)
         columns, rows = gradient_norms(record)
@@ -291,7 +291,7 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
             place=place,
             record=record,
             token=_quote(chosen[0].text if chosen else f"token {record.token_id}"),
-            rival=rival,
+            runner_up=runner_up,
             window=load_token_window(source, place, reach),
             shares=segment_shares(record, segments),
             columns=columns,

@@ -102,14 +102,15 @@ class CallRecord(Struct, frozen=True):
     """One attention call of one layer in one step.
 
     `path` is one of `PATHS`, `backend` the name under which transformers dispatched it, `mask` the
-    fingerprint of the received mask (None when the kernel received no mask). `gate` is the result
-    of the LSE check: the largest deviation from 1, over heads, of the newest row's attention summed
-    over the executed mask (None when it was not computed); `gate_kind` is how it was computed:
-    "lse" or "output". A `softcap` c replaces each scaled score by c * tanh(score / c), before the
-    mask. Only for user code: `handed` describes the mask passed to the layer (None when its kernel
-    received the same), and `swallowed` the suppressed exception of the call (None when there was
-    none). `causal` is the layer's own `is_causal` (None when it has none), `window` the number of
-    keys in its sliding window (None without one).
+    fingerprint of the received mask (None when the kernel received no mask). `lse_error` is the
+    result of the LSE check: the largest deviation from 1, over heads, of the newest row's attention
+    summed over the executed mask (None when it was not computed); `check_kind` is how it was
+    computed: "lse" or "output". A `softcap` c replaces each scaled score by c * tanh(score / c),
+    before the mask. `causal` is the layer's own `is_causal` (None when it has none), `window` the
+    number of keys in its sliding window (None without one). Only for user code:
+    `mask_passed_to_layer` describes the mask passed to the layer (None when its kernel received the
+    same), and `suppressed_exception` the exception of the call that was suppressed (None when there
+    was none).
     """
 
     layer: int
@@ -217,9 +218,9 @@ class MaskRecord(Struct, frozen=True):
       same weight, so `cells` has them open.
     * `partial` and `full`, bool (heads, row blocks, key blocks): the block tables. `full` is None
       when no block is full; both are None at level basic for a decode row.
-    * `ruled`, uint8 (1 or heads, row blocks, key blocks): what the mask_mod alone opens of each
-      block: 0 nothing, 1 some, 2 all of its cells. Only for compiled calls, whose `cells` follow
-      the block tables.
+    * `mask_mod_blocks`, uint8 (1 or heads, row blocks, key blocks): what the mask_mod alone opens
+      of each block: 0 nothing, 1 some, 2 all of its cells. Only for compiled calls, whose `cells`
+      follow the block tables.
     """
 
     fingerprint: str

@@ -40,15 +40,16 @@ class GradientRecord(Struct, frozen=True):
     """Gradients of one generated token: of its log-probability, or of its margin to the next best.
 
     They come from a separate forward over the whole sequence before the token, without a cache.
-    `value` is the differentiated quantity, `scale` the norm of its gradient at the logits, `rival`
-    the other token id of a margin. `gate` is the largest difference between the logits of this
-    forward and the recorded ones, relative to the largest recorded logit; above `tolerance` (or
-    NaN) this forward is not what ran, and nothing else is recorded. `n_unreached` parameters have
-    no influence on the token; those of layers that are unreached as a whole are in `stats`, with 0.
-    `anomaly` is the message of autograd's anomaly mode. `tokens` is float (2, positions): gradient
-    times input, and the norm of the gradient, at each token's embedding. `layers` is float
-    (layers + 1,): the norms at the embeddings and at each layer's output, 0 where no gradient
-    arrives, NaN for layers without attention.
+    `value` is the differentiated quantity, `scale` the norm of its gradient at the logits,
+    `runner_up_id` the other token id of a margin. `logits_error` is the largest difference between
+    the logits of this forward and the recorded ones, relative to the largest recorded logit; above
+    `tolerance` (or NaN) this forward is not what ran, and nothing else is recorded.
+
+    `n_unreached` parameters have no influence on the token; those of layers that are unreached as a
+    whole are in `stats`, with 0. `anomaly` is the message of autograd's anomaly mode. `tokens` is
+    float (2, positions): gradient times input, and the norm of the gradient, at each token's
+    embedding. `layers` is float (layers + 1,): the norms at the embeddings and at each layer's
+    output, 0 where no gradient arrives, NaN for layers without attention.
     """
 
     generation: int

@@ -126,11 +126,11 @@ def test_full_blocks_that_the_spec_closes_are_found() -> None:
 
 
 def test_a_compiled_call_is_compared_by_the_block_states_of_its_mask_mod() -> None:
-    ruled = np.array([[[1, 0, 0], [2, 1, 0], [2, 2, 1]]], np.uint8)
+    opened = np.array([[[1, 0, 0], [2, 1, 0], [2, 2, 1]]], np.uint8)
     tables = algebra.block_tables(ISOLATION, 384, 384)
     cells = executed_mask(algebra.causal().dense(384), tables, (128, 128), compiled=True)[None]
     stale = find_stale_blocks(
-        record(ISOLATION, 384, cells=cells, compiled=True, mask_mod_blocks=ruled)
+        record(ISOLATION, 384, cells=cells, compiled=True, mask_mod_blocks=opened)
     )
     assert stale is not None
     assert np.argwhere(stale.missing).tolist() == [[0, 2, 0]]

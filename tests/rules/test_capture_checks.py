@@ -350,7 +350,7 @@ def test_a_process_that_dies_in_compiled_flex(
     (found,) = died(tmp_path, "inside", signal.SIGSEGV, monkeypatch)
     assert found.severity is Severity.ERROR
     assert found.sentence == (
-        "The program was ended by SIGSEGV: it had entered flex (compiled, score rule with captured "
+        "The program was ended by SIGSEGV: it had entered flex (compiled, score_mod with captured "
         "tensor) outside of a model (8 rows, 8 keys), which did not return."
     )
     assert found.why
@@ -424,7 +424,7 @@ def test_a_logger_outside_of_a_model() -> None:
 @pytest.mark.slow
 def test_a_compiled_call_that_kills_the_process() -> None:
     crash = one(found_in_trace(ran_case("l01_compiled_crash")[1]), "observer.crash")
-    assert "flex (compiled, score rule with captured tensor)" in crash.sentence
+    assert "flex (compiled, score_mod with captured tensor)" in crash.sentence
 
 
 @pytest.mark.slow

@@ -321,7 +321,7 @@ def test_a_crash_is_said_with_the_call_that_did_not_return() -> None:
     with open_trace(out) as reader:
         (finding,) = [one for one in reader.findings() if one.id == "observer.crash"]
     assert finding.severity is Severity.ERROR
-    assert "entered flex (compiled, score rule with captured tensor)" in finding.sentence
+    assert "entered flex (compiled, score_mod with captured tensor)" in finding.sentence
     assert "which did not return" in finding.sentence
 
 

@@ -156,7 +156,7 @@ def test_a_scale_that_own_code_does_not_keep(
 
 
 def scoring(rule: Callable[[float], Any], scale: Callable[[float], float | None]) -> Any:
-    """Register flex with a score rule and a scale, each made from the scale that was asked for."""
+    """Register flex with a score_mod and a scale, each made from the scale that was asked for."""
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         made = create_block_mask(

@@ -168,7 +168,7 @@ def test_pieces_that_are_longer_alone_are_a_note(ask: Look, tokenizer: Any) -> N
     joined = tokenizer(" ".join([*QUESTIONS, "Answer:"]))["input_ids"]
     finding = one(ask(joined, QUESTIONS), "segments.drift")
     assert finding.severity is Severity.NOTE
-    assert finding.evidence["tokens alone and fed"] == [[7, 7], [8, 8], [6, 7]]
+    assert finding.evidence["tokens alone and in the prompt"] == [[7, 7], [8, 8], [6, 7]]
 
 
 def test_one_border_off_its_line_is_named(

@@ -43,7 +43,7 @@ def attend(self, block_mask, hidden_states, position_embeddings, **kwargs):
 
 
 def rule(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx  # in the mask rule
+    return q_idx >= kv_idx  # in the mask_mod
 
 
 def made():

@@ -147,19 +147,19 @@ def find_stale_blocks(mask: MaskRecord) -> StaleBlocks | None:
     visited, full = _visited_blocks(mask), mask.full
     if visited is None:
         return None
-    ruled, cells, size_q, size_kv = mask.mask_mod_blocks, mask.cells, mask.block_q, mask.block_kv
+    opened, cells, size_q, size_kv = mask.mask_mod_blocks, mask.cells, mask.block_q, mask.block_kv
     if not mask.compiled:  # the cells of an uncompiled call are those of its mask_mod
         if cells is None or size_q is None or size_kv is None:
             return None
         starts = range(0, cells.shape[1], size_q)
         rows = [block_row_states(cells[:, row : row + size_q], size_q, size_kv) for row in starts]
-        ruled = np.stack(rows, axis=1)
-    if ruled is None or ruled.shape[1:] != visited.shape[1:]:
+        opened = np.stack(rows, axis=1)
+    if opened is None or opened.shape[1:] != visited.shape[1:]:
         return None
-    if len(visited) not in (1, len(ruled)) and len(ruled) != 1:
+    if len(visited) not in (1, len(opened)) and len(opened) != 1:
         return None
-    missing = (ruled > 0) & ~visited
-    extra = np.zeros_like(missing) if full is None else full & (ruled < 2)
+    missing = (opened > 0) & ~visited
+    extra = np.zeros_like(missing) if full is None else full & (opened < 2)
     return StaleBlocks(missing, extra) if missing.any() or extra.any() else None
 
 

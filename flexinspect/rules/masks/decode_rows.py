@@ -370,7 +370,7 @@ class RowRolesRule(Rule):
     prompt is checked once; a generated row that sees all keys costs one look-up.
     """
 
-    name = "roles"
+    name = "row_roles"
     findings = finding_kinds("decode.prompt-row-generated", "decode.generated-row-isolated")
 
     def on_generation_start(self, context: RuleContext) -> None:

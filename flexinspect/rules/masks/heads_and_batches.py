@@ -191,7 +191,7 @@ PadCounts = npt.NDArray[np.int64]
 class BatchPaddingRule(Rule):
     """Compares what the newest row of each sequence sees with where its padding ends."""
 
-    name = "paddings"
+    name = "batch_padding"
     streams = ("inputs.mask", "inputs.ids")
     findings = finding_kinds("mask.batch-padding")
 

@@ -36,7 +36,7 @@ class UnreadKeysRule(Rule):
     an unrecorded mask.
     """
 
-    name = "columns"
+    name = "unread_keys"
     streams = ("inputs.mask", "attention.mass")
     findings = finding_kinds("mask.orphan-key", "segments.unused")
 

@@ -139,7 +139,7 @@ class BorderCheck:
         if fault.offsets:
             evidence |= {"shift": fault.offsets[0], "offsets": list(fault.offsets)}
         if fault.id == "segments.drift":
-            evidence["tokens alone and fed"] = list(map(list, self._prompt.token_lengths))
+            evidence["tokens alone and in the prompt"] = list(map(list, self._prompt.token_lengths))
         return self._rule.finding(
             step,
             fault.id,

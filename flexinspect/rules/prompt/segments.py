@@ -61,7 +61,7 @@ class _TruncatedPiece(NamedTuple):
 class PromptRule(Rule):
     """Reports where the declared segments differ from the input tokens or the executed mask."""
 
-    name = "fed"
+    name = "prompt"
     findings = finding_kinds(
         "segments.shifted",
         "segments.drift",
@@ -382,7 +382,10 @@ class PromptRule(Rule):
             f"prompt they have {lengths_joined}. Borders summed from the pieces are off by up to "
             f"{plural(worst, 'token')}."
         )
-        evidence = {"tokens alone and fed": [list(pair) for pair in pairs], "worst": worst}
+        evidence = {
+            "tokens alone and in the prompt": [list(pair) for pair in pairs],
+            "worst": worst,
+        }
         yield self._prompt_finding("segments.drift", sentence, (), evidence)
 
     def _reordered(self) -> Iterator[Finding]:

@@ -42,7 +42,7 @@ class _GenerationRun(Struct):
 class SamePromptRule(Rule):
     """Compares a finished generation with an earlier one of the same prompt."""
 
-    name: ClassVar[str] = "twins"
+    name: ClassVar[str] = "same_prompt"
     streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
     findings = finding_kinds(SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS)
 

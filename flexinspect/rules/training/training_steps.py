@@ -55,7 +55,7 @@ a few switches of the interpreter lock (5 ms each).
 class TrainingRule(Rule):
     """Checks each optimizer step; one finding of each kind, at its first step."""
 
-    name: ClassVar[str] = "trainingsteps"
+    name: ClassVar[str] = "training_steps"
     findings = finding_kinds(
         *(LOSS_NAN, LOSS_SPIKE, GRADIENT_EXPLOSION, GRADIENT_VANISHING, DEAD_PARAMETERS),
         *(LEARNING_RATE, NAN_GRADIENT, FP16_OVERFLOW, SCALER_SKIPS, LOADER_BOUND),

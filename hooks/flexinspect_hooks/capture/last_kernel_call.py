@@ -57,10 +57,10 @@ def _describe_call(score_mod: Any, block_mask: Any) -> str:
 
         parts = ["compiled"]
         if score_mod is not None:
-            parts.append(f"score rule{_captured_tensors_text(score_mod)}")
+            parts.append(f"score_mod{_captured_tensors_text(score_mod)}")
         if mask_mod is not None:
             name = mask_mod_name(mask_mod)
-            parts.append(f"mask rule {name}{_captured_tensors_text(mask_mod)}")
+            parts.append(f"mask_mod {name}{_captured_tensors_text(mask_mod)}")
         _descriptions[key] = f"flex ({', '.join(parts)})"
     return _descriptions[key]
 

@@ -164,7 +164,7 @@ class Differentiator:
         with patch, GradientObserver(self._model, self._blocks) as observer, torch.enable_grad():
             logits = self._forward(context)
             distance = logits_distance(sampled, logits)
-            value, rival, scale, unit = target_gradient(logits, sampled.token_id, spec.target)
+            value, runner_up, scale, unit = target_gradient(logits, sampled.token_id, spec.target)
             if distance <= sampled.tolerance:
                 inputs = [*observer.parameters, *observer.leaves]
                 gradients = torch.autograd.grad(logits, inputs, unit, allow_unused=True)
@@ -184,7 +184,7 @@ class Differentiator:
             tolerance=sampled.tolerance,
             wall_ms=0.0,
             branch=context.branch,
-            runner_up_id=rival,
+            runner_up_id=runner_up,
             n_unreached=n_unreached,
             stats=tuple(
                 replace(stat, norm=stat.norm * factor, max=stat.max * factor)
@@ -242,18 +242,18 @@ def target_gradient(
     with a probability near 1 is so small that it would be lost in the model's dtype.
     """
     row = logits.detach().double().requires_grad_(True)
-    rival = None
+    runner_up = None
     if target == "margin":
         others = row.detach().clone()
         others[token_id] = -torch.inf
-        rival = int(others.argmax())
-        value = row[token_id] - row[rival]
+        runner_up = int(others.argmax())
+        value = row[token_id] - row[runner_up]
     else:
         value = torch.log_softmax(row, -1)[token_id]
     (gradient,) = torch.autograd.grad(value, row)
     scale = float(gradient.norm())
     unit = gradient / scale if 0 < scale < math.inf else gradient
-    return float(value.detach()), rival, scale, unit.to(logits.dtype)
+    return float(value.detach()), runner_up, scale, unit.to(logits.dtype)
 
 
 def _token_norms(observer: GradientObserver, factor: float) -> Array | None:

@@ -131,7 +131,11 @@ class _CallWatcher:
         self.proof = replace(
             proof,
             lines=(head, *proof.lines),
-            facts={**proof.facts, "program": self._job.program, "fed": ids_digest(call.ids)},
+            facts={
+                **proof.facts,
+                "program": self._job.program,
+                "prompt_hash": ids_digest(call.ids),
+            },
         )
         raise _ProofMadeError
 

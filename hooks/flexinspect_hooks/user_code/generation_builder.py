@@ -304,7 +304,7 @@ class GenerationBuilder:
             generation=place.generation,
             sample_id=f"forward {place.generation}",
             mask="not declared" if mask is None else getattr(mask, "name", str(mask)),
-            positions="contiguous" if is_contiguous else "as fed",
+            positions="contiguous" if is_contiguous else "as passed",
             segments=segments,
             tokens=tuple(
                 token_record(tokenizer, pos, *token, segment_index(segments, pos))

@@ -17,7 +17,7 @@ from support.debugged import Debugged, breakpoints, eventually, line_of, plain_o
 from flexinspect.trace.file.side_files import read_stop
 from flexinspect.trace.reader import open_trace
 
-FORWARD, RULE = "# in the patched forward", "# in the mask rule"
+FORWARD, RULE = "# in the patched forward", "# in the mask_mod"
 
 
 @pytest.fixture(scope="module")

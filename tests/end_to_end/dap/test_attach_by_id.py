@@ -13,7 +13,7 @@ from flexinspect.launch.vscode_config import GDB_SYMBOL_FILTER, attach_problems
 from flexinspect.trace.file.side_files import read_stop
 from flexinspect.trace.reader import open_trace
 
-FORWARD, RULE = "# in the patched forward", "# in the mask rule"
+FORWARD, RULE = "# in the patched forward", "# in the mask_mod"
 
 
 @pytest.mark.skipif(bool(attach_problems()), reason=" ".join(attach_problems()))

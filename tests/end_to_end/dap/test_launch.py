@@ -18,7 +18,7 @@ from support.debugged import (
 
 from flexinspect.trace.reader import open_trace
 
-RULE = "# in the mask rule"
+RULE = "# in the mask_mod"
 
 
 def test_a_launched_run_is_debugged_in_its_capture_process(tmp_path: Path) -> None:

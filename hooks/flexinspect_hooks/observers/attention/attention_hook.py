@@ -267,7 +267,7 @@ class AttentionHook(Hook):
         reports_equal = not self.is_standalone
         record_batch_rows(values, kept.masks, step, draft, reports_equal=reports_equal)
         rows = merge_group_results(values, len(kept.calls))
-        errors = rows["gate"].tolist() if rows else []
+        errors = rows["lse_error"].tolist() if rows else []
         lost = _report_lost_rows(values, kept.calls, step, draft)
         for index, call in enumerate(kept.calls):
             call["mask"] = kept.masks[call["mask"]].fingerprint

@@ -25,7 +25,7 @@ class CapturedMask(Struct):
     heads share it; None at level basic and for masks that are too large. `averaged`, bool (1 or
     heads, q_len), marks rows of a float mask that are at its lowest float throughout. `bias` (1 or
     heads, kv_len) is what a dense mask adds to the scores of the newest row, 0 where closed.
-    `ruled` is how much of each block the mask_mod of a compiled call opens, as in `MaskRecord`.
+    `mask_mod_blocks` is what the mask_mod of a compiled call opens, as in `MaskRecord`.
     These four tensors are dropped before the writer thread gets the mask and sets `fingerprint`.
     """
 
@@ -44,12 +44,12 @@ class CapturedMask(Struct):
     cells: Tensor | None = None
     averaged: Tensor | None = None
     bias: Tensor | None = None
-    ruled: Tensor | None = None
+    mask_mod_blocks: Tensor | None = None
     fingerprint: str = ""
 
     def drop_tensors(self) -> None:
         """Drop the tensors; the writer thread gets them through the buffer."""
-        self.cells = self.averaged = self.bias = self.ruled = None
+        self.cells = self.averaged = self.bias = self.mask_mod_blocks = None
 
 
 class AttentionCall(Struct, eq=False):

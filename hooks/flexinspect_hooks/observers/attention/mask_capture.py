@@ -89,7 +89,7 @@ class MaskStore:
         if step.level == "basic" or mask.q_len * mask.kv_len > MAX_CELLS:
             return mask
         mask.cells = _executed(ref, mask, self._indices)
-        for name in ("cells", "averaged", "ruled"):
+        for name in ("cells", "averaged", "mask_mod_blocks"):
             if (tensor := getattr(mask, name)) is not None:
                 buffer.put(f"mask.{number}.{name}", tensor)
         return mask
@@ -110,7 +110,7 @@ class MaskStore:
             uniform_rows=_merge_equal_heads(averaged if np.any(averaged) else None),
             partial=partial,
             full=full,
-            mask_mod_blocks=arrays.get("ruled"),
+            mask_mod_blocks=arrays.get("mask_mod_blocks"),
         )
         mask.fingerprint = fingerprint = _fingerprint(record, mask)
         if fingerprint not in self._stored:
@@ -207,7 +207,7 @@ def _executed(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) ->
         cells = _mask_mod_cells(received, heads, mask.q_len, mask.kv_len, indices)
         if cells is None or not mask.compiled:
             return cells
-        mask.ruled = _mask_mod_blocks(cells, received)
+        mask.mask_mod_blocks = _mask_mod_blocks(cells, received)
         return _compiled_cells(cells, received, heads)
     if isinstance(received, Tensor) and received.dim() >= 2:
         return _dense_cells(ref, mask, indices)

@@ -50,9 +50,9 @@ class SegmentAttentionReducer:
         return self._segments[:n_keys]
 
     def reduce(self, refs: Sequence[AttentionCall], kv_after: int, buffer: StepBuffer) -> None:
-        """Put mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
+        """Put mass (layers, heads, segments), lse and entropy (layers, heads), lse_error (layers).
 
-        `gate` is the error of the LSE check. Sets `check_kind` of each call whose row can be
+        `lse_error` is the error of the LSE check. Sets `check_kind` of each call whose row can be
         recomputed.
         """
         groups: dict[tuple[Any, ...], list[int]] = {}
@@ -116,7 +116,7 @@ def _can_recompute(ref: AttentionCall) -> bool:
 
 
 def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
-    """Return mass, lse, entropy and gate of all calls in call order, from the groups' results."""
+    """Return the rows of all calls in call order, from the results of the groups."""
     out: dict[str, Array] = {}
     for key, part in with_prefix(values, _ATTENTION_PREFIX).items():
         name, _, members = key.partition("/")
@@ -237,7 +237,7 @@ def _reduce_rows(
     outputs: Any = None,
     recomputed: Any = None,
 ) -> dict[str, Any]:
-    """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
+    """Return mass (layers, heads, segments), lse and entropy (layers, heads), lse_error (layers).
 
     `scores` is (layers, q heads, keys); without it they are computed from `queries` (layers, kv
     heads, group, D) and one key (kv heads, keys, D) per layer. Keys are read in place, one batched
@@ -260,12 +260,12 @@ def _reduce_rows(
     # one product: running sums between borders take five times as long.
     out = {"mass": xp.matmul(weights, inside), "lse": lse, "entropy": shift * total - spread}
     if outputs is None:
-        out["gate"] = xp.amax(xp.abs(total - xp.where(has_keys, 1.0, 0.0)), axis=-1)
+        out["lse_error"] = xp.amax(xp.abs(total - xp.where(has_keys, 1.0, 0.0)), axis=-1)
     else:
         if values is not None:
             recomputed = layer_products(xp, grouped(weights, values), values)
         recomputed = xp.where(has_keys[..., None], recomputed, 0.0)
-        out["gate"] = output_error(xp, recomputed, outputs)
+        out["lse_error"] = output_error(xp, recomputed, outputs)
     if deferred is not None and deferred.were_modified():
         return {f"{_LOST_PREFIX}{suffix}": xp.ones(())}
     return {f"{_ATTENTION_PREFIX}{name}{suffix}": value for name, value in out.items()}
