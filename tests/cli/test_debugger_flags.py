@@ -81,7 +81,8 @@ def test_our_own_generation_waits_for_a_client_and_stops_in_a_rule_of_the_users(
     rules.write_text("def window(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n", "utf-8")
     words = ("--mask", "my_rules:window", "--prompt", "One?", "--max-new-tokens", "2")
     words += ("--break", "step == 0", "--break", "entropy > -1 and step == 0")
-    with Debugged(tmp_path, *words, flags=("--debugpy", "0", "--wait-for-client")) as run:
+    flags = ("--debugpy", "0", "--wait-for-client")
+    with Debugged(tmp_path, *words, flags=flags, fresh=True) as run:
         port = run.port()
         assert "nothing runs before a client has attached" in run.said()
         eventually(lambda: f"waiting for a debugger on 127.0.0.1:{port}" in run.said())

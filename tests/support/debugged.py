@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from flexinspect.launch.vscode_config import CONFIGURATIONS
+from support import warm_python
 
 PATIENCE_S = 90.0
 
@@ -118,10 +118,18 @@ def eventually(what: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
 
 
 class Debugged:
-    """`flexinspect run` with debugpy, in a folder of its own."""
+    """`flexinspect run` with debugpy, in a folder of its own.
+
+    The processes are forked from one that has torch loaded, unless they are to be fresh: what is
+    debugged is the program, and importing torch under a debugger takes most of a test's time.
+    """
 
     def __init__(
-        self, folder: Path, *words: str, flags: Sequence[str] = ("--debugpy", "0")
+        self,
+        folder: Path,
+        *words: str,
+        flags: Sequence[str] = ("--debugpy", "0"),
+        fresh: bool = False,
     ) -> None:
         self.folder = folder
         self.program = folder / "program.py"
@@ -131,7 +139,8 @@ class Debugged:
         self.trace = folder / "t.flextrace"
         command = (sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace")
         self.errors = (folder / "errors").open("w+", encoding="utf-8")
-        self.process = subprocess.Popen(
+        start = subprocess.Popen if fresh else warm_python.Popen
+        self.process = start(
             (*command, *flags, *(words or (str(self.program), "on"))),
             cwd=folder,
             stdout=subprocess.PIPE,
@@ -192,13 +201,12 @@ def breakpoints(program: Path, *texts: str) -> Mapping[Path, list[int]]:
 
 def plain_output(program: Path) -> str:
     """Return what the program prints without us."""
-    done = subprocess.run(
+    done = warm_python.run(
         (sys.executable, program.name),
         cwd=program.parent,
-        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
         capture_output=True,
-        text=True,
         timeout=PATIENCE_S,
         check=True,
+        text=True,
     )
-    return done.stdout
+    return str(done.stdout)

@@ -54,8 +54,9 @@ IMPORTS = (
 PLUGINS = (plugins.HOOKS, plugins.RULES)
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 """No process asks the hub; huggingface_hub reads this when it is imported."""
-FLAGS = ("-P", "-u")
-"""Flags of Python that a forked process can follow."""
+DEBUGGED = ("-X", "frozen_modules=off")
+FLAGS = ("-P", "-u", *DEBUGGED)
+"""Flags of Python that a forked process can follow; all are forked from one that is debugged."""
 
 _FIRST_FD = 3
 _MAX_REQUEST_BYTES = 1 << 17
@@ -208,7 +209,7 @@ def _start_server() -> str:
     listener.listen()
     code = "from support import warm_python; warm_python.serve()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(listener.fileno()), address],
+        [sys.executable, *DEBUGGED, "-c", code, str(listener.fileno()), address],
         stdin=subprocess.PIPE,
         pass_fds=[listener.fileno()],
         # One thread, so that there is no thread pool that a fork would lose.

@@ -20,7 +20,11 @@ FORWARD, RULE = "# in the patched forward", "# in the mask_mod"
 def test_a_run_without_a_debugger_is_attached_to_twice_and_goes_on_untraced(tmp_path: Path) -> None:
     with Debugged(tmp_path, flags=()) as run:
         eventually(run.count)
-        (capture,) = psutil.Process(run.process.pid).children()
+        (capture,) = [
+            process
+            for process in psutil.process_iter(["cwd"])
+            if process.info["cwd"] == str(tmp_path) and process.pid != run.process.pid
+        ]
         by_id = configuration("attach by process id", processId=capture.pid)
         for place, name in ((RULE, "rule"), (FORWARD, "attend")):
             with adapter(dict([GDB_SYMBOL_FILTER])) as port, connected(port) as client:

@@ -38,7 +38,7 @@ def test_a_breakpoint_in_a_compiled_rule_is_passed_by_and_the_run_says_so_at_onc
     program = tmp_path / "compiled.py"
     program.write_text(PROGRAM, "utf-8")
     flags = ("--debugpy", "0", "--wait-for-client")
-    with Debugged(tmp_path, str(program), flags=flags) as run:
+    with Debugged(tmp_path, str(program), flags=flags, fresh=True) as run:
         with DapClient("127.0.0.1", run.port()) as client:
             client.begin(run.attach(), {program: [line_of("# the call")]})
             thread, _ = client.stopped()

@@ -6,7 +6,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import warm_python
 
 from flexinspect.trace.reader import open_trace
 
@@ -26,7 +26,7 @@ class Terminal:
     def __init__(self, folder: Path, *words: str) -> None:
         self._ours, theirs = pty.openpty()
         self.seen = ""
-        self.process = subprocess.Popen(
+        self.process = warm_python.Popen(
             (sys.executable, "-m", "flexinspect", "run", "--pdb", "--out", "t.flextrace", *words),
             cwd=folder,
             stdin=theirs,
