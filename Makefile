@@ -28,7 +28,7 @@ demo: setup ## answer two questions with the shipped model and step through what
 # the suite starts hundreds of processes, and each would compile the sources again.
 test: setup ## run the test suite
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
-		$(BIN)/python -m pytest -n 2 --dist loadfile
+		$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup ## run the tests that load no torch and start no process
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --fast

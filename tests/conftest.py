@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from support import warm_python
 from support.cases import SHARED
+from support.paths import TESTS
 
 RUNS_MODELS = re.compile(
     r"^\s*(?:import|from) (?:torch|transformers|subprocess|pty|flexinspect_hooks"
@@ -23,6 +24,9 @@ RUNS_MODELS = re.compile(
     re.M,
 )
 """What a test file imports that loads torch or starts a process."""
+
+
+SLOW_FOLDERS = ("cases", "cli", "docs", "end_to_end", "hooks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +40,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("--fast") and is_test:
         return RUNS_MODELS.search(collection_path.read_text("utf-8")) is not None or None
     return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that start processes, so that no worker ends with a long one."""
+    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in SLOW_FOLDERS)
 
 
 def pytest_configure(config: pytest.Config) -> None:

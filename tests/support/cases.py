@@ -20,7 +20,8 @@ SHARED = "FLEXINSPECT_TESTS_SHARED"
 
 COMPILES = ("b02_stale_tables", "l01_compiled_crash", "l01_compiled_does_not_build")
 
-ALONE = ("w01_bos_shift",)
+CRASHES = "l01_compiled_crash"
+ALONE = ("w01_bos_shift", CRASHES)
 """Captured, where nothing is declared, in a fresh interpreter; the others in a forked process."""
 
 
@@ -35,7 +36,7 @@ def ran_case(name: str, declare: str = "") -> tuple[Ran, Path]:
     with (folder / f"{key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not said.exists():
-            alone = name in COMPILES or (name in ALONE and not declare)
+            alone = name in ALONE and not declare
             run = _captured_alone if alone else capture
             said.write_text(json.dumps(asdict(run(CASES / f"{name}.py", trace, declare=declare))))
     return Ran(**json.loads(said.read_text())), trace

@@ -6,9 +6,8 @@ does what `subprocess.run` does, all but the seconds in which each of many proce
 torch and transformers. `Popen` is `subprocess.Popen`: pipes, signals, exit codes, sessions and
 process ids are real. The capture process of such a command is forked too.
 
-What a fresh interpreter loads, flags of Python, and code that compiles kernels in other processes
-are for tests that start one with `subprocess`; so is a command that this module does not know,
-which `Popen` passes on.
+What a fresh interpreter loads and flags of Python are for tests that start one with `subprocess`;
+so is a command that this module does not know, which `Popen` passes on.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ IMPORTS = (
     "torch._dynamo",
     "torch._dynamo.testing",
     "torch._higher_order_ops.flex_attention",
+    "torch._inductor.compile_fx",
     "torch.nn.attention.flex_attention",
     "transformers",
     "transformers.integrations.flex_attention",
@@ -218,6 +218,7 @@ def _start_server() -> str:
             "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
             **OFFLINE,
             "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # it compiles in the forked process itself
         },
     )
     listener.close()

@@ -49,7 +49,7 @@ def test_a_breakpoint_in_the_patched_forward_is_hit(run: Debugged, client: DapCl
     assert names[program - 1] == "main"
     # None of flexinspect's frames are outside of it, only those that forked the process.
     outside = {Path(frame["source"]["path"]).name for frame in stack[program + 1 :]}
-    assert outside <= {"warm_python.py", "<string>"}
+    assert outside <= {"warm_python.py", "<string>"}, outside
 
     seen = client.variables(stack[0])
     assert seen["q"]["value"].startswith("1×4×12×8 float32 cpu  min ")
