@@ -46,6 +46,13 @@ def test_the_table_is_whole() -> None:
     assert all(len(row) == len(COLUMNS) - 1 for row in rows().values())
 
 
+def test_the_pages_say_what_the_kinds_say() -> None:
+    from tools.finding_pages import generated_pages
+
+    for page, text in generated_pages().items():
+        assert page.read_text() == text, "run: python -m tools.finding_pages"
+
+
 @pytest.mark.parametrize("id_", KNOWN.finding_kinds)
 def test_a_finding_has_its_page_and_its_row(id_: str) -> None:
     page = FOLDER / f"{id_}.md"
