@@ -23,7 +23,7 @@ from flexinspect.trace.reader import open_trace
 PAGES = DOCS / "findings"
 PARTS = (
     *("**What it says.**", "**Why it matters.**", "**How to confirm.**", "**Likely fix.**"),
-    *("**How it is found, and the cost.**", "**Silent**", "**Public cases.**"),
+    *("**How it is found, and what it costs.**", "**Silent when.**", "**Public cases.**"),
 )
 
 
