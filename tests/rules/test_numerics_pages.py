@@ -38,6 +38,6 @@ def test_a_kind_of_finding_is_complete(finding_id: str) -> None:
 @pytest.mark.parametrize("finding_id", KINDS)
 def test_a_kind_of_finding_has_its_page(finding_id: str) -> None:
     page = (PAGES / f"{finding_id}.md").read_text(encoding="utf-8")
-    assert page.startswith(f"# {finding_id}\n")
+    assert page.startswith(f"# `{finding_id}`\n")
     for part in ("\n> ", "Why it matters", "How to confirm", "Likely fix", "Silent when"):
         assert part in page
