@@ -149,8 +149,9 @@ async def test_what_is_ahead_is_forgotten_when_the_trace_grows(trace: Path) -> N
         screen: Any = app.screen
         await pilot.press("right")
         await settle(pilot)
-        await pilot.pause(0.1)
         view = screen.slots.views()[0]
+        while view.loader._preloaded is None:
+            await asyncio.sleep(0.01)
         assert view.loader._preloaded[0][2] == screen.version
         screen.version += 1
         await settle(pilot)
