@@ -109,11 +109,8 @@ class ModelBreakpoints:
         self._checked = frozenset(to_text(seen) for seen in by_name)
         self._kinds_of = self._install(by_name)
         self._call_kinds = frozenset(s.kind for s in wanted) & {EMPTY_ROW, FALLBACK}
-        if (
-            self._call_kinds
-            or self._kinds_of
-            or any(needs_calls(met.expression) for met in self._breakpoints)
-        ):
+        calls_needed = any(needs_calls(met.expression) for met in self._breakpoints)
+        if self._call_kinds or self._kinds_of or calls_needed:
             self._context.on_call = partial(self._guard, self._on_call)
             self._context.on_kernel = partial(self._guard, self._on_kernel_call)
 
@@ -124,11 +121,7 @@ class ModelBreakpoints:
         found: dict[int, tuple[str, frozenset[str]]] = {}
         left = dict(by_name)
         for name, module in self._context.model.named_modules():
-            seen = [
-                one
-                for one in by_name
-                if one.module_pattern and matches_module(one.module_pattern, name)
-            ]
+            seen = [one for one in by_name if matches_module(one.module_pattern or "", name)]
             if not seen or not name:
                 continue
             kinds = frozenset(one.kind for one in seen)
@@ -163,13 +156,11 @@ class ModelBreakpoints:
         for kind in sorted(kinds, reverse=True):
             text = describe_bad_values(kind, output)
             if text:
-                self._add_observation(Observation(kind, name, layer, f"{text} of {name}"))
+                self._observe(kind, name, layer, f"{text} of {name}")
 
     def _on_kernel_call(self, done: KernelCall) -> None:
         """Handle the return of a kernel that the user's code called directly."""
-        if self._observed_step is None:
-            return
-        call = call_of_kernel(done, "direct")
+        call = None if self._observed_step is None else call_of_kernel(done, "direct")
         if call is not None:
             self._on_call(call)
 
@@ -186,9 +177,7 @@ class ModelBreakpoints:
         for kind in kinds:
             text = describe_bad_values(kind, call.output)
             if text:
-                self._add_observation(
-                    Observation(kind, name, layer, f"{text} of the attention in {name}")
-                )
+                self._observe(kind, name, layer, f"{text} of the attention in {name}")
         self._check_call(call, observed)
         self._evaluate()
 
@@ -198,31 +187,28 @@ class ModelBreakpoints:
             first = int(observed.values["kv_len"]) - call.query.shape[2]
             text = format_rows([first + row for row in rows])
             verb = "attend" if len(rows) > 1 else "attends"
-            self._add_observation(
-                Observation(EMPTY_ROW, self._name_of(call), layer, f"{text} {verb} to no key")
-            )
+            self._observe(EMPTY_ROW, self._name_of(call), layer, f"{text} {verb} to no key")
         if call.path.startswith("flex"):
             self._flex_layers.add(layer)
         elif FALLBACK in self._call_kinds and (
             call.suppressed_exception or layer in self._flex_layers
         ):
-            why = (
-                f"after {call.suppressed_exception}"
-                if call.suppressed_exception
-                else "where it ran FlexAttention before"
-            )
-            what = f"layer {layer} ran {call.path}, {why}"
-            self._add_observation(Observation(FALLBACK, self._name_of(call), layer, what))
+            why = "where it ran FlexAttention before"
+            if call.suppressed_exception:
+                why = f"after {call.suppressed_exception}"
+            text = f"layer {layer} ran {call.path}, {why}"
+            self._observe(FALLBACK, self._name_of(call), layer, text)
 
     def _name_of(self, call: AttentionCall) -> str:
         names = (name for name, one in self._context.model.named_modules() if one is call.module)
         return next(names, "")
 
-    def _add_observation(self, sighting: Observation) -> None:
-        if self._observed_step is not None and sighting not in self._observed_step.observed:
-            self._observed_step.observed.append(sighting)
-            if sighting.layer is not None:
-                self._observed_step.layers.setdefault(sighting.layer, {"layer": sighting.layer})
+    def _observe(self, kind: str, module: str, layer: int | None, text: str) -> None:
+        observed, observation = self._observed_step, Observation(kind, module, layer, text)
+        if observed is not None and observation not in observed.observed:
+            observed.observed.append(observation)
+            if layer is not None:
+                observed.layers.setdefault(layer, {"layer": layer})
             self._evaluate()
 
     def _guard(self, check: Callable[..., None], *args: Any) -> None:
