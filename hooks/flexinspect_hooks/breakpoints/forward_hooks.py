@@ -29,6 +29,7 @@ from flexinspect.breakpoints.grammar import (
     to_text,
 )
 from flexinspect.breakpoints.store import Breakpoint
+from flexinspect.core.text import plural
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, ObservedStep
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
@@ -149,14 +150,11 @@ class ModelBreakpoints:
         return int(number[1]) if number else None
 
     def _check_output(
-        self, name: str, layer: int | None, kinds: frozenset[str], output: Any
+        self, name: str, layer: int | None, kinds: frozenset[str], output: Any, part: str = ""
     ) -> None:
-        if self._observed_step is None:
-            return
         for kind in sorted(kinds, reverse=True):
-            text = describe_bad_values(kind, output)
-            if text:
-                self._observe(kind, name, layer, f"{text} of {name}")
+            if self._observed_step is not None and (text := describe_bad_values(kind, output)):
+                self._observe(kind, name, layer, f"{text} of {part}{name}")
 
     def _on_kernel_call(self, done: KernelCall) -> None:
         """Handle the return of a kernel that the user's code called directly."""
@@ -174,10 +172,7 @@ class ModelBreakpoints:
         known |= {"path": call.path, "q_len": call.query.shape[2], "kv_len": call.key.shape[2]}
         observed.checked |= self._call_kinds
         name, kinds = self._kinds_of.get(id(call.module), ("", frozenset()))
-        for kind in kinds:
-            text = describe_bad_values(kind, call.output)
-            if text:
-                self._observe(kind, name, layer, f"{text} of the attention in {name}")
+        self._check_output(name, layer, kinds, call.output, "the attention in ")
         self._check_call(call, observed)
         self._evaluate()
 
@@ -244,9 +239,12 @@ def describe_bad_values(kind: str, output: Any) -> str:
         flags = torch.isnan(tensor) if kind == NAN else torch.isinf(tensor)
         n = int(flags.sum())
         if n:
-            values = "value" if n == 1 else "values"
-            word = "NaN" if kind == NAN else "infinite"
-            return f"{n} {word} {values}{_describe_rows(flags)}"
+            values = plural(n, f"{'NaN' if kind == NAN else 'infinite'} value")
+            if flags.dim() != 3:
+                return values
+            rows = torch.nonzero(flags[0].any(-1)).flatten().tolist()
+            where = f"in {format_rows(rows)}" if rows else "(in another row of the batch)"
+            return f"{values} {where}"
     return ""
 
 
@@ -257,13 +255,6 @@ def _float_tensors(output: Any, depth: int = 0) -> Iterator[Tensor]:
     elif depth < _MAX_DEPTH and isinstance(output, tuple | list | dict):
         for one in output.values() if isinstance(output, dict) else output:
             yield from _float_tensors(one, depth + 1)
-
-
-def _describe_rows(flags: Tensor) -> str:
-    if flags.dim() != 3:
-        return ""
-    rows = torch.nonzero(flags[0].any(-1)).flatten().tolist()
-    return f" in {format_rows(rows)}" if rows else " (in another row of the batch)"
 
 
 def format_rows(rows: list[int]) -> str:

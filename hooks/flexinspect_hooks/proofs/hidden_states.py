@@ -48,7 +48,8 @@ def capture_points(model: nn.Module) -> tuple[CapturePoint, ...]:
     blocks = {layer: module for layer, (_, module) in found.items()}
     if not blocks:
         lists = (one for one in model.modules() if isinstance(one, nn.ModuleList))
-        blocks = dict(enumerate(max(lists, key=len, default=nn.ModuleList())))
+        longest = max(lists, key=lambda one: len(one), default=nn.ModuleList())
+        blocks = dict(enumerate(longest))
     if not blocks:
         raise UsageError(
             f"No decoder layers were found in {type(model).__name__}.",

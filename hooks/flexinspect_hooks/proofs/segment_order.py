@@ -13,7 +13,7 @@ from flexinspect.analysis.proof_results import ORDER, Proof, format_amount, proo
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding
-from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.prompt import SegmentKind
 from flexinspect_hooks.proofs.proof_subject import OnProgress, Subject
 
 Prompt = TypeVar("Prompt")
@@ -41,11 +41,13 @@ def check_order(subject: Subject) -> Proof:
     Raises `UsageError` if no two paraphrases have the same number of tokens.
     """
     named = [s for s in subject.scene.segments if s.kind is SegmentKind.PARAPHRASE]
-    swapped = [
-        (one.label, other.label, _swap_segments(subject.ids, one, other))
-        for one, other in combinations(named, 2)
-        if len(one) == len(other)
-    ]
+    swapped = []
+    for one, other in combinations(named, 2):
+        if len(one) == len(other):
+            ids = subject.ids.clone()
+            ids[0, one.start : one.stop] = subject.ids[0, other.start : other.stop]
+            ids[0, other.start : other.stop] = subject.ids[0, one.start : one.stop]
+            swapped.append((one.label, other.label, ids))
     if not swapped:
         raise UsageError(
             "No two segments have the same number of tokens, so none can be swapped in ids.",
@@ -110,13 +112,6 @@ def _order_finding(swaps: Sequence[_Swap], positions: str) -> Finding:
         )
     evidence = {"moved": worst.moved, "flipped": n_flipped, "positions": positions}
     return proof_finding(ORDER, sentence, evidence=evidence)
-
-
-def _swap_segments(ids: Tensor, one: Segment, other: Segment) -> Tensor:
-    swapped = ids.clone()
-    swapped[0, one.start : one.stop] = ids[0, other.start : other.stop]
-    swapped[0, other.start : other.stop] = ids[0, one.start : one.stop]
-    return swapped
 
 
 def newest_logits(model: nn.Module, n_rows: int, run: Callable[[], object]) -> Tensor:
