@@ -92,11 +92,8 @@ def _stop_variable(frame: FrameType, stop: StopReason) -> Iterator[None]:
     taken = {*frame.f_code.co_varnames, *frame.f_code.co_cellvars, *frame.f_code.co_freevars}
     # The variables of a module are its globals, which a stop must not replace.
     is_module = frame.f_locals is frame.f_globals
-    name = (
-        _FALLBACK_VARIABLE_NAME
-        if VARIABLE_NAME in taken or (is_module and VARIABLE_NAME in frame.f_globals)
-        else VARIABLE_NAME
-    )
+    is_taken = VARIABLE_NAME in taken or (is_module and VARIABLE_NAME in frame.f_globals)
+    name = _FALLBACK_VARIABLE_NAME if is_taken else VARIABLE_NAME
     frame.f_locals[name] = stop
     try:
         yield

@@ -267,11 +267,12 @@ def _cache_proof(
     by_ratio = sorted(done, key=lambda check: -float((check.differences / check.limits).max()))
     for check in sorted(by_ratio[:_MAX_STEP_LINES], key=lambda check: check.step):
         worst = int(np.argmax(check.differences / check.limits))
+        values = (check.differences[worst], check.limits[worst])
+        difference, limit = (format_amount(float(value)) for value in values)
+        verdict = "DIFFERS" if check.differing_layers else "rounding"
         lines.append(
-            f"  step {check.step}: at most {format_amount(float(check.differences[worst]))} of the "
-            f"row's norm (layer {numbers[worst]}), limit "
-            f"{format_amount(float(check.limits[worst]))}: "
-            f"{'DIFFERS' if check.differing_layers else 'rounding'}"
+            f"  step {check.step}: at most {difference} of the row's norm (layer "
+            f"{numbers[worst]}), limit {limit}: {verdict}"
         )
     differs = any(check.differing_layers for check in done)
     finding = (
