@@ -51,7 +51,7 @@ class _CellDifference(NamedTuple):
     The order is that of reporting: cells that are wrongly open or closed first, then by position.
     """
 
-    is_open_in_both: bool
+    same_visibility: bool
     row: int
     head: int
     key: int
@@ -102,13 +102,12 @@ class _KernelComparison(Struct):
         for wrong in (visibility, weight):
             if bool(wrong.any()):
                 row, head, key = wrong.transpose(0, 1).nonzero()[0].tolist()
-                weight_used, weight_drawn = (float(w[head, row, key]) for w in (kernel, drawn))
-                opens = bool(is_open[head, row, key])
-                differs = _CellDifference(
-                    *(opens == (weight_used != 0), row, head, start + key),
-                    *(weight_used, weight_drawn, opens),
+                cell = (head, row, key)
+                used, opens = float(kernel[cell]), bool(is_open[cell])
+                difference = _CellDifference(
+                    opens == (used != 0), row, head, start + key, used, float(drawn[cell]), opens
                 )
-                self.first = min(self.first or differs, differs)
+                self.first = min(self.first or difference, difference)
 
 
 def check_kernel(subject: Subject, *, drawn: Any = None, steps: int = 3) -> Proof:
