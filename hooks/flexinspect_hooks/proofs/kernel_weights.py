@@ -81,34 +81,6 @@ class _KernelComparison(Struct):
     first: _CellDifference | None = None
     skip_reason: str = ""
 
-    def add(
-        self,
-        start: int,
-        kernel: Tensor,
-        drawn: Tensor,
-        is_open: Tensor,
-        visibility: Tensor,
-        weight: Tensor,
-    ) -> None:
-        """Add the keys from `start` on; all tensors are (heads, rows, keys).
-
-        `visibility` are cells that are open in one and closed in the other, `weight` are cells
-        whose weights differ by more than rounding.
-        """
-        if self.largest is not None:
-            self.largest = max(self.largest, float((kernel - drawn).abs().nan_to_num().max()))
-        self.n_wrong += int((visibility | weight).sum())
-        self.n_visibility += int(visibility.sum())
-        for wrong in (visibility, weight):
-            if bool(wrong.any()):
-                row, head, key = wrong.transpose(0, 1).nonzero()[0].tolist()
-                cell = (head, row, key)
-                used, opens = float(kernel[cell]), bool(is_open[cell])
-                difference = _CellDifference(
-                    opens == (used != 0), row, head, start + key, used, float(drawn[cell]), opens
-                )
-                self.first = min(self.first or difference, difference)
-
 
 def check_kernel(subject: Subject, *, drawn: Any = None, steps: int = 3) -> Proof:
     """Compare the weights that each kernel call used with those that are drawn, cell by cell.
@@ -214,6 +186,7 @@ def _skip_reason(ref: AttentionCall, mask: CapturedMask) -> str:
 
 
 def _compare_weights(one: _KernelComparison, ref: AttentionCall, mask: CapturedMask) -> None:
+    """Add up the cells that are open in one and closed in the other, or differ in their weight."""
     reference, is_exact = _ReferenceWeights(ref, mask), not ref.unknown_scores
     one.largest = 0.0 if is_exact else None
     for start, kernel in _kernel_weights(ref):
@@ -228,7 +201,26 @@ def _compare_weights(one: _KernelComparison, ref: AttentionCall, mask: CapturedM
         else:
             kernel = torch.where(is_open, drawn, kernel)
         kernel = torch.where(reference.skipped & is_open, drawn, kernel)
-        one.add(start, kernel, drawn, is_open, visibility, weight)
+        if one.largest is not None:
+            one.largest = max(one.largest, float((kernel - drawn).abs().nan_to_num().max()))
+        one.n_wrong += int((visibility | weight).sum())
+        one.n_visibility += int(visibility.sum())
+        for wrong in (visibility, weight):
+            if wrong.any():
+                difference = _first_difference(wrong, start, kernel, drawn, is_open)
+                one.first = min(one.first or difference, difference)
+
+
+def _first_difference(
+    wrong: Tensor, start: int, kernel: Tensor, drawn: Tensor, is_open: Tensor
+) -> _CellDifference:
+    """The first of some wrong cells; all tensors are (heads, rows, keys from `start` on)."""
+    row, head, key = wrong.transpose(0, 1).nonzero()[0].tolist()
+    cell = (head, row, key)
+    used, opens = float(kernel[cell]), bool(is_open[cell])
+    return _CellDifference(
+        opens == (used != 0), row, head, start + key, used, float(drawn[cell]), opens
+    )
 
 
 def _kernel_weights(ref: AttentionCall) -> Iterator[tuple[int, Tensor]]:
