@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,37 +57,34 @@ class RunBreakpoints:
         is_debugged = job.debugger.is_requested or "pydevd" in sys.modules
         self._should_pause = job.on_break == "wait" or is_debugged
         self._takes_commands = job.control
-        self._end_action: EndRunAction | None = None
+        self._action: PauseAction | None = None
 
     def begin(self, recorder: Recorder) -> BreakpointEvaluator:
         """Return the evaluator of the breakpoints, once torch and the control server are up."""
         from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 
-        arguments = (self._control.barrier, self._notify, recorder.put)
-        if self._should_pause and self._takes_commands and not self._control.note:
-            return BreakpointEvaluator(self.store, PauseAction(*arguments), recorder.put)
-        self._end_action = EndRunAction(*arguments)
-        return BreakpointEvaluator(self.store, self._end_action, recorder.put)
+        can_pause = self._should_pause and self._takes_commands and not self._control.note
+        make_action = PauseAction if can_pause else EndRunAction
+        self._action = make_action(self._control.barrier, self._notify, recorder.put)
+        return BreakpointEvaluator(self.store, self._action, recorder.put)
 
     def stop_error(self) -> StoppedAtBreakpointError | None:
         """Return the error of a run that a breakpoint ended, otherwise None."""
-        if self._end_action is None or not self._end_action.hits:
+        hits = self._action.hits if isinstance(self._action, EndRunAction) else ()
+        if not hits:
             return None
-        reasons = "; ".join(hit.reason for hit in self._end_action.hits)
-        numbers = ", ".join(str(hit.id) for hit in self._end_action.hits)
-        return StoppedAtBreakpointError(
-            f"Stopped at breakpoint {numbers}, {reasons}.", hint=self._hint()
-        )
-
-    def _hint(self) -> str:
         if self._should_pause:
-            return "It could not pause there, because control is not available to continue it."
-        if not self._takes_commands:
-            return "With --no-control a paused run cannot be continued; [log] only records the hit."
-        return (
-            "To pause there instead, run it on a terminal or add --wait; "
-            "[log] after the condition only records the hit."
-        )
+            hint = "It could not pause there, because control is not available to continue it."
+        elif not self._takes_commands:
+            hint = "With --no-control a paused run cannot be continued; [log] only records the hit."
+        else:
+            hint = (
+                "To pause there instead, run it on a terminal or add --wait; "
+                "[log] after the condition only records the hit."
+            )
+        reasons = "; ".join(hit.reason for hit in hits)
+        numbers = ", ".join(str(hit.id) for hit in hits)
+        return StoppedAtBreakpointError(f"Stopped at breakpoint {numbers}, {reasons}.", hint=hint)
 
 
 def _loaded_finding_ids() -> Collection[str]:
@@ -153,7 +151,10 @@ class PauseAction:
         self._undelivered: deque[BreakpointHit] = deque()
 
     def arm(self, on: bool) -> None:
-        """Let the step barrier wait at each boundary until the previous step is evaluated."""
+        """Let the step barrier wait at each boundary until the previous step is evaluated.
+
+        Called from any thread, when breakpoints become enabled or disabled.
+        """
         self._barrier.wait_for_evaluation(on)
 
     def can_stop_in_forward(self) -> bool:
@@ -162,14 +163,17 @@ class PauseAction:
         return debugger is not None and bool(debugger.can_stop())
 
     def stop_in_forward(self, hit: BreakpointHit, frame: FrameType) -> None:
-        """Stop in the debugger, in the user's frame, or pause if it has detached."""
+        """Stop in the debugger, in the user's frame, or pause if it has detached.
+
+        Called in the model's thread; `frame` is where the hit was detected.
+        """
         debugger = _debugger_stops()
         facts = {**hit.event_data(), "step": hit.step}
         if debugger is None or not debugger.stop_in(frame, hit.sentence(), facts):
             self._pause([hit])
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
-        """Pause at the next boundary, for all hits of this step."""
+        """Pause at the next boundary, for all hits of this step. From the writer thread."""
         if not self.can_stop_in_forward():
             self._pause(hits)
             return
@@ -186,20 +190,22 @@ class PauseAction:
             f"Paused at {reason}. Continue with: flexinspect ctl continue --pid {os.getpid()} "
             "(Ctrl-C ends the run)"
         )
+        facts = hits[0].event_data()
         if all(hit.step is None for hit in hits):
             # Hit at the end of a generation, which no boundary may follow: record the hit now, and
             # pause if there is a boundary.
             self._record_hits(hits)
-            facts = hits[0].event_data()
-            self._barrier.pause_at_breakpoint(
-                reason, facts, "paused", lambda: self._notify(sentence)
-            )
-            return
-        self._barrier.pause_at_breakpoint(reason, hits[0].event_data())
-        self._notify(sentence)
+            notify = partial(self._notify, sentence)
+            self._barrier.pause_at_breakpoint(reason, facts, "paused", notify)
+        else:
+            self._barrier.pause_at_breakpoint(reason, facts)
+            self._notify(sentence)
 
     def deliver_hits(self, drain: Callable[[], None], frame: FrameType) -> None:
-        """Stop in the debugger for hits of earlier steps, which the barrier has waited for."""
+        """Stop in the debugger for hits of earlier steps, which the barrier has waited for.
+
+        Called in the model's thread before a step begins, and after the last one.
+        """
         while self._undelivered:
             self.stop_in_forward(self._undelivered.popleft(), frame)
 
@@ -231,14 +237,14 @@ class CallbackAction:
     must not pass through a forward.
     """
 
-    def __init__(self, callback: Callable[[BreakpointHit, FrameType], None]) -> None:
+    def __init__(self, callback: HitCallback) -> None:
         self._callback = callback
         self._undelivered: deque[BreakpointHit] = deque()
         self._error: BaseException | None = None
         self._is_armed = False
 
     def arm(self, on: bool) -> None:
-        """Evaluate each step before the next one begins."""
+        """Evaluate each step before the next one begins. Called from any thread."""
         self._is_armed = on
 
     def can_stop_in_forward(self) -> bool:
@@ -253,11 +259,11 @@ class CallbackAction:
             self._error = error
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
-        """Queue the hits, to call the function before the next step."""
+        """Queue the hits of a step, to call the function before the next step."""
         self._undelivered.extend(hits)
 
     def deliver_hits(self, drain: Callable[[], None], frame: FrameType) -> None:
-        """Call the function for hits of earlier steps."""
+        """Call the function for hits of earlier steps, after the evaluation of all of them."""
         if self._is_armed:
             drain()
         error, self._error = self._error, None
@@ -265,6 +271,10 @@ class CallbackAction:
             raise error
         while self._undelivered:
             self._callback(self._undelivered.popleft(), frame)
+
+
+StopAction = PauseAction | CallbackAction
+"""What happens at a hit."""
 
 
 def _debugger_stops() -> Any:

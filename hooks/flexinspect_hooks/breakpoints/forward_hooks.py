@@ -29,6 +29,7 @@ from flexinspect.breakpoints.grammar import (
     to_text,
 )
 from flexinspect.breakpoints.store import Breakpoint
+from flexinspect.core.text import plural
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, ObservedStep
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
@@ -109,11 +110,8 @@ class ModelBreakpoints:
         self._checked = frozenset(to_text(seen) for seen in by_name)
         self._kinds_of = self._install(by_name)
         self._call_kinds = frozenset(s.kind for s in wanted) & {EMPTY_ROW, FALLBACK}
-        if (
-            self._call_kinds
-            or self._kinds_of
-            or any(needs_calls(met.expression) for met in self._breakpoints)
-        ):
+        calls_needed = any(needs_calls(met.expression) for met in self._breakpoints)
+        if self._call_kinds or self._kinds_of or calls_needed:
             self._context.on_call = partial(self._guard, self._on_call)
             self._context.on_kernel = partial(self._guard, self._on_kernel_call)
 
@@ -124,11 +122,7 @@ class ModelBreakpoints:
         found: dict[int, tuple[str, frozenset[str]]] = {}
         left = dict(by_name)
         for name, module in self._context.model.named_modules():
-            seen = [
-                one
-                for one in by_name
-                if one.module_pattern and matches_module(one.module_pattern, name)
-            ]
+            seen = [one for one in by_name if matches_module(one.module_pattern or "", name)]
             if not seen or not name:
                 continue
             kinds = frozenset(one.kind for one in seen)
@@ -156,20 +150,15 @@ class ModelBreakpoints:
         return int(number[1]) if number else None
 
     def _check_output(
-        self, name: str, layer: int | None, kinds: frozenset[str], output: Any
+        self, name: str, layer: int | None, kinds: frozenset[str], output: Any, part: str = ""
     ) -> None:
-        if self._observed_step is None:
-            return
         for kind in sorted(kinds, reverse=True):
-            text = describe_bad_values(kind, output)
-            if text:
-                self._add_observation(Observation(kind, name, layer, f"{text} of {name}"))
+            if self._observed_step is not None and (text := describe_bad_values(kind, output)):
+                self._observe(kind, name, layer, f"{text} of {part}{name}")
 
     def _on_kernel_call(self, done: KernelCall) -> None:
         """Handle the return of a kernel that the user's code called directly."""
-        if self._observed_step is None:
-            return
-        call = call_of_kernel(done, "direct")
+        call = None if self._observed_step is None else call_of_kernel(done, "direct")
         if call is not None:
             self._on_call(call)
 
@@ -183,12 +172,7 @@ class ModelBreakpoints:
         known |= {"path": call.path, "q_len": call.query.shape[2], "kv_len": call.key.shape[2]}
         observed.checked |= self._call_kinds
         name, kinds = self._kinds_of.get(id(call.module), ("", frozenset()))
-        for kind in kinds:
-            text = describe_bad_values(kind, call.output)
-            if text:
-                self._add_observation(
-                    Observation(kind, name, layer, f"{text} of the attention in {name}")
-                )
+        self._check_output(name, layer, kinds, call.output, "the attention in ")
         self._check_call(call, observed)
         self._evaluate()
 
@@ -198,31 +182,28 @@ class ModelBreakpoints:
             first = int(observed.values["kv_len"]) - call.query.shape[2]
             text = format_rows([first + row for row in rows])
             verb = "attend" if len(rows) > 1 else "attends"
-            self._add_observation(
-                Observation(EMPTY_ROW, self._name_of(call), layer, f"{text} {verb} to no key")
-            )
+            self._observe(EMPTY_ROW, self._name_of(call), layer, f"{text} {verb} to no key")
         if call.path.startswith("flex"):
             self._flex_layers.add(layer)
         elif FALLBACK in self._call_kinds and (
             call.suppressed_exception or layer in self._flex_layers
         ):
-            why = (
-                f"after {call.suppressed_exception}"
-                if call.suppressed_exception
-                else "where it ran FlexAttention before"
-            )
-            what = f"layer {layer} ran {call.path}, {why}"
-            self._add_observation(Observation(FALLBACK, self._name_of(call), layer, what))
+            why = "where it ran FlexAttention before"
+            if call.suppressed_exception:
+                why = f"after {call.suppressed_exception}"
+            text = f"layer {layer} ran {call.path}, {why}"
+            self._observe(FALLBACK, self._name_of(call), layer, text)
 
     def _name_of(self, call: AttentionCall) -> str:
         names = (name for name, one in self._context.model.named_modules() if one is call.module)
         return next(names, "")
 
-    def _add_observation(self, sighting: Observation) -> None:
-        if self._observed_step is not None and sighting not in self._observed_step.observed:
-            self._observed_step.observed.append(sighting)
-            if sighting.layer is not None:
-                self._observed_step.layers.setdefault(sighting.layer, {"layer": sighting.layer})
+    def _observe(self, kind: str, module: str, layer: int | None, text: str) -> None:
+        observed, observation = self._observed_step, Observation(kind, module, layer, text)
+        if observed is not None and observation not in observed.observed:
+            observed.observed.append(observation)
+            if layer is not None:
+                observed.layers.setdefault(layer, {"layer": layer})
             self._evaluate()
 
     def _guard(self, check: Callable[..., None], *args: Any) -> None:
@@ -258,9 +239,12 @@ def describe_bad_values(kind: str, output: Any) -> str:
         flags = torch.isnan(tensor) if kind == NAN else torch.isinf(tensor)
         n = int(flags.sum())
         if n:
-            values = "value" if n == 1 else "values"
-            word = "NaN" if kind == NAN else "infinite"
-            return f"{n} {word} {values}{_describe_rows(flags)}"
+            values = plural(n, f"{'NaN' if kind == NAN else 'infinite'} value")
+            if flags.dim() != 3:
+                return values
+            rows = torch.nonzero(flags[0].any(-1)).flatten().tolist()
+            where = f"in {format_rows(rows)}" if rows else "(in another row of the batch)"
+            return f"{values} {where}"
     return ""
 
 
@@ -271,13 +255,6 @@ def _float_tensors(output: Any, depth: int = 0) -> Iterator[Tensor]:
     elif depth < _MAX_DEPTH and isinstance(output, tuple | list | dict):
         for one in output.values() if isinstance(output, dict) else output:
             yield from _float_tensors(one, depth + 1)
-
-
-def _describe_rows(flags: Tensor) -> str:
-    if flags.dim() != 3:
-        return ""
-    rows = torch.nonzero(flags[0].any(-1)).flatten().tolist()
-    return f" in {format_rows(rows)}" if rows else " (in another row of the batch)"
 
 
 def format_rows(rows: list[int]) -> str:

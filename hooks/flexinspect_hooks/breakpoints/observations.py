@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -39,6 +39,9 @@ from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord, StepRecord
 from flexinspect_hooks.capture.step_clock import StepContext
 
+if TYPE_CHECKING:
+    from flexinspect_hooks.breakpoints.actions import StopAction
+
 HIT_EVENT = "breakpoint"
 """The event of a hit. For a pause the step barrier records it when the pause is reached."""
 
@@ -47,33 +50,6 @@ UNKNOWN_EVENT = "breakpoint-not-evaluated"
 
 MAX_OPEN_STEPS = 256
 """Most steps whose observations wait for their record; older ones are dropped."""
-
-
-class StopAction(Protocol):
-    """The action at a hit."""
-
-    def arm(self, on: bool) -> None:
-        """Called, from any thread, when breakpoints become enabled or disabled."""
-        ...
-
-    def can_stop_in_forward(self) -> bool:
-        """Return whether the action can stop inside a forward."""
-        ...
-
-    def stop_in_forward(self, hit: BreakpointHit, frame: FrameType) -> None:
-        """Stop now, in the model's thread. `frame` is where the hit was detected."""
-        ...
-
-    def stop(self, hits: Sequence[BreakpointHit]) -> None:
-        """Stop before the next step, for the hits of one step. From the writer thread."""
-        ...
-
-    def deliver_hits(self, drain: Callable[[], None], frame: FrameType) -> None:
-        """Called in the model's thread before a step begins, and after the last one.
-
-        `drain` waits until all finished steps are evaluated.
-        """
-        ...
 
 
 class ObservedStep(Struct):
@@ -177,14 +153,16 @@ class BreakpointEvaluator:
             return
         with self._lock:
             observed = self._open.pop((record.generation, record.branch, record.step), None)
-        ended = record.started_at + record.wall_ms / 1e3
-        breakpoints = tuple(met for met in self.store.enabled() if met.enabled_at <= ended)
-        if not breakpoints:
-            return
         observed = observed or ObservedStep({})
-        breakpoints = tuple(met for met in breakpoints if met.id not in observed.hit_ids)
-        observations = observe_step(record, observed=observed.observed, checked=observed.checked)
-        self._evaluate_all(breakpoints, observations)
+        ended = record.started_at + record.wall_ms / 1e3
+        breakpoints = [
+            met
+            for met in self.store.enabled()
+            if met.enabled_at <= ended and met.id not in observed.hit_ids
+        ]
+        if breakpoints:
+            seen, checked = observed.observed, observed.checked
+            self._evaluate_all(breakpoints, observe_step(record, observed=seen, checked=checked))
 
     def evaluate_again(self, trace: Path, step: StepContext, branch: int) -> None:
         """Evaluate a repeated step on its record in `branch` of the trace."""
@@ -199,10 +177,8 @@ class BreakpointEvaluator:
         """Evaluate findings that belong to no step, such as those at the end of a generation."""
         selected = [met for met in self.store.enabled() if has_finding(met.expression)]
         if selected and findings:
-            values: Mapping[str, float | str] = {"generation": generation}
-            self._evaluate_all(
-                selected, StepObservations(values, findings=tuple(findings)), report_unknown=False
-            )
+            observations = StepObservations({"generation": generation}, findings=tuple(findings))
+            self._evaluate_all(selected, observations, report_unknown=False)
 
     def _evaluate_all(
         self,

@@ -17,10 +17,9 @@ from pathlib import Path
 def run_function(name: str) -> Callable[..., None]:
     """Return the function of a broken run, which is in one of the modules by subject."""
     from flexinspect_hooks.broken_runs import cache, kernels, masks
-    from flexinspect_hooks.broken_runs import masks as segments
 
-    names = (vars(module) for module in (cache, kernels, masks, segments))
-    function: Callable[..., None] = ChainMap(*names)[name.replace("-", "_")]
+    names = ChainMap(vars(cache), vars(kernels), vars(masks))
+    function: Callable[..., None] = names[name.replace("-", "_")]
     return function
 
 

@@ -68,12 +68,8 @@ def empty_cache_slots(setup: BrokenRunSetup, *, repaired: bool) -> None:
             rows = torch.arange(n_filled, n_filled + input_ids.shape[1])[:, None]
             is_decode = input_ids.shape[1] == 1
             allowed = slots < n_slots if is_decode and not repaired else slots <= rows
-            logits = setup.model(
-                input_ids,
-                attention_mask=additive_mask(allowed),
-                position_ids=rows.T,
-                past_key_values=cache,
-            ).logits
+            given = {"attention_mask": additive_mask(allowed), "position_ids": rows.T}
+            logits = setup.model(input_ids, past_key_values=cache, **given).logits
             n_filled += input_ids.shape[1]
             input_ids = torch.argmax(logits[:, -1:], -1)
 

@@ -1,6 +1,8 @@
-"""Finds the attention modules and the decoder layers of a model."""
+"""Finds the attention modules and the decoder layers of a model, and its facts for the trace."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
@@ -29,3 +31,25 @@ def decoder_blocks(model: nn.Module, layer_of: dict[int, int]) -> dict[int, tupl
             parent = name.rpartition(".")[0]
             blocks.setdefault(layer, (parent, by_name[parent]))
     return dict(sorted(blocks.items()))
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return the facts of any torch module; facts that it does not have are left out."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
+    first = next(model.parameters(), None)
+    layers = set(attention_layers(model).values())
+    heads = getattr(config, "num_attention_heads", None)
+    facts = {
+        "name": getattr(model, "name_or_path", "") or type(model).__name__,
+        "class": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "device": str(first.device) if first is not None else "cpu",
+        "dtype": str(first.dtype).removeprefix("torch.") if first is not None else "",
+        "layers": len(layers) or getattr(config, "num_hidden_layers", None),
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "hidden": getattr(config, "hidden_size", None),
+        "vocabulary": getattr(config, "vocab_size", None),
+    }
+    return {name: fact for name, fact in facts.items() if isinstance(fact, (int, str))}

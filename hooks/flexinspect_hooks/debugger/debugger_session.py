@@ -66,17 +66,13 @@ class DebuggerSession:
 
             announce_stops(trace)
         if self._address is not None:
-            self._report_listening(*self._address, event)
+            self._report(listening_message(*self._address, waiting=self.options.wait), event)
+            if self.options.wait:
+                import debugpy
 
-    def _report_listening(self, host: str, port: int, event: RecordDebugEvent) -> None:
-        waiting = self.options.wait
-        self._report(listening_message(host, port, waiting=waiting), event)
-        if waiting:
-            event("phase", f"waiting for a debugger on {format_address(host, port)}")
-            from flexinspect_hooks.debugger.debugpy_server import wait_for_client
-
-            wait_for_client()
-            event("debugger", "a client has attached")
+                event("phase", f"waiting for a debugger on {format_address(*self._address)}")
+                debugpy.wait_for_client()
+                event("debugger", "a client has attached")
 
     def _on_pydevd(self) -> None:
         """Prepare for debugpy, which something has loaded in this process."""
@@ -121,12 +117,12 @@ class DebuggerSession:
     def on_terminal_granted(self) -> None:
         """Handle the grant of the terminal to pdb."""
         if self._terminal is not None:
-            self._terminal.on_granted()
+            self._terminal.granted.set()
 
     def post_mortem(self, error: BaseException) -> None:
         """Open pdb at the exception that ended the run, if pdb was requested."""
         if self._terminal is not None:
-            self._terminal.post_mortem(error)
+            self._terminal.pdb().post_mortem(error)
 
     def end(self) -> None:
         """Remove all hooks before the trace is closed."""

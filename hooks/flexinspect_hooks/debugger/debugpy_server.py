@@ -38,13 +38,6 @@ def listen(options: DebuggerOptions) -> tuple[str, int]:
     return host, port
 
 
-def wait_for_client() -> None:
-    """Wait until a client is attached and has set its breakpoints."""
-    import debugpy
-
-    debugpy.wait_for_client()
-
-
 def is_attached() -> bool:
     """Return whether a client of debugpy is attached. Imports nothing."""
     debugger = active_pydevd()
@@ -74,11 +67,9 @@ def stop_tracing_on_detach() -> bool:
         PyDB.on_configuration_done = _wrap_method(
             PyDB.on_configuration_done, before=_enable_tracing
         )
-        PyDB.on_disconnect = _wrap_method(PyDB.on_disconnect, after=_disable_tracing)
         # An editor that attached by process id may end its adapter without a disconnect.
-        PyDB.dispose_and_kill_all_pydevd_threads = _wrap_method(
-            PyDB.dispose_and_kill_all_pydevd_threads, after=_disable_tracing
-        )
+        for name in ("on_disconnect", "dispose_and_kill_all_pydevd_threads"):
+            setattr(PyDB, name, _wrap_method(getattr(PyDB, name), after=_disable_tracing))
     return True
 
 

@@ -92,11 +92,8 @@ def _stop_variable(frame: FrameType, stop: StopReason) -> Iterator[None]:
     taken = {*frame.f_code.co_varnames, *frame.f_code.co_cellvars, *frame.f_code.co_freevars}
     # The variables of a module are its globals, which a stop must not replace.
     is_module = frame.f_locals is frame.f_globals
-    name = (
-        _FALLBACK_VARIABLE_NAME
-        if VARIABLE_NAME in taken or (is_module and VARIABLE_NAME in frame.f_globals)
-        else VARIABLE_NAME
-    )
+    is_taken = VARIABLE_NAME in taken or (is_module and VARIABLE_NAME in frame.f_globals)
+    name = _FALLBACK_VARIABLE_NAME if is_taken else VARIABLE_NAME
     frame.f_locals[name] = stop
     try:
         yield
@@ -112,7 +109,7 @@ GRANT_TIMEOUT_S = 10.0
 def use_terminal(name: str, request: Callable[[bool], None]) -> Terminal:
     """Use the terminal `name` for pdb, at `breakpoint()`, exceptions and model events.
 
-    `request(True)` asks for the terminal, and `Terminal.on_granted` is called when it is available;
+    `request(True)` asks for the terminal, and `Terminal.granted` is set when it is available;
     `request(False)` gives it back.
     """
     global _terminal
@@ -129,10 +126,9 @@ def prompt_in(debugger: pdb.Pdb, frame: FrameType) -> None:
     `KeyboardInterrupt` when the user quits.
     """
     debugger.reset()
-    above: FrameType | None = frame
-    while above is not None:
+    for above, _ in traceback.walk_stack(frame):
         above.f_trace = debugger.trace_dispatch
-        debugger.botframe, above = above, above.f_back
+        debugger.botframe = above
     debugger.interaction(frame, None)
     if debugger.quitting:
         raise KeyboardInterrupt
@@ -146,7 +142,8 @@ class Terminal:
     def __init__(self, name: str, request: Callable[[bool], None]) -> None:
         self._name, self._request = name, request
         self._is_acquired = False
-        self._grant_event = threading.Event()
+        self.granted = threading.Event()
+        """Set when the terminal is available."""
         self._pdb: TerminalPdb | None = None
 
     def pdb(self) -> TerminalPdb:
@@ -166,26 +163,15 @@ class Terminal:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(AttributeError, OSError, ValueError):
                     stream.flush()  # earlier output must appear before the prompt
-            self._grant_event.clear()
+            self.granted.clear()
             self._request(True)
-            self._grant_event.wait(GRANT_TIMEOUT_S)
+            self.granted.wait(GRANT_TIMEOUT_S)
 
     def release(self) -> None:
         """Give the terminal back."""
         if self._is_acquired:
             self._is_acquired = False
             self._request(False)
-
-    def on_granted(self) -> None:
-        """Note that the terminal is available."""
-        self._grant_event.set()
-
-    def post_mortem(self, error: BaseException) -> None:
-        """Show pdb's prompt where an exception was raised."""
-        while error.__cause__ is not None:
-            error = error.__cause__
-        if error.__traceback__ is not None:
-            self.pdb().post_mortem(error, error.__traceback__)
 
 
 _terminal: Terminal | None = None
@@ -207,22 +193,25 @@ class TerminalPdb(pdb.Pdb):
             self.message(f"> stopped: {reason}")
             prompt_in(self, frame)
 
-    def post_mortem(self, error: BaseException, trace: TracebackType) -> None:
-        """Prompt where an exception was raised, in the user's innermost frame."""
+    def post_mortem(self, error: BaseException) -> None:
+        """Prompt where an exception was first raised, in the user's innermost frame."""
+        while error.__cause__ is not None:
+            error = error.__cause__
+        if error.__traceback__ is None:
+            return
         self.reset()
         reason = traceback.format_exception_only(error)[-1].strip()
         self._terminal.acquire()
         self.message(f"> {reason}")
         with stop_reason(reason):
-            self.interaction(None, _trim_to_user_frame(trace))
+            self.interaction(None, _trim_to_user_frame(error.__traceback__))
         self._terminal.release()
 
     def interaction(self, frame: FrameType | None, traceback: Any) -> None:
         """Prompt; pdb keeps the terminal while stepping, and releases it when the run continues."""
         self._terminal.acquire()
-        is_trace = isinstance(traceback, TracebackType)
-        frames = [link.tb_frame for link in _links(traceback)] if is_trace else []
-        stop_frame = frame or (frames[-1] if frames else sys._getframe())
+        links = [*_links(traceback)] if isinstance(traceback, TracebackType) else []
+        stop_frame = frame or (links[-1].tb_frame if links else sys._getframe())
         with announced_stop("pdb", stop_frame), allow_interrupts():
             super().interaction(frame, traceback)
         if self.quitting or self.stopframe is self.botframe:

@@ -7,7 +7,6 @@ this module.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from _pydevd_bundle import pydevd_extension_utils, pydevd_xml
@@ -25,15 +24,13 @@ Child = tuple[str, Any, str | None]
 
 def register() -> None:
     """Register this module with pydevd, also for types that pydevd has shown before."""
-    manager = pydevd_extension_utils.EXTENSION_MANAGER_INSTANCE
+    manager, module = pydevd_extension_utils.EXTENSION_MANAGER_INSTANCE, sys.modules[__name__]
     manager._ensure_loaded()
-    module = sys.modules[__name__]
-    if module in manager.loaded_extensions:
-        return
-    manager.loaded_extensions.append(module)
-    manager.type_to_instance.clear()
-    # Its constructor clears the providers that were cached per type.
-    pydevd_xml._TYPE_RESOLVE_HANDLER.__init__()
+    if module not in manager.loaded_extensions:
+        manager.loaded_extensions.append(module)
+        manager.type_to_instance.clear()
+        # Its constructor clears the providers that were cached per type.
+        pydevd_xml._TYPE_RESOLVE_HANDLER.__init__()
 
 
 def _kind(type_object: type) -> str | None:
@@ -64,23 +61,18 @@ class TorchText(StrPresentationProvider):  # type: ignore[misc]
         """Return the text."""
         from flexinspect_hooks.debugger import value_descriptions
 
-        texts: dict[str, Callable[[Any], str]] = {
-            "tensor": value_descriptions.describe_tensor,
-            "mask": value_descriptions.describe_mask,
-            "cache": value_descriptions.describe_cache,
-            "module": value_descriptions.describe_module,
-        }
-        return texts[_kind(type(val)) or "tensor"](val)
+        text: str = getattr(value_descriptions, f"describe_{_kind(type(val)) or 'tensor'}")(val)
+        return text
 
     def get_str_in_context(self, val: Any, context: str) -> str:
         """Return the text, or torch's own `repr` for an expression that the user typed."""
         from flexinspect_hooks.debugger import value_descriptions
 
-        if context in ("repl", "clipboard") and _kind(type(val)) in ("tensor", "module"):
-            with value_descriptions.torch_modes_disabled():
-                tensor = _kind(type(val)) == "tensor"
-                return repr(value_descriptions.unwrap_tensor(val) if tensor else val)
-        return self.get_str(val)
+        kind = _kind(type(val))
+        if context not in ("repl", "clipboard") or kind not in ("tensor", "module"):
+            return self.get_str(val)
+        with value_descriptions.torch_modes_disabled():
+            return repr(value_descriptions.unwrap_tensor(val) if kind == "tensor" else val)
 
 
 class ContainerText(StrPresentationProvider):  # type: ignore[misc]
@@ -153,12 +145,9 @@ def _stride(tensor: Any) -> tuple[int, ...] | None:
 def _mask_children(mask: Any) -> list[Child]:
     from flexinspect_hooks.debugger import value_descriptions
 
-    found: list[Child] = [
-        ("shape", tuple(mask.shape), ".shape"),
-        ("seq_lengths", tuple(mask.seq_lengths), ".seq_lengths"),
-        ("BLOCK_SIZE", tuple(mask.BLOCK_SIZE), ".BLOCK_SIZE"),
-        ("mask_mod", mask.mask_mod, ".mask_mod"),
-    ]
+    sizes = ("shape", "seq_lengths", "BLOCK_SIZE")
+    found: list[Child] = [(name, tuple(getattr(mask, name)), f".{name}") for name in sizes]
+    found.append(("mask_mod", mask.mask_mod, ".mask_mod"))
     try:
         found += _picture_children("rule", value_descriptions.render_mask_mod(mask))
     except Exception as error:

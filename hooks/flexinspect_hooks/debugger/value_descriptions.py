@@ -62,7 +62,7 @@ def describe_tensor(tensor: Tensor) -> str:
     """
     with torch_modes_disabled():
         real = unwrap_tensor(tensor)
-        head = f"{_format_shape(tensor)} {_format_dtype(tensor)} {tensor.device}"
+        head = f"{_shape_and_dtype(tensor)} {tensor.device}"
         if real is not tensor:
             head += f", one of {_format_shape(real)} under vmap"
         try:
@@ -71,17 +71,12 @@ def describe_tensor(tensor: Tensor) -> str:
             return f"{head}  values not readable: {type(error).__name__}"
 
 
-def describe_shape(tensor: Tensor) -> str:
-    """Return shape and dtype alone."""
-    return f"{_format_shape(tensor)} {_format_dtype(tensor)}"
+def _shape_and_dtype(tensor: Tensor) -> str:
+    return f"{_format_shape(tensor)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _format_shape(tensor: Tensor) -> str:
     return "×".join(map(str, tensor.shape)) or "0-dim"
-
-
-def _format_dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _describe_values(tensor: Tensor) -> str:
@@ -95,9 +90,10 @@ def _describe_values(tensor: Tensor) -> str:
         return "values not readable while a CUDA graph is recorded"
     if tensor.numel() == 1:
         return str(tensor.item())
-    first = _format_values(_take_elements(tensor, torch.arange(min(MAX_VALUES, tensor.numel()))))
+    as_text: Callable[[Any], str] = "{:.4g}".format if tensor.is_floating_point() else str
+    values = _take_elements(tensor, torch.arange(min(MAX_VALUES, tensor.numel()))).tolist()
     more = ", …" if tensor.numel() > MAX_VALUES else ""
-    return f"{_sampled_statistics(tensor)}  [{first}{more}]"
+    return f"{_sampled_statistics(tensor)}  [{', '.join(map(as_text, values))}{more}]"
 
 
 def _sampled_statistics(tensor: Tensor) -> str:
@@ -138,27 +134,17 @@ def _statistics(values: Tensor) -> str:
         mean = float(values.sum(dtype=torch.float64)) / values.numel()
         return f"min {int(low)} mean {mean:.4g} max {int(high)}"
     total = values.sum(dtype=torch.float32 if values.element_size() < 4 else None).item()
-    if total - total == 0:  # neither NaN nor infinite, so no element is
-        low, high = torch.aminmax(values)
-        mean = total / values.numel()
-        return f"min {float(low):.4g} mean {mean:.4g} max {float(high):.4g} no NaN or Inf"
-    return _nonfinite_statistics(values.float())
-
-
-def _nonfinite_statistics(values: Tensor) -> str:
-    n_nan, n_inf = int(values.isnan().sum()), int(values.isinf().sum())
-    counts = f"{n_nan:,} NaN {n_inf:,} Inf"
-    finite = values[values.isfinite()]
-    if not finite.numel():
-        return f"no finite value {counts}"
-    low, high = torch.aminmax(finite)
-    mean = float(finite.mean(dtype=torch.float64))
+    counts = "no NaN or Inf"
+    if total - total != 0:  # NaN or infinite, as some elements may be
+        values = values.float()
+        counts = f"{int(values.isnan().sum()):,} NaN {int(values.isinf().sum()):,} Inf"
+        values = values[values.isfinite()]
+        if not values.numel():
+            return f"no finite value {counts}"
+        total = values.sum(dtype=torch.float64).item()
+    low, high = torch.aminmax(values)
+    mean = total / values.numel()
     return f"min {float(low):.4g} mean {mean:.4g} max {float(high):.4g} {counts}"
-
-
-def _format_values(values: Tensor) -> str:
-    as_text: Callable[[Any], str] = str if not values.is_floating_point() else "{:.4g}".format
-    return ", ".join(as_text(value) for value in values.tolist())
 
 
 # -- other things ------------------------------------------------------------------------------
@@ -193,7 +179,7 @@ def describe_cache(cache: Any) -> str:
     alike = "" if len({key.shape for key in filled}) == 1 else ", not alike"
     return (
         f"{len(filled)} of {len(layers)} layers filled, {first.shape[-2]} positions, "
-        f"keys {describe_shape(first)} {first.device}{alike}, {n_bytes / 1e6:.1f} MB"
+        f"keys {_shape_and_dtype(first)} {first.device}{alike}, {n_bytes / 1e6:.1f} MB"
     )
 
 
@@ -208,14 +194,11 @@ def describe_module(module: nn.Module) -> str:
 
 def describe_container(value: Any) -> str | None:
     """Return a list, tuple or dict of tensors, masks or modules in one line; None for others."""
-    members = list(value.values() if isinstance(value, Mapping) else value)[:MAX_MEMBERS]
+    is_mapping = isinstance(value, Mapping)
+    members = list(value.values() if is_mapping else value)[:MAX_MEMBERS]
     if not any(_holds_torch_values(one) for one in members):
         return None
-    names = (
-        [f"{key!r:.40}: " for key in value][:MAX_MEMBERS]
-        if isinstance(value, Mapping)
-        else [""] * MAX_MEMBERS
-    )
+    names = [f"{key!r:.40}: " for key in value] if is_mapping else [""] * MAX_MEMBERS
     texts = [name + _describe_member(one) for name, one in zip(names, members, strict=False)]
     more = ", …" if len(value) > MAX_MEMBERS else ""
     return f"{type(value).__name__} of {len(value)}: {', '.join(texts)}{more}"
@@ -229,7 +212,7 @@ def _holds_torch_values(value: Any, depth: int = 2) -> bool:
 
 def _describe_member(value: Any, depth: int = 2) -> str:
     if isinstance(value, Tensor):
-        return describe_shape(value)
+        return _shape_and_dtype(value)
     if isinstance(value, (BlockMask, nn.Module)):
         return type(value).__name__
     if isinstance(value, (list, tuple)) and depth:

@@ -177,11 +177,10 @@ class CaptureRun(CapturedRun):
 
             self.writer.update_run(versions=package_versions())
         from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
-        from flexinspect_hooks.loading.model_facts import loaded_facts
 
         loaded = load_model(self.job, self._source, self._record_progress)
         compiled = is_compiled(self.job, loaded.device)
-        self.writer.update_run(model=loaded_facts(loaded), compiled=compiled, threads=threads)
+        self.writer.update_run(model=loaded.facts(), compiled=compiled, threads=threads)
         session = self._make_session(loaded)
         try:
             with session:

@@ -40,9 +40,9 @@ def fetch_config(source: ModelSource) -> Path:
     """
     from huggingface_hub import hf_hub_download
 
-    _require_connection(source)
+    repo_id = _reachable_repo(source)
     try:
-        return Path(hf_hub_download(_repo_id(source), "config.json")).parent
+        return Path(hf_hub_download(repo_id, "config.json")).parent
     except Exception as error:
         raise explain_hub_error(error, source) from error
 
@@ -72,23 +72,17 @@ def fetch_all(source: ModelSource, report: OnLoadProgress, *, code: bool = False
 def _snapshot(source: ModelSource, patterns: tuple[str, ...], report: OnLoadProgress) -> Path:
     from huggingface_hub import snapshot_download
 
-    _require_connection(source)
+    repo_id, progress = _reachable_repo(source), _progress_class(report)
     try:
-        return Path(
-            snapshot_download(
-                _repo_id(source), allow_patterns=list(patterns), tqdm_class=_progress_class(report)
-            )
-        )
+        return Path(snapshot_download(repo_id, allow_patterns=list(patterns), tqdm_class=progress))
     except Exception as error:
         raise explain_hub_error(error, source) from error
 
 
-def _require_connection(source: ModelSource) -> None:
+def _reachable_repo(source: ModelSource) -> str:
+    """Return the hub id of a model. Raises `ModelError` if it has none or the hub is silent."""
     if not environment.hub_is_offline() and not environment.hub_answers():
         raise _unreachable_error(source, None, offline=False)
-
-
-def _repo_id(source: ModelSource) -> str:
     if source.repo_id is None:
         raise ModelError(f"The model {source.name} has no hub id to fetch it from.")
     return source.repo_id

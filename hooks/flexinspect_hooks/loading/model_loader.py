@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 
 from flexinspect.core.errors import FlexInspectError, ModelError
 from flexinspect.core.signals import as_interrupt
-from flexinspect.inputs.model_names import ModelSource, cached_snapshot
+from flexinspect.inputs.model_names import ModelSource, cached_snapshot, read_config_file
 from flexinspect.inputs.model_sizes import (
     SINGLE_FILE,
     MemoryPlan,
@@ -23,7 +23,7 @@ from flexinspect.inputs.model_sizes import (
     read_header,
     weight_files,
 )
-from flexinspect_hooks.loading import hub_download, load_errors, placement
+from flexinspect_hooks.loading import hub_download, placement
 from flexinspect_hooks.loading.library_output import OnLoadProgress, quiet_libraries
 from flexinspect_hooks.loading.tokenizers import IdTokenizer
 
@@ -52,6 +52,23 @@ class LoadedModel(Struct, frozen=True):
     def tokenizer_or_ids(self) -> Any:
         """Return the tokenizer, or an `IdTokenizer` that shows ids in place of text."""
         return self.tokenizer or IdTokenizer.from_config(self.config)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts about the model for the trace."""
+        from flexinspect_hooks.capture.model_layers import model_facts
+
+        return {
+            **model_facts(self.model),
+            "name": self.source.name,
+            "place": self.source.place,
+            "weights": self.weights,
+            "weights_fingerprint": self.weights_fingerprint,
+            "parameters": self.n_parameters,
+            "device": self.device,
+            "dtype": self.dtype,
+            "tokenizer": self.tokenizer is not None,
+            "layers": int(self.model.config.num_hidden_layers),
+        }
 
 
 class _LoadRequest(Struct, frozen=True):
@@ -101,14 +118,14 @@ def load(
     except FlexInspectError:
         raise
     except Exception as error:
-        raise load_errors.explain_load_error(error, source, place) from error
+        raise _explain_load_error(error, source, place) from error
     request.report("ready", {"seconds": time.perf_counter() - started})
     return loaded
 
 
 def _load(request: _LoadRequest, dtype: str, n_tokens: int) -> LoadedModel:
     config = _load_config(request)
-    load_errors.require_causal_lm(config, request.source)
+    require_causal_lm(config, request.source)
     requested = request.source.dtype if dtype == "auto" and request.source.dtype else dtype
     chosen = placement.choose_dtype(requested, request.device, config.to_dict())
     _check_memory(request, config, chosen, n_tokens)
@@ -140,7 +157,7 @@ def _load_config(request: _LoadRequest) -> Any:
     if folder is None:
         request.report("downloading", {"file": "config.json", "fraction": None})
         folder = hub_download.fetch_config(source)
-    load_errors.require_known_architecture(folder, source, trusted=request.trust)
+    _require_known_architecture(folder, source, trusted=request.trust)
     if request.trust and source.path is None:
         folder = hub_download.fetch_code(source)
     return AutoConfig.from_pretrained(
@@ -237,7 +254,7 @@ def _load_pretrained(request: _LoadRequest, config: Any, dtype: str) -> tuple[An
         trust_remote_code=request.trust,
         output_loading_info=True,
     )
-    load_errors.require_all_values(info, folder)
+    _require_all_values(info, folder)
     return model.to(request.device), tokenizer, fingerprint_files(folder)
 
 
@@ -276,7 +293,7 @@ def _load_tokenizer(folder: Path, request: _LoadRequest) -> Any:
         )
     except Exception as error:
         raise ModelError(
-            f"The tokenizer in {folder} cannot be read ({load_errors.first_line(error)}).",
+            f"The tokenizer in {folder} cannot be read ({_first_line(error)}).",
             hint="Download its files again; a custom tokenizer needs --trust-remote-code.",
         ) from error
 
@@ -316,3 +333,103 @@ def fingerprint_random(config: Mapping[str, Any], seed: int, dtype: str) -> str:
     options = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
     text = json.dumps([_RANDOM_VERSION, seed, dtype, options], sort_keys=True, default=str)
     return "random-" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+def _require_known_architecture(folder: Path, source: ModelSource, *, trusted: bool) -> None:
+    """Raise `ModelError` for an unknown architecture, or one with its own code unless trusted."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    config = read_config_file(folder / "config.json")
+    kind = config.get("model_type")
+    own_code = bool(config.get("auto_map"))
+    if kind in CONFIG_MAPPING or (own_code and trusted):
+        return
+    if own_code:
+        raise ModelError(
+            f"The model {source.name} has its own Python code (architecture {kind!r}), and "
+            "flexinspect does not run remote code by default.",
+            hint="Read that code; if you trust it, add --trust-remote-code.",
+        )
+    raise ModelError(
+        f"The architecture {kind!r} of {source.name} is not known to transformers {__version__}."
+        if kind
+        else f"The configuration in {folder} has no model_type.",
+        hint="A newer transformers may know it: pip install -U transformers.",
+    )
+
+
+def require_causal_lm(config: Any, source: ModelSource) -> None:
+    """Raise `ModelError` if the model is not a causal language model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(config, "auto_map", None) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return  # its own code decides
+    known: tuple[str, ...] = ()
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        classes = classes if isinstance(classes, tuple | list) else (classes,)
+        known = tuple(each.__name__ for each in classes)
+    declared = config.architectures or known
+    if not known or not set(declared) & set(known):
+        names = ", ".join(declared) or config.model_type
+        raise ModelError(
+            f"The model {source.name} ({names}) is not a causal language model.",
+            hint="Choose one that generates text from left to right, such as llama3.2_1b_it.",
+        )
+
+
+def _require_all_values(info: Any, folder: Path) -> None:
+    """Raise `ModelError` if the weight files do not contain all parameters of the model.
+
+    `info` is the loading info of `from_pretrained`.
+    """
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"The weights in {folder} have no values for {len(missing)} parameters, the first is "
+            f"{missing[0]}.",
+            hint="The files belong to another configuration; download weights and config.json "
+            "together.",
+        )
+
+
+def _explain_load_error(error: Exception, source: ModelSource, device: str) -> ModelError:
+    """Return an exception of torch, transformers or safetensors as a `ModelError`."""
+    text, line = str(error), _first_line(error)
+    if isinstance(error, MemoryError) or any(part in text.lower() for part in _OUT_OF_MEMORY):
+        return ModelError(
+            f"The memory of {device} ran out while {source.name} was loaded.",
+            hint="Choose a smaller model, --dtype bfloat16, another --device, or end other "
+            "programs that use memory.",
+        )
+    if type(error).__name__ == "SafetensorError":
+        return ModelError(
+            f"The weight files of {source.name} in {source.place} are damaged ({line}).",
+            hint="Fetch them again.",
+        )
+    if isinstance(error, ImportError):
+        return ModelError(
+            f"The model {source.name} needs a package that is not installed ({line}).",
+            hint="Install it, then try again.",
+        )
+    if "trust_remote_code" in text:
+        return ModelError(
+            f"The model {source.name} wants to run its own Python code.",
+            hint="Read that code; if you trust it, add --trust-remote-code.",
+        )
+    return ModelError(
+        f"The model {source.name} cannot be loaded: {type(error).__name__}: {line}",
+        hint="Check config.json and the versions of torch and transformers.",
+    )
+
+
+def _first_line(error: BaseException, limit: int = 200) -> str:
+    """Return the first line of an error's text, cut to `limit` characters."""
+    lines = str(error).strip().splitlines()
+    line = lines[0].strip() if lines else type(error).__name__
+    return line if len(line) <= limit else line[: limit - 1] + "…"

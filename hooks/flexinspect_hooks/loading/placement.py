@@ -130,17 +130,13 @@ def require_fit(name: str, plan: MemoryPlan, *, device: str, dtype: str) -> None
     if plan.fits:
         return
     memory = "RAM" if device == "cpu" else f"memory of {device}"
+    steps = ["choose a smaller model (`flexinspect models` shows the sizes)"]
+    if dtype == "float32":
+        steps.append("halve it with --dtype bfloat16")
+    last = "free some memory" if device == "cpu" else "use --device cpu"
     raise ModelError(
         f"The model {name} does not fit: it needs {human_bytes(plan.total)} in {dtype} "
         f"({human_bytes(plan.weights)} weights, {human_bytes(plan.kv)} KV cache for "
         f"{plan.n_tokens} tokens), and {human_bytes(plan.available)} of {memory} are free.",
-        hint=_smaller_model_hint(device, dtype),
+        hint=f"Next: {', '.join(steps)}, or {last}.",
     )
-
-
-def _smaller_model_hint(device: str, dtype: str) -> str:
-    steps = ["choose a smaller model (`flexinspect models` shows the sizes)"]
-    if dtype == "float32":
-        steps.append("halve it with --dtype bfloat16")
-    steps.append("free some memory" if device == "cpu" else "use --device cpu")
-    return f"Next: {', '.join(steps[:-1])}, or {steps[-1]}."

@@ -45,7 +45,8 @@ def build_random(
 
     model = _on_meta(config, dtype, trust_remote_code)
     _allocate(model, device)
-    with torch.random.fork_rng(devices=_cuda_devices(device)), torch.no_grad():
+    cuda_devices = [torch.device(device)] if device.startswith("cuda") else []
+    with torch.random.fork_rng(devices=cuda_devices), torch.no_grad():
         torch.manual_seed(seed)
         block = torch.randn(NOISE_BLOCK_SIZE, generator=torch.Generator().manual_seed(seed))
         std = getattr(config.get_text_config(), "initializer_range", None) or 0.02
@@ -91,7 +92,8 @@ def _fill_parameters(model: Any, block: Any, seed: int, report: OnLoadProgress) 
     done, reported = 0, 0.0
     for name, parameter in parameters:
         if parameter.dim() >= 2:
-            _tile(parameter, block, _offset(seed, name))
+            digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+            _tile(parameter, block, int.from_bytes(digest, "little") % NOISE_BLOCK_SIZE)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         done += parameter.numel()
@@ -107,11 +109,6 @@ def _tile(parameter: Any, block: Any, offset: int) -> None:
         n = min(flat.numel() - start, block.numel() - position)
         flat[start : start + n].copy_(block[position : position + n])
         start, position = start + n, 0
-
-
-def _offset(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % NOISE_BLOCK_SIZE
 
 
 def _init_special_modules(model: Any) -> None:
@@ -134,12 +131,3 @@ def _with_owner(model: Any) -> Iterator[tuple[Any, Any]]:
         yield owner, module
         for child in module.children():
             stack.append((child if has_init_weights(child) else owner, child))
-
-
-def _cuda_devices(device: str) -> list[int]:
-    import torch
-
-    if not device.startswith("cuda"):
-        return []
-    index = torch.device(device).index
-    return [torch.cuda.current_device() if index is None else index]

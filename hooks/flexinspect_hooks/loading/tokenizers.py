@@ -56,9 +56,17 @@ class IdTokenizer(Struct, frozen=True):
         """
         words = text.split()
         if words and all(re.fullmatch(r"[0-9]+", word) for word in words):
-            ids = [self._checked(int(word)) for word in words]
+            ids = [int(word) for word in words]
+            wrong = next((id_ for id_ in ids if id_ >= self.vocab_size), None)
+            if wrong is not None:
+                raise UsageError(
+                    f"The token id {wrong} is outside the vocabulary of {self.vocab_size}.",
+                    hint="This model has no tokenizer on this machine: use ids from 0 to "
+                    f"{self.vocab_size - 1}, or plain text.",
+                )
         else:
-            ids = [self._byte_id(byte) for byte in text.encode()]
+            first_byte = _N_RESERVED if self.vocab_size >= _N_RESERVED + 256 else 0
+            ids = [(first_byte + byte) % self.vocab_size for byte in text.encode()]
         first = [self.bos_token_id] if self.bos_token_id is not None else []
         return [*first, *ids] if add_special_tokens else ids
 
@@ -72,20 +80,6 @@ class IdTokenizer(Struct, frozen=True):
         """Return "⟨id⟩" for each token."""
         return [f"⟨{int(id_)}⟩" for id_ in ids]
 
-    def _checked(self, token_id: int) -> int:
-        if token_id >= self.vocab_size:
-            raise UsageError(
-                f"The token id {token_id} is outside the vocabulary of {self.vocab_size}.",
-                hint=f"This model has no tokenizer on this machine: use ids from 0 to "
-                f"{self.vocab_size - 1}, or plain text.",
-            )
-        return token_id
-
-    def _byte_id(self, byte: int) -> int:
-        if self.vocab_size >= _N_RESERVED + 256:
-            return _N_RESERVED + byte
-        return byte % self.vocab_size
-
 
 def special_ids(owner: Any) -> tuple[int | None, tuple[int, ...], int | None]:
     """Return BOS, EOS and padding ids of a tokenizer or configuration, which may have several EOS.
@@ -93,12 +87,13 @@ def special_ids(owner: Any) -> tuple[int | None, tuple[int, ...], int | None]:
     A configuration may also list several ids of the others; the first counts.
     """
     bos, eos, pad = (
-        _ids(getattr(owner, f"{name}_token_id", None)) for name in ("bos", "eos", "pad")
+        id_tuple(getattr(owner, f"{name}_token_id", None)) for name in ("bos", "eos", "pad")
     )
     return next(iter(bos), None), eos, next(iter(pad), None)
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def id_tuple(value: Any) -> tuple[int, ...]:
+    """Return the ids that a field of a configuration holds: one, several or none."""
     values = value if isinstance(value, list | tuple) else (value,)
     return tuple(id_ for id_ in values if type(id_) is int and id_ >= 0)
 

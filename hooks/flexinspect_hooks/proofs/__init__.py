@@ -13,6 +13,7 @@ from typing import Any
 
 from flexinspect.analysis.proof_results import PROOF_KINDS, Proof
 from flexinspect.core.errors import UsageError
+from flexinspect.core.text import did_you_mean
 
 _MODULES = {
     "isolation": "isolation",
@@ -36,16 +37,17 @@ def prove(kind: str, model: Any, ids: Any, **options: Any) -> Proof:
 
     Raises `UsageError` for an unknown kind or option, and for a run that cannot be proved.
     """
+    from flexinspect_hooks.proofs.proof_subject import subject_of  # loads torch
+
     of_subject, of_check = options_of(kind)
+    known = [*of_subject, *of_check]
     for name in options:
-        if name not in {*of_subject, *of_check}:
-            matches = difflib.get_close_matches(name, [*of_subject, *of_check], 1)
-            takes = f"It takes {', '.join([*of_subject, *of_check])}."
-            hint = f"Did you mean {matches[0]}=?" if matches else takes
+        if name not in known:
+            matches = difflib.get_close_matches(name, known, 1)
+            hint = f"Did you mean {matches[0]}=?" if matches else f"It takes {', '.join(known)}."
             raise UsageError(f"A proof of kind '{kind}' takes no option {name}=.", hint=hint)
-    subject = _subject_of()(model, ids, **{n: options.pop(n) for n in of_subject if n in options})
-    proof: Proof = check_of(kind)(subject, **options)
-    return proof
+    subject = subject_of(model, ids, **{n: options.pop(n) for n in of_subject if n in options})
+    return check_of(kind)(subject, **options)
 
 
 def options_of(kind: str) -> tuple[list[str], list[str]]:
@@ -53,26 +55,20 @@ def options_of(kind: str) -> tuple[list[str], list[str]]:
 
     Raises `UsageError` for an unknown kind.
     """
+    from flexinspect_hooks.proofs.proof_subject import subject_of  # loads torch
+
     _, *of_check = inspect.signature(check_of(kind)).parameters
-    _, _, *of_subject = inspect.signature(_subject_of()).parameters
+    _, _, *of_subject = inspect.signature(subject_of).parameters
     return [name for name in of_subject if name not in _UNUSED.get(kind, ())], of_check
 
 
-def check_of(kind: str) -> Callable[..., Any]:
+def check_of(kind: str) -> Callable[..., Proof]:
     """The function that proves a subject. Raises `UsageError` for an unknown kind."""
     if kind not in PROOF_KINDS:
-        matches = difflib.get_close_matches(str(kind), PROOF_KINDS, 1)
         raise UsageError(
             f"There is no proof '{kind}'; the proofs are {', '.join(PROOF_KINDS)}.",
-            hint=f"Did you mean {matches[0]}?" if matches else None,
+            hint=did_you_mean(str(kind), PROOF_KINDS),
         )
-    check: Callable[..., Any] = getattr(
-        import_module(f"{__name__}.{_MODULES[kind]}"), f"check_{kind}"
-    )
+    module = import_module(f"{__name__}.{_MODULES[kind]}")
+    check: Callable[..., Proof] = getattr(module, f"check_{kind}")
     return check
-
-
-def _subject_of() -> Callable[..., Any]:
-    from flexinspect_hooks.proofs.proof_subject import subject_of  # loads torch
-
-    return subject_of

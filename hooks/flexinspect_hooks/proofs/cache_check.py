@@ -41,6 +41,8 @@ _CACHE_LIMITS = {
 """By dtype: the lowest and the highest limit of a layer, relative to a row's norm."""
 _CACHE_NOISE_FACTOR = 8
 """A decode row may differ this many times more than the rows of the prompt."""
+_MAX_STEP_LINES = 12
+"""Most steps that are printed; of more steps, the worst."""
 
 
 class _CachedRun(Struct):
@@ -218,20 +220,16 @@ def _compare_steps(
     ids = cached_run.inputs_up_to(step)[0][0]
     n_prompt = cached_run.ids[0].shape[1]
     padding = None if cached_run.padding is None else ~cached_run.padding[:, :n_prompt].bool()
+    pairs = zip(cached_run.states, full, strict=True)
     differences = np.stack(
-        [
-            _relative_differences(rows[:, : len(ids)], other, padding)
-            for rows, other in zip(cached_run.states, full, strict=True)
-        ]
+        [_relative_differences(rows[:, : len(ids)], other, padding) for rows, other in pairs]
     )
     floor = differences[:, :n_prompt].max(1)
     lowest, highest = _CACHE_LIMITS.get(full[0].dtype, _CACHE_LIMITS[torch.float32])
-    limits, most = (
-        np.clip(_CACHE_NOISE_FACTOR * floor, lowest, highest),
-        np.full(len(full), highest),
-    )
+    limits = np.clip(_CACHE_NOISE_FACTOR * floor, lowest, highest)
     checks = []
     if not before and (floor > highest).any():
+        most = np.full_like(limits, highest)
         checks.append(_StepCheck(0, n_prompt - 1, int(ids[n_prompt - 1]), floor, most))
     for number in range(before + 1, step + 1):
         pos = n_prompt + number - 1
@@ -264,56 +262,37 @@ def _cache_proof(
     subject: Subject, done: Sequence[_StepCheck], numbers: Sequence[int], *, n_recomputes: int
 ) -> Proof:
     dtype = str(next(subject.model.parameters()).dtype).removeprefix("torch.")
-    bad = [check for check in done if check.differing_layers]
-    head = (
-        f"cache check: {plural(len(done), 'step')}, {len(numbers)} layers, {dtype}, "
-        f"{plural(n_recomputes, 'full recompute')}"
-    )
-    lines = [head, *(_step_line(check, numbers) for check in _worst_steps(done))]
+    steps, recomputes = plural(len(done), "step"), plural(n_recomputes, "full recompute")
+    lines = [f"cache check: {steps}, {len(numbers)} layers, {dtype}, {recomputes}"]
+    by_ratio = sorted(done, key=lambda check: -float((check.differences / check.limits).max()))
+    for check in sorted(by_ratio[:_MAX_STEP_LINES], key=lambda check: check.step):
+        worst = int(np.argmax(check.differences / check.limits))
+        values = (check.differences[worst], check.limits[worst])
+        difference, limit = (format_amount(float(value)) for value in values)
+        verdict = "DIFFERS" if check.differing_layers else "rounding"
+        lines.append(
+            f"  step {check.step}: at most {difference} of the row's norm (layer "
+            f"{numbers[worst]}), limit {limit}: {verdict}"
+        )
+    differs = any(check.differing_layers for check in done)
     finding = (
-        _cache_differs(subject, bad, numbers, done) if bad else _cache_same(done, numbers, dtype)
+        _cache_differs(subject, done, numbers) if differs else _cache_same(done, numbers, dtype)
     )
-    facts = {
-        "layers": list(numbers),
-        "steps": [
-            {
-                "step": check.step,
-                "position": check.pos,
-                "difference": check.differences.tolist(),
-                "limit": check.limits.tolist(),
-                "layers_that_differ": [numbers[i] for i in check.differing_layers],
-            }
-            for check in done
-        ],
-    }
-    return Proof("cache", tuple(lines), (finding,), facts)
+    step_facts = [
+        {
+            "step": check.step,
+            "position": check.pos,
+            "difference": check.differences.tolist(),
+            "limit": check.limits.tolist(),
+            "layers_that_differ": [numbers[i] for i in check.differing_layers],
+        }
+        for check in done
+    ]
+    return Proof("cache", tuple(lines), (finding,), {"layers": list(numbers), "steps": step_facts})
 
 
-_MAX_STEP_LINES = 12
-
-
-def _worst_steps(done: Sequence[_StepCheck]) -> Sequence[_StepCheck]:
-    """The steps that are printed: all if they are few, else the worst, in order."""
-    if len(done) <= _MAX_STEP_LINES:
-        return done
-    by_difference = sorted(done, key=lambda check: -float((check.differences / check.limits).max()))
-    return sorted(by_difference[:_MAX_STEP_LINES], key=lambda check: check.step)
-
-
-def _step_line(check: _StepCheck, numbers: Sequence[int]) -> str:
-    worst = int(np.argmax(check.differences / check.limits))
-    verdict = "DIFFERS" if check.differing_layers else "rounding"
-    difference = format_amount(float(check.differences[worst]))
-    limit = format_amount(float(check.limits[worst]))
-    return (
-        f"  step {check.step}: at most {difference} of the row's norm (layer {numbers[worst]}), "
-        f"limit {limit}: {verdict}"
-    )
-
-
-def _cache_differs(
-    subject: Subject, bad: Sequence[_StepCheck], numbers: Sequence[int], done: Sequence[_StepCheck]
-) -> Finding:
+def _cache_differs(subject: Subject, done: Sequence[_StepCheck], numbers: Sequence[int]) -> Finding:
+    bad = [check for check in done if check.differing_layers]
     first = bad[0]
     index = first.differing_layers[0]
     layer, off, limit = numbers[index], float(first.differences[index]), float(first.limits[index])

@@ -41,9 +41,15 @@ class CapturePoint(Struct, frozen=True):
 def capture_points(model: nn.Module) -> tuple[CapturePoint, ...]:
     """The input of the first decoder layer and the output of each layer.
 
-    Raises `UsageError` if the model has no decoder layers that can be found.
+    If no decoder layers are recognised, they are the modules of the longest `ModuleList`. Raises
+    `UsageError` if the model has no decoder layers that can be found.
     """
-    blocks = decoder_layers(model)
+    found = decoder_blocks(model, attention_layers(model))
+    blocks = {layer: module for layer, (_, module) in found.items()}
+    if not blocks:
+        lists = (one for one in model.modules() if isinstance(one, nn.ModuleList))
+        longest = max(lists, key=lambda one: len(one), default=nn.ModuleList())
+        blocks = dict(enumerate(longest))
     if not blocks:
         raise UsageError(
             f"No decoder layers were found in {type(model).__name__}.",
@@ -52,16 +58,6 @@ def capture_points(model: nn.Module) -> tuple[CapturePoint, ...]:
     first = next(iter(blocks.values()))
     outputs = (CapturePoint(layer, module) for layer, module in blocks.items())
     return (CapturePoint(None, first, is_input=True), *outputs)
-
-
-def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Decoder layers by index, in order; if none is recognised, the longest `ModuleList`."""
-    blocks = decoder_blocks(model, attention_layers(model))
-    if blocks:
-        return {layer: module for layer, (_, module) in blocks.items()}
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    longest: nn.ModuleList = max(lists, key=lambda one: len(one), default=nn.ModuleList())
-    return dict(enumerate(longest))
 
 
 def clone_rows(index: int, start: int, rows: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexinspect.analysis.proof_results import ISOLATED, UNREAD, Proof, format_amount, proof_finding
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import plural, printable
+from flexinspect.core.text import join_labels, plural, printable
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -212,7 +212,7 @@ def _unread_findings(subject: Subject, results: Sequence[ChangedSegment]) -> lis
     names = [printable(one.segment.label) for one in unread]
     position = subject.scene.format_position(newest)
     sentence = (
-        f"The row that chooses the next token ({position}) does not read {_join_names(names)}, "
+        f"The row that chooses the next token ({position}) does not read {join_labels(names)}, "
         "which it may attend to: its states do not change in any layer."
     )
     positions = tuple(one.segment.start for one in unread)
@@ -270,7 +270,3 @@ def _shorten_names(names: Sequence[str]) -> str:
         return ", ".join(names)
     hidden = len(names) - _MAX_NAMES
     return f"{', '.join(names[: _MAX_NAMES - 1])}, {hidden} more, {names[-1]}"
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from flexinspect.analysis.proof_results import (
     format_amount,
     proof_finding,
 )
-from flexinspect.core.errors import UsageError
-from flexinspect.core.text import format_layers, plural
+from flexinspect.core.errors import UsageError, summarize_error
+from flexinspect.core.text import format_layers, is_or_are, plural
 from flexinspect.records.finding import Finding
 from flexinspect.rules.context import RuleContext
 from flexinspect_hooks.capture.hook import CaptureContext
@@ -45,24 +45,22 @@ _TF32_EPS = 1e-3
 """Rounding of float32 products on CUDA, which may use TF32."""
 
 
-class KernelCellDifference(Struct, frozen=True):
-    """One cell where the kernel's weight and the drawn weight differ."""
+class _CellDifference(NamedTuple):
+    """One cell where the kernel's weight and the drawn weight differ.
 
-    head: int
+    The order is that of reporting: cells that are wrongly open or closed first, then by position.
+    """
+
+    same_visibility: bool
     row: int
+    head: int
     key: int
     kernel: float
     drawn: float
     is_open: bool
 
-    @property
-    def rank(self) -> tuple[bool, int, int, int]:
-        """Order of reporting: cells that are wrongly open or closed first, then by position."""
-        differs_in_visibility = self.is_open != (self.kernel != 0)
-        return not differs_in_visibility, self.row, self.head, self.key
 
-
-class KernelComparison(Struct):
+class _KernelComparison(Struct):
     """The comparison of one attention call.
 
     `shape` is (heads, rows, keys); `row_offset` and `key_offset` are the positions of row 0 and key
@@ -80,36 +78,8 @@ class KernelComparison(Struct):
     largest: float | None = None
     n_wrong: int = 0
     n_visibility: int = 0
-    first: KernelCellDifference | None = None
+    first: _CellDifference | None = None
     skip_reason: str = ""
-
-    def add(
-        self,
-        start: int,
-        kernel: Tensor,
-        drawn: Tensor,
-        is_open: Tensor,
-        visibility: Tensor,
-        weight: Tensor,
-    ) -> None:
-        """Add the keys from `start` on; all tensors are (heads, rows, keys).
-
-        `visibility` are cells that are open in one and closed in the other, `weight` are cells
-        whose weights differ by more than rounding.
-        """
-        if self.largest is not None:
-            self.largest = max(self.largest, float((kernel - drawn).abs().nan_to_num().max()))
-        self.n_wrong += int((visibility | weight).sum())
-        self.n_visibility += int(visibility.sum())
-        for wrong in (visibility, weight):
-            if not bool(wrong.any()):
-                continue
-            row, head, key = (int(n) for n in wrong.transpose(0, 1).nonzero()[0])
-            cell = (head, row, key)
-            values = (float(kernel[cell]), float(drawn[cell]), bool(is_open[cell]))
-            difference = KernelCellDifference(head, row, start + key, *values)
-            if self.first is None or difference.rank < self.first.rank:
-                self.first = difference
 
 
 def check_kernel(subject: Subject, *, drawn: Any = None, steps: int = 3) -> Proof:
@@ -125,7 +95,7 @@ def check_kernel(subject: Subject, *, drawn: Any = None, steps: int = 3) -> Proo
     Raises `UsageError` if no attention call was seen, or if `drawn` does not fit.
     """
     drawn_mask = None if drawn is None else _parse_drawn_mask(drawn, device_of(subject.model))
-    done: list[KernelComparison] = []
+    done: list[_KernelComparison] = []
 
     def compare(calls: Sequence[AttentionCall], step: StepContext) -> None:
         for number, ref in enumerate(calls if step.step < steps else ()):
@@ -185,13 +155,13 @@ def _observe_calls(
 
 def _compare_call(
     ref: AttentionCall, step: StepContext, drawn_mask: Tensor | None
-) -> KernelComparison:
+) -> _KernelComparison:
     heads, rows, keys = ref.query.shape[1], ref.query.shape[2], ref.key.shape[2]
     mask = capture_call_mask(ref, step)
     if drawn_mask is not None:
         mask.cells = _crop_mask(drawn_mask, mask, heads)
-    one = KernelComparison(step.step, ref.layer, ref.path, (heads, rows, keys))
-    one.row_offset, one.key_offset = mask.q_offset, mask.kv_offset
+    call = (step.step, ref.layer, ref.path, (heads, rows, keys))
+    one = _KernelComparison(*call, mask.q_offset, mask.kv_offset)
     one.skip_reason = _skip_reason(ref, mask)
     try:
         if not one.skip_reason:
@@ -199,9 +169,8 @@ def _compare_call(
     except UsageError:
         raise
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        one = KernelComparison(one.step, one.layer, one.path, one.shape)
-        one.skip_reason = f"the call could not be repeated: {type(error).__name__}: {first_line}"
+        reason = f"the call could not be repeated: {summarize_error(error)}"
+        one = _KernelComparison(*call, skip_reason=reason)
     return one
 
 
@@ -216,7 +185,8 @@ def _skip_reason(ref: AttentionCall, mask: CapturedMask) -> str:
     return ""
 
 
-def _compare_weights(one: KernelComparison, ref: AttentionCall, mask: CapturedMask) -> None:
+def _compare_weights(one: _KernelComparison, ref: AttentionCall, mask: CapturedMask) -> None:
+    """Add up the cells that are open in one and closed in the other, or differ in their weight."""
     reference, is_exact = _ReferenceWeights(ref, mask), not ref.unknown_scores
     one.largest = 0.0 if is_exact else None
     for start, kernel in _kernel_weights(ref):
@@ -231,7 +201,26 @@ def _compare_weights(one: KernelComparison, ref: AttentionCall, mask: CapturedMa
         else:
             kernel = torch.where(is_open, drawn, kernel)
         kernel = torch.where(reference.skipped & is_open, drawn, kernel)
-        one.add(start, kernel, drawn, is_open, visibility, weight)
+        if one.largest is not None:
+            one.largest = max(one.largest, float((kernel - drawn).abs().nan_to_num().max()))
+        one.n_wrong += int((visibility | weight).sum())
+        one.n_visibility += int(visibility.sum())
+        for wrong in (visibility, weight):
+            if wrong.any():
+                difference = _first_difference(wrong, start, kernel, drawn, is_open)
+                one.first = min(one.first or difference, difference)
+
+
+def _first_difference(
+    wrong: Tensor, start: int, kernel: Tensor, drawn: Tensor, is_open: Tensor
+) -> _CellDifference:
+    """The first of some wrong cells; all tensors are (heads, rows, keys from `start` on)."""
+    row, head, key = wrong.transpose(0, 1).nonzero()[0].tolist()
+    cell = (head, row, key)
+    used, opens = float(kernel[cell]), bool(is_open[cell])
+    return _CellDifference(
+        opens == (used != 0), row, head, start + key, used, float(drawn[cell]), opens
+    )
 
 
 def _kernel_weights(ref: AttentionCall) -> Iterator[tuple[int, Tensor]]:
@@ -328,7 +317,7 @@ def _crop_mask(drawn_mask: Tensor, mask: CapturedMask, heads: int) -> Tensor:
 
 
 def _kernel_findings(
-    done: Sequence[KernelComparison], scene: RuleContext, n_layers: int
+    done: Sequence[_KernelComparison], scene: RuleContext, n_layers: int
 ) -> Iterator[Finding]:
     """The findings of the comparisons, for a model of `n_layers` layers."""
     wrong = [one for one in done if one.n_wrong]
@@ -350,7 +339,7 @@ def _kernel_findings(
 
 
 def _kernel_differs(
-    wrong: Sequence[KernelComparison], scene: RuleContext, n_layers: int
+    wrong: Sequence[_KernelComparison], scene: RuleContext, n_layers: int
 ) -> Finding:
     one = wrong[0]
     cell = one.first
@@ -391,16 +380,15 @@ def _kernel_differs(
     )
 
 
-def _differing_cells_text(one: KernelComparison) -> str:
+def _differing_cells_text(one: _KernelComparison) -> str:
     if one.n_visibility:
-        verb = "is" if one.n_visibility == 1 else "are"
-        cells = plural(one.n_visibility, "cell")
+        cells, verb = plural(one.n_visibility, "cell"), is_or_are(one.n_visibility)
         return f"{cells} of that layer {verb} open in one and closed in the other"
     verb = "differs" if one.n_wrong == 1 else "differ"
     return f"{plural(one.n_wrong, 'weight')} of that layer {verb} by more than rounding"
 
 
-def _kernel_same(compared: Sequence[KernelComparison], n_layers: int) -> Finding:
+def _kernel_same(compared: Sequence[_KernelComparison], n_layers: int) -> Finding:
     cells = sum(math.prod(one.shape) for one in compared)
     steps = len({one.step for one in compared})
     largest = max(one.largest or 0.0 for one in compared)
@@ -414,7 +402,7 @@ def _kernel_same(compared: Sequence[KernelComparison], n_layers: int) -> Finding
     )
 
 
-def _kernel_lines(done: Sequence[KernelComparison]) -> Iterator[str]:
+def _kernel_lines(done: Sequence[_KernelComparison]) -> Iterator[str]:
     yield f"kernel check: {plural(len(done), 'attention call')} repeated with identity values"
     for step in dict.fromkeys(one.step for one in done):
         calls = [one for one in done if one.step == step and not one.skip_reason]
@@ -433,7 +421,7 @@ def _kernel_lines(done: Sequence[KernelComparison]) -> Iterator[str]:
         yield f"  step {step}: {plural(len(calls), 'layer')}, {paths}, {shape}: {result}"
 
 
-def _comparison_facts(one: KernelComparison) -> dict[str, Any]:
+def _comparison_facts(one: _KernelComparison) -> dict[str, Any]:
     """One comparison as numbers and strings, for JSON."""
     heads, rows, keys = one.shape
     return {

@@ -103,7 +103,10 @@ class _LeakPath(Struct, frozen=True):
 def explain_leaks(leaks: Sequence[ChangedSegment], states: HiddenStates) -> list[Finding]:
     """One finding for each layer in which leaks enter, and for each kind of path."""
     groups: dict[tuple[int, bool], list[_LeakPath]] = {}
-    entries = [_find_path(leak, states) for leak in leaks]
+    entries = [
+        _LeakPath(leak, _find_carriers(leak, states), *_leaking_heads(leak, states))
+        for leak in leaks
+    ]
     carriers = {pos for entry in entries for pos in entry.carriers}
     for entry in entries:
         segment = entry.leak.segment
@@ -111,12 +114,6 @@ def explain_leaks(leaks: Sequence[ChangedSegment], states: HiddenStates) -> list
             continue  # the finding of the other leak names this segment as a carrier
         groups.setdefault((entry.leak.point, bool(entry.carriers)), []).append(entry)
     return [_leak_finding(groups[key], states) for key in sorted(groups)]
-
-
-def _find_path(leak: ChangedSegment, states: HiddenStates) -> _LeakPath:
-    if states.points[leak.point].layer is None:
-        return _LeakPath(leak)
-    return _LeakPath(leak, _find_carriers(leak, states), *_leaking_heads(leak, states))
 
 
 def _find_carriers(leak: ChangedSegment, states: HiddenStates) -> tuple[int, ...]:
@@ -127,12 +124,10 @@ def _find_carriers(leak: ChangedSegment, states: HiddenStates) -> tuple[int, ...
     are the carriers. Those before the row are tried first, because they mostly suffice.
     """
     point, (batch, row) = leak.point, leak.first
-    before = leak.moved[point - 1]
-    is_source = np.zeros(before.shape[1], np.bool_)
-    is_source[leak.segment.start : leak.segment.stop] = True
-    carriers = np.flatnonzero((before[0] > 0) & ~is_source)
-    if batch:
+    if batch or states.points[point].layer is None:
         return ()
+    source = range(leak.segment.start, leak.segment.stop)
+    carriers = np.setdiff1d(np.flatnonzero(leak.moved[point - 1, 0]), source)
     for candidates in (carriers[carriers < row], carriers):
         if not len(candidates):
             continue
@@ -149,7 +144,7 @@ def _leaking_heads(
 ) -> tuple[tuple[int, ...] | None, int]:
     """The heads of the layer whose output moves at the leak's first row, and the number of heads.
 
-    None if the heads are unknown: the layer has no output projection of a known name.
+    None if the heads are unknown: there is no layer, or no output projection of a known name.
     """
     subject, (batch, row) = states.subject, leak.first
     layer = states.points[leak.point].layer
@@ -168,7 +163,7 @@ def _leaking_heads(
 def _output_projection(model: nn.Module, layer: int | None) -> tuple[nn.Module | None, int]:
     layer_of = attention_layers(model)
     for module in model.modules():
-        if layer_of.get(id(module)) != layer:
+        if layer is None or layer_of.get(id(module)) != layer:
             continue
         config = getattr(module, "config", getattr(model, "config", None))
         for name in _OUTPUT_PROJECTIONS:
@@ -190,7 +185,8 @@ def _leak_finding(entries: Sequence[_LeakPath], states: HiddenStates) -> Finding
     size = float(states.reference[point][batch, row].float().abs().max())
     sentence = (
         f"{_changed_text(leak)} moves {_row_text(subject, batch, row)} "
-        f"{_layer_text(layer)} by {format_amount(far)} "
+        f"{'before the first layer' if layer is None else f'in layer {layer}'} "
+        f"by {format_amount(far)} "
         f"(largest value of the row: {format_amount(size)})"
         f"{_path_text(entry, subject)}{_heads_text(entry)}{_others_text(entries)}"
     )
@@ -233,10 +229,9 @@ def _mask_allows_path(entry: _LeakPath, subject: Subject) -> bool:
 
 
 def _changed_text(leak: ChangedSegment) -> str:
-    segment = leak.segment
-    places = f"positions {segment.start} to {segment.stop - 1}"
-    if len(segment) == 1:
-        places = f"position {segment.start}"
+    segment, last = leak.segment, leak.segment.stop - 1
+    is_one = last == segment.start
+    places = f"position {last}" if is_one else f"positions {segment.start} to {last}"
     return f"Changing {printable(segment.label)} ({places})"
 
 
@@ -246,10 +241,6 @@ def _row_text(subject: Subject, batch: int, row: int) -> str:
     segment = subject.scene.segment_at(row)
     inside = f" of {printable(segment.label)}" if segment is not None else ""
     return f"{subject.scene.format_position(row)}{inside}"
-
-
-def _layer_text(layer: int | None) -> str:
-    return "before the first layer" if layer is None else f"in layer {layer}"
 
 
 def _path_text(entry: _LeakPath, subject: Subject) -> str:
@@ -293,12 +284,9 @@ _MAX_ROUNDINGS = 2000
 
 def is_rounding(leak: ChangedSegment, states: HiddenStates) -> bool:
     """Whether an apparent leak is only rounding, and not caused by attention."""
-    point = leak.point
-    if states.points[point].layer is None:
-        return False
-    if float(leak.moved[point][leak.rows].max()) > _rounding_bound(states)[point]:
-        return False
-    return _leaking_heads(leak, states)[0] == ()
+    largest = float(leak.moved[leak.point][leak.rows].max())
+    is_small = largest <= _rounding_bound(states)[leak.point]
+    return is_small and _leaking_heads(leak, states)[0] == ()
 
 
 def rounding_noise(states: HiddenStates, changes: Sequence[ChangedSegment]) -> RowChanges:

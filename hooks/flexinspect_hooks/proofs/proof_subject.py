@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from flexinspect.core.errors import UsageError
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.rules.context import RuleContext
-from flexinspect_hooks.loading.tokenizers import IdAdapter, Vocabulary
+from flexinspect_hooks.loading.tokenizers import IdAdapter, Vocabulary, id_tuple
 from flexinspect_hooks.observers.input_rows import InputRows
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
@@ -110,11 +111,14 @@ def subject_of(
         raise UsageError(builder.problems[0], hint="Segments are spans or texts of ids.")
     scene = RuleContext()
     scene.start_generation(builder.record)
+    padding = arguments.get("attention_mask")
+    if not isinstance(padding, Tensor) or padding.shape != input_ids.shape:
+        padding = torch.ones_like(input_ids)
     return Subject(
         model,
         input_ids,
         scene,
-        real=_real_tokens(input_ids, arguments.get("attention_mask")),
+        real=padding.cpu().numpy().astype(np.bool_),
         special=adapter.special | config_ids(model),
         text_of=adapter.text_of,
         run=run,
@@ -133,10 +137,7 @@ def config_ids(model: nn.Module) -> frozenset[int]:
     """The special ids in a model's configuration."""
     config = getattr(model, "config", None)
     named = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
-    flat: set[int] = set()
-    for value in named:
-        flat |= {value} if isinstance(value, int) else set(value or ())
-    return frozenset(flat)
+    return frozenset(chain.from_iterable(map(id_tuple, named)))
 
 
 def _parse_ids(ids: Any, tokenizer: Any) -> Tensor:
@@ -177,10 +178,3 @@ def check_padding(arguments: Mapping[str, Any], ids: Tensor) -> None:
             "With run=, attention_mask says which ids are padding: a 0 or 1 for each id.",
             hint="Pass any other mask to the model in run.",
         )
-
-
-def _real_tokens(ids: Tensor, attention_mask: Any) -> BoolArray:
-    if isinstance(attention_mask, Tensor) and attention_mask.shape == ids.shape:
-        real: BoolArray = attention_mask.cpu().numpy().astype(np.bool_)
-        return real
-    return np.ones(tuple(ids.shape), np.bool_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations, pairwise
 
@@ -17,7 +17,7 @@ from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.datasets import Sample
 from flexinspect.records.job import Job
-from flexinspect.records.step import GenerationRecord, TokenRecord
+from flexinspect.records.step import GenerationRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect_hooks.ensemble.capture_process import (
     default_threads,
@@ -30,11 +30,12 @@ from flexinspect_hooks.generation.decoding import generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.loading.library_output import OnLoadProgress as LoadReport
 from flexinspect_hooks.loading.model_loader import LoadedModel
+from flexinspect_hooks.loading.tokenizers import token_record
 from flexinspect_hooks.proofs.cache_check import check_cache
 from flexinspect_hooks.proofs.isolation import check_isolation
 from flexinspect_hooks.proofs.kernel_weights import check_kernel
 from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds, Subject, config_ids
-from flexinspect_hooks.proofs.segment_order import measure_swap, newest_logits, order_proof
+from flexinspect_hooks.proofs.segment_order import newest_logits, prove_order
 
 
 def prove_run(
@@ -47,8 +48,7 @@ def prove_run(
     torch.set_num_threads(job.threads or default_threads())
     samples = load_samples(job)
     loaded = load_model(job, model_names.resolve(job.model, load_config()), load_report)
-    compiled = is_compiled(job, loaded.device)
-    run = _SampleProver(loaded, job, compiled=compiled, report=report)
+    run = _SampleProver(loaded, job, report)
     for sample in samples:
         proof = run.prove(kind, sample, every)
         lines = (f"sample {sample.id}", *proof.lines) if len(samples) > 1 else proof.lines
@@ -58,12 +58,11 @@ def prove_run(
 class _SampleProver:
     """Proves samples of a job on one loaded model."""
 
-    def __init__(
-        self, loaded: LoadedModel, job: Job, *, compiled: bool, report: OnProgress
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, job: Job, report: OnProgress) -> None:
         self._model, self._device = loaded.model, torch.device(loaded.device)
-        self._job, self._compiled, self._report = job, compiled, report
-        self._ensemble = EnsembleRunner(loaded, job, compiled=compiled)
+        self._job, self._report = job, report
+        self._compiled = is_compiled(job, loaded.device)
+        self._ensemble = EnsembleRunner(loaded, job, compiled=self._compiled)
 
     def prove(self, kind: str, sample: Sample, every: int) -> Proof:
         """Prove a property of a sample's generation."""
@@ -72,7 +71,11 @@ class _SampleProver:
         with self._patched_plan(sample) as plan:
             if kind == "cache":
                 return self._cache(plan, every)
-            subject = self._subject(plan)
+            self._report("generating", None)
+            chosen = generate(self._model, plan.prompt, max_new_tokens=self._job.max_new_tokens)
+            subject = self._subject(
+                plan, chosen.token_ids, lambda ids: self._run_with_cache(plan, ids)
+            )
             if kind == "isolation":
                 return check_isolation(subject, seed=self._job.seed)
             return check_kernel(subject, steps=1 + self._job.max_new_tokens)
@@ -86,8 +89,8 @@ class _SampleProver:
             positions = self._position_ids(plan, ids.shape[1])
             self._model(input_ids=ids, position_ids=positions, use_cache=False)
 
-        subject = self._make_subject(
-            plan, [], lambda _: generate(self._model, plan.prompt, max_new_tokens=n_tokens)
+        subject = self._subject(
+            plan, (), lambda _: generate(self._model, plan.prompt, max_new_tokens=n_tokens)
         )
         return check_cache(subject, every=every, recompute=recompute)
 
@@ -95,17 +98,15 @@ class _SampleProver:
         """Swap each pair of paraphrases of a sample."""
         if len(sample.paraphrases) < 2:
             raise UsageError("Order needs at least two paraphrases: use --prompt twice.")
-        before = self._next_token_logits(sample)
-        pairs = list(combinations(range(len(sample.paraphrases)), 2))
-        swaps = []
-        for number, (one, other) in enumerate(pairs):
-            names = (f"paraphrase {one + 1}", f"paraphrase {other + 1}")
-            self._report(f"swapping {names[0]} and {names[1]}", number / len(pairs))
+        swapped = []
+        for one, other in combinations(range(len(sample.paraphrases)), 2):
             texts = list(sample.paraphrases)
             texts[one], texts[other] = texts[other], texts[one]
-            after = self._next_token_logits(replace(sample, paraphrases=tuple(texts)))
-            swaps.append(measure_swap(*names, before, after))
-        return order_proof(swaps, self._job.positions, self._ensemble.vocabulary.text_of)
+            changed = replace(sample, paraphrases=tuple(texts))
+            swapped.append((f"paraphrase {one + 1}", f"paraphrase {other + 1}", changed))
+        text_of, positions = self._ensemble.vocabulary.text_of, self._job.positions
+        run = self._next_token_logits
+        return prove_order(run, sample, swapped, positions, text_of, self._report)
 
     # -- how a sample is run ---------------------------------------------------------------------
 
@@ -121,15 +122,8 @@ class _SampleProver:
         with FlexPatch(self._model, plan.source, compiled=self._compiled):
             yield plan
 
-    def _subject(self, plan: GenerationPlan) -> Subject:
-        """The prompt and generated tokens, run with a cache; the model has the sample's mask."""
-        self._report("generating", None)
-        chosen = generate(self._model, plan.prompt, max_new_tokens=self._job.max_new_tokens)
-        return self._make_subject(
-            plan, list(chosen.token_ids), lambda ids: self._run_with_cache(plan, ids)
-        )
-
-    def _make_subject(self, plan: GenerationPlan, generated: list[int], run: RunIds) -> Subject:
+    def _subject(self, plan: GenerationPlan, generated: Sequence[int], run: RunIds) -> Subject:
+        """The prompt and generated tokens; the model has the sample's mask."""
         scene, vocabulary = RuleContext(), self._ensemble.vocabulary
         scene.start_generation(self._generation_record(plan, generated))
         ids = torch.tensor([[*plan.prompt.ids, *generated]], device=self._device)
@@ -166,25 +160,19 @@ class _SampleProver:
         return torch.tensor([[*prompt.position_ids, *following]], device=self._device)
 
     def _generation_record(
-        self, plan: GenerationPlan, generated_ids: list[int]
+        self, plan: GenerationPlan, generated_ids: Sequence[int]
     ) -> GenerationRecord:
         """The record of a generation with the tokens that it chose.
 
         The meaning of a user's mask function is unknown, so its segments count as isolated.
         """
         record = self._ensemble.record_of(0, plan)
-        vocabulary, n_prompt = self._ensemble.vocabulary, len(plan.prompt.ids)
-        generated = tuple(
-            TokenRecord(
-                pos=n_prompt + number,
-                token_id=token_id,
-                token=vocabulary.token_of(token_id),
-                text=vocabulary.text_of(token_id),
-                position_id=plan.prompt.next_position(number),
-                segment=len(record.segments) - 1,
-                step=number,
+        vocabulary, segment = self._ensemble.vocabulary, len(record.segments) - 1
+        tokens = list(record.tokens)
+        for step, token_id in enumerate(generated_ids):
+            text, position_id = vocabulary.text_of(token_id), plan.prompt.next_position(step)
+            tokens.append(
+                token_record(vocabulary, len(tokens), token_id, text, position_id, segment, step)
             )
-            for number, token_id in enumerate(generated_ids)
-        )
         declared = {} if "mask_mod" in plan.declared else plan.declared
-        return replace(record, tokens=(*record.tokens, *generated), declared=declared)
+        return replace(record, tokens=tuple(tokens), declared=declared)

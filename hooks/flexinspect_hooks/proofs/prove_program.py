@@ -21,7 +21,7 @@ from flexinspect.analysis.proof_results import Proof
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.records.job import ScriptJob
 from flexinspect_hooks.proofs import options_of, prove
-from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds
+from flexinspect_hooks.proofs.proof_subject import RunIds
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.user_code.program import run_program
 from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
@@ -41,42 +41,36 @@ class _RepeatableCall(Struct, frozen=True):
     generates: bool
 
 
-def prove_script(
-    kind: str, job: ScriptJob, *, call: int, every: int, report: OnProgress | None = None
-) -> Proof:
+def prove_script(kind: str, job: ScriptJob, *, call: int, every: int) -> Proof:
     """Run a program up to its `call`-th call of a model with a whole prompt, and prove that call.
 
     Raises `UsageError` if the program ends before that call, or if it cannot be proved, and any
     exception that the program raises before it.
     """
-    watch = _CallWatcher(kind, job, call, every, report)
+    watch = _CallWatcher(kind, job, call, every)
     with watch.installed(), suppress(_ProofMadeError, SystemExit):
         run_program(job.program, job.args, is_module=job.is_module)
-    if watch.error is not None:
-        raise watch.error
-    if watch.proof is None:
+    if isinstance(watch.result, FlexInspectError):
+        raise watch.result
+    if watch.result is None:
         raise UsageError(
             f"{job.program} made {watch.n_calls} suitable calls of a transformers model, so call "
             f"{call} could not be proved.",
             hint="A suitable call runs a whole prompt, at least as long as the declared segments, "
             "with an empty cache. --call N chooses another one.",
         )
-    return watch.proof
+    return watch.result
 
 
 class _CallWatcher:
     """Intercepts the outermost calls of transformers models, and proves one of them."""
 
-    def __init__(
-        self, kind: str, job: ScriptJob, call: int, every: int, report: OnProgress | None
-    ) -> None:
+    def __init__(self, kind: str, job: ScriptJob, call: int, every: int) -> None:
         self._kind, self._job, self._call, self._every = kind, job, call, every
-        self._report = report
         self._tokenizers = TokenizerTracker()
         self._is_inside = False
         self.n_calls = 0
-        self.proof: Proof | None = None
-        self.error: FlexInspectError | None = None
+        self.result: Proof | FlexInspectError | None = None
 
     @contextmanager
     def installed(self) -> Any:
@@ -85,15 +79,13 @@ class _CallWatcher:
         from transformers.generation.utils import GenerationMixin
         from transformers.modeling_utils import PreTrainedModel
 
-        wrapped = (
-            (PreTrainedModel, "__call__", self._wrap(nn.Module.__call__, generates=False)),
-            (GenerationMixin, "generate", self._wrap(GenerationMixin.generate, generates=True)),
-        )
+        call = self._wrap(nn.Module.__call__, generates=False)
+        generate = self._wrap(GenerationMixin.generate, generates=True)
         with ExitStack() as stack:
             self._tokenizers.watch()
             stack.callback(self._tokenizers.end)
-            for owner, name, function in wrapped:
-                stack.callback(patch(owner, name, function))
+            stack.callback(patch(PreTrainedModel, "__call__", call))
+            stack.callback(patch(GenerationMixin, "generate", generate))
             yield
 
     def _wrap(self, original: Callable[..., Any], *, generates: bool) -> Any:
@@ -121,22 +113,16 @@ class _CallWatcher:
 
     def _prove(self, call: _RepeatableCall) -> None:
         """Make the proof and end the program."""
-        options = self._options(call)
+        program = self._job.program
         try:
-            proof = prove(self._kind, call.model, call.ids, **options)
+            proof = prove(self._kind, call.model, call.ids, **self._options(call))
+            listed = ",".join(map(str, call.ids[0].tolist())).encode()
+            prompt_hash = hashlib.blake2b(listed, digest_size=8).hexdigest()
+            facts = {**proof.facts, "program": program, "prompt_hash": prompt_hash}
+            head = f"{program}, call {self._call} of {type(call.model).__name__}"
+            self.result = replace(proof, lines=(head, *proof.lines), facts=facts)
         except FlexInspectError as error:
-            self.error = error
-            raise _ProofMadeError from None
-        head = f"{self._job.program}, call {self._call} of {type(call.model).__name__}"
-        self.proof = replace(
-            proof,
-            lines=(head, *proof.lines),
-            facts={
-                **proof.facts,
-                "program": self._job.program,
-                "prompt_hash": ids_digest(call.ids),
-            },
-        )
+            self.result = error
         raise _ProofMadeError
 
     def _options(self, call: _RepeatableCall) -> dict[str, Any]:
@@ -149,18 +135,11 @@ class _CallWatcher:
             "attention_mask": call.attention_mask,
             "tokenizer": next(iter(self._tokenizers.live_tokenizers()), None),
             "every": self._every,
-            "report": self._report,
         }
         if self._kind == "cache" and not call.generates:
             del options["run"]  # one forward pass has no decode steps: generate greedily instead
         of_subject, of_check = options_of(self._kind)
         return {name: options[name] for name in (*of_subject, *of_check) if name in options}
-
-
-def ids_digest(ids: Tensor) -> str:
-    """A fingerprint of the ids of batch row 0."""
-    listed = ",".join(str(int(one)) for one in ids[0])
-    return hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()
 
 
 def _repeatable_call(

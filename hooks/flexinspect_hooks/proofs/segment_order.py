@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +13,16 @@ from flexinspect.analysis.proof_results import ORDER, Proof, format_amount, proo
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding
-from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect_hooks.proofs.proof_subject import Subject
+from flexinspect.records.prompt import SegmentKind
+from flexinspect_hooks.proofs.proof_subject import OnProgress, Subject
+
+Prompt = TypeVar("Prompt")
 
 _MAX_EQUAL_CHANGE = 1e-3
 """Logits that move less than this do not depend on the order (measured: 3e-6, against 5.8)."""
 
 
-class Swap(NamedTuple):
+class _Swap(NamedTuple):
     """Two swapped segments: how far the logits moved, and the best token before and after."""
 
     first: str
@@ -39,27 +40,46 @@ def check_order(subject: Subject) -> Proof:
 
     Raises `UsageError` if no two paraphrases have the same number of tokens.
     """
-    pairs = _equal_length_pairs(subject)
-    before = newest_logits(subject.model, subject.n_rows, subject.forward)
-    swaps = []
-    for number, (one, other) in enumerate(pairs):
-        subject.report(f"swapping {one.label} and {other.label}", number / len(pairs))
-        swapped = partial(subject.forward, _swap_segments(subject.ids, one, other))
-        after = newest_logits(subject.model, subject.n_rows, swapped)
-        swaps.append(measure_swap(one.label, other.label, before, after))
-    return order_proof(swaps, subject.scene.generation.positions, subject.text_of)
+    named = [s for s in subject.scene.segments if s.kind is SegmentKind.PARAPHRASE]
+    swapped = []
+    for one, other in combinations(named, 2):
+        if len(one) == len(other):
+            ids = subject.ids.clone()
+            ids[0, one.start : one.stop] = subject.ids[0, other.start : other.stop]
+            ids[0, other.start : other.stop] = subject.ids[0, one.start : one.stop]
+            swapped.append((one.label, other.label, ids))
+    if not swapped:
+        raise UsageError(
+            "No two segments have the same number of tokens, so none can be swapped in ids.",
+            hint="Name segments= of one length; `flexinspect prove order` swaps whole texts.",
+        )
+
+    def run(ids: Tensor) -> Tensor:
+        return newest_logits(subject.model, subject.n_rows, lambda: subject.forward(ids))
+
+    positions = subject.scene.generation.positions
+    return prove_order(run, subject.ids, swapped, positions, subject.text_of, subject.report)
 
 
-def measure_swap(first: str, second: str, before: Tensor, after: Tensor) -> Swap:
-    """The effect of a swap on the logits (vocabulary,)."""
-    moved = float((before.float() - after.float()).abs().max())
-    return Swap(first, second, moved, int(before.argmax()), int(after.argmax()))
-
-
-def order_proof(
-    swaps: Sequence[Swap], positions: str, text_of: Callable[[int], str] = str
+def prove_order(
+    run: Callable[[Prompt], Tensor],
+    prompt: Prompt,
+    swapped: Sequence[tuple[str, str, Prompt]],
+    positions: str,
+    text_of: Callable[[int], str],
+    report: OnProgress,
 ) -> Proof:
-    """The proof from some swaps, with the mode of the position ids."""
+    """Compare the next token's logits (vocabulary,), which `run` returns, with each swap's.
+
+    `swapped` are the names of the two segments and the prompt with both swapped; `positions` is the
+    mode of the position ids.
+    """
+    before, swaps = run(prompt), []
+    for number, (first, second, other) in enumerate(swapped):
+        report(f"swapping {first} and {second}", number / len(swapped))
+        after = run(other)
+        moved = float((before.float() - after.float()).abs().max())
+        swaps.append(_Swap(first, second, moved, int(before.argmax()), int(after.argmax())))
     lines = [f"order under {positions} positions: {plural(len(swaps), 'pair')} swapped"]
     for swap in swaps:
         chosen = (
@@ -75,7 +95,7 @@ def order_proof(
     return Proof("order", tuple(lines), (_order_finding(swaps, positions),), facts)
 
 
-def _order_finding(swaps: Sequence[Swap], positions: str) -> Finding:
+def _order_finding(swaps: Sequence[_Swap], positions: str) -> Finding:
     worst = max(swaps, key=lambda swap: swap.moved)
     n_flipped = sum(swap.best != swap.best_swapped for swap in swaps)
     if worst.moved <= _MAX_EQUAL_CHANGE:
@@ -92,24 +112,6 @@ def _order_finding(swaps: Sequence[Swap], positions: str) -> Finding:
         )
     evidence = {"moved": worst.moved, "flipped": n_flipped, "positions": positions}
     return proof_finding(ORDER, sentence, evidence=evidence)
-
-
-def _equal_length_pairs(subject: Subject) -> list[tuple[Segment, Segment]]:
-    named = [s for s in subject.scene.segments if s.kind is SegmentKind.PARAPHRASE]
-    pairs = [(a, b) for a, b in combinations(named, 2) if len(a) == len(b)]
-    if not pairs:
-        raise UsageError(
-            "No two segments have the same number of tokens, so none can be swapped in ids.",
-            hint="Name segments= of one length; `flexinspect prove order` swaps whole texts.",
-        )
-    return pairs
-
-
-def _swap_segments(ids: Tensor, one: Segment, other: Segment) -> Tensor:
-    swapped = ids.clone()
-    swapped[0, one.start : one.stop] = ids[0, other.start : other.stop]
-    swapped[0, other.start : other.stop] = ids[0, one.start : one.stop]
-    return swapped
 
 
 def newest_logits(model: nn.Module, n_rows: int, run: Callable[[], object]) -> Tensor:

@@ -25,10 +25,9 @@ from torch import nn
 from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.job import ScriptJob
 from flexinspect.records.step import EventRecord
-from flexinspect_hooks.capture.model_layers import attention_layers
+from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.loading.model_facts import model_facts
 from flexinspect_hooks.loading.tokenizers import IdAdapter, SafeAdapter
 from flexinspect_hooks.observers.input_rows import InputRows
 from flexinspect_hooks.python_internals.patching import patch

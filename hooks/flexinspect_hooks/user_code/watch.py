@@ -20,9 +20,10 @@ from flexinspect_hooks.breakpoints.actions import (
     HitCallback,
     OnBreakOption,
     PauseAction,
+    StopAction,
     hit_callback,
 )
-from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, StopAction
+from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.server import CaptureControl

@@ -20,9 +20,9 @@ from flexinspect.core.text import print_message
 from flexinspect.records.finding import Finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect_hooks.capture.model_layers import model_facts
 from flexinspect_hooks.capture.new_trace import new_writer, run_manifest
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
-from flexinspect_hooks.loading.model_facts import model_facts
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.user_code.program import end_state
 

@@ -10,11 +10,12 @@ from support.dap import DapClient
 from support.debugged import configuration
 
 PROGRAM = """\
+import debugpy
 from flexinspect.records.job import DebuggerOptions
-from flexinspect_hooks.debugger.debugpy_server import listen, wait_for_client
+from flexinspect_hooks.debugger.debugpy_server import listen
 
 print(listen(DebuggerOptions("127.0.0.1", 0, wait=True))[1], flush=True)
-wait_for_client()
+debugpy.wait_for_client()
 first = "the first line"
 print(first)
 """

@@ -421,7 +421,7 @@ def test_the_dtype_of_an_alias_is_used_unless_a_flag_overrides_it(tmp_path: Path
 def test_every_shipped_architecture_is_a_causal_language_model(alias: str) -> None:
     from transformers import AutoConfig
 
-    from flexinspect_hooks.loading.load_errors import require_causal_lm
+    from flexinspect_hooks.loading.model_loader import require_causal_lm
 
     path = resolve(alias).config_path
     assert path is not None
