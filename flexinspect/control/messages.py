@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from flexinspect.core.decoding import convert
+from flexinspect.core.conversion import convert
 from flexinspect.core.errors import ControlError
 
 BEFORE_FIRST = -1

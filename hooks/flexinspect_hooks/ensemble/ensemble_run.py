@@ -37,7 +37,7 @@ from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.generation.decoding import Decoder, StopCriteria
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource, UserMaskSource
-from flexinspect_hooks.gradients.after_generation import TokenGradients
+from flexinspect_hooks.gradients.after_generation import GradientSpec, TokenGradients
 from flexinspect_hooks.loading.model_loader import LoadedModel
 from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary, token_record
 from flexinspect_hooks.rewind.branch_recorder import GeneratedText, TraceBranchRecorder
@@ -68,7 +68,8 @@ class EnsembleRunner:
         self._eos = _eos_ids(loaded, self.vocabulary)
         self._gradients: TokenGradients | None = None
         if job.grads:
-            self._gradients = TokenGradients(loaded.model, job, compiled=compiled)
+            spec, steps = GradientSpec(job.grads, job.detect_anomaly), job.grads_steps
+            self._gradients = TokenGradients(loaded.model, spec, steps=steps, compiled=compiled)
         self.rewind_handler = RewindHandler(self.vocabulary)
 
     def plan(self, sample: Sample) -> GenerationPlan:

@@ -124,9 +124,15 @@ class Decoder:
     @torch.no_grad()
     def next_logits(self) -> Tensor:
         """Process the rows that the cache lacks, and return the newest row's logits (V,)."""
+        return self.run(self._model)
+
+    def run(self, forward: Callable[..., Any]) -> Tensor:
+        """As `next_logits` by the model's `forward`, or by another way to call the model."""
+        # With a cache also in the prefill: without one transformers looks for packed sequences in
+        # the position ids.
         ids, positions = self._rows(int(self.cache.get_seq_length()))
         inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": self.cache}
-        output = self._model(**inputs, use_cache=True, **self._extra)
+        output = forward(**inputs, use_cache=True, **self._extra)
         return cast(Tensor, output.logits[0, -1])
 
     def _rows(self, start: int) -> tuple[Tensor, Tensor]:
@@ -199,13 +205,12 @@ def generate(
     """
     decoder = Decoder(model, prompt, sampling=sampling, seed=seed)
     criteria = StopCriteria(max_new_tokens, eos_ids, should_stop)
-    for step in range(max_new_tokens):
-        choice = decoder.choose(decoder.next_logits(), (forced or {}).get(step))
+    while True:
+        choice = decoder.choose(decoder.next_logits(), (forced or {}).get(decoder.step))
         if on_choice is not None:
             on_choice(choice)
         if reason := criteria.reason(decoder.token_ids):
             return GenerationResult(tuple(decoder.token_ids), reason)
-    return GenerationResult(tuple(decoder.token_ids), "length")
 
 
 def check_tokens(model: Any, token_ids: Sequence[int]) -> None:

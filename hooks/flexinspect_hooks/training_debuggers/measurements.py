@@ -1,4 +1,8 @@
-"""Measurements of tensors, gradients and models, as the debuggers' result types."""
+"""Measurements of tensors, gradients and models for the debuggers.
+
+The results are dataclasses that are also dicts (see `DictDataclass`). Sizes are in bytes. A value
+that a level does not measure is None.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,46 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.debug_switches import DebugLevel
-from flexinspect_hooks.training.gradient_statistics import (
-    Gradients,
-    NamedParameters,
-    gradient_facts,
-    gradient_of,
-    real_values,
-    reduce_batched,
-    tensor_facts,
-    tensor_norms,
-)
-from flexinspect_hooks.training_debuggers.result_types import ComponentInfo, TensorInfo
+from flexinspect.records.debug_switches import DebugLevel, DictDataclass
+from flexinspect_hooks.training import gradient_statistics
+
+
+class TensorInfo(DictDataclass):
+    """One tensor. `std`, `min` and `max` are measured from ADVANCED on, over finite values.
+
+    `mean_value` is the mean of the finite values (NaN without any), `norm` the Euclidean norm.
+    `first_bad` is the index of the first NaN or Inf (EXTREME).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    memory: int
+    has_nan: bool
+    has_inf: bool
+    mean_value: float
+    std: float | None = None
+    min: float | None = None
+    max: float | None = None
+    norm: float | None = None
+    n_nan: int = 0
+    n_inf: int = 0
+    first_bad: tuple[int, ...] | None = None
+
+
+class ComponentInfo(DictDataclass):
+    """One part of a model or of a pipeline."""
+
+    name: str
+    kind: str
+    parameters: int
+    trainable: int
+    memory: int
+    dtypes: tuple[str, ...]
+    devices: tuple[str, ...]
+    has_nan: bool
+    has_inf: bool
 
 
 def tensor_infos(tensors: Mapping[str, Tensor], level: DebugLevel) -> dict[str, TensorInfo]:
@@ -34,7 +66,9 @@ def tensor_infos(tensors: Mapping[str, Tensor], level: DebugLevel) -> dict[str, 
     has_spread, is_extreme = level.includes(DebugLevel.ADVANCED), level is DebugLevel.EXTREME
     infos = {} if has_spread else _finite_infos(tensors)
     others = {name: tensor for name, tensor in tensors.items() if name not in infos}
-    for (name, tensor), facts in zip(others.items(), tensor_facts(others.values()), strict=True):
+    for (name, tensor), facts in zip(
+        others.items(), gradient_statistics.tensor_facts(others.values()), strict=True
+    ):
         is_bad = facts.n_nan + facts.n_inf > 0
         infos[name] = _tensor_info(
             name,
@@ -62,7 +96,10 @@ def _finite_infos(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
     }
     values = [*dense.values()]
     measured = zip(
-        dense.items(), tensor_norms(values), reduce_batched(values, _stack_means), strict=True
+        dense.items(),
+        gradient_statistics.tensor_norms(values),
+        gradient_statistics.reduce_batched(values, _stack_means),
+        strict=True,
     )
     return {
         name: _tensor_info(name, tensor, has_nan=False, has_inf=False, mean_value=mean, norm=norm)
@@ -77,7 +114,10 @@ def _stack_means(tensors: list[Tensor]) -> Tensor:
 
 
 def _tensor_info(name: str, tensor: Tensor, **measured: Any) -> TensorInfo:
-    dtype, n_bytes = str(tensor.dtype).removeprefix("torch."), real_values(tensor).nbytes
+    dtype, n_bytes = (
+        str(tensor.dtype).removeprefix("torch."),
+        gradient_statistics.real_values(tensor).nbytes,
+    )
     return TensorInfo(name, tuple(tensor.shape), dtype, str(tensor.device), n_bytes, **measured)
 
 
@@ -86,14 +126,9 @@ def _first_bad(tensor: Tensor) -> tuple[int, ...] | None:
     return None if tensor.is_sparse else tuple((~tensor.isfinite()).nonzero()[0].tolist())
 
 
-def gradients_of(named: NamedParameters, level: DebugLevel) -> Gradients:
-    """The statistics of every gradient; with the largest values from ADVANCED on."""
-    return gradient_facts(named, with_max=level.includes(DebugLevel.ADVANCED))
-
-
 def gradient_infos(named: Mapping[str, nn.Parameter], level: DebugLevel) -> dict[str, TensorInfo]:
     """Measure the gradients of parameters at a level."""
-    grads = {name: gradient_of(one) for name, one in named.items()}
+    grads = {name: gradient_statistics.gradient_of(one) for name, one in named.items()}
     return tensor_infos({name: grad for name, grad in grads.items() if grad is not None}, level)
 
 
@@ -196,6 +231,6 @@ def _nan_and_inf(values: list[Tensor]) -> tuple[bool, bool]:
         for one in values
         if one.is_floating_point() and one.numel() and not one.is_meta
     ]
-    norms = zip(values, tensor_norms(values), strict=True)
+    norms = zip(values, gradient_statistics.tensor_norms(values), strict=True)
     bad = [one for one, norm in norms if not math.isfinite(norm)]
     return any(bool(one.isnan().any()) for one in bad), any(bool(one.isinf().any()) for one in bad)

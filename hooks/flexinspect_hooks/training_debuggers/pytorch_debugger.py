@@ -11,6 +11,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import field
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
@@ -19,30 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
-from flexinspect.records.debug_switches import DebugLevel, parse_level
+from flexinspect.records.debug_switches import DebugLevel, DictDataclass, parse_level
 from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM, ParameterGradient
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control import control_protocols
-from flexinspect_hooks.training.gradient_statistics import trainable
-from flexinspect_hooks.training_debuggers.measurements import (
-    component_info,
-    gradient_infos,
-    gradients_of,
-    memory_of,
-    nonfinite_problems,
-    parts_of,
-    tensor_infos,
-    tensors_in,
-    weight_problems,
-)
-from flexinspect_hooks.training_debuggers.result_types import (
-    Anomaly,
-    DebugSummary,
-    GradientAnalysis,
-    GradientInfo,
-    ModelReport,
-    TensorInfo,
-)
+from flexinspect_hooks.training import gradient_statistics
+from flexinspect_hooks.training_debuggers import measurements
+from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
 
 NAN_LOSS = (
     "Check the inputs for NaN, Inf and labels out of range.",
@@ -121,7 +105,7 @@ def debug_logging(
     return active
 
 
-DEFAULT_HISTORY = 1000
+HISTORY = 1000
 """Entries that a debugger keeps by default."""
 MIN_ANALYSES_FOR_ALERT = 10
 """Analyses before the rate of anomalies can raise an alert."""
@@ -130,11 +114,44 @@ MAX_LOGGED_ANOMALIES = 10
 """Anomalies of one analysis that are logged; the others are only counted and kept."""
 _OWN_FILES = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
 
-OnAnomaly = Callable[[Anomaly], Any]
 
+class Anomaly(DictDataclass):
+    """One anomaly: what, where, and what usually helps.
+
+    `kind` is one of nan, inf, explosion, vanishing, loss, shape, dtype, model, jump, error.
+    `tensor` has facts of the tensor, `stack` (at EXTREME, or of an error) is the program's stack.
+    """
+
+    kind: str
+    where: str
+    sentence: str
+    step: int | None = None
+    advice: tuple[str, ...] = ()
+    tensor: TensorInfo | None = None
+    stack: str = ""
+
+
+OnAnomaly = Callable[[Anomaly], Any]
 
 GradientLimits = tuple[float, float]
 """The norms above which a gradient explodes and below which it vanishes."""
+
+
+class DebugSummary(DictDataclass):
+    """The counts of a debugger since it was created or cleared.
+
+    `total_anomalies` and `analyses` count all, `debug_history_length` only what is still kept.
+    `anomaly_rate` is the share of the analyses with an anomaly. `alerts` are sentences on
+    thresholds that were exceeded.
+    """
+
+    level: str
+    total_anomalies: int
+    debug_history_length: int
+    analyses: int
+    anomaly_rate: float
+    anomalies_by_kind: dict[str, int] = field(default_factory=dict)
+    alerts: tuple[str, ...] = ()
 
 
 class BaseDebuggerOptions(TypedDict, total=False):
@@ -162,7 +179,7 @@ class BaseDebugger:
         self,
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
-        history: int = DEFAULT_HISTORY,
+        history: int = HISTORY,
         explosion: float = EXPLODING_NORM,
         vanishing: float = VANISHING_NORM,
         alert_above: float = 0.1,
@@ -209,7 +226,7 @@ class BaseDebugger:
         with self._lock:
             return DebugSummary(
                 level=self._level.value,
-                total_anomalies=self._total_anomalies(),
+                total_anomalies=self.counts().total_anomalies,
                 debug_history_length=len(self._history),
                 analyses=self._n_analyses,
                 anomaly_rate=self._n_anomalous / self._n_analyses if self._n_analyses else 0.0,
@@ -228,14 +245,11 @@ class BaseDebugger:
         """The counts for the control server; may be called from any thread."""
         with self._lock:
             return control_protocols.AnomalyCounts(
-                total_anomalies=self._total_anomalies(),
+                total_anomalies=self._n_anomalies,
                 debug_history_length=len(self._history),
                 total_steps=self._n_analyses,
                 anomaly_steps=self._n_anomalous,
             )
-
-    def _total_anomalies(self) -> int:
-        return self._n_anomalies
 
     @contextmanager
     def autograd_anomaly_detection(self) -> Iterator[None]:
@@ -370,6 +384,48 @@ def gradient_problems(
         yield "vanishing", f"Gradient vanishing in {name}: norm {norm:.4g} below {vanishing:g}."
 
 
+class GradientInfo(DictDataclass):
+    """The gradient of one parameter; `largest` (absolute) from ADVANCED on, `tensor` at EXTREME."""
+
+    name: str
+    norm: float
+    has_nan: bool
+    has_inf: bool
+    explodes: bool
+    vanishes: bool
+    largest: float | None = None
+    tensor: TensorInfo | None = None
+
+
+class GradientAnalysis(dict[str, GradientInfo]):
+    """The gradients by parameter name, for all parameters that have one."""
+
+    def __init__(self, gradients: Mapping[str, GradientInfo], total_norm: float) -> None:
+        super().__init__(gradients)
+        self.total_norm = total_norm
+        """The norm of all gradients together; NaN or Inf if one of them is non-finite."""
+
+    @property
+    def params_with_nan_grad(self) -> list[str]:
+        """Parameters whose gradient has NaN."""
+        return [name for name, info in self.items() if info.has_nan]
+
+    @property
+    def params_with_inf_grad(self) -> list[str]:
+        """Parameters whose gradient has Inf."""
+        return [name for name, info in self.items() if info.has_inf]
+
+
+class ModelReport(DictDataclass):
+    """Whether a model has problems: see `PyTorchDebugger.validate_model`."""
+
+    is_valid: bool
+    problems: tuple[str, ...]
+    components: dict[str, ComponentInfo]
+    memory: dict[str, int]
+    output: tuple[TensorInfo, ...] = ()
+
+
 class PyTorchDebugger(BaseDebugger):
     """Checks tensors and models on demand, counts anomalies, and keeps a bounded history.
 
@@ -390,7 +446,7 @@ class PyTorchDebugger(BaseDebugger):
         `shape` (None is any size) and `dtype` are the expected ones.
         """
         argument_checks.check_tensor(tensor, "analyze_tensor")
-        info = tensor_infos({name: tensor}, self.level)[name]
+        info = measurements.tensor_infos({name: tensor}, self.level)[name]
         wrong: dict[str, str] = {}
         if shape is not None and not _shape_matches(info.shape, shape):
             wrong["shape"] = f"has shape {info.shape}, but {tuple(shape)} is expected"
@@ -408,7 +464,7 @@ class PyTorchDebugger(BaseDebugger):
     def analyze_model_parameters(self, model: nn.Module) -> dict[str, TensorInfo]:
         """Measure each parameter at this level, by name."""
         argument_checks.check_module(model, "analyze_model_parameters")
-        infos = tensor_infos(dict(model.named_parameters()), self.level)
+        infos = measurements.tensor_infos(dict(model.named_parameters()), self.level)
         self._record_analyses(
             infos,
             [bad for info in infos.values() for bad in self._nonfinite_anomalies(info, info.name)],
@@ -419,10 +475,12 @@ class PyTorchDebugger(BaseDebugger):
         """Measure each parameter's gradient, by name; parameters without one are left out."""
         argument_checks.check_module(model, "analyze_gradients")
         level, limits = self.level, (self._explosion, self._vanishing)
-        gradients = gradients_of(trainable(model), level)
+        gradients = gradient_statistics.gradient_facts(
+            gradient_statistics.trainable(model), with_max=level.includes(DebugLevel.ADVANCED)
+        )
         tensors: dict[str, TensorInfo] = {}
         if level is DebugLevel.EXTREME:
-            tensors = gradient_infos(dict(model.named_parameters()), level)
+            tensors = measurements.gradient_infos(dict(model.named_parameters()), level)
         infos = {
             one.name: GradientInfo(
                 name=one.name,
@@ -462,7 +520,7 @@ class PyTorchDebugger(BaseDebugger):
         `cuda_allocated` and `cuda_reserved` are 0 without CUDA.
         """
         argument_checks.check_module(model, "profile_memory_usage")
-        return memory_of(model)
+        return measurements.memory_of(model)
 
     def validate_model(self, model: nn.Module, *inputs: Any, **named_inputs: Any) -> ModelReport:
         """Check a model's weights and parts; with inputs, also run it once and check its output.
@@ -470,27 +528,26 @@ class PyTorchDebugger(BaseDebugger):
         The run has no gradients, and the model stays in its mode.
         """
         argument_checks.check_module(model, "validate_model")
-        modules = parts_of(model)
-        parts = {name: component_info(one, name) for name, one in modules.items()}
+        modules = measurements.parts_of(model)
+        parts = {name: measurements.component_info(one, name) for name, one in modules.items()}
         output: tuple[TensorInfo, ...] = ()
         if inputs or named_inputs:
             with torch.no_grad():
-                tensors = tensors_in(model(*inputs, **named_inputs))
+                tensors = measurements.tensors_in(model(*inputs, **named_inputs))
                 named = {f"output {number}": one for number, one in enumerate(tensors)}
-            output = tuple(tensor_infos(named, self.level).values())
-        problems = (
-            *weight_problems(parts.values()),
-            *nonfinite_problems(output, ""),
-        )
+            output = tuple(measurements.tensor_infos(named, self.level).values())
+        problems = tuple(measurements.weight_problems(parts.values()))
+        problems += tuple(measurements.nonfinite_problems(output, ""))
         self._record_problems("model", problems)
-        memory = memory_of(model)
+        memory = measurements.memory_of(model)
         return ModelReport(not problems, problems, parts, memory, output)
 
     def _check_norms(self, model: nn.Module, kind: str, threshold: float) -> list[str]:
         """The parameters whose norm is above ("explosion") or below ("vanishing") a threshold."""
         argument_checks.check_module(model, f"check_gradient_{kind}")
         argument_checks.check_limit(threshold, "threshold")
-        gradients = gradients_of(trainable(model), DebugLevel.BASIC).rows
+        trained = gradient_statistics.trainable(model)
+        gradients = gradient_statistics.gradient_facts(trained, with_max=False).rows
         if kind == "explosion":
             side, names = "above", [one.name for one in gradients if one.explodes(threshold)]
         else:

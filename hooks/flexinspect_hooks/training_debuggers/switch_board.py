@@ -23,13 +23,9 @@ from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training.gradient_statistics import Gradients, learning_rates
+from flexinspect_hooks.training_debuggers import pytorch_debugger
 from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
-from flexinspect_hooks.training_debuggers.pytorch_debugger import (
-    MAX_LOGGED_ANOMALIES,
-    GradientLimits,
-    gradient_problems,
-    log,
-)
+from flexinspect_hooks.training_debuggers.pytorch_debugger import GradientLimits, log
 
 T = TypeVar("T")
 
@@ -259,9 +255,9 @@ class SwitchLog:
         problems = [
             (facts, sentence)
             for facts in gradients.rows
-            for _, sentence in gradient_problems(facts, limits)
+            for _, sentence in pytorch_debugger.gradient_problems(facts, limits)
         ]
-        for facts, sentence in problems[:MAX_LOGGED_ANOMALIES]:
+        for facts, sentence in problems[: pytorch_debugger.MAX_LOGGED_ANOMALIES]:
             log.warning("%s", sentence, extra={"facts": facts})
         norms = {facts.name: facts.norm for facts in gradients.rows}
         if not norms:

@@ -19,11 +19,8 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, DictDataclass
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import learning_rates
-from flexinspect_hooks.training_debuggers.profiling import (
-    PROFILE_FOLDER,
-    ProfileSummary,
-    profile_model_performance,
-)
+from flexinspect_hooks.training_debuggers import profiling
+from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfileSummary
 from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard, batch_size
 from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
 
@@ -216,7 +213,7 @@ class TrainingLoop(HasSwitches):
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.zero_grad()
 
-        return profile_model_performance(
+        return profiling.profile_model_performance(
             dataloader, num_batches, step=step, folder=folder, **options
         )
 
