@@ -40,12 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     forms.add_argument("--json", action="store_true", help="print one JSON object")
     forms.add_argument("--sarif", action="store_true", help="print a SARIF 2.1.0 log")
     forms.add_argument("--junit", action="store_true", help="print JUnit XML")
-    add(
-        "--fail-on",
-        choices=[*severities, "never"],
-        default=str(Severity.ERROR),
-        help="exit with 1 for a finding this severe or more (default: error)",
-    )
+    fails = "exit with 1 for a finding this severe or more (default: error)"
+    add("--fail-on", choices=[*severities, "never"], default=str(Severity.ERROR), help=fails)
     add("--generation", metavar="N", type=int, help="only findings of this generation")
     only_ids = "only these ids, with shell wildcards: mask.*"
     add("--id", metavar="PATTERN", action="append", default=[], help=only_ids)
@@ -55,11 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 when a finding is as severe as `--fail-on`.
-
-    Raises `UsageError` for a generation that does not exist, and `TraceError` for a file that is
-    damaged or not a trace.
-    """
+    """Print the report; return 1 when a finding is as severe as `--fail-on`."""
     from flexinspect.analysis.reports.collect import FindingFilter, collect_report
     from flexinspect.rules.engine import load_rules
     from flexinspect.trace.reader import open_trace

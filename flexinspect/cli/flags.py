@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 
-def add_switches(group: Any, switches: Mapping[str, str]) -> None:
+def add_switches(group: Any, **switches: str) -> None:
     """Add flags that take no value to a parser or a group of it, each with its help."""
     for name, text in switches.items():
-        group.add_argument(name, action="store_true", help=text)
+        group.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
 
 
-def add_number_flags(parser: ArgumentParser, flags: Mapping[str, str]) -> None:
+def add_number_flags(parser: ArgumentParser, **flags: str) -> None:
     """Add flags that take a number from 0 on, such as those of a place, each with its help."""
     for name, text in flags.items():
-        parser.add_argument(name, metavar="N", type=non_negative_int, help=text)
+        parser.add_argument(f"--{name}", metavar="N", type=non_negative_int, help=text)
 
 
 MAX_THREADS = 1024

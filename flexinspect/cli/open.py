@@ -30,14 +30,14 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
-    place = {
-        "--generation": "begin in this generation",
-        "--step": "begin at this step",
-        "--layer": "begin in this layer (default: 0)",
-        "--head": "begin at this query head (default: 0)",
-    }
-    add_number_flags(parser, place)
-    add_switches(parser, {"--web": "serve the interface to a browser on this machine"})
+    add_number_flags(
+        parser,
+        generation="begin in this generation",
+        step="begin at this step",
+        layer="begin in this layer (default: 0)",
+        head="begin at this query head (default: 0)",
+    )
+    add_switches(parser, web="serve the interface to a browser on this machine")
     port = "of --web (default: 8422)"
     parser.add_argument("--port", type=non_negative_int, default=8422, help=port)
 

@@ -50,32 +50,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, nargs="?", help="the trace file")
     add("--panel", metavar="NAME", action="append", help="only this panel (may be repeated)")
-    place = {
-        "--generation": "the generation, from 0 (default: 0)",
-        "--branch": "the branch of it (default: 0)",
-        "--step": "the step; 0 is the prefill (default: the branch's first)",
-        "--layer": "the layer (default: 0)",
-        "--head": "the query head (default: 0)",
-        "--width": f"cells (default: the terminal's, or {_DEFAULT_WIDTH})",
-        "--height": f"lines of a picture (default: {_DEFAULT_HEIGHT})",
-    }
-    add_number_flags(parser, place)
-    switches = {
-        "--picture": "print the picture instead of the text",
-        "--json": "print JSON: an object, or a list for several panels",
-        "--list": "list the panels, what they show and their options",
-    }
-    add_switches(parser, switches)
+    add_number_flags(
+        parser,
+        generation="the generation, from 0 (default: 0)",
+        branch="the branch of it (default: 0)",
+        step="the step; 0 is the prefill (default: the branch's first)",
+        layer="the layer (default: 0)",
+        head="the query head (default: 0)",
+        width=f"cells (default: the terminal's, or {_DEFAULT_WIDTH})",
+        height=f"lines of a picture (default: {_DEFAULT_HEIGHT})",
+    )
+    add_switches(
+        parser,
+        picture="print the picture instead of the text",
+        json="print JSON: an object, or a list for several panels",
+        list="list the panels, what they show and their options",
+    )
     add("--export", metavar="FILE", type=Path, help="save the picture as FILE.svg or FILE.png")
     add("--option", metavar="KEY=VALUE", action="append", default=[], help="set a panel's option")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the panels, or save the picture of one, and return the exit code.
-
-    Raises `UsageError` for a panel, place or option that does not exist, `TraceError` for a file
-    that is not a trace, and `FlexInspectError` when a panel fails or a picture cannot be saved.
-    """
+    """Print the panels, or save the picture of one, and return the exit code."""
     if args.list:
         return _list(as_json=args.json)
     _check(args)

@@ -43,33 +43,31 @@ class ControlClient:
 
     def pause(self) -> CommandResponse:
         """Pause after the current step."""
-        return self._request(CommandResponse, "POST", "/pause")
+        return self._command("/pause")
 
     def continue_(self) -> CommandResponse:
         """Continue. A run that `--hold` keeps alive ends."""
-        return self._request(CommandResponse, "POST", "/continue")
+        return self._command("/continue")
 
     def step(self, n: int = 1) -> CommandResponse:
         """Run `n` steps, then pause."""
-        return self._request(CommandResponse, "POST", "/step", messages.StepBody(n))
+        return self._command("/step", messages.StepBody(n))
 
     def run_to(self, step: int, generation: int | None = None) -> CommandResponse:
         """Run until `step` of `generation` (default: the current one) has finished, then pause."""
-        return self._request(
-            CommandResponse, "POST", "/run-to", messages.RunToBody(step, generation)
-        )
+        return self._command("/run-to", messages.RunToBody(step, generation))
 
     def stop(self) -> CommandResponse:
         """End the run after the current step, as Ctrl-C does."""
-        return self._request(CommandResponse, "POST", "/stop")
+        return self._command("/stop")
 
     def level(self, name: str) -> CommandResponse:
         """Record at level `name` from the next step on."""
-        return self._request(CommandResponse, "POST", "/level", {"level": name})
+        return self._command("/level", {"level": name})
 
     def layers(self, text: str) -> CommandResponse:
         """Choose the layers whose activations level extreme stores: "0,3,5-7" or "all"."""
-        return self._request(CommandResponse, "POST", "/layers", messages.LayersBody(text))
+        return self._command("/layers", messages.LayersBody(text))
 
     def rewind(self, command: messages.RewindCommand) -> CommandResponse:
         """Restore a step and pause there, or continue from it as a new branch.
@@ -77,7 +75,7 @@ class ControlClient:
         The progress is in the status as `last_rewind`. With `dry_run` nothing is done, and `cost`
         of the response is an estimate.
         """
-        return self._request(CommandResponse, "POST", f"/{command.kind}", command)
+        return self._command(f"/{command.kind}", command)
 
     def add_breakpoint(
         self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
@@ -94,6 +92,9 @@ class ControlClient:
         """Enable a breakpoint, or disable it with `on=False`."""
         verb = "enable" if on else "disable"
         return self._request(messages.BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
+
+    def _command(self, path: str, body: Any = None) -> CommandResponse:
+        return self._request(CommandResponse, "POST", path, body)
 
     def _request(self, kind: type[T], method: str, path: str, body: Any = None) -> T:
         return messages.from_json(kind, self.request(method, path, body), "The response")

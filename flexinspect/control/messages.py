@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from flexinspect.core.conversion import convert
 from flexinspect.core.errors import ControlError
+from flexinspect.records.training_step import TrainingSummary
 
 BEFORE_FIRST = -1
 """`StepRef.step` before any step has finished."""
@@ -288,14 +289,9 @@ class DebugSummaryResponse(Message, frozen=True):
     general_debugger: AnomalySummary = AnomalySummary()
 
 
-class TrainingSummaryResponse(Message, frozen=True):
+class TrainingSummaryResponse(TrainingSummary, frozen=True, forbid_unknown_fields=True):
     """Numbers of training steps with each kind of anomaly; rates are per step, 0 without steps."""
 
-    total_steps: int = 0
-    anomaly_steps: int = 0
-    gradient_explosions: int = 0
-    gradient_vanishing: int = 0
-    loss_anomalies: int = 0
     anomaly_rate: float = 0.0
     loss_anomaly_rate: float = 0.0
     gradient_explosion_rate: float = 0.0

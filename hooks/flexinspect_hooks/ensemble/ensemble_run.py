@@ -14,24 +14,14 @@ import torch
 from msgspec import Struct
 
 from flexinspect.control.messages import QueuedRewind, StepRef
-from flexinspect.core.errors import (
-    ControlError,
-    DatasetError,
-    FlexInspectError,
-    MaskError,
-    summarize_error,
-)
+from flexinspect.core import errors
+from flexinspect.core.errors import DatasetError, MaskError, summarize_error
 from flexinspect.core.signals import acknowledge_end, defer_interrupts
 from flexinspect.inputs.datasets import Sample
 from flexinspect.masks import algebra
+from flexinspect.records import prompt as prompts
 from flexinspect.records.job import Job
-from flexinspect.records.prompt import (
-    Prompt,
-    PromptTokenIds,
-    Segment,
-    compose_prompt,
-    declaration_entries,
-)
+from flexinspect.records.prompt import Prompt, Segment
 from flexinspect.records.step import EventRecord, GenerationRecord, TokenRecord
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.generation.decoding import Decoder, StopCriteria
@@ -79,7 +69,7 @@ class EnsembleRunner:
         model, `MaskError` if the mask cannot be loaded or used.
         """
         pieces, n_new = self._pieces(sample), self._job.max_new_tokens
-        prompt = compose_prompt(pieces, max_new_tokens=n_new, positions=self._job.positions)
+        prompt = prompts.compose_prompt(pieces, max_new_tokens=n_new, positions=self._job.positions)
         limit = getattr(self._model.config, "max_position_embeddings", None)
         needed = prompt.next_position(n_new - 1) + 1
         if limit and needed > limit:
@@ -89,13 +79,13 @@ class EnsembleRunner:
             )
         return GenerationPlan(sample, prompt, *self._mask(prompt.segments))
 
-    def _pieces(self, sample: Sample) -> PromptTokenIds:
+    def _pieces(self, sample: Sample) -> prompts.PromptTokenIds:
         encode, texts = self.vocabulary.encode, self._job.texts
         paraphrases = tuple(encode(text) for text in sample.paraphrases)
         for number, ids in enumerate(paraphrases, start=1):
             if not ids:
                 raise DatasetError(f"Paraphrase {number} of sample '{sample.id}' has no tokens.")
-        return PromptTokenIds(
+        return prompts.PromptTokenIds(
             bos=self.vocabulary.default_bos(),
             shared=encode(texts.instruction),
             paraphrases=paraphrases,
@@ -164,11 +154,11 @@ class EnsembleRunner:
     def _execute(self, rewind: QueuedRewind, barrier: StepBarrier) -> None:
         try:
             step_ref, message = self.rewind_handler.execute(rewind)
-        except FlexInspectError as error:
+        except errors.FlexInspectError as error:
             barrier.report_result(rewind, error)
         except (RuntimeError, MemoryError) as error:  # mostly out of memory
             message = f"The {rewind.command.kind} failed: {summarize_error(error)}"
-            barrier.report_result(rewind, ControlError(message))
+            barrier.report_result(rewind, errors.ControlError(message))
         else:
             barrier.report_result(rewind, step_ref, message)
 
@@ -212,7 +202,7 @@ class EnsembleRunner:
             segments=prompt.segments,
             tokens=tuple(tokens),
             expected=plan.sample.answers,
-            declared={**plan.declared, **declaration_entries((), special)},
+            declared={**plan.declared, **prompts.declaration_entries((), special)},
             started_at=time.time(),
         )
 

@@ -17,18 +17,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.core.errors import MaskError, summarize_error
-from flexinspect.masks.algebra import (
-    BLOCK_SIZE,
-    BlockStates,
-    BlockTables,
-    BoolArray,
-    MaskSpec,
-    block_row_states,
-    block_tables,
-    row_block_tables,
-    row_chunks,
-    stack_block_rows,
-)
+from flexinspect.masks import algebra
+from flexinspect.masks.algebra import BlockTables, BoolArray, MaskSpec, row_chunks
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
 
@@ -87,7 +77,7 @@ class MaskSource:
             kv_idx,
             full_num,
             full_idx,
-            BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_SIZE=algebra.BLOCK_SIZE,
             mask_mod=mask_mod,
             seq_lengths=(window.q_len, window.kv_len),
             compute_q_blocks=False,
@@ -180,13 +170,14 @@ class UserMaskSource(MaskSource):
 
     def _block_states(
         self, mask_mod: MaskMod, window: ForwardWindow, start: int, stop: int
-    ) -> BlockStates:
+    ) -> algebra.BlockStates:
         """One row of blocks, (heads, key blocks); one head if all heads share it."""
         indices = torch.arange(max(stop, window.kv_len), device=self._device)
         h_idx = torch.arange(window.heads or 2, device=self._device)
         q_idx, kv_idx = indices[start:stop], indices[: window.kv_len]
         groups = head_groups(mask_mod, self._zero, h_idx, q_idx, kv_idx)
-        states = [block_row_states(cells.cpu().numpy(), BLOCK_SIZE, BLOCK_SIZE) for cells in groups]
+        size = algebra.BLOCK_SIZE
+        states = [algebra.block_row_states(cells.cpu().numpy(), size, size) for cells in groups]
         heads = np.concatenate(states)
         if len(heads) > 1 and not window.heads:
             raise MaskError(
@@ -384,10 +375,10 @@ def window_block_tables(spec: MaskSpec, window: ForwardWindow) -> BlockTables:
     if window.kv_offset:
         whole = spec.dense(window.q_len, window.kv_offset + window.kv_len, q_offset=window.q_offset)
         kept = whole[:, window.kv_offset :]
-        return stack_block_rows(kept[a:b] for a, b in row_chunks(window.q_len))
+        return algebra.stack_block_rows(kept[a:b] for a, b in row_chunks(window.q_len))
     if window.q_len == 1:
-        return row_block_tables(spec, window.q_offset, window.kv_len)
-    return block_tables(spec, window.q_len, window.kv_len, q_offset=window.q_offset)
+        return algebra.row_block_tables(spec, window.q_offset, window.kv_len)
+    return algebra.block_tables(spec, window.q_len, window.kv_len, q_offset=window.q_offset)
 
 
 def evaluate_mask_mod(mask_mod: MaskMod, *indices: Tensor) -> Tensor:

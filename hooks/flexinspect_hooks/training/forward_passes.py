@@ -154,20 +154,16 @@ class ForwardWatch:
         # In a compiled model a hook would be compiled too, or break its graph.
         if type(model).__name__ == "OptimizedModule" or torch_private.is_compiled_in_place(model):
             return
-        named = [*model.named_modules()] if self.watches_leaves else [*blocks_of(model)]
-        if self.watches_leaves:
-            named = [(name, module) for name, module in named if not any(module.children())]
+        leaves = ((name, one) for name, one in model.named_modules() if not any(one.children()))
+        named = leaves if self.watches_leaves else blocks_of(model)
         for name, module in {id(one): (name, one) for name, one in named}.values():
             if module is not model:
-                hook = module.register_forward_hook(self._output_hook(name))
+                hook = module.register_forward_hook(partial(self._keep, name))
                 self._module_hooks.enter_context(hook)
 
-    def _output_hook(self, name: str) -> Callable[..., None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if self._is_open:
-                self._outputs.append((name, module, output))
-
-        return keep
+    def _keep(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_open:
+            self._outputs.append((name, module, output))
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_open or not torch.is_grad_enabled():
@@ -305,15 +301,13 @@ def pending_stats(
     The result reads the records, after one synchronisation, and a second one if an output is
     non-finite: then its minimum, maximum, mean and deviation are unknown (NaN).
     """
-    outs = list(_first_tensors(outputs))
+    outs = dict(_first_tensors(outputs))
     if not outs:
         return None
-    numbers = stack_numbers([_reduce_output(tensor) for _, tensor in outs], device)
-    later = device.type != "cpu"
-    counts = torch.cat(
-        [stack_nonfinite_counts([tensor]).to(device, non_blocking=later) for _, tensor in outs]
-    )
-    keys = [key for key, _ in outs]
+    numbers = stack_numbers([_reduce_output(tensor) for tensor in outs.values()], device)
+    each = [stack_nonfinite_counts([tensor]) for tensor in outs.values()]
+    counts = torch.cat([one.to(device, non_blocking=device.type != "cpu") for one in each])
+    keys = [*outs]
 
     def read() -> list[LayerStatRecord]:
         rows: list[list[float]] = numbers.tolist()

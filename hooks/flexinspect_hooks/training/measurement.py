@@ -13,20 +13,13 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect.records import training_step
+from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.cost_governor import Detail
-from flexinspect_hooks.training.gradient_statistics import (
-    NamedParameters,
-    ParameterList,
-    gradient_facts,
-    indices_by_kind,
-    step_record,
-    tensor_norms,
-)
+from flexinspect_hooks.training.gradient_statistics import gradient_facts, tensor_norms
 from flexinspect_hooks.training.torch_calls import ClippingNorms, NormSource
 
 MAX_SAMPLE = 1 << 16
 """The most values of a parameter that are copied: rows, evenly spaced."""
-
 
 MAX_FULL_STEPS = 10
 """Steps with an anomaly that are recorded with all parameters; later ones like other steps."""
@@ -39,7 +32,7 @@ class GradientMeter:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._parameters = model, ParameterList()
+        self.model, self._parameters = model, gradient_statistics.ParameterList()
         self.groups: tuple[str, ...] = ()
         self._backward_order: dict[str, int] = {}
         self._hooked: list[str] = []
@@ -63,7 +56,7 @@ class GradientMeter:
         more = f"; new groups: {new}" if new else ""
         return f"{len(named)} parameters are trained from this step on{more}."
 
-    def _set_parameters(self, named: NamedParameters) -> None:
+    def _set_parameters(self, named: gradient_statistics.NamedParameters) -> None:
         self.named, self.parameter_ids = named, {id(one.parameter) for one in named}
         self.groups = tuple(dict.fromkeys((*self.groups, *(one.group for one in named))))
         self._group_at = {group: at for at, group in enumerate(self.groups)}
@@ -147,8 +140,9 @@ class GradientMeter:
         gradients = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
         if scale != 1.0:
             gradients = gradients.unscaled(scale)
-        outliers = gradients.outliers()
         vanishing = 0.0 if is_warming else training_step.VANISHING_NORM
+        limits = training_step.EXPLODING_NORM, vanishing
+        outliers = gradients.outliers(limits)
         producer = self._producer(outliers, vanishing)
         self._n_problem_steps += producer is not None
         is_first_problem = producer is not None and self._n_problem_steps <= MAX_FULL_STEPS
@@ -157,7 +151,7 @@ class GradientMeter:
         for one, norm in zip(gradients.parameters, gradients.norms, strict=True):
             squares[self._group_at[one.group]] += norm * norm
         return replace(
-            step_record(gradients, outliers, (training_step.EXPLODING_NORM, vanishing)),
+            gradients.step_record(outliers, limits),
             gradients=tuple(gradients.rows) if is_recorded else (),
             group_norms=tuple(math.sqrt(one) if one >= 0 else one for one in squares),
             anomaly_origin=producer,
@@ -203,5 +197,5 @@ def _sample_rows(parameter: Tensor) -> Tensor:
 
 
 def _foreach_by_kind(call: Any, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-    for where in indices_by_kind(first):
+    for where in gradient_statistics.indices_by_kind(first):
         call([first[i] for i in where], [second[i] for i in where])

@@ -202,8 +202,7 @@ class TrainingSession:
             model, passes=self._current, on_begin=self._on_forward_begin, guarded=self._guarded
         )
         self._records = TrainingRecords()
-        first = next(model.parameters(), None)
-        self._device = torch.device("cpu") if first is None else first.device
+        self._device = next(model.parameters()).device
         self._memory = StepMemory(model, self._device)
         self._hooks = ExitStack()
         self._awaiting_loss: TrainingStepDraft | None = None

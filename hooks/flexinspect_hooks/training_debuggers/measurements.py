@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass
 from flexinspect_hooks.training import gradient_statistics
+from flexinspect_hooks.training.gradient_statistics import real_values, tensor_norms
 
 
 class TensorInfo(DictDataclass):
@@ -66,22 +67,20 @@ def tensor_infos(tensors: Mapping[str, Tensor], level: DebugLevel) -> dict[str, 
     has_spread, is_extreme = level.includes(DebugLevel.ADVANCED), level is DebugLevel.EXTREME
     infos = {} if has_spread else _finite_infos(tensors)
     others = {name: tensor for name, tensor in tensors.items() if name not in infos}
-    for (name, tensor), facts in zip(
-        others.items(), gradient_statistics.tensor_facts(others.values()), strict=True
-    ):
+    measured = gradient_statistics.tensor_facts(others.values())
+    for (name, tensor), facts in zip(others.items(), measured, strict=True):
         is_bad = facts.n_nan + facts.n_inf > 0
+        spread = {"std": facts.std, "min": facts.min, "max": facts.max} if has_spread else {}
         infos[name] = _tensor_info(
             name,
             tensor,
             has_nan=facts.n_nan > 0,
             has_inf=facts.n_inf > 0,
             mean_value=facts.mean,
-            std=facts.std if has_spread else None,
-            min=facts.min if has_spread else None,
-            max=facts.max if has_spread else None,
             n_nan=facts.n_nan,
             n_inf=facts.n_inf,
             first_bad=_first_bad(tensor) if is_bad and is_extreme else None,
+            **spread,
         )
     return {name: infos[name] for name in tensors}
 
@@ -95,15 +94,10 @@ def _finite_infos(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
         if tensor.is_floating_point() and not tensor.is_sparse and tensor.numel()
     }
     values = [*dense.values()]
-    measured = zip(
-        dense.items(),
-        gradient_statistics.tensor_norms(values),
-        gradient_statistics.reduce_batched(values, _stack_means),
-        strict=True,
-    )
+    norms, means = tensor_norms(values), gradient_statistics.reduce_batched(values, _stack_means)
     return {
         name: _tensor_info(name, tensor, has_nan=False, has_inf=False, mean_value=mean, norm=norm)
-        for (name, tensor), norm, mean in measured
+        for (name, tensor), norm, mean in zip(dense.items(), norms, means, strict=True)
         if math.isfinite(norm)
     }
 
@@ -114,10 +108,7 @@ def _stack_means(tensors: list[Tensor]) -> Tensor:
 
 
 def _tensor_info(name: str, tensor: Tensor, **measured: Any) -> TensorInfo:
-    dtype, n_bytes = (
-        str(tensor.dtype).removeprefix("torch."),
-        gradient_statistics.real_values(tensor).nbytes,
-    )
+    dtype, n_bytes = str(tensor.dtype).removeprefix("torch."), real_values(tensor).nbytes
     return TensorInfo(name, tuple(tensor.shape), dtype, str(tensor.device), n_bytes, **measured)
 
 
@@ -231,6 +222,6 @@ def _nan_and_inf(values: list[Tensor]) -> tuple[bool, bool]:
         for one in values
         if one.is_floating_point() and one.numel() and not one.is_meta
     ]
-    norms = zip(values, gradient_statistics.tensor_norms(values), strict=True)
+    norms = zip(values, tensor_norms(values), strict=True)
     bad = [one for one, norm in norms if not math.isfinite(norm)]
     return any(bool(one.isnan().any()) for one in bad), any(bool(one.isinf().any()) for one in bad)

@@ -195,10 +195,8 @@ _NO_OPERATOR = re.compile(r"ProfilerStep|^<|\.py\(")
 """The profiler's own events, and the Python frames that `with_stack` records."""
 _COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
 _SYNC_OPERATORS = (
-    "aten::item",
-    "aten::_local_scalar_dense",
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
+    *("aten::item", "aten::_local_scalar_dense"),
+    *("cudaStreamSynchronize", "cudaDeviceSynchronize"),
 )
 
 
@@ -263,10 +261,8 @@ class ProfilerWindows:
         """End the open window, and log its result."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            switch, began = (
-                TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH,
-                time.perf_counter(),
-            )
+            began = time.perf_counter()
+            switch = TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH
             self._board.run_guarded(switch, lambda: self._end(profiler))
             ended = time.perf_counter()
             self._paused_until = ended + PAUSE_FACTOR * (ended - began)

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import field
+from itertools import chain
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
@@ -25,6 +26,7 @@ from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM, Pa
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control import control_protocols
 from flexinspect_hooks.training import gradient_statistics
+from flexinspect_hooks.training.gradient_statistics import GradientLimits
 from flexinspect_hooks.training_debuggers import measurements
 from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
 
@@ -132,9 +134,6 @@ class Anomaly(DictDataclass):
 
 
 OnAnomaly = Callable[[Anomaly], Any]
-
-GradientLimits = tuple[float, float]
-"""The norms above which a gradient explodes and below which it vanishes."""
 
 
 class DebugSummary(DictDataclass):
@@ -286,17 +285,13 @@ class BaseDebugger:
     ) -> list[Anomaly]:
         """An anomaly for NaN and one for Inf in a tensor."""
         shape = "x".join(map(str, info.shape)) or "a single value"
-        return [
-            self._make_anomaly(
-                name.lower(),
-                where,
-                f"{name} in {info.name} ({count} values, {shape}).{cause}",
-                step=step,
-                tensor=info,
-            )
-            for name, count in (("NaN", info.n_nan), ("Inf", info.n_inf))
-            if count
-        ]
+        anomalies = []
+        for name, count in (("NaN", info.n_nan), ("Inf", info.n_inf)):
+            if count:
+                sentence = f"{name} in {info.name} ({count} values, {shape}).{cause}"
+                kind = name.lower()
+                anomalies.append(self._make_anomaly(kind, where, sentence, step=step, tensor=info))
+        return anomalies
 
     def _gradient_anomalies(
         self,
@@ -454,10 +449,8 @@ class PyTorchDebugger(BaseDebugger):
             expected = str(dtype).removeprefix("torch.")
             wrong["dtype"] = f"is {info.dtype}, but {expected} is expected"
         anomalies = self._nonfinite_anomalies(info, name)
-        anomalies += [
-            self._make_anomaly(kind, name, f"{name} {problem}.", tensor=info)
-            for kind, problem in wrong.items()
-        ]
+        for kind, problem in wrong.items():
+            anomalies.append(self._make_anomaly(kind, name, f"{name} {problem}.", tensor=info))
         self._record_analysis([info], anomalies)
         return info
 
@@ -465,10 +458,8 @@ class PyTorchDebugger(BaseDebugger):
         """Measure each parameter at this level, by name."""
         argument_checks.check_module(model, "analyze_model_parameters")
         infos = measurements.tensor_infos(dict(model.named_parameters()), self.level)
-        self._record_analyses(
-            infos,
-            [bad for info in infos.values() for bad in self._nonfinite_anomalies(info, info.name)],
-        )
+        found = (self._nonfinite_anomalies(info, info.name) for info in infos.values())
+        self._record_analyses(infos, [*chain.from_iterable(found)])
         return infos
 
     def analyze_gradients(self, model: nn.Module) -> GradientAnalysis:
@@ -494,7 +485,7 @@ class PyTorchDebugger(BaseDebugger):
             )
             for one in gradients.rows
         }
-        anomalies = self._gradient_anomalies(gradients.outliers(*limits), limits, tensors=tensors)
+        anomalies = self._gradient_anomalies(gradients.outliers(limits), limits, tensors=tensors)
         self._record_analyses(infos, anomalies)
         return GradientAnalysis(infos, gradients.total)
 

@@ -22,10 +22,11 @@ from flexinspect.core.errors import UsageError
 from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 from flexinspect_hooks.python_internals.torch_private import tensor_version
+from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.gradient_statistics import Gradients, learning_rates
 from flexinspect_hooks.training_debuggers import pytorch_debugger
 from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
-from flexinspect_hooks.training_debuggers.pytorch_debugger import GradientLimits, log
+from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 
 T = TypeVar("T")
 
@@ -224,7 +225,7 @@ class SwitchLog:
         """Log at the start: anomaly mode, devices, memory."""
         if self.board.now.enable_autograd_anomaly:
             _log_line(("Debugging tools: autograd anomaly detection is on", {"anomaly_mode": True}))
-        self._log_devices(0, "Device placement", model)
+        self.log_placement(0, model, "Device placement")
         self.log_memory(0, "Memory usage", model)
 
     @_logged("debug_data_loading")
@@ -250,7 +251,9 @@ class SwitchLog:
         return f"Forward pass debugging - Batch {batch}: {parts}", facts
 
     @_logged("debug_gradient_norms")
-    def log_norms(self, batch: int, gradients: Gradients, limits: GradientLimits) -> Line:
+    def log_norms(
+        self, batch: int, gradients: Gradients, limits: gradient_statistics.GradientLimits
+    ) -> Line:
         """Log the gradient norms after the backward pass, and the problems of gradients."""
         problems = [
             (facts, sentence)
@@ -308,17 +311,24 @@ class SwitchLog:
         return text, {"scaler": name, "scale": scale, "autocast": dtype}
 
     @_logged("debug_device_placement")
-    def log_placement(self, batch: int, model: nn.Module) -> Line | None:
-        """Log the devices of the parameters, if they changed."""
-        before = self._parameter_devices
-        self._parameter_devices = tuple(str(one.device) for one in model.parameters())
-        if self._parameter_devices == before:
-            return None
-        return _describe_devices(f"Device placement - Batch {batch}", model)
-
-    @_logged("debug_device_placement")
-    def _log_devices(self, batch: int, title: str, model: nn.Module) -> Line:
-        return _describe_devices(title, model)
+    def log_placement(self, batch: int, model: nn.Module, title: str = "") -> Line | None:
+        """Log the devices of the parameters, under `title` or else if they changed."""
+        if not title:
+            before = self._parameter_devices
+            self._parameter_devices = tuple(str(one.device) for one in model.parameters())
+            if self._parameter_devices == before:
+                return None
+        counts = dict(Counter(str(one.device) for one in model.parameters()))
+        gpus: list[str] = []
+        for number in range(min(torch.cuda.device_count(), MAX_SHOWN_DEVICES)):
+            gpu = torch.cuda.get_device_properties(number)
+            used, total = torch.cuda.memory_allocated(number) / MB, gpu.total_memory / MB
+            gpus.append(f"cuda:{number} {gpu.name}, {used:.0f} of {total:.0f} MB allocated")
+        placed = ", ".join(f"{count} parameters on {device}" for device, count in counts.items())
+        cuda = "; ".join(gpus) or "CUDA is not available"
+        title = title or f"Device placement - Batch {batch}"
+        text = f"{title}: {placed or 'no parameters'}; {cuda}"
+        return text, {"parameters_on": counts, "cuda": gpus}
 
     @_logged("debug_data_loading")
     def log_dataset(
@@ -396,19 +406,6 @@ def _format_memory(memory: Mapping[str, int]) -> str:
     used = memory["system_used"] / MB
     allocated, reserved = (f"{size / MB:.1f} MB" for size in sizes)
     return f"Allocated {allocated}, Reserved {reserved} ({where}), system {used:.0f} MB in use"
-
-
-def _describe_devices(title: str, model: nn.Module) -> Line:
-    counts = dict(Counter(str(one.device) for one in model.parameters()))
-    gpus: list[str] = []
-    for number in range(min(torch.cuda.device_count(), MAX_SHOWN_DEVICES)):
-        gpu = torch.cuda.get_device_properties(number)
-        used, total = torch.cuda.memory_allocated(number) / MB, gpu.total_memory / MB
-        gpus.append(f"cuda:{number} {gpu.name}, {used:.0f} of {total:.0f} MB allocated")
-    placed = ", ".join(f"{count} parameters on {device}" for device, count in counts.items())
-    cuda = "; ".join(gpus) or "CUDA is not available"
-    text = f"{title}: {placed or 'no parameters'}; {cuda}"
-    return text, {"parameters_on": counts, "cuda": gpus}
 
 
 def _format_rates(rates: Iterable[float]) -> str:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from flexinspect.core.errors import UsageError
 from flexinspect.records import training_step
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass
+from flexinspect.records.training_step import is_warming_up
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
 from flexinspect_hooks.training import gradient_statistics
+from flexinspect_hooks.training.gradient_statistics import GradientLimits, learning_rates
 from flexinspect_hooks.training_debuggers import measurements, pytorch_debugger, switch_board
 from flexinspect_hooks.training_debuggers.measurements import TensorInfo
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
@@ -147,13 +149,8 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
         try:
             vanishing = self._vanishing
             if optimizer is not None:
-                before, self._last_rates = (
-                    self._last_rates,
-                    gradient_statistics.learning_rates(optimizer),
-                )
-                vanishing = (
-                    0.0 if training_step.is_warming_up(before, self._last_rates) else vanishing
-                )
+                before, self._last_rates = self._last_rates, learning_rates(optimizer)
+                vanishing = 0.0 if is_warming_up(before, self._last_rates) else vanishing
             limits = self._explosion, vanishing
             has_scaler = scaler is not None and bool(scaler.is_enabled())
             info = self._monitor(model, value, step, limits, has_scaler=has_scaler)
@@ -167,23 +164,17 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
         return info
 
     def _monitor(
-        self,
-        model: nn.Module,
-        value: float,
-        step: int,
-        limits: pytorch_debugger.GradientLimits,
-        *,
-        has_scaler: bool,
+        self, model: nn.Module, value: float, step: int, limits: GradientLimits, *, has_scaler: bool
     ) -> StepInfo:
         self._windows.on_step(step)
         is_advanced = self.level.includes(DebugLevel.ADVANCED)
         gradients = gradient_statistics.gradient_facts(
             self._parameters.trainable_of(model), with_max=is_advanced
         )
-        outliers = gradients.outliers(*limits)
+        outliers = gradients.outliers(limits)
         # The scaler skips such a step; that is how it finds its scale.
         is_skipped = has_scaler and bool(gradients.counts)
-        record = gradient_statistics.step_record(gradients, outliers, limits)
+        record = gradients.step_record(outliers, limits)
         with self._lock:
             self._summary_count.add(
                 replace(
