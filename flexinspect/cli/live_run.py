@@ -40,12 +40,9 @@ from flexinspect.trace.reader import TraceReader, open_trace
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
 _MAX_FINDINGS = 200
-_MAX_ANSWER_CHARS = 300
-"""Limit of an answer's printed length."""
+_MAX_ANSWER_CHARS = 300  # limit of an answer's printed length
 
-MAX_NOTES = 8
-MAX_ANSWERS = 10
-"""Notes and answers in the summary of a program."""
+MAX_NOTES, MAX_ANSWERS = 8, 10  # in the summary of a program
 
 
 def summarize_run(path: Path) -> dict[str, Any]:

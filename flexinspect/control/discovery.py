@@ -24,8 +24,7 @@ from flexinspect.control.messages import Kind, Message, from_json, to_json
 from flexinspect.core.addresses import is_loopback, parse_address
 from flexinspect.core.errors import ControlError, UsageError
 
-LONGEST_SOCKET = 100
-"""Longest path of a socket in bytes: Linux accepts 108, macOS 104."""
+LONGEST_SOCKET = 100  # longest path of a socket in bytes: Linux accepts 108, macOS 104
 
 
 class Address(Message, frozen=True):

@@ -13,16 +13,13 @@ from msgspec import Meta, Struct
 
 from flexinspect.core.conversion import convert
 from flexinspect.core.errors import ControlError
-from flexinspect.records.training_step import TrainingSummary
 
-BEFORE_FIRST = -1
-"""`StepRef.step` before any step has finished."""
+BEFORE_FIRST = -1  # `StepRef.step` before any step has finished
 
 MAX_NUMBER = 2**31 - 1
 """The largest step, token id, position or other number that a message may hold."""
 
-PAUSE_REQUESTED: Final = "requested"
-"""`StatusResponse.reason` of a pause that a command asked for."""
+PAUSE_REQUESTED: Final = "requested"  # `StatusResponse.reason` of a pause that a command asked for
 
 State = Literal["loading", "running", "pausing", "paused", "holding", "finished"]
 """loading: no forward yet. pausing: pauses after the current step. holding: the last generation has
@@ -289,9 +286,14 @@ class DebugSummaryResponse(Message, frozen=True):
     general_debugger: AnomalySummary = AnomalySummary()
 
 
-class TrainingSummaryResponse(TrainingSummary, frozen=True, forbid_unknown_fields=True):
+class TrainingSummaryResponse(Message, frozen=True):
     """Numbers of training steps with each kind of anomaly; rates are per step, 0 without steps."""
 
+    total_steps: int = 0
+    anomaly_steps: int = 0
+    gradient_explosions: int = 0
+    gradient_vanishing: int = 0
+    loss_anomalies: int = 0
     anomaly_rate: float = 0.0
     loss_anomaly_rate: float = 0.0
     gradient_explosion_rate: float = 0.0

@@ -21,7 +21,7 @@ from msgspec.structs import asdict
 
 from flexinspect.core import signals
 from flexinspect.core.environment import git_state
-from flexinspect.core.errors import DatasetError, FlexInspectError, TraceWriteError, summarize_error
+from flexinspect.core.errors import FlexInspectError, TraceWriteError, summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.inputs import datasets, model_names
 from flexinspect.inputs.config import load_config
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PARAPHRASES = 5
 
-REPORT_EVERY_S = 0.1
-"""Progress of a phase is written at most this often."""
+REPORT_EVERY_S = 0.1  # progress of a phase is written at most this often
 
 _NOT_IN_MANIFEST = ("argv", "out", "serving")
 """Fields of a job that the manifest leaves out: stored elsewhere, or secret."""
@@ -58,12 +57,8 @@ def main() -> int:
     try:
         job = Job.from_json(sys.stdin.readline())
         debugging = DebuggerSession(job.debugger, _send)
-        watcher = threading.Thread(
-            target=_end_with_parent,
-            name="flexinspect-parent",
-            args=(debugging.on_terminal_granted,),
-            daemon=True,
-        )
+        args, name = (debugging.on_terminal_granted,), "flexinspect-parent"
+        watcher = threading.Thread(target=_end_with_parent, name=name, args=args, daemon=True)
         keep_running_when_stopped(watcher).start()
         return CaptureRun(job, debugging).run()
     except FlexInspectError as error:
@@ -236,14 +231,13 @@ class CaptureRun(CapturedRun):
         last_kernel_call.stop_recording_calls()
         self._debugging.end()
         self.update_manifest(ended_at=time.time())
-        self._write_safely(
-            lambda: self.writer.close("failed" if self._lost_records is not None else state)
-        )
-        path: str | None = str(self.writer.path)
-        if not self._n_generations and not self._unexpected:
+        end = "failed" if self._lost_records is not None else state
+        self._write_safely(lambda: self.writer.close(end))
+        is_kept = self._n_generations > 0 or self._unexpected
+        if not is_kept:
             # No generation ran, and the error message says why: the trace would hold nothing.
             self.writer.discard()
-            path = None
+        path = str(self.writer.path) if is_kept else None
         _send(protocol.FINISHED, path=path, note=self.writer.note)
 
     def _write_safely(self, write: Callable[[], object]) -> None:
@@ -283,13 +277,11 @@ def is_compiled(job: Job, device: str) -> bool:
 
 
 def load_samples(job: Job) -> list[Sample]:
-    """The samples of a job with the chosen paraphrases. Raises `DatasetError` if there are none."""
+    """The samples of a job with the chosen paraphrases. Raises `DatasetError`."""
     if job.prompts:
         samples = [datasets.from_prompts(job.prompts)]
     else:
         samples = datasets.load(job.dataset, max_samples=job.max_samples)
-    if not samples:
-        raise DatasetError(f"The dataset {job.dataset} has no samples.")
     # By default 5 of a dataset's sample, and all of the user's prompt.
     is_chosen = bool(job.num_paraphrases or job.indices or job.prompts)
     return [

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from msgspec import Struct
@@ -169,14 +169,12 @@ class EnsembleRunner:
         text = GeneratedText(self.vocabulary, one_line=job.stop == "newline")
         decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
 
-        def report_compilation(kind: str) -> None:
-            """Record that a kernel is being compiled, before the wait begins."""
+        def on_compile(kind: str) -> None:
             text = f"compiling FlexAttention ({kind})"
             session.recorder.put(EventRecord("phase", text, time.time()))
 
-        patch = FlexPatch(
-            self._model, plan.source, compiled=self._compiled, on_compile=report_compilation
-        )
+        compiled = self._compiled
+        patch = FlexPatch(self._model, plan.source, compiled=compiled, on_compile=on_compile)
         recorder = TraceBranchRecorder(session, prompt, generation, text, self._gradients)
         should_stop = text.has_line_break if text.one_line else None
         criteria = StopCriteria(job.max_new_tokens, self._eos, should_stop)
@@ -242,17 +240,14 @@ def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch
         try:
             function = function(tuple(segments))
         except Exception as error:
-            raise MaskError(
-                f"--mask {spec} failed when called with the prompt's segments: "
-                f"{summarize_error(error)}"
-            ) from error
+            text = f"--mask {spec} failed when called with the prompt's segments: "
+            raise MaskError(text + summarize_error(error)) from error
     if not _accepts_arguments(function, 4):
         raise MaskError(
             f"--mask {spec} must take (b, h, q_idx, kv_idx), or take (segments) and return a "
             "function that does."
         )
-    mask_mod: Callable[..., torch.Tensor] = function
-    return mask_mod
+    return cast(Callable[..., torch.Tensor], function)
 
 
 def _import_mask_mod(spec: str) -> Any:

@@ -109,11 +109,6 @@ class Decoder:
         """The next step."""
         return len(self.token_ids)
 
-    @property
-    def n_rows(self) -> int:
-        """Rows in the cache after the next step."""
-        return len(self.prompt.ids) + len(self.token_ids)
-
     def set_state(self, token_ids: Sequence[int], cache: Any) -> None:
         """Continue after these tokens; the cache holds every row except the last, or no row.
 
@@ -138,19 +133,13 @@ class Decoder:
     def _rows(self, start: int) -> tuple[Tensor, Tensor]:
         """The ids and position ids, both (1, rows), of the rows from `start` on."""
         prompt, n_prompt = self.prompt, len(self.prompt.ids)
-        positions = [prompt.next_position(i) for i in range(max(start - n_prompt, 0), self.step)]
-        ids: Tensor
-        if start < n_prompt:
-            ids = self._row([*prompt.ids, *self.token_ids][start:])
-            positions = [*prompt.position_ids[start:], *positions]
-        elif start == self.n_rows - 1 and self._last_token is not None:
-            ids = self._last_token.view(1, 1)
+        following = (prompt.next_position(i) for i in range(max(start - n_prompt, 0), self.step))
+        positions = [*prompt.position_ids[start:], *following]
+        if self._last_token is not None and start == n_prompt + self.step - 1:
+            ids: Tensor = self._last_token.view(1, 1)
         else:
-            ids = self._row(self.token_ids[start - n_prompt :])
-        return ids, self._row(positions)
-
-    def _row(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor([values], device=self._device)
+            ids = torch.tensor([[*prompt.ids, *self.token_ids][start:]], device=self._device)
+        return ids, torch.tensor([positions], device=self._device)
 
     @torch.no_grad()
     def choose(self, logits: Tensor, forced: int | None = None) -> Choice:

@@ -23,8 +23,7 @@ from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.generation.mask_source import ForwardWindow, MaskMod, MaskSource
 from flexinspect_hooks.python_internals.patching import patch
 
-BACKEND = "flexinspect"
-"""Prefix of the name under which the patch registers itself."""
+BACKEND = "flexinspect"  # prefix of the name under which the patch registers itself
 
 N_COMPILE_FORWARDS = 3
 """Forward passes that may compile kernels; their calls are noted in case the process dies."""
@@ -68,8 +67,7 @@ class FlexPatch:
         self.source = source
         self.compiled = compiled
         self._n_forwards = 0
-        self._rows = (0, 0)
-        """First row and number of rows of the newest forward pass."""
+        self._rows = (0, 0)  # first row and number of rows of the newest forward pass
         self._restores = ExitStack()
         self._heads: dict[int, int] = {}
         self._mask_heads = 1

@@ -363,11 +363,9 @@ class SpecTables:
 
 def _block_list(blocks: BoolArray) -> tuple[np.ndarray, np.ndarray]:
     """The counts (1, heads, rows) and indices (1, heads, rows, key blocks), both int32."""
+    blocks = blocks if blocks.ndim == 3 else blocks[None]
     order = np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)
-    counts = blocks.sum(axis=-1, dtype=np.int32)
-    if blocks.ndim == 2:
-        counts, order = counts[None], order[None]
-    return counts[None], order[None]
+    return blocks.sum(axis=-1, dtype=np.int32)[None], order[None]
 
 
 def window_block_tables(spec: MaskSpec, window: ForwardWindow) -> BlockTables:

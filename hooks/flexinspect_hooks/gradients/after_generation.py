@@ -38,11 +38,8 @@ from flexinspect_hooks.gradients.reduction import GradientObserver
 from flexinspect_hooks.observers.attention.mask_capture import open_cells
 from flexinspect_hooks.python_internals.torch_private import set_flex_debug
 
-GRADIENTS_PHASE = "gradients"
-"""The phase of a run while gradients are computed."""
-
-COST_EVENT = "gradients-cost"
-"""The kind of the event that reports what gradients cost."""
+GRADIENTS_PHASE = "gradients"  # the phase of a run while gradients are computed
+COST_EVENT = "gradients-cost"  # the kind of the event that reports what gradients cost
 
 N_SAMPLED_LOGITS = 4096
 """Logits of a step that are kept, beside the chosen token's and the log-sum-exp."""
@@ -138,8 +135,7 @@ class TokenGradients:
         self._uses_flex = spec.use_flex
         if spec.use_flex is None:
             self._uses_flex = flex_has_backward(next(model.parameters()).device)
-        self._sampled_logits: dict[tuple[int, int], SampledLogits] = {}
-        """By branch and step."""
+        self._sampled_logits: dict[tuple[int, int], SampledLogits] = {}  # by branch and step
         self._has_run = False
 
     def begin_generation(self, recorder: Recorder) -> None:

@@ -8,19 +8,15 @@ from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
 
-WINDOW = 10
-"""Steps over which the cost is averaged."""
-
-RECOVERY_STEPS = 50
-"""Steps within the band after which more detail is tried again."""
+WINDOW = 10  # steps over which the cost is averaged
+RECOVERY_STEPS = 50  # steps within the band after which more detail is tried again
 
 
 class Detail(Struct, frozen=True):
     """How much is measured, and how often, counted in steps; 0 means never."""
 
     name: str
-    text: str
-    """A phrase for what is measured."""
+    text: str  # a phrase for what is measured
     gradients_every: int = 1
     rows_every: int = 1
     maxima: bool = False

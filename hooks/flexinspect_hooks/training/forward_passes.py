@@ -56,8 +56,7 @@ class StepPasses(Struct):
     pending: Callable[[], list[LayerStatRecord]] | None = None
     """Reads statistics that are still on their device."""
     extremes: deque[Extremes] = field(default_factory=_micro_batches)
-    is_updated: bool = False
-    """Whether the weights may have changed since."""
+    is_updated: bool = False  # whether the weights may have changed since
     is_counted: bool = False
     """Whether a forward pass belongs to the step, because a backward pass followed."""
 
@@ -289,8 +288,7 @@ def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
             yield path, child
 
 
-ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]
-"""Modules by name, with what they returned."""
+ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]  # modules by name, with what they returned
 
 
 def pending_stats(
@@ -362,8 +360,7 @@ def _stat_record(
     return LayerStatRecord(index, name, n_nan, n_inf, least, most, mean, deviation, norm)
 
 
-MODEL_OUTPUT = "(output)"
-"""The name of a tensor that the model itself returned."""
+MODEL_OUTPUT = "(output)"  # the name of a tensor that the model itself returned
 
 UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
 """Detail of a module whose weights may have become non-finite only in the update itself."""

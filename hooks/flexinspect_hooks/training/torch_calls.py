@@ -23,8 +23,7 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training import gradient_statistics
 
-CHECK_INTERVAL = 10
-"""The norms from clipping are checked against the gradients every so many steps."""
+CHECK_INTERVAL = 10  # the norms from clipping are checked against the gradients every so many steps
 
 NORM_TOLERANCE = 1e-3
 """The largest relative difference of the norms from clipping and those of the gradients."""

@@ -42,8 +42,7 @@ from flexinspect_hooks.training.measurement import GradientMeter
 T = TypeVar("T")
 Loss = float | Tensor
 
-TRAINING_SAMPLE_ID = "training"
-"""The `sample_id` of the generation that represents a training run."""
+TRAINING_SAMPLE_ID = "training"  # the `sample_id` of the generation that represents a training run
 
 MAX_UNWRITTEN_STEPS = 16
 """Steps that may stay unwritten until something waits for the device anyway."""

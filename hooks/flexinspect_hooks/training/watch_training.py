@@ -43,8 +43,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         Governor(check_level(level), band)  # to refuse wrong values here already
         self.watch: TrainingWatch | None = None
         self._out, self._level, self._band = out, level, band
-        self._model_id: int | None = None
-        """`id` of the model that is being trained."""
+        self._model_id: int | None = None  # `id` of the model that is being trained
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **rest: Any

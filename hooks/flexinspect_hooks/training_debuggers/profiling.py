@@ -21,8 +21,7 @@ from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 WAIT_BATCHES, WARMUP_BATCHES = 1, 1
 """Batches that run before the profiled ones: one unprofiled, one to warm up."""
 PROFILE_FOLDER = "./logs/profiler"
-N_OPERATORS = 15
-"""Operators in a summary, those with the most self time first."""
+N_OPERATORS = 15  # operators in a summary, those with the most self time first
 
 
 class OperatorCost(DictDataclass):
@@ -220,8 +219,7 @@ def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
 
 PROFILER_SWITCH = "enable_autograd_profiler"
 TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
-PROFILED_STEPS = 10
-"""Steps in one window."""
+PROFILED_STEPS = 10  # steps in one window
 N_LOGGED_OPERATORS = 5
 PAUSE_FACTOR = 5
 """A window is followed by a pause of this many times the time it took to end and read it."""

@@ -107,10 +107,8 @@ def debug_logging(
     return active
 
 
-HISTORY = 1000
-"""Entries that a debugger keeps by default."""
-MIN_ANALYSES_FOR_ALERT = 10
-"""Analyses before the rate of anomalies can raise an alert."""
+HISTORY = 1000  # entries that a debugger keeps by default
+MIN_ANALYSES_FOR_ALERT = 10  # analyses before the rate of anomalies can raise an alert
 
 MAX_LOGGED_ANOMALIES = 10
 """Anomalies of one analysis that are logged; the others are only counted and kept."""

@@ -30,8 +30,7 @@ from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 
 T = TypeVar("T")
 
-Names = str | Iterable[str] | None
-"""Switches by short ("memory_usage") or full name; None for all."""
+Names = str | Iterable[str] | None  # switches by short ("memory_usage") or full name; None for all
 StepCondition = Callable[[int], bool]
 """Takes the number of a step; returns whether a switch acts in it."""
 
@@ -185,8 +184,7 @@ def get_debugging_status() -> dict[str, bool]:
 MB = 2**20
 MAX_SHOWN_DEVICES = 8
 
-Line = tuple[str, Mapping[str, Any]]
-"""The text of a log line, and its figures."""
+Line = tuple[str, Mapping[str, Any]]  # the text of a log line, and its figures
 
 P = ParamSpec("P")
 Describe = Callable[Concatenate["SwitchLog", int, P], Line | None]

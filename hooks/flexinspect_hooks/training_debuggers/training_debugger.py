@@ -31,8 +31,7 @@ from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 ROTATION_STEPS = 16
 """At EXTREME every weight is checked once in this many steps, or more often if there are few."""
-MIN_WEIGHTS_PER_STEP = 4
-"""The fewest weights that are checked in one step."""
+MIN_WEIGHTS_PER_STEP = 4  # the fewest weights that are checked in one step
 
 Metric = Callable[[nn.Module, float, int], float]
 
