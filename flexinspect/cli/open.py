@@ -85,10 +85,8 @@ def _server_class() -> type:
         from aiohttp import web
         from textual_serve.server import Server
     except ImportError:
-        raise UsageError(
-            "--web needs the package textual-serve, which is not installed.",
-            hint="Install it: pip install 'flexinspect[web]'",
-        ) from None
+        text = "--web needs the package textual-serve, which is not installed."
+        raise UsageError(text, hint="Install it: pip install 'flexinspect[web]'") from None
 
     @web.middleware
     async def refuse_other_sites(request: web.Request, handler: Any) -> web.StreamResponse:

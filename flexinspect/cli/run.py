@@ -287,10 +287,8 @@ def _breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
 def _on_break(args: argparse.Namespace) -> jobs.OnBreak:
     """Return whether a hit pauses the run, or ends it where nobody would see the pause."""
     if args.wait and not args.control:
-        raise UsageError(
-            "--wait pauses the run until a command comes, and --no-control accepts none.",
-            hint="Leave one of them out.",
-        )
+        text = "--wait pauses the run until a command comes, and --no-control accepts none."
+        raise UsageError(text, hint="Leave one of them out.")
     is_watched = (sys.stderr.isatty() and not args.json) or args.pdb or args.debugpy is not None
     return "wait" if args.wait or is_watched else "stop"
 
@@ -413,10 +411,8 @@ def check_job(job: Job) -> None:
 def check_trace(job: Job | ScriptJob) -> None:
     """Raise `UsageError` for --layers without level extreme, and for an existing trace file."""
     if job.layers and job.level != "extreme":
-        raise UsageError(
-            "--layers selects whose activations are stored, and only level extreme stores any.",
-            hint="Add --level extreme, or leave --layers out.",
-        )
+        text = "--layers selects whose activations are stored, and only level extreme stores any."
+        raise UsageError(text, hint="Add --level extreme, or leave --layers out.")
     if not job.out:
         raise UsageError("--out is empty.", hint="Give a file name, or leave --out out.")
     if Path(job.out).exists() and not job.overwrite:
@@ -432,10 +428,8 @@ def check_program_flags(args: argparse.Namespace, *names: str) -> None:
     """Raise `UsageError` for one of these flags, which only a program can have."""
     for name in names:
         if hasattr(args, name):
-            raise UsageError(
-                f"--{name} needs a program of your own.",
-                hint="Name a script after the flags, or use --mask and --prompt.",
-            )
+            hint = "Name a script after the flags, or use --mask and --prompt."
+            raise UsageError(f"--{name} needs a program of your own.", hint=hint)
 
 
 def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -> dict[str, Any]:
@@ -451,10 +445,8 @@ def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -
     rest = rest[1:] if rest[:1] == ["--"] else rest
     given = [f"--{name.replace('_', '-')}" for name in vars(args) if name in _GENERATION_ARGS]
     for flag in (*given, *other_flags):
-        raise UsageError(
-            f"{flag} is for our own generation, not for {program}.",
-            hint=f"A program accepts {', '.join(SCRIPT_FLAGS)}; its own flags come after it.",
-        )
+        hint = f"A program accepts {', '.join(SCRIPT_FLAGS)}; its own flags come after it."
+        raise UsageError(f"{flag} is for our own generation, not for {program}.", hint=hint)
     if not is_module:
         _check_file(program)
     declaration = jobs.Declaration()
@@ -472,7 +464,5 @@ def _check_file(program: str) -> None:
         hint = f"For a package: -m {path.name}."
         raise UsageError(f"{program} is a folder, not a script.", hint=hint)
     if not path.is_file():
-        raise UsageError(
-            f"There is no script {program}.",
-            hint="Give a Python file or -m MODULE; without a program, our own generation runs.",
-        )
+        hint = "Give a Python file or -m MODULE; without a program, our own generation runs."
+        raise UsageError(f"There is no script {program}.", hint=hint)

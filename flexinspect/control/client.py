@@ -134,10 +134,8 @@ class ControlClient:
         except ValueError:
             host = None
         if not host or parts.scheme != "http":
-            raise ControlError(
-                f"{self.address.url or 'An empty string'} is not the URL of a capture.",
-                hint="It looks like http://127.0.0.1:8421; --serve prints it.",
-            )
+            text = f"{self.address.url or 'An empty string'} is not the URL of a capture."
+            raise ControlError(text, hint="It looks like http://127.0.0.1:8421; --serve prints it.")
         return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
 
     def _unreachable(self, error: Exception) -> ControlError:

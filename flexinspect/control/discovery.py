@@ -167,10 +167,8 @@ def find_capture(
         raise UsageError(f"{len(entries)} captures are running: {listed}.", hint=hint)
     selection = f" of process {pid}" if pid is not None else ""
     selection += f" that records {trace}" if trace is not None else ""
-    raise UsageError(
-        f"No capture{selection} is running.",
-        hint="Start one with flexinspect run; flexinspect attach --list shows running captures.",
-    )
+    hint = "Start one with flexinspect run; flexinspect attach --list shows running captures."
+    raise UsageError(f"No capture{selection} is running.", hint=hint)
 
 
 def capture_address(
@@ -211,10 +209,8 @@ def parse_serve_address(text: str, *, insecure: bool) -> ServeOptions:
     try:
         host, port = parse_address(text, default_host="")
     except ValueError:
-        raise UsageError(
-            f"--serve {text} is not HOST:PORT.",
-            hint="For example --serve 127.0.0.1:8421; port 0 picks a free port.",
-        ) from None
+        hint = "For example --serve 127.0.0.1:8421; port 0 picks a free port."
+        raise UsageError(f"--serve {text} is not HOST:PORT.", hint=hint) from None
     if not is_loopback(host) and not insecure:
         raise UsageError(
             f"--serve {text} would let other machines control this run, unencrypted.",
@@ -228,8 +224,6 @@ def _read_token() -> str:
     if not token:
         return secrets.token_urlsafe(24)
     if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable():
-        raise UsageError(
-            f"{TOKEN_VARIABLE} must hold at least {MIN_TOKEN_LENGTH} printable ASCII characters.",
-            hint="Unset it to get a random token.",
-        )
+        text = f"{TOKEN_VARIABLE} must hold at least {MIN_TOKEN_LENGTH} printable ASCII characters."
+        raise UsageError(text, hint="Unset it to get a random token.")
     return token

@@ -114,10 +114,8 @@ class FlexPatch:
         from transformers.masking_utils import causal_mask_function
 
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise MaskError(
-                "The batch is padded, but segment masks support one prompt without padding only.",
-                hint="Run one prompt at a time and leave attention_mask out.",
-            )
+            text = "The batch is padded, but segment masks support one prompt without padding only."
+            raise MaskError(text, hint="Run one prompt at a time and leave attention_mask out.")
         # What a layer type adds to the causal mask (a sliding window).
         overlay = None if mask_function is causal_mask_function else mask_function
         heads = self._heads.get(id(config)) or _query_heads(config)

@@ -157,12 +157,15 @@ class ForwardWatch:
         named = leaves if self.watches_leaves else blocks_of(model)
         for name, module in {id(one): (name, one) for name, one in named}.values():
             if module is not model:
-                hook = module.register_forward_hook(partial(self._keep, name))
+                hook = module.register_forward_hook(self._output_hook(name))
                 self._module_hooks.enter_context(hook)
 
-    def _keep(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_open:
-            self._outputs.append((name, module, output))
+    def _output_hook(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if self._is_open:
+                self._outputs.append((name, module, output))
+
+        return keep
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_open or not torch.is_grad_enabled():

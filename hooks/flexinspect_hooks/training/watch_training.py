@@ -207,10 +207,8 @@ def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
         optimizer, inner = inner, getattr(inner, "optimizer", None)
     if not isinstance(optimizer, Optimizer):
         found = argument_checks.describe_type(optimizer)
-        raise UsageError(
-            f"watch_training needs a torch optimizer, not {found}.",
-            hint="Without one, call step(loss=...) once for each step.",
-        )
+        hint = "Without one, call step(loss=...) once for each step."
+        raise UsageError(f"watch_training needs a torch optimizer, not {found}.", hint=hint)
     return optimizer
 
 
