@@ -181,10 +181,9 @@ def _wait_and_print(
     status = wait_for_effect(client, response)
     number = response.rewind_number
     if status is None and number is not None:
-        raise ControlError(
-            f"The run ended before it reported the result of command {number}.",
-            hint="Its trace shows how far it came; --hold keeps the model for further commands.",
-        )
+        text = f"The run ended before it reported the result of command {number}."
+        hint = "Its trace shows how far it came; --hold keeps the model for further commands."
+        raise ControlError(text, hint=hint)
     _print(status if status is not None else response, as_json=as_json)
     rewind = status.last_rewind if status is not None and number is not None else None
     return 1 if rewind is not None and rewind.state == "failed" else 0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexinspect.core import __version__
 from flexinspect.core.errors import FlexInspectError, TruncatedTraceError
@@ -66,18 +66,13 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     The parsers of the other commands have a name and a line of help only, so that their modules
     need not be imported.
     """
-    parser = argparse.ArgumentParser(
-        prog="flexinspect",
-        description="The debugger for FlexAttention generation.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    description = "The debugger for FlexAttention generation."
+    parser = argparse.ArgumentParser("flexinspect", None, description, EXAMPLES, **raw)
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        subparser = subparsers.add_parser(name, help=text, **raw)
         if name == command:
             module = import_module(f"flexinspect.cli.{name}")
             subparser.description, subparser.epilog = module.DESCRIPTION, module.EXAMPLES

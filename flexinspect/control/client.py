@@ -141,14 +141,11 @@ class ControlClient:
     def _unreachable(self, error: Exception) -> ControlError:
         where = self.address.url or self.address.socket
         if isinstance(error, TimeoutError):
-            return ControlError(
-                f"The capture at {where} does not answer.",
-                hint="A debugger may have stopped its process: continue in the debugger.",
-            )
-        return ControlError(
-            f"No capture responds at {where}: {getattr(error, 'strerror', None) or error}.",
-            hint="It may have ended; flexinspect attach --list shows the running captures.",
-        )
+            hint = "A debugger may have stopped its process: continue in the debugger."
+            return ControlError(f"The capture at {where} does not answer.", hint=hint)
+        text = f"No capture responds at {where}: {getattr(error, 'strerror', None) or error}."
+        hint = "It may have ended; flexinspect attach --list shows the running captures."
+        return ControlError(text, hint=hint)
 
 
 def _parse_response(status: int, data: bytes) -> Any:

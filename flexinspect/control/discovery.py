@@ -71,10 +71,9 @@ def runtime_folder() -> Path:
     except OSError as error:
         raise ControlError(f"The folder {folder} cannot be created: {error.strerror}.") from error
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise ControlError(
-            f"{folder} is not a folder that you own, so no socket is created in it.",
-            hint="Remove it, or set XDG_RUNTIME_DIR to a folder that only you can enter.",
-        )
+        text = f"{folder} is not a folder that you own, so no socket is created in it."
+        hint = "Remove it, or set XDG_RUNTIME_DIR to a folder that only you can enter."
+        raise ControlError(text, hint=hint)
     if stat.S_IMODE(info.st_mode) != 0o700:
         folder.chmod(0o700)
     return folder
@@ -212,10 +211,9 @@ def parse_serve_address(text: str, *, insecure: bool) -> ServeOptions:
         hint = "For example --serve 127.0.0.1:8421; port 0 picks a free port."
         raise UsageError(f"--serve {text} is not HOST:PORT.", hint=hint) from None
     if not is_loopback(host) and not insecure:
-        raise UsageError(
-            f"--serve {text} would let other machines control this run, unencrypted.",
-            hint="Use 127.0.0.1 and an SSH tunnel, or add --insecure-bind if that is intended.",
-        )
+        sentence = f"--serve {text} would let other machines control this run, unencrypted."
+        hint = "Use 127.0.0.1 and an SSH tunnel, or add --insecure-bind if that is intended."
+        raise UsageError(sentence, hint=hint)
     return ServeOptions(host, port, _read_token())
 
 

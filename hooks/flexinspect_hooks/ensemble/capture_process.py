@@ -92,14 +92,11 @@ def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
 
 def _describe_failure(error: Exception) -> FlexInspectError:
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
-        return FlexInspectError(
-            f"Memory ran out while the model ran: {summarize_error(error)}",
-            hint="Use a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases.",
-        )
-    return FlexInspectError(
-        f"The run failed: {summarize_error(error)}",
-        hint="The full traceback is in the trace: flexinspect dump TRACE shows it under events.",
-    )
+        text = f"Memory ran out while the model ran: {summarize_error(error)}"
+        hint = "Use a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases."
+        return FlexInspectError(text, hint=hint)
+    hint = "The full traceback is in the trace: flexinspect dump TRACE shows it under events."
+    return FlexInspectError(f"The run failed: {summarize_error(error)}", hint=hint)
 
 
 def _send(kind: str, **facts: Any) -> None:

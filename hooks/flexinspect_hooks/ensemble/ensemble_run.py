@@ -73,10 +73,9 @@ class EnsembleRunner:
         limit = getattr(self._model.config, "max_position_embeddings", None)
         needed = prompt.next_position(n_new - 1) + 1
         if limit and needed > limit:
-            raise DatasetError(
-                f"The prompt needs positions up to {needed}, and the model has {limit}.",
-                hint="Use fewer or shorter paraphrases, or a smaller --max-new-tokens.",
-            )
+            text = f"The prompt needs positions up to {needed}, and the model has {limit}."
+            hint = "Use fewer or shorter paraphrases, or a smaller --max-new-tokens."
+            raise DatasetError(text, hint=hint)
         return GenerationPlan(sample, prompt, *self._mask(prompt.segments))
 
     def _pieces(self, sample: Sample) -> prompts.PromptTokenIds:
@@ -85,13 +84,9 @@ class EnsembleRunner:
         for number, ids in enumerate(paraphrases, start=1):
             if not ids:
                 raise DatasetError(f"Paraphrase {number} of sample '{sample.id}' has no tokens.")
-        return prompts.PromptTokenIds(
-            bos=self.vocabulary.default_bos(),
-            shared=encode(texts.instruction),
-            paraphrases=paraphrases,
-            separator=encode(texts.separator),
-            cue=encode(texts.cue),
-        )
+        shared, separator, cue = map(encode, (texts.instruction, texts.separator, texts.cue))
+        bos = self.vocabulary.default_bos()
+        return prompts.PromptTokenIds(bos, shared, paraphrases, separator, cue)
 
     def _mask(self, segments: Sequence[Segment]) -> tuple[dict[str, Any], MaskSource]:
         """The mask's entries of `GenerationRecord.declared`, and what runs it."""
@@ -257,10 +252,9 @@ def _import_mask_mod(spec: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # the module may be a script that calls sys.exit
-        raise MaskError(
-            f"--mask {spec} cannot be loaded: {summarize_error(error)}",
-            hint="Write --mask package.module:function, importable from the current folder.",
-        ) from error
+        text = f"--mask {spec} cannot be loaded: {summarize_error(error)}"
+        hint = "Write --mask package.module:function, importable from the current folder."
+        raise MaskError(text, hint=hint) from error
 
 
 def _accepts_arguments(function: Any, n: int) -> bool:

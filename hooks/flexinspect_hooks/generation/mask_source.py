@@ -233,10 +233,9 @@ def check_mask_mod(mask_mod: MaskMod, name: str, device: torch.device) -> None:
         ) from error
     problem = _wrong_result(result, device)
     if problem:
-        raise MaskError(
-            f"The mask_mod {name} returned {problem}; it must return a 0-dim bool tensor.",
-            hint="Compare the index tensors (for instance `kv_idx <= q_idx`), without `if`.",
-        )
+        text = f"The mask_mod {name} returned {problem}; it must return a 0-dim bool tensor."
+        hint = "Compare the index tensors (for instance `kv_idx <= q_idx`), without `if`."
+        raise MaskError(text, hint=hint)
     _check_vmap(mask_mod, name, device)
 
 
@@ -258,10 +257,9 @@ def _check_vmap(mask_mod: MaskMod, name: str, device: torch.device) -> None:
         # Head 0 twice, because a mask_mod may index a table that has only one head.
         list(head_groups(mask_mod, zeros[0], zeros, both, both))
     except Exception as error:
-        raise MaskError(
-            f"The mask_mod {name} cannot be vectorised over indices: {summarize_error(error)}",
-            hint="Replace Python `if` and `and` on indices by torch.where, & and |.",
-        ) from error
+        text = f"The mask_mod {name} cannot be vectorised over indices: {summarize_error(error)}"
+        hint = "Replace Python `if` and `and` on indices by torch.where, & and |."
+        raise MaskError(text, hint=hint) from error
 
 
 # -- the mask_mod and the tables of a `MaskSpec` ---------------------------------------------------
@@ -340,10 +338,8 @@ class SpecTables:
 
     def __init__(self, spec: MaskSpec, length: int, device: torch.device) -> None:
         region = np.searchsorted(spec.starts, np.arange(length), side="right") - 1
-        self.prefix_stops, self.local_starts = (
-            torch.from_numpy(np.asarray(values, np.int32)[region]).to(device)
-            for values in (spec.prefix_stops, spec.local_starts)
-        )
+        bounds = np.take([spec.prefix_stops, spec.local_starts], region, axis=1).astype(np.int32)
+        self.prefix_stops, self.local_starts = torch.from_numpy(bounds).to(device)
         self.q_offset = torch.zeros((), dtype=torch.int32, device=device)
         self.kv_offset = torch.zeros((), dtype=torch.int32, device=device)
 

@@ -132,9 +132,8 @@ class TokenGradients:
         self._model, self._spec, self._compiled = model, spec, compiled
         self._steps, self._steps_argument = parse_steps(steps), steps
         self._blocks = decoder_blocks(model, attention_layers(model))
-        self._uses_flex = spec.use_flex
-        if spec.use_flex is None:
-            self._uses_flex = flex_has_backward(next(model.parameters()).device)
+        can_use_flex = flex_has_backward(next(model.parameters()).device)
+        self._uses_flex = can_use_flex if spec.use_flex is None else spec.use_flex
         self._sampled_logits: dict[tuple[int, int], SampledLogits] = {}  # by branch and step
         self._has_run = False
 
@@ -191,8 +190,8 @@ class TokenGradients:
                 raise
             text = (
                 f"FlexAttention's own backward failed, so the {DENSE_REFERENCE} is used instead: "
-                f"{summarize_error(error)}"
             )
+            text += summarize_error(error)
             recorder.put(finished.event("gradients-dense-fallback", text))
             self._uses_flex = False
             return self.compute_step(finished, step, sampled)
@@ -203,25 +202,15 @@ class TokenGradients:
         """The gradients of a step; none if the repeated forward pass differs from the recorded."""
         started = time.perf_counter()
         run = partial(self._forward_backward, finished, step, sampled)
-        detect = self._spec.detect_anomaly
-        note = _find_anomaly(partial(run, keeps_weights=True)) if detect else None
-        return replace(run(), anomaly=note, wall_ms=(time.perf_counter() - started) * 1e3)
+        note = _find_anomaly(partial(run, True)) if self._spec.detect_anomaly else None
+        record = run(keeps_weights=False)
+        return replace(record, anomaly=note, wall_ms=(time.perf_counter() - started) * 1e3)
 
     def _forward_backward(
-        self,
-        finished: FinishedBranch,
-        step: int,
-        sampled: SampledLogits,
-        *,
-        keeps_weights: bool = False,
+        self, finished: FinishedBranch, step: int, sampled: SampledLogits, keeps_weights: bool
     ) -> GradientRecord:
-        patch = GradientPatch(
-            self._model,
-            finished.source,
-            compiled=self._compiled,
-            use_flex=bool(self._uses_flex),
-            keeps_weights=keeps_weights,
-        )
+        options = {"use_flex": self._uses_flex, "keeps_weights": keeps_weights}
+        patch = GradientPatch(self._model, finished.source, compiled=self._compiled, **options)
         decoder = Decoder(self._model, finished.prompt)
         decoder.token_ids += finished.token_ids[:step]
         target, n_unreached = self._spec.target, 0
@@ -429,10 +418,8 @@ class GradientPatch(FlexPatch):
         call = partial(dense_attention, visible=visible, scale=scaling, softcap=softcap)
         if self._keeps_weights:
             return call(query, key, value), None
-        output: Tensor = checkpoint(
-            call, query, key, value, use_reentrant=False, preserve_rng_state=False
-        )
-        return output, None
+        exact = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(call, query, key, value, **exact), None
 
     def _kernel(self, q_len: int) -> Any:
         return super()._kernel(q_len) if self.compiled else flex_attention

@@ -41,13 +41,8 @@ EXTREME = Detail(
     watches_leaves=True,
     keeps_stats=True,
 )
-ADVANCED = Detail(
-    "advanced",
-    "gradients of every parameter and every module's output",
-    maxima=True,
-    ratios_every=10,
-    watches_leaves=True,
-)
+_MODULES_TOO = "gradients of every parameter and every module's output"
+ADVANCED = Detail("advanced", _MODULES_TOO, maxima=True, ratios_every=10, watches_leaves=True)
 BASIC = Detail("basic", "gradients by group and the layers' outputs", 1, 10)
 SPARSE = Detail("sparse", "gradients of every 4th step", 4, 16)
 SPARSEST = Detail("sparse", "gradients of every 16th step", 16, 64)
@@ -112,20 +107,17 @@ class Governor:
             self._set_index(self._index + 1)
             self._n_reduced += 1
             self._lowest_index = max(self._lowest_index, self._index)
-            text = (
-                f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above "
-                f"the band of {limit}: from now on {self.detail.text}, instead of {dropped}."
-            )
-            return "detail-reduced", text
+            above = f"{cost:.1%} of what the last {WINDOW} steps took without it, above the band of"
+            change = f"from now on {self.detail.text}, instead of {dropped}."
+            return "detail-reduced", f"Capture took {above} {limit}: {change}"
         if self._index > self._level_index and self._n_within_band >= self._patience:
             self._set_index(self._index - 1)
             if self._known_costs.get(self._index, 0.0) > self._limit:
                 self._patience *= 2  # it was too expensive before: try less often
-            text = (
-                f"Capture took {cost:.1%} of what the last steps took without it, within the band "
-                f"of {limit}: again {self.detail.text}."
+            within = (
+                f"{cost:.1%} of what the last steps took without it, within the band of {limit}"
             )
-            return "detail-restored", text
+            return "detail-restored", f"Capture took {within}: again {self.detail.text}."
         return None
 
     def _set_index(self, at: int) -> None:

@@ -63,9 +63,8 @@ def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> Ge
         "optimizer": "" if optimizer is None else type(optimizer).__name__,
         "placement": dict(placement),
     }
-    return GenerationRecord(
-        0, TRAINING_SAMPLE_ID, "", "", (), (), declared={"training": facts}, started_at=time.time()
-    )
+    sample, declared = TRAINING_SAMPLE_ID, {"training": facts}
+    return GenerationRecord(0, sample, "", "", (), (), declared=declared, started_at=time.time())
 
 
 class TrainingStepDraft(StepPasses):
@@ -112,9 +111,8 @@ class TrainingStepDraft(StepPasses):
         """Whether `read` would wait for a device."""
         values = [self.reported_loss, self.norm_before_clip, *self.losses]
         values += [*self.output_gradient_norms, *(one.values for one in self.extremes)]
-        return self.pending is not None or any(
-            isinstance(value, Tensor) and is_remote(value) for value in values
-        )
+        tensors = (value for value in values if isinstance(value, Tensor))
+        return self.pending is not None or any(map(is_remote, tensors))
 
     def record(self) -> training_step.TrainingStepRecord:
         """The record of the step from everything that is known."""
@@ -160,9 +158,8 @@ class TrainingStepDraft(StepPasses):
         if self.producer is not None:
             return self.producer
         if source and not math.isfinite(loss):
-            return training_step.AnomalyOrigin(
-                "loss", "", 0 if origin is None else origin.n_affected + 1
-            )
+            n_affected = 0 if origin is None else origin.n_affected + 1
+            return training_step.AnomalyOrigin("loss", "", n_affected)
         if origin is None or origin.kind != "backward":
             return origin
         output_norms = [float(norm) for norm in self.output_gradient_norms]
@@ -221,9 +218,8 @@ class TrainingSession:
         self.recorder.start()
         for name, sentence in off.items():
             self._event("rule-disabled", f"{name}: {sentence}")
-        self.recorder.begin_generation(
-            training_generation(self._meter, self._optimizer), RuleRunner(rules)
-        )
+        generation = training_generation(self._meter, self._optimizer)
+        self.recorder.begin_generation(generation, RuleRunner(rules))
         self._forwards.install()
         self._apply_detail()
         self._meter.learn_order()
@@ -231,10 +227,9 @@ class TrainingSession:
             before, after = map(self._guarded, (self._before_optimizer, self._after_optimizer))
             self._hooks.enter_context(self._optimizer.register_step_pre_hook(before))
             self._hooks.enter_context(self._optimizer.register_step_post_hook(after))
-        observer = torch_calls.TrainingObserver(
-            self._on_clipped, self._before_scaler_step, self._after_scaler_step
-        )
-        self._hooks.enter_context(torch_calls.observe_training(observer))
+        calls = (self._on_clipped, self._before_scaler_step, self._after_scaler_step)
+        observing = torch_calls.observe_training(torch_calls.TrainingObserver(*calls))
+        self._hooks.enter_context(observing)
         self._hooks.callback(hide_hooks())
         self._hooks.callback(self._memory.close)
 

@@ -266,11 +266,8 @@ class ProfilerWindows:
             self._paused_until = ended + PAUSE_FACTOR * (ended - began)
 
     def _begin(self, exports: bool) -> None:
-        profiler = profile(
-            on_trace_ready=trace_exporter(self._folder) if exports else None,
-            record_shapes=exports,
-            profile_memory=exports,
-        )
+        handler = trace_exporter(self._folder if exports else None)
+        profiler = profile(on_trace_ready=handler, record_shapes=exports, profile_memory=exports)
         profiler.start()
         self._profiler, self._n_profiled, self._exports = profiler, 0, exports
 

@@ -25,8 +25,7 @@ from flexinspect.records.debug_switches import DebugLevel, DictDataclass, parse_
 from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM, ParameterGradient
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control import control_protocols
-from flexinspect_hooks.training import gradient_statistics
-from flexinspect_hooks.training.gradient_statistics import GradientLimits
+from flexinspect_hooks.training.gradient_statistics import GradientLimits, gradient_facts, trainable
 from flexinspect_hooks.training_debuggers import measurements
 from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
 
@@ -464,9 +463,8 @@ class PyTorchDebugger(BaseDebugger):
         """Measure each parameter's gradient, by name; parameters without one are left out."""
         argument_checks.check_module(model, "analyze_gradients")
         level, limits = self.level, (self._explosion, self._vanishing)
-        gradients = gradient_statistics.gradient_facts(
-            gradient_statistics.trainable(model), with_max=level.includes(DebugLevel.ADVANCED)
-        )
+        trained, with_max = trainable(model), level.includes(DebugLevel.ADVANCED)
+        gradients = gradient_facts(trained, with_max=with_max)
         tensors: dict[str, TensorInfo] = {}
         if level is DebugLevel.EXTREME:
             tensors = measurements.gradient_infos(dict(model.named_parameters()), level)
@@ -535,8 +533,7 @@ class PyTorchDebugger(BaseDebugger):
         """The parameters whose norm is above ("explosion") or below ("vanishing") a threshold."""
         argument_checks.check_module(model, f"check_gradient_{kind}")
         argument_checks.check_limit(threshold, "threshold")
-        trained = gradient_statistics.trainable(model)
-        gradients = gradient_statistics.gradient_facts(trained, with_max=False).rows
+        gradients = gradient_facts(trainable(model), with_max=False).rows
         if kind == "explosion":
             side, names = "above", [one.name for one in gradients if one.explodes(threshold)]
         else:
@@ -553,9 +550,8 @@ class PyTorchDebugger(BaseDebugger):
 
 
 def _shape_matches(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
-    return len(shape) == len(expected) and all(
-        size is None or size == actual for actual, size in zip(shape, expected, strict=True)
-    )
+    same_rank = len(shape) == len(expected)
+    return same_rank and all(size in (None, n) for n, size in zip(shape, expected, strict=True))
 
 
 @contextmanager

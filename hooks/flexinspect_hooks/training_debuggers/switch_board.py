@@ -238,9 +238,8 @@ class SwitchLog:
     @_logged("debug_forward_pass")
     def log_forward(self, batch: int, inputs: Any, output: Any, loss: float) -> Line:
         """Log the inputs, the output and the loss of a forward pass."""
-        facts: dict[str, Any] = {
-            f"{name} shape": tuple(one.shape) for name, one in named_inputs(inputs)
-        }
+        shapes = {f"{name} shape": tuple(one.shape) for name, one in named_inputs(inputs)}
+        facts: dict[str, Any] = {**shapes}
         made = next(tensors_in(getattr(output, "logits", output)), None)
         if made is not None:
             facts |= {"output shape": tuple(made.shape), "device": str(made.device)}

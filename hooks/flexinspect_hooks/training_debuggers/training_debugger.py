@@ -167,9 +167,8 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
     ) -> StepInfo:
         self._windows.on_step(step)
         is_advanced = self.level.includes(DebugLevel.ADVANCED)
-        gradients = gradient_statistics.gradient_facts(
-            self._parameters.trainable_of(model), with_max=is_advanced
-        )
+        trained = self._parameters.trainable_of(model)
+        gradients = gradient_statistics.gradient_facts(trained, with_max=is_advanced)
         outliers = gradients.outliers(limits)
         # The scaler skips such a step; that is how it finds its scale.
         is_skipped = has_scaler and bool(gradients.counts)
@@ -242,9 +241,8 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
         history = tuple(self._norm_history)  # another thread may add to it or clear it
         if name is None:
             return [(step, norms[0]) for step, _, norms in history]
-        return [
-            (step, norms[names.index(name) + 1]) for step, names, norms in history if name in names
-        ]
+        known = (one for one in history if name in one[1])
+        return [(step, norms[names.index(name) + 1]) for step, names, norms in known]
 
     def save_baseline(self, path: str | Path) -> None:
         """Write the summary to a JSON file, to compare later runs with it.

@@ -213,9 +213,8 @@ class TrainingLoop(HasSwitches):
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.zero_grad()
 
-        return profiling.profile_model_performance(
-            dataloader, num_batches, step=step, folder=folder, **options
-        )
+        options |= {"step": step, "folder": folder}
+        return profiling.profile_model_performance(dataloader, num_batches, **options)
 
     def _train_batch(self, batch: Any) -> float:
         moved = self._to_device(batch)
