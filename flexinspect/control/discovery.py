@@ -27,6 +27,9 @@ from flexinspect.core.errors import ControlError, UsageError
 LONGEST_SOCKET = 100  # longest path of a socket in bytes: Linux accepts 108, macOS 104
 
 
+_NAME_ONE = "Name one with --pid or --trace."
+
+
 class Address(Message, frozen=True):
     """Address of a control server: a Unix socket, or the `url` of `--serve` with its token."""
 
@@ -144,10 +147,7 @@ def _read_entry(file: Path) -> CaptureEntry | None:
 
 
 def find_capture(
-    pid: int | None = None,
-    trace: Path | None = None,
-    *,
-    hint: str = "Name one with --pid or --trace.",
+    pid: int | None = None, trace: Path | None = None, *, hint: str = _NAME_ONE
 ) -> CaptureEntry:
     """Return the capture of a process or a trace, by default the only one that is running.
 

@@ -37,6 +37,7 @@ from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 
 if TYPE_CHECKING:
     from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
+    from flexinspect_hooks.loading.library_output import OnLoadProgress
     from flexinspect_hooks.loading.model_loader import LoadedModel
     from flexinspect_hooks.sessions.capture_session import CaptureSession
 
@@ -251,21 +252,12 @@ class CaptureRun(CapturedRun):
             self.record_event("phase", phase, **data)
 
 
-def load_model(
-    job: Job, source: ModelSource, report: Callable[[str, Mapping[str, Any]], None]
-) -> LoadedModel:
+def load_model(job: Job, source: ModelSource, report: OnLoadProgress) -> LoadedModel:
     """Load the model of a job. Raises `ModelError`."""
     from flexinspect_hooks.loading.model_loader import load
 
-    return load(
-        source,
-        device=job.device,
-        dtype=job.dtype,
-        weights=job.weights,
-        seed=job.seed,
-        trust_remote_code=job.trust_remote_code,
-        report=report,
-    )
+    names = ("device", "dtype", "weights", "seed", "trust_remote_code")
+    return load(source, **{name: getattr(job, name) for name in names}, report=report)
 
 
 def is_compiled(job: Job, device: str) -> bool:
@@ -281,14 +273,11 @@ def load_samples(job: Job) -> list[Sample]:
         samples = datasets.load(job.dataset, max_samples=job.max_samples)
     # By default 5 of a dataset's sample, and all of the user's prompt.
     is_chosen = bool(job.num_paraphrases or job.indices or job.prompts)
-    return [
-        datasets.choose_paraphrases(
-            sample,
-            job.num_paraphrases if is_chosen else min(DEFAULT_PARAPHRASES, len(sample.paraphrases)),
-            job.indices,
-        )
-        for sample in samples
-    ]
+    chosen = []
+    for one in samples:
+        count = job.num_paraphrases if is_chosen else min(DEFAULT_PARAPHRASES, len(one.paraphrases))
+        chosen.append(datasets.choose_paraphrases(one, count, job.indices))
+    return chosen
 
 
 def default_threads() -> int:

@@ -58,8 +58,8 @@ class EnsembleRunner:
         self._eos = _eos_ids(loaded, self.vocabulary)
         self._gradients: TokenGradients | None = None
         if job.grads:
-            spec, steps = GradientSpec(job.grads, job.detect_anomaly), job.grads_steps
-            self._gradients = TokenGradients(loaded.model, spec, steps=steps, compiled=compiled)
+            spec = GradientSpec(job.grads, job.detect_anomaly, steps=job.grads_steps)
+            self._gradients = TokenGradients(loaded.model, spec, compiled=compiled)
         self.rewind_handler = RewindHandler(self.vocabulary)
 
     def plan(self, sample: Sample) -> GenerationPlan:

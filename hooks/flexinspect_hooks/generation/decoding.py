@@ -87,12 +87,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        prompt: Prompt,
-        *,
-        sampling: SamplingOptions | None = None,
-        seed: int = 0,
+        self, model: Any, prompt: Prompt, *, sampling: SamplingOptions | None = None, seed: int = 0
     ) -> None:
         self._model = model
         self._device = next(model.parameters()).device

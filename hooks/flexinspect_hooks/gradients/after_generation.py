@@ -96,11 +96,15 @@ def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
 
 
 class GradientSpec(Struct, frozen=True):
-    """What to differentiate ("logprob" or "margin"); `use_flex` None: where it has a backward."""
+    """What to differentiate ("logprob" or "margin"), and in which steps ("0,5-7" or "all").
+
+    `use_flex` is whether FlexAttention itself is differentiated (None: where it has a backward).
+    """
 
     target: str = "logprob"
     detect_anomaly: bool = False
     use_flex: bool | None = None
+    steps: str = "all"
 
 
 class FinishedBranch(Struct, frozen=True):
@@ -121,16 +125,13 @@ class FinishedBranch(Struct, frozen=True):
 class TokenGradients:
     """Keeps what the gradients of a generation need, and computes them after it, in its thread.
 
-    `steps` are those whose gradients are computed ("0,5-7" or "all"); `compiled` is whether
-    generation ran compiled kernels. A failure becomes an event, and the run goes on. The model
-    stays unchanged: no `.grad` is written, `requires_grad` is restored, and all hooks are removed.
+    `compiled` is whether generation ran compiled kernels. A failure becomes an event, and the run
+    goes on. The model stays unchanged: no `.grad` is written, and all hooks are removed.
     """
 
-    def __init__(
-        self, model: Any, spec: GradientSpec, *, steps: str = "all", compiled: bool
-    ) -> None:
+    def __init__(self, model: Any, spec: GradientSpec, *, compiled: bool) -> None:
         self._model, self._spec, self._compiled = model, spec, compiled
-        self._steps, self._steps_argument = parse_steps(steps), steps
+        self._steps = parse_steps(spec.steps)
         self._blocks = decoder_blocks(model, attention_layers(model))
         can_use_flex = flex_has_backward(next(model.parameters()).device)
         self._uses_flex = can_use_flex if spec.use_flex is None else spec.use_flex
@@ -174,7 +175,7 @@ class TokenGradients:
             done.append(record)
             del self._sampled_logits[finished.branch, step]
         n_steps = len(finished.token_ids) - finished.fork_step
-        text = f"--grads-steps {self._steps_argument} names none of the {n_steps} steps."
+        text = f"--grads-steps {self._spec.steps} names none of the {n_steps} steps."
         if steps:
             text = _cost_text(done, n_steps, time.perf_counter() - started)
         recorder.put(finished.event(COST_EVENT, text))

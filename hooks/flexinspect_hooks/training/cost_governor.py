@@ -41,8 +41,8 @@ EXTREME = Detail(
     watches_leaves=True,
     keeps_stats=True,
 )
-_MODULES_TOO = "gradients of every parameter and every module's output"
-ADVANCED = Detail("advanced", _MODULES_TOO, maxima=True, ratios_every=10, watches_leaves=True)
+_EVERY_GRADIENT = "gradients of every parameter and every module's output"
+ADVANCED = Detail("advanced", _EVERY_GRADIENT, maxima=True, ratios_every=10, watches_leaves=True)
 BASIC = Detail("basic", "gradients by group and the layers' outputs", 1, 10)
 SPARSE = Detail("sparse", "gradients of every 4th step", 4, 16)
 SPARSEST = Detail("sparse", "gradients of every 16th step", 16, 64)

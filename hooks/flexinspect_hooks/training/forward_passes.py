@@ -35,6 +35,10 @@ HOOK_COST_S = 2e-6
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
 """Wraps a function so that it never raises."""
 
+ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]  # modules by name, with what they returned
+OutputKey = tuple[int, str, int]  # the index and name of a module, and its number of values
+ReadStats = Callable[[], list[LayerStatRecord]]
+
 _micro_batches: partial[deque[Any]] = partial(deque, maxlen=MAX_MICRO_BATCHES)
 
 
@@ -53,7 +57,7 @@ class StepPasses(Struct):
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
-    pending: Callable[[], list[LayerStatRecord]] | None = None
+    pending: ReadStats | None = None
     """Reads statistics that are still on their device."""
     extremes: deque[Extremes] = field(default_factory=_micro_batches)
     is_updated: bool = False  # whether the weights may have changed since
@@ -291,12 +295,7 @@ def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
             yield path, child
 
 
-ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]  # modules by name, with what they returned
-
-
-def pending_stats(
-    outputs: ModuleOutputs, device: torch.device
-) -> Callable[[], list[LayerStatRecord]] | None:
+def pending_stats(outputs: ModuleOutputs, device: torch.device) -> ReadStats | None:
     """Reduce module outputs without waiting for the device; None if there are none.
 
     The result reads the records, after one synchronisation, and a second one if an output is
@@ -332,8 +331,7 @@ def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:
     return records
 
 
-def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[tuple[int, str, int], Tensor]]:
-    """Yield ((index, name, number of values), tensor) of each module's output."""
+def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[OutputKey, Tensor]]:
     for index, (name, _, output) in enumerate(outputs):
         tensor = next(dense_tensors(output), None)
         if tensor is not None:
@@ -349,9 +347,7 @@ def _reduce_output(tensor: Tensor) -> Tensor:
     return torch.stack([norm, mean, *(end.to(wide) for end in torch.aminmax(tensor))])
 
 
-def _stat_record(
-    key: tuple[int, str, int], row: Sequence[float], counts: Sequence[int]
-) -> LayerStatRecord:
+def _stat_record(key: OutputKey, row: Sequence[float], counts: Sequence[int]) -> LayerStatRecord:
     index, name, n_values = key
     n_nan, n_inf = counts
     norm, mean, least, most = row

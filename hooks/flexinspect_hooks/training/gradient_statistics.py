@@ -45,6 +45,7 @@ class NamedParameter(NamedTuple):
 
 
 NamedParameters = Sequence[NamedParameter]
+NormsOf = Callable[[Sequence[Tensor]], list[float]]
 
 
 def _parameters_of(model: nn.Module) -> list[NamedParameter]:
@@ -182,10 +183,7 @@ def foreach_norms(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def gradient_facts(
-    named: NamedParameters,
-    *,
-    with_max: bool = True,
-    norms_of: Callable[[Sequence[Tensor]], list[float]] = tensor_norms,
+    named: NamedParameters, *, with_max: bool = True, norms_of: NormsOf = tensor_norms
 ) -> Gradients:
     """The statistics of every parameter that has a gradient; `with_max` costs a second pass."""
     pairs = [(one, grad) for one in named if (grad := gradient_of(one.parameter)) is not None]
@@ -202,13 +200,11 @@ def gradient_facts(
 
 
 @torch.no_grad()
-def reduce_batched(
-    tensors: Sequence[Tensor], reduce: Callable[[list[Tensor]], Tensor]
-) -> list[Any]:
+def reduce_batched(tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Tensor]) -> list[Any]:
     """Reduce each tensor to a number, or a row of numbers, with one transfer for each kind."""
     numbers: list[Any] = [None] * len(tensors)
     for indices in indices_by_kind(tensors):
-        values = reduce([tensors[index] for index in indices]).tolist()
+        values = call([tensors[index] for index in indices]).tolist()
         for index, value in zip(indices, values, strict=True):
             numbers[index] = value
     return numbers

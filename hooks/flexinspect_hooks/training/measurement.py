@@ -119,23 +119,17 @@ class GradientMeter:
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
     def measure(
-        self,
-        step: int,
-        detail: Detail,
-        *,
-        scale: float,
-        is_warming: bool,
-        clipped: ClippingNorms | None,
+        self, step: int, detail: Detail, scale: float, is_warming: bool, norms: ClippingNorms | None
     ) -> training_step.TrainingStepRecord | None:
         """The gradients as the optimizer receives them, None in a step that is not measured.
 
-        `scale` is the loss scale that they still contain, `clipped` the norms known from clipping.
+        `scale` is the loss scale that they still contain, `norms` are those known from clipping.
         `is_warming` is whether the learning rate rises: then no gradient counts as vanishing,
         because behind a gate that starts at 0 they start small.
         """
         if not detail.measures(step):
             return None
-        norms_of = partial(self._norm_source.norms, step, clipped)
+        norms_of = partial(self._norm_source.norms, step, norms)
         gradients = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
         if scale != 1.0:
             gradients = gradients.unscaled(scale)

@@ -64,11 +64,9 @@ class NormSource:
     def __init__(self) -> None:
         self._agrees: bool | None = None
 
-    def norms(
-        self, step: int, clipped: ClippingNorms | None, grads: Sequence[Tensor]
-    ) -> list[float]:
+    def norms(self, step: int, clip: ClippingNorms | None, grads: Sequence[Tensor]) -> list[float]:
         """The norm of each gradient of a step."""
-        known = None if clipped is None or self._agrees is False else clipped.norms_of(grads)
+        known = None if clip is None or self._agrees is False else clip.norms_of(grads)
         if known is None:
             return gradient_statistics.tensor_norms(grads)
         if self._agrees and step % CHECK_INTERVAL:
@@ -160,10 +158,7 @@ def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -
 
     @functools.wraps(norm)
     def total_norm(
-        tensors: Any,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
     ) -> Tensor:
         nonlocal last
         last = None if error_if_nonfinite else measure_clipping(tensors, norm_type, foreach)

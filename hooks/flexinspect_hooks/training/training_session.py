@@ -38,6 +38,7 @@ from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.forward_passes import ForwardWatch, StepPasses, is_remote
 from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.measurement import GradientMeter
+from flexinspect_hooks.training.torch_calls import ClippingNorms
 
 T = TypeVar("T")
 Loss = float | Tensor
@@ -67,6 +68,13 @@ def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> Ge
     return GenerationRecord(0, sample, "", "", (), (), declared=declared, started_at=time.time())
 
 
+_RECORDED_FIELDS = (
+    *("learning_rates", "max_norm", "group_ratios", "n_backward"),
+    *("scale", "is_skipped", "device", "autocast", "detail"),
+)
+"""Fields of a draft that the record of its step has under the same name."""
+
+
 class TrainingStepDraft(StepPasses):
     """The data of one step until it is complete; the program passed `reported_loss` to `step`."""
 
@@ -74,8 +82,8 @@ class TrainingStepDraft(StepPasses):
     started: float = 0.0
     started_at: float = 0.0
     measured: training_step.TrainingStepRecord | None = None
-    rates: tuple[float, ...] = ()
-    ratios: tuple[float, ...] = ()
+    learning_rates: tuple[float, ...] = ()
+    group_ratios: tuple[float, ...] = ()
     norm_before_clip: Loss | None = None
     max_norm: float | None = None
     scale: float | None = None
@@ -125,22 +133,14 @@ class TrainingStepDraft(StepPasses):
             self.measured or training_step.TrainingStepRecord(loss, source, ()),
             loss=loss,
             loss_source=source,
-            learning_rates=self.rates,
             norm_before_clip=cast(float | None, self.norm_before_clip),
-            max_norm=self.max_norm,
-            group_ratios=self.ratios,
             anomaly_origin=self._producer(loss, source),
-            n_backward=self.n_backward,
             forward_ms=self.forward_s * 1e3,
             backward_ms=self.backward_s * 1e3,
             optimizer_ms=self.optimizer_s * 1e3,
             data_ms=None if self.data_s is None else self.data_s * 1e3,
             other_ms=max(self.wall_s - spent, 0.0) * 1e3,
-            scale=self.scale,
-            is_skipped=self.is_skipped,
-            device=self.device,
-            autocast=self.autocast,
-            detail=self.detail,
+            **{name: getattr(self, name) for name in _RECORDED_FIELDS},
         )
 
     def _loss(self) -> tuple[float, str]:
@@ -204,7 +204,7 @@ class TrainingSession:
         self._awaiting_loss: TrainingStepDraft | None = None
         self._unwritten: deque[TrainingStepDraft] = deque()
         self._reported_loss: Loss | None = None
-        self._clipped: torch_calls.ClippingNorms | None = None
+        self._clipping_norms: ClippingNorms | None = None
         self._rates_before: tuple[float, ...] = ()
         self._step_started: float | None = None
         self._step_own_s = self._writer_s = self._passes_before_s = 0.0
@@ -321,7 +321,7 @@ class TrainingSession:
         started = time.perf_counter()
         now = self._current
         self._flush()
-        now.rates = learning_rates(optimizer)
+        now.learning_rates = learning_rates(optimizer)
         if not _has_closure(args, kwargs):
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None:
@@ -346,29 +346,27 @@ class TrainingSession:
             self._measure()
         if self._meter.has_copies:
             self._synchronize()
-        self._current.ratios = self._meter.measure_change()
+        self._current.group_ratios = self._meter.measure_change()
         self._end_step(started)
 
     def _passes_s(self) -> float:
         return self._current.forward_s + self._current.backward_s + self._forwards.own_s
 
     def _on_clipped(
-        self,
-        parameters: Sequence[Tensor],
-        before: Tensor,
-        max_norm: float,
-        clipped: torch_calls.ClippingNorms | None,
+        self, clipped: Sequence[Tensor], before: Tensor, limit: float, norms: ClippingNorms | None
     ) -> None:
         """Gradients were clipped; those of other models are ignored."""
-        if not self._meter.parameter_ids.isdisjoint(map(id, parameters)):
-            self._current.norm_before_clip, self._current.max_norm = before.detach(), max_norm
-            self._clipped = clipped
+        if not self._meter.parameter_ids.isdisjoint(map(id, clipped)):
+            self._current.norm_before_clip, self._current.max_norm = before.detach(), limit
+            self._clipping_norms = norms
 
     def _before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """A loss scaler is about to step the optimizer."""
         if optimizer is self._optimizer and scaler.is_enabled():
             self._current.scale = float(scaler.get_scale())
-            self._clipped = None  # the scaler may divide gradients without a new tensor version
+            self._clipping_norms = (
+                None  # the scaler may divide gradients without a new tensor version
+            )
             self._scaler_step = self._current.number
 
     def _after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
@@ -380,7 +378,7 @@ class TrainingSession:
     def _on_skipped_step(self, optimizer: Optimizer) -> None:
         started = time.perf_counter()
         self._flush()
-        self._current.rates = learning_rates(optimizer)
+        self._current.learning_rates = learning_rates(optimizer)
         self._current.is_skipped = True
         self._measure()
         self._end_step(started)
@@ -388,7 +386,7 @@ class TrainingSession:
     def _on_forward_begin(self) -> None:
         if self._step_started is None:
             self._step_started = time.perf_counter()
-        self._clipped = None  # do not keep gradients alive that the program may drop
+        self._clipping_norms = None  # do not keep gradients alive that the program may drop
         self._flush()
 
     def _measure(self, scale: float = 1.0) -> None:
@@ -403,13 +401,11 @@ class TrainingSession:
             now.reported_loss, self._reported_loss = self._reported_loss, None
             now.read()
             self._write()
-        is_rising = training_step.is_warming_up(self._rates_before, now.rates)
+        is_rising = training_step.is_warming_up(self._rates_before, now.learning_rates)
         if not now.is_skipped:
-            self._rates_before = now.rates
-        clipped, self._clipped = self._clipped, None
-        now.measured = self._meter.measure(
-            now.number, detail, scale=scale, is_warming=is_rising, clipped=clipped
-        )
+            self._rates_before = now.learning_rates
+        norms, self._clipping_norms = self._clipping_norms, None
+        now.measured = self._meter.measure(now.number, detail, scale, is_rising, norms)
 
     def _synchronize(self) -> None:
         """Wait for the device; its work belongs to the program and is not a cost of capture."""

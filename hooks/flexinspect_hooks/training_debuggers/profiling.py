@@ -233,9 +233,7 @@ class ProfilerWindows:
     once per step, in the thread that trains.
     """
 
-    def __init__(
-        self, board: SwitchBoard, *, steps: int = PROFILED_STEPS, folder: str | Path
-    ) -> None:
+    def __init__(self, board: SwitchBoard, folder: str | Path, steps: int = PROFILED_STEPS) -> None:
         self._board, self._window_steps, self._folder = board, steps, folder
         self._profiler: Any = None
         self._paused_until = 0.0

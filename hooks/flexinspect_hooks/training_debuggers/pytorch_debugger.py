@@ -362,17 +362,15 @@ class BaseDebugger:
         return self._alerts[-1]
 
 
-def gradient_problems(
-    facts: ParameterGradient, limits: GradientLimits
-) -> Iterator[tuple[str, str]]:
+def gradient_problems(one: ParameterGradient, limits: GradientLimits) -> Iterator[tuple[str, str]]:
     """(kind, sentence) for each problem of a gradient; only those of matrices can vanish."""
-    name, norm, (explosion, vanishing) = facts.name, facts.norm, limits
-    if facts.has_nonfinite:
-        value = "nan" if facts.n_nan else "inf"
+    name, norm, (explosion, vanishing) = one.name, one.norm, limits
+    if one.has_nonfinite:
+        value = "nan" if one.n_nan else "inf"
         yield value, f"NaN/Inf gradient detected in {name}: {value}"
-    if facts.explodes(explosion):
+    if one.explodes(explosion):
         yield "explosion", f"Gradient explosion in {name}: norm {norm:.4g} above {explosion:g}."
-    if facts.is_matrix and facts.vanishes(vanishing):
+    if one.is_matrix and one.vanishes(vanishing):
         yield "vanishing", f"Gradient vanishing in {name}: norm {norm:.4g} below {vanishing:g}."
 
 

@@ -22,8 +22,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 from flexinspect_hooks.python_internals.torch_private import tensor_version
-from flexinspect_hooks.training import gradient_statistics
-from flexinspect_hooks.training.gradient_statistics import Gradients, learning_rates
+from flexinspect_hooks.training.gradient_statistics import GradientLimits, Gradients, learning_rates
 from flexinspect_hooks.training_debuggers import pytorch_debugger
 from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
 from flexinspect_hooks.training_debuggers.pytorch_debugger import log
@@ -86,9 +85,7 @@ class SwitchBoard:
             log.warning("The switch %s failed and is off: %s: %s", name, kind, error)
             return None
 
-    def _turn(
-        self, chosen: Iterable[str], on: bool, conditions: Mapping[str, StepCondition]
-    ) -> None:
+    def _turn(self, chosen: Iterable[str], on: bool, conditions: dict[str, StepCondition]) -> None:
         with self._lock:
             others = {name: old for name, old in self._conditions.items() if name not in chosen}
             self._conditions = {**others, **conditions}
@@ -248,9 +245,7 @@ class SwitchLog:
         return f"Forward pass debugging - Batch {batch}: {parts}", facts
 
     @_logged("debug_gradient_norms")
-    def log_norms(
-        self, batch: int, gradients: Gradients, limits: gradient_statistics.GradientLimits
-    ) -> Line:
+    def log_norms(self, batch: int, gradients: Gradients, limits: GradientLimits) -> Line:
         """Log the gradient norms after the backward pass, and the problems of gradients."""
         problems = [
             (facts, sentence)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flexinspect.core.errors import UsageError
 from flexinspect.records import training_step
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass
-from flexinspect.records.training_step import is_warming_up
+from flexinspect.records.training_step import LOSS_REPORTED, is_warming_up
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
 from flexinspect_hooks.training import gradient_statistics
@@ -34,6 +34,7 @@ ROTATION_STEPS = 16
 MIN_WEIGHTS_PER_STEP = 4  # the fewest weights that are checked in one step
 
 Metric = Callable[[nn.Module, float, int], float]
+Infos = dict[str, TensorInfo] | None
 
 
 class StepInfo(DictDataclass):
@@ -174,14 +175,8 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
         is_skipped = has_scaler and bool(gradients.counts)
         record = gradients.step_record(outliers, limits)
         with self._lock:
-            self._summary_count.add(
-                replace(
-                    record,
-                    loss=value,
-                    loss_source=training_step.LOSS_REPORTED,
-                    is_skipped=is_skipped,
-                )
-            )
+            known = {"loss": value, "loss_source": LOSS_REPORTED, "is_skipped": is_skipped}
+            self._summary_count.add(replace(record, **known))
         anomalies = self._gradient_anomalies(() if is_skipped else outliers, limits, step=step)
         if not math.isfinite(value):
             sentence = f"The loss is {value} at step {step}."
@@ -273,9 +268,7 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
             if now[name] > before[name] + tolerance
         ]
 
-    def _inspect_tensors(
-        self, model: nn.Module, *, is_full: bool
-    ) -> tuple[dict[str, TensorInfo] | None, dict[str, TensorInfo] | None]:
+    def _inspect_tensors(self, model: nn.Module, *, is_full: bool) -> tuple[Infos, Infos]:
         """At EXTREME, measure weights and gradients: some of them in turn, or all of them."""
         if self.level is not DebugLevel.EXTREME:
             return None, None

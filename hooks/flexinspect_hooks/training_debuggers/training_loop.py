@@ -319,9 +319,7 @@ class DatasetSplits(Struct, frozen=True):
         return {name: len(part) for name, part in parts.items()}
 
 
-def _split(
-    name: str, columns: Mapping[str, Any], ratios: Sequence[float], seed: int
-) -> DatasetSplits:
+def _split(name: str, columns: dict[str, Any], ratios: Sequence[float], seed: int) -> DatasetSplits:
     whole: Any = StackDataset(**columns)  # torch annotates tensors as no datasets
     order = random.Random(seed).sample(range(len(whole)), len(whole))
     n_train, n_validation = (round(ratio * len(order)) for ratio in ratios[:2])
