@@ -81,10 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_missing_rules(reader: TraceReader, rules: Sequence[Rule]) -> list[str]:
-    """Run the rules that have not checked the trace yet, and return notes about it.
-
-    Findings that could not be stored in the trace are added to the reader.
-    """
+    """Run the rules that have not checked the trace; `reader` gets findings that are not stored."""
     from tqdm import tqdm
 
     from flexinspect.analysis.offline_rules import review

@@ -38,10 +38,7 @@ def open_start_screen(make_job: JobFactory) -> int:
 
 
 def inspect_run(job: Job | ScriptJob) -> int:
-    """Run a job under the interface, then print its result.
-
-    A generation of our own keeps its model until the interface closes, for restore and fork.
-    """
+    """Run a job under the interface, which keeps our own model for rewinds; print its result."""
     from flexinspect.records.job import Job
 
     return _run_app_and_job(_make_app(job=replace(job, hold=True) if isinstance(job, Job) else job))

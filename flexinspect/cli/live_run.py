@@ -1,7 +1,4 @@
-"""A run without the full-screen interface: its progress on stderr, and its result.
-
-The result is the answers, speed, cost, findings and the next command.
-"""
+"""A run without the full-screen interface: its progress on stderr, and its result."""
 
 from __future__ import annotations
 
@@ -46,11 +43,7 @@ MAX_NOTES, MAX_ANSWERS = 8, 10  # in the summary of a program
 
 
 def summarize_run(path: Path) -> dict[str, Any]:
-    """Return the result of a finished or interrupted run, with the keys of `run --json`.
-
-    `bytes` is the size of the trace, `cost` what capture took. Raises `TraceError` when the trace
-    could not be read.
-    """
+    """Return the result of a run that has ended, with the keys of `run --json`."""
     with open_trace(path) as reader:
         run, events = reader.run(), reader.events()
         findings = (row.finding for row in reader.finding_rows(limit=_MAX_FINDINGS))
@@ -90,10 +83,7 @@ def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, 
 def print_summary(
     summary: Mapping[str, Any], console: Console | None = None, *, limit: int | None = None
 ) -> None:
-    """Print the answers and those expected, the cost of capture, findings, and the next command.
-
-    Prints on stdout unless `console` is given, and at most the last `limit` answers.
-    """
+    """Print the last `limit` answers (None: all), the cost, findings, and the next command."""
     generations, findings = summary["generations"], summary["findings"]
     with_text = [each for each in generations if each["question"] or each["answer"]]
     n_earlier = max(len(with_text) - limit, 0) if limit is not None else 0
@@ -327,10 +317,7 @@ def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
 
 
 def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
-    """Wait for a run whose interface was closed, and print its result as `show_run` does.
-
-    With `stopping`, the run was asked to end before, so that the first Ctrl-C kills it.
-    """
+    """Wait for a run whose interface was closed; if it is `stopping`, the first Ctrl-C kills it."""
     progress = RunProgress(stderr_console(), quiet=True)
     if process.poll() is None:
         progress.console.print("finishing the trace (Ctrl-C ends it at once) …")

@@ -61,11 +61,7 @@ arguments, and `run`: a function from the parsed arguments to the exit code.
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the command line, with the arguments of one command.
-
-    The parsers of the other commands have a name and a line of help only, so that their modules
-    need not be imported.
-    """
+    """Return the parser with the arguments of one command; other modules are not imported."""
     raw: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     description = "The debugger for FlexAttention generation."
     parser = argparse.ArgumentParser("flexinspect", None, description, EXAMPLES, **raw)

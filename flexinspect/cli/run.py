@@ -1,8 +1,4 @@
-"""`flexinspect run`: capture our own generation, or the user's program, in its own process.
-
-The flags of a job, and the checked `Job` or `ScriptJob` that they describe, are here too;
-`flexinspect prove` shares them.
-"""
+"""`flexinspect run`, whose flags `flexinspect prove` shares: capture a run in its own process."""
 
 from __future__ import annotations
 
@@ -433,11 +429,7 @@ def check_program_flags(args: argparse.Namespace, *names: str) -> None:
 
 
 def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the fields of `ScriptJob` that name the program and its declaration.
-
-    Raises `UsageError` for a flag of our own generation and for `other_flags`, for a missing
-    program, and for a bad declaration.
-    """
+    """Return the fields of `ScriptJob` that name the program. Raises `UsageError`."""
     is_module = hasattr(args, "module")
     command = [*getattr(args, "module", ()), *getattr(args, "program", ())]
     # "--" may stand before the program and between it and its arguments.

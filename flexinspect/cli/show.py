@@ -158,10 +158,7 @@ def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
 def _choose_number(
     what: str, requested: int | None, known: Sequence[int], owner: str, *, unknown: bool = False
 ) -> int:
-    """Return the requested number, or the first known one.
-
-    With `unknown`, any number is accepted when none is known. Raises `UsageError`.
-    """
+    """Return the requested number or the first; `unknown` accepts any if none is known."""
     if requested is None:
         return known[0] if known else 0
     if requested in known or (unknown and not known):
@@ -200,10 +197,7 @@ class _PanelPrinter(Struct, frozen=True):
     options: dict[str, str]
 
     def show(self, names: Sequence[str], *, named: bool) -> int:
-        """Print the panels and return the exit code.
-
-        When the panels were not `named`, one that fails is reported on stderr and skipped.
-        """
+        """Print the panels; one that was not `named` and fails is reported on stderr."""
         results: list[dict[str, Any]] = []
         failed, alone = False, len(names) == 1
         if not alone and not self.args.json:

@@ -39,10 +39,7 @@ class Address(Message, frozen=True):
 
 
 class CaptureEntry(Message, frozen=True):
-    """A capture that can be controlled.
-
-    `title` is a short description of the run, `trace` the absolute path of the file being written.
-    """
+    """A running capture: `title` describes the run, `trace` is the absolute path of its file."""
 
     pid: int
     started_at: float
@@ -61,10 +58,7 @@ class CaptureEntry(Message, frozen=True):
 
 
 def runtime_folder() -> Path:
-    """Return the folder of the sockets, created with mode 0700 if it does not exist.
-
-    Raises `ControlError` if it belongs to another user or cannot be created, and on Windows.
-    """
+    """Return the folder of the sockets, mode 0700. Raises `ControlError` if it is not ours."""
     if not hasattr(os, "getuid"):
         raise ControlError("This system has no Unix sockets, so runs cannot be controlled here.")
     folder = _choose_folder()
@@ -149,11 +143,7 @@ def _read_entry(file: Path) -> CaptureEntry | None:
 def find_capture(
     pid: int | None = None, trace: Path | None = None, *, hint: str = _NAME_ONE
 ) -> CaptureEntry:
-    """Return the capture of a process or a trace, by default the only one that is running.
-
-    Raises `UsageError` if there is none or more than one; the message lists them, and `hint` tells
-    the user how to choose.
-    """
+    """Return the capture of a process or a trace, by default the only one. Raises `UsageError`."""
     entries = running()
     if pid is not None:
         entries = [entry for entry in entries if entry.pid == pid]
@@ -173,11 +163,7 @@ def find_capture(
 def capture_address(
     url: str | None, token: str | None, pid: int | None, trace: Path | None
 ) -> Address:
-    """Return the address of `url`, or of the running capture that `pid` or `trace` selects.
-
-    Over TCP the token defaults to `FLEXINSPECT_TOKEN`. Raises `UsageError` for flags that exclude
-    each other, and if no capture or more than one matches.
-    """
+    """Return the address of `url`, or of the selected capture. Raises `UsageError`."""
     if url is None:
         if token is not None:
             raise UsageError("--token goes with --url.")

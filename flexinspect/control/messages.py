@@ -304,10 +304,7 @@ T = TypeVar("T")
 
 
 def from_json(kind: type[T], data: Any, where: str = "The body") -> T:
-    """Return the message of type `kind` in plain data. Raises `ControlError` with the field.
-
-    Unknown fields are refused as well: they would have no effect.
-    """
+    """Return plain data as a message. Raises `ControlError`, also for unknown fields."""
     return convert(kind, data, where, ControlError)
 
 

@@ -63,11 +63,7 @@ class EnsembleRunner:
         self.rewind_handler = RewindHandler(self.vocabulary)
 
     def plan(self, sample: Sample) -> GenerationPlan:
-        """Compose the prompt and build the mask of a sample.
-
-        Raises `DatasetError` if a paraphrase has no tokens or the prompt is too long for the
-        model, `MaskError` if the mask cannot be loaded or used.
-        """
+        """Compose the prompt and the mask of a sample. Raises `DatasetError`, `MaskError`."""
         pieces, n_new = self._pieces(sample), self._job.max_new_tokens
         prompt = prompts.compose_prompt(pieces, max_new_tokens=n_new, positions=self._job.positions)
         limit = getattr(self._model.config, "max_position_embeddings", None)

@@ -105,10 +105,7 @@ class Decoder:
         return len(self.token_ids)
 
     def set_state(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Continue after these tokens; the cache holds every row except the last, or no row.
-
-        The next forward pass processes all rows that the cache lacks.
-        """
+        """Continue after these tokens; the next pass processes all rows that the cache lacks."""
         self.token_ids, self.cache, self._last_token = list(token_ids), cache, None
 
     @torch.no_grad()
@@ -174,21 +171,19 @@ def generate(
     *,
     max_new_tokens: int,
     eos_ids: Sequence[int] = (),
-    should_stop: Callable[[Sequence[int]], bool] | None = None,
-    sampling: SamplingOptions | None = None,
-    seed: int = 0,
     on_choice: Callable[[Choice], None] | None = None,
     forced: Mapping[int, int] | None = None,
+    **options: Any,
 ) -> GenerationResult:
     """Generate from a prompt of one sequence; the model's masks come from its `FlexPatch`.
 
     Args:
         on_choice: called once per token, after its id is known on the host.
-        should_stop: called after each token with the ids generated so far; True ends the answer.
         forced: tokens by step that replace the chosen ones.
+        options: those of `Decoder`.
     """
-    decoder = Decoder(model, prompt, sampling=sampling, seed=seed)
-    criteria = StopCriteria(max_new_tokens, eos_ids, should_stop)
+    decoder = Decoder(model, prompt, **options)
+    criteria = StopCriteria(max_new_tokens, eos_ids)
     while True:
         choice = decoder.choose(decoder.next_logits(), (forced or {}).get(decoder.step))
         if on_choice is not None:

@@ -126,11 +126,7 @@ class UserMaskSource(MaskSource):
         check_mask_mod(mask_mod, name, device)
 
     def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
-        """The mask of the window, its tables built from 128 rows at a time.
-
-        Raises `MaskError` if the mask_mod fails, or if it depends on the head and the number of
-        heads is unknown.
-        """
+        """The mask of the window, in blocks of 128 rows. Raises `MaskError`."""
         mask_mod = shift_mask_mod(self.mask_mod, window)
         mask_mod.flexinspect_rule = self.mask_mod  # type: ignore[attr-defined]
         identity = mask_mod_identity(self.mask_mod)

@@ -78,10 +78,7 @@ def sample_logits(logits: Tensor, token_id: int) -> SampledLogits:
 
 
 def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
-    """The largest difference to a row of logits (V,), relative to the largest sampled one.
-
-    NaN and Inf must be at the same places; otherwise the distance is infinite.
-    """
+    """The largest difference to logits (V,), relative to the largest; Inf for other NaN or Inf."""
     if len(logits) != sampled.n_logits:
         return torch.inf
     new, old = sample_logits(logits, sampled.token_id).values, sampled.values
@@ -152,10 +149,7 @@ class TokenGradients:
     def compute(
         self, finished: FinishedBranch, recorder: Recorder, check_stop: Callable[[], object]
     ) -> None:
-        """Compute and record the gradients of the requested steps of a branch.
-
-        `check_stop` is called before each step and raises `KeyboardInterrupt` to end the run.
-        """
+        """Record the gradients of a branch; `check_stop` may raise before each step."""
         started = time.perf_counter()
         steps = sorted(step for branch, step in self._sampled_logits if branch == finished.branch)
         done: list[GradientRecord] = []
@@ -262,10 +256,7 @@ def _cost_text(done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> s
 
 
 def _find_anomaly(run: Callable[[], object]) -> str | None:
-    """The report of autograd's anomaly mode on a forward and backward pass, None if there is none.
-
-    It names the function that produced a NaN, with the traceback of its forward call.
-    """
+    """Autograd's report on the function that made a NaN, with the traceback of its forward."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -447,10 +447,7 @@ def dense_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def stack_numbers(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Numbers of any device and precision, or rows of them, as one tensor on `device`.
-
-    Does not wait unless `device` is the CPU.
-    """
+    """Numbers of any device and precision as one tensor on `device`; waits only for a CPU."""
     if not values:
         return torch.zeros(0)
     is_double = any(value.dtype is torch.float64 for value in values)

@@ -274,10 +274,7 @@ class TensorFacts(NamedTuple):
 
 @torch.no_grad()
 def tensor_facts(tensors: Iterable[Tensor]) -> list[TensorFacts]:
-    """The statistics of each tensor, after one synchronisation for each device and dtype.
-
-    A tensor with NaN or Inf, or whose squares leave the range of float32, needs further ones.
-    """
+    """The statistics of each tensor; if all are finite, with one wait per device and dtype."""
     values = [real_values(tensor) for tensor in tensors]
     return [_facts(*one) for one in zip(values, _read_spreads(values), strict=True)]
 

@@ -41,10 +41,7 @@ class GradientMeter:
         self._set_parameters(self._parameters.trainable_of(model))
 
     def refresh(self) -> str | None:
-        """Update the parameters if some were added, replaced, frozen or unfrozen.
-
-        Returns a sentence on the change, None without one. New groups follow the known ones.
-        """
+        """Update the parameters, and return a sentence on a change. New groups come last."""
         named = self._parameters.trainable_of(self.model)
         pairs = zip(named, self.named, strict=False)
         if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):

@@ -263,10 +263,7 @@ class TrainingSession:
         self._apply_detail()
 
     def cost(self) -> dict[str, float | int]:
-        """The cost of capture, and its ratio to the time without capture.
-
-        `writer_s` is CPU time of the writer thread; it counts only if torch uses every core.
-        """
+        """The cost of capture; `writer_s` counts only if torch uses every core."""
         spent = self.own_s + (self.recorder.writer_s if self._cores_are_taken() else 0.0)
         return {
             "capture_s": round(self.own_s, 6),

@@ -161,10 +161,7 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
             self._session.set_loss(loss)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a loader, and time how long training waits for each.
-
-        Raises `UsageError` if `loader` is not iterable.
-        """
+        """Yield batches, and time the wait for each. Raises `UsageError` if not iterable."""
         argument_checks.check_batches(loader, "batches")
         return iter(loader) if self._session is None else self._session.batches(loader)
 

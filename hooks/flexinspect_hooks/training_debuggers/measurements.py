@@ -60,10 +60,7 @@ class ComponentInfo(DictDataclass):
 
 
 def tensor_infos(tensors: Mapping[str, Tensor], level: DebugLevel) -> dict[str, TensorInfo]:
-    """Measure tensors at a level.
-
-    All of them are reduced before the first wait; at BASIC a finite norm rules out NaN and Inf.
-    """
+    """Measure tensors at a level; at BASIC a finite norm rules out NaN and Inf."""
     has_spread, is_extreme = level.includes(DebugLevel.ADVANCED), level is DebugLevel.EXTREME
     infos = {} if has_spread else _finite_infos(tensors)
     others = {name: tensor for name, tensor in tensors.items() if name not in infos}
@@ -190,10 +187,7 @@ def _sizes(model: nn.Module) -> dict[str, int]:
 
 
 def tensors_in(output: object, above: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Yield the tensors in a model's output: tuples, lists, dicts, model outputs.
-
-    `above` are the ids of the objects that contain it.
-    """
+    """Yield the tensors in an output at any depth; `above` are ids of what contains it."""
     parts: Iterable[object] = ()
     if isinstance(output, Tensor):
         yield output

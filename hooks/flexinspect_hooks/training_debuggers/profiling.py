@@ -146,10 +146,7 @@ def _profile_summary(
 
 
 def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
-    """The handler that exports a profile to `folder` for TensorBoard's plug-in.
-
-    Raises `UsageError` if the folder cannot be created.
-    """
+    """The handler that exports profiles to `folder`. Raises `UsageError` if it has no folder."""
     if folder is None:
         return None
     try:

@@ -1,7 +1,4 @@
-"""`PyTorchDebugger`, which checks tensors and models on demand, and the base of all debuggers.
-
-All share a level, a bounded history, counts of anomalies, alerts and the log.
-"""
+"""`PyTorchDebugger`, which checks tensors and models on demand, and the base of all debuggers."""
 
 from __future__ import annotations
 

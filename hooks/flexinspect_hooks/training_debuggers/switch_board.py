@@ -1,7 +1,4 @@
-"""The thirteen switches of debuggers: set at any time, effective from the next step on.
-
-Each logs one line per batch, with its figures as `record.facts`.
-"""
+"""The thirteen switches of debuggers; each logs one line per batch, with `record.facts`."""
 
 from __future__ import annotations
 
@@ -142,10 +139,7 @@ _common_boards: list[SwitchBoard] = []
 
 
 def common_board() -> SwitchBoard:
-    """The board of all debuggers without their own, set by the settings section [debugging].
-
-    Raises `UsageError` for a settings file that cannot be used.
-    """
+    """The board of all debuggers without their own, set by the settings section [debugging]."""
     if not _common_boards:
         _common_boards.append(board_of_settings())
     return _common_boards[0]

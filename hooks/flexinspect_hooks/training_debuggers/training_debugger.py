@@ -229,10 +229,7 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
             return replace(super().counts(), total_anomalies=n_anomalies, **asdict(summary))
 
     def gradient_history(self, name: str | None = None) -> list[tuple[int, float]]:
-        """(step, norm) of all gradients together, or of one parameter (from ADVANCED on).
-
-        It has the steps in the history, the oldest first.
-        """
+        """(step, norm) of all gradients, or of one parameter (from ADVANCED), oldest first."""
         history = tuple(self._norm_history)  # another thread may add to it or clear it
         if name is None:
             return [(step, norms[0]) for step, _, norms in history]
