@@ -6,6 +6,9 @@ from argparse import ArgumentParser, ArgumentTypeError
 from contextlib import suppress
 from typing import Any
 
+MAX_THREADS = 1024
+"""Limit of --threads: OpenMP creates as many as requested, until the system runs out."""
+
 
 def add_switches(group: Any, **switches: str) -> None:
     """Add flags that take no value to a parser or a group of it, each with its help."""
@@ -17,10 +20,6 @@ def add_number_flags(parser: ArgumentParser, **flags: str) -> None:
     """Add flags that take a number from 0 on, such as those of a place, each with its help."""
     for name, text in flags.items():
         parser.add_argument(f"--{name}", metavar="N", type=non_negative_int, help=text)
-
-
-MAX_THREADS = 1024
-"""Limit of --threads: OpenMP creates as many as requested, until the system runs out."""
 
 
 def positive_int(text: str) -> int:

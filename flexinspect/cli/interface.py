@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 def open_trace_file(trace: Path, place: TracePlace | None = None) -> int:
-    """Open the interface on a trace, finished or being recorded, and return the exit code.
-
-    Raises `UsageError` without a terminal, and `TraceError` for a trace that could not be read.
-    """
+    """Open the interface on a trace; return the exit code. Raises `UsageError`, `TraceError`."""
     is_served = "TEXTUAL_DRIVER" in os.environ  # set by textual-serve: the page is the terminal
     if not is_served and not (sys.stdin.isatty() and sys.stdout.isatty()):
         hint = f"Without one: flexinspect show {trace}, or flexinspect dump {trace}."

@@ -351,10 +351,7 @@ class LiveRun:
         self._debugger_stop: DebuggerStop | None = None
 
     def watch(self) -> int:
-        """Follow the trace until the process ends, and return its exit code.
-
-        The first Ctrl-C asks the process to end its generation and trace; the second kills it.
-        """
+        """Follow the run until its end; one Ctrl-C stops it after a step, a second one kills it."""
         while True:
             try:
                 code = self._process.poll()

@@ -47,6 +47,7 @@ examples:
   flexinspect run --declare prompt.toml -m package.module 3
 """
 
+_MAX_LAYERS = 1 << 20
 SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--out", "--overwrite"),
     *("--no-ui", "--json", "--verbose", "--threads", "--serve", "--no-control"),
@@ -415,9 +416,6 @@ def check_trace(job: Job | ScriptJob) -> None:
         raise UsageError(
             f"The trace {job.out} exists already.", hint="Choose another --out, or add --overwrite."
         )
-
-
-_MAX_LAYERS = 1 << 20
 
 
 def check_program_flags(args: argparse.Namespace, *names: str) -> None:

@@ -19,6 +19,7 @@ TIMEOUT_S = 10.0
 """How long to wait for a response. Commands never wait for the model, so a response is immediate
 unless a debugger has stopped the process."""
 
+POLL_INTERVAL_S = 0.02
 T = TypeVar("T")
 
 
@@ -159,9 +160,6 @@ def _parse_response(status: int, data: bytes) -> Any:
         raise ControlError(f"The capture responded with HTTP status {status} and no message.")
     refusal = messages.from_json(messages.ErrorResponse, payload, "The response")
     raise ControlError(refusal.error, hint=refusal.hint)
-
-
-POLL_INTERVAL_S = 0.02
 
 
 def wait_for_effect(client: ControlClient, response: CommandResponse) -> StatusResponse | None:

@@ -27,6 +27,8 @@ from flexinspect.core.errors import ControlError, UsageError
 LONGEST_SOCKET = 100  # longest path of a socket in bytes: Linux accepts 108, macOS 104
 
 
+TOKEN_VARIABLE = "FLEXINSPECT_TOKEN"
+MIN_TOKEN_LENGTH = 16
 _NAME_ONE = "Name one with --pid or --trace."
 
 
@@ -171,10 +173,6 @@ def capture_address(
     if pid is not None or trace is not None:
         raise UsageError("--url already selects the capture; remove --pid and --trace.")
     return Address(url=url, token=token or os.environ.get(TOKEN_VARIABLE, ""))
-
-
-TOKEN_VARIABLE = "FLEXINSPECT_TOKEN"
-MIN_TOKEN_LENGTH = 16
 
 
 class ServeOptions(NamedTuple):

@@ -38,6 +38,9 @@ from flexinspect_hooks.gradients.reduction import GradientObserver
 from flexinspect_hooks.observers.attention.mask_capture import open_cells
 from flexinspect_hooks.python_internals.torch_private import set_flex_debug
 
+DENSE_REFERENCE = "dense reference"
+MAX_CELLS = 1 << 28
+"""The largest mask that is made dense: cells, over the heads that differ (256 MiB)."""
 GRADIENTS_PHASE = "gradients"  # the phase of a run while gradients are computed
 COST_EVENT = "gradients-cost"  # the kind of the event that reports what gradients cost
 
@@ -314,11 +317,6 @@ def _layer_norms(observer: GradientObserver, factor: float) -> Array | None:
     for layer in (-1, *observer.blocks):
         norms[layer + 1] = float(observer.norms.get(layer, 0.0)) * factor
     return norms
-
-
-DENSE_REFERENCE = "dense reference"
-MAX_CELLS = 1 << 28
-"""The largest mask that is made dense: cells, over the heads that differ (256 MiB)."""
 
 
 def dense_attention(

@@ -32,6 +32,11 @@ MAX_MICRO_BATCHES = 4096
 HOOK_COST_S = 2e-6
 """The measured cost of a hook that only keeps a reference; timing each call would cost more."""
 
+MODEL_OUTPUT = "(output)"  # the name of a tensor that the model itself returned
+
+UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
+"""Detail of a module whose weights may have become non-finite only in the update itself."""
+
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
 """Wraps a function so that it never raises."""
 
@@ -357,12 +362,6 @@ def _stat_record(key: OutputKey, row: Sequence[float], counts: Sequence[int]) ->
     elif math.isfinite(norm):  # else the squares left the range
         deviation = math.sqrt(max(norm * norm / n_values - mean * mean, 0.0))
     return LayerStatRecord(index, name, n_nan, n_inf, least, most, mean, deviation, norm)
-
-
-MODEL_OUTPUT = "(output)"  # the name of a tensor that the model itself returned
-
-UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
-"""Detail of a module whose weights may have become non-finite only in the update itself."""
 
 
 class Extremes(Struct, frozen=True):

@@ -23,6 +23,8 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training import gradient_statistics
 
+_CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
+"""The two parts of torch's `clip_grad_norm_`, private functions that may change."""
 CHECK_INTERVAL = 10  # the norms from clipping are checked against the gradients every so many steps
 
 NORM_TOLERANCE = 1e-3
@@ -126,10 +128,6 @@ def observe_training(observer: TrainingObserver) -> Iterator[None]:
         _observers.remove(observer)
         if not _observers:
             _patches.close()
-
-
-_CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
-"""The two parts of torch's `clip_grad_norm_`, private functions that may change."""
 
 
 def _install() -> None:

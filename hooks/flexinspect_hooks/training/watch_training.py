@@ -24,6 +24,7 @@ from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.training_session import TrainingSession
 from flexinspect_hooks.user_code import watch_trace
 
+T = TypeVar("T")
 _active_callbacks: dict[int, TrainerCallback] = {}
 """The callbacks whose training is running, by the id of its model."""
 
@@ -77,9 +78,6 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
             self._model_id = None
             atexit.unregister(self._abandon)
             self.watch.__exit__(None, error, None)
-
-
-T = TypeVar("T")
 
 
 def watch_training(

@@ -18,6 +18,21 @@ from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
+PROFILER_SWITCH = "enable_autograd_profiler"
+TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
+PROFILED_STEPS = 10  # steps in one window
+N_LOGGED_OPERATORS = 5
+PAUSE_FACTOR = 5
+"""A window is followed by a pause of this many times the time it took to end and read it."""
+
+_NO_OPERATOR = re.compile(r"ProfilerStep|^<|\.py\(")
+"""The profiler's own events, and the Python frames that `with_stack` records."""
+_COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
+_SYNC_OPERATORS = (
+    *("aten::item", "aten::_local_scalar_dense"),
+    *("cudaStreamSynchronize", "cudaDeviceSynchronize"),
+)
+
 WAIT_BATCHES, WARMUP_BATCHES = 1, 1
 """Batches that run before the profiled ones: one unprofiled, one to warm up."""
 PROFILE_FOLDER = "./logs/profiler"
@@ -187,15 +202,6 @@ def operator_costs(profiler: Any) -> list[OperatorCost]:
     return sorted(costs, key=lambda cost: -cost.share)
 
 
-_NO_OPERATOR = re.compile(r"ProfilerStep|^<|\.py\(")
-"""The profiler's own events, and the Python frames that `with_stack` records."""
-_COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
-_SYNC_OPERATORS = (
-    *("aten::item", "aten::_local_scalar_dense"),
-    *("cudaStreamSynchronize", "cudaDeviceSynchronize"),
-)
-
-
 def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
     """Sentences on what stands out in a profile of `wall` ms."""
     top, cuda = costs[0], sum(cost.self_cuda_ms for cost in costs)
@@ -212,14 +218,6 @@ def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
     small = sum(cost.calls for cost in costs if cost.self_cpu_ms < 0.005 * cost.calls)
     if not cuda and small > 0.8 * sum(cost.calls for cost in costs):
         yield "Most operators take under 5 µs: calling them is the cost; larger batches help."
-
-
-PROFILER_SWITCH = "enable_autograd_profiler"
-TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
-PROFILED_STEPS = 10  # steps in one window
-N_LOGGED_OPERATORS = 5
-PAUSE_FACTOR = 5
-"""A window is followed by a pause of this many times the time it took to end and read it."""
 
 
 class ProfilerWindows:

@@ -26,6 +26,13 @@ from flexinspect_hooks.training.gradient_statistics import GradientLimits, gradi
 from flexinspect_hooks.training_debuggers import measurements
 from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
 
+HISTORY = 1000  # entries that a debugger keeps by default
+MIN_ANALYSES_FOR_ALERT = 10  # analyses before the rate of anomalies can raise an alert
+
+MAX_LOGGED_ANOMALIES = 10
+"""Anomalies of one analysis that are logged; the others are only counted and kept."""
+_OWN_FILES = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
+
 NAN_LOSS = (
     "Check the inputs for NaN, Inf and labels out of range.",
     "Check the parameters: one that is NaN already makes every later loss NaN.",
@@ -101,14 +108,6 @@ def debug_logging(
     log.addHandler(handler)
     log.setLevel(level)
     return active
-
-
-HISTORY = 1000  # entries that a debugger keeps by default
-MIN_ANALYSES_FOR_ALERT = 10  # analyses before the rate of anomalies can raise an alert
-
-MAX_LOGGED_ANOMALIES = 10
-"""Anomalies of one analysis that are logged; the others are only counted and kept."""
-_OWN_FILES = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
 
 
 class Anomaly(DictDataclass):

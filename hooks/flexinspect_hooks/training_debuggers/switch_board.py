@@ -24,6 +24,9 @@ from flexinspect_hooks.training_debuggers import pytorch_debugger
 from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
 from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 
+MB = 2**20
+MAX_SHOWN_DEVICES = 8
+_INPUT_NAMES = {"input_ids": "input", "inputs": "input", "attention_mask": "attention-mask"}
 T = TypeVar("T")
 
 Names = str | Iterable[str] | None  # switches by short ("memory_usage") or full name; None for all
@@ -171,9 +174,6 @@ def get_debugging_status() -> dict[str, bool]:
     """The state of the thirteen switches of the common board by full name."""
     return common_board().get_debugging_status()
 
-
-MB = 2**20
-MAX_SHOWN_DEVICES = 8
 
 Line = tuple[str, Mapping[str, Any]]  # the text of a log line, and its figures
 
@@ -363,9 +363,6 @@ def _log_line(line: Line | None) -> None:
     if line is not None:
         text, facts = line
         log.debug("%s", text, extra={"facts": {**facts, "at": time.time()}})
-
-
-_INPUT_NAMES = {"input_ids": "input", "inputs": "input", "attention_mask": "attention-mask"}
 
 
 def named_inputs(inputs: Any) -> Iterable[tuple[str, Tensor]]:
