@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from msgspec.structs import asdict
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -257,7 +256,6 @@ class RunProgress:
 
 
 def _plan_line(plan: Mapping[str, Any]) -> str:
-    """Return which model is going to be loaded, from where, and the memory it needs."""
     count, needs = human_count(plan.get("parameters")), human_bytes(plan.get("total"))
     free = human_bytes(plan.get("available"))
     return (
@@ -277,7 +275,6 @@ def _question(generation: GenerationRow, reader: TraceReader) -> str:
 
 
 def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
-    """Return the lines of a step: lengths, kernel paths, shapes, masks, candidates."""
     calls = reader.calls(step.generation, step.step)
     lengths = f"q {step.q_len}, kv {step.kv_before} → {step.kv_after}"
     lines = [f"  step {step.step} {step.phase}: {lengths}, {step.wall_ms:.1f} ms"]
@@ -430,8 +427,6 @@ class LiveRun:
         summary = summarize_run(path) if path is not None else None
         if as_json:
             facts = summary or {"trace": None, "generations": []}
-            if summary is not None:
-                facts["findings"] = [asdict(finding) for finding in summary["findings"]]
             error = state.error or (None if code == 0 else process.describe_exit(code))
             facts |= {"exit_code": self._exit_code(code), "error": error, "hint": state.hint}
             print_json(facts)

@@ -135,7 +135,6 @@ def _print_remaining_parts(path: Path) -> None:
 
 
 def _make_output_safe() -> None:
-    """Escape what the output's encoding cannot represent, instead of raising."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -59,7 +59,7 @@ def _list(*, as_json: bool) -> None:
     from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS
 
     if as_json:
-        print_json([asdict(one) for one in BROKEN_RUNS])
+        print_json(BROKEN_RUNS)
         return
     width = max(len(one.name) for one in BROKEN_RUNS)
     lines = [f"{one.name:{width}}  {one.title}" for one in BROKEN_RUNS]

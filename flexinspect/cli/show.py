@@ -179,7 +179,6 @@ def _format_numbers(what: str, known: Sequence[int]) -> str:
 def _layers_and_heads(
     reader: TraceReader, key: tuple[int, int, int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the layers and query heads of a step, from its calls or else from the manifest."""
     if calls := reader.calls(*key):
         heads = range(max(call.q_heads for call in calls))
         return sorted({call.layer for call in calls}), heads

@@ -213,7 +213,6 @@ class CaptureRun(CapturedRun):
             session.pass_breakpoints()
 
     def _record_outcome(self, session: CaptureSession) -> None:
-        """Record what capture cost, and why recording stopped if it did."""
         from flexinspect_hooks.capture.recorder import lost_records
 
         lost = self._lost_records = lost_records(session.recorder, self.writer)

@@ -226,7 +226,14 @@ def check_mask_mod(mask_mod: MaskMod, name: str, device: torch.device) -> None:
         text = f"The mask_mod {name} returned {problem}; it must return a 0-dim bool tensor."
         hint = "Compare the index tensors (for instance `kv_idx <= q_idx`), without `if`."
         raise MaskError(text, hint=hint)
-    _check_vmap(mask_mod, name, device)
+    zeros, both = (torch.tensor(pair, device=device) for pair in ((0, 0), (0, 1)))
+    try:
+        # Head 0 twice, because a mask_mod may index a table that has only one head.
+        list(head_groups(mask_mod, zeros[0], zeros, both, both))
+    except Exception as error:
+        text = f"The mask_mod {name} cannot be vectorised over indices: {summarize_error(error)}"
+        hint = "Replace Python `if` and `and` on indices by torch.where, & and |."
+        raise MaskError(text, hint=hint) from error
 
 
 def _wrong_result(result: object, device: torch.device) -> str:
@@ -239,17 +246,6 @@ def _wrong_result(result: object, device: torch.device) -> str:
     if result.device.type != device.type:
         return f"a tensor on {result.device} (the model is on {device})"
     return ""
-
-
-def _check_vmap(mask_mod: MaskMod, name: str, device: torch.device) -> None:
-    zeros, both = (torch.tensor(pair, device=device) for pair in ((0, 0), (0, 1)))
-    try:
-        # Head 0 twice, because a mask_mod may index a table that has only one head.
-        list(head_groups(mask_mod, zeros[0], zeros, both, both))
-    except Exception as error:
-        text = f"The mask_mod {name} cannot be vectorised over indices: {summarize_error(error)}"
-        hint = "Replace Python `if` and `and` on indices by torch.where, & and |."
-        raise MaskError(text, hint=hint) from error
 
 
 # -- the mask_mod and the tables of a `MaskSpec` ---------------------------------------------------

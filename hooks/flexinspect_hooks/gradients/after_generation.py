@@ -415,7 +415,6 @@ class GradientPatch(FlexPatch):
         return super()._kernel(q_len) if self.compiled else flex_attention
 
     def _dense_mask(self, block_mask: BlockMask | None, heads: int) -> Tensor:
-        """The executed cells of a layer type's mask, computed once per forward pass."""
         if block_mask is None:
             raise MaskError("The layer received no mask, so the executed mask is unknown.")
         key = (id(block_mask), heads)

@@ -33,13 +33,9 @@ class Detail(Struct, frozen=True):
         return self.ratios_every > 0 and step % self.ratios_every == 0
 
 
+_EVERYTHING = "everything, with statistics of the layers' outputs and the change of the weights"
 EXTREME = Detail(
-    "extreme",
-    "everything, with statistics of the layers' outputs and the change of the weights",
-    maxima=True,
-    ratios_every=1,
-    watches_leaves=True,
-    keeps_stats=True,
+    "extreme", _EVERYTHING, maxima=True, ratios_every=1, watches_leaves=True, keeps_stats=True
 )
 _EVERY_GRADIENT = "gradients of every parameter and every module's output"
 ADVANCED = Detail("advanced", _EVERY_GRADIENT, maxima=True, ratios_every=10, watches_leaves=True)

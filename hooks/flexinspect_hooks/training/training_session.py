@@ -358,7 +358,6 @@ class TrainingSession:
             self._clipping_norms = norms
 
     def _before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """A loss scaler is about to step the optimizer."""
         if optimizer is self._optimizer and scaler.is_enabled():
             self._current.scale = float(scaler.get_scale())
             self._clipping_norms = (
@@ -462,7 +461,6 @@ class TrainingSession:
             self._write()
 
     def _write(self) -> None:
-        """Send the finished steps to the writer thread."""
         while self._unwritten:
             step = self._unwritten.popleft()
             training = step.record()

@@ -141,13 +141,10 @@ class AsyncTrainingLogger:
     async def check_gradient_anomalies_async(self, model: nn.Module) -> GradientAnomalies:
         """Find the parameters whose gradient has NaN or Inf, explodes or vanishes."""
         analysis = await asyncio.to_thread(self.debugger.analyze_gradients, model)
-        return GradientAnomalies(
-            total_norm=analysis.total_norm,
-            params_with_nan_grad=analysis.params_with_nan_grad,
-            params_with_inf_grad=analysis.params_with_inf_grad,
-            exploding=[name for name, info in analysis.items() if info.explodes],
-            vanishing=[name for name, info in analysis.items() if info.vanishes],
-        )
+        with_nan, with_inf = analysis.params_with_nan_grad, analysis.params_with_inf_grad
+        exploding = [name for name, info in analysis.items() if info.explodes]
+        vanishing = [name for name, info in analysis.items() if info.vanishes]
+        return GradientAnomalies(analysis.total_norm, with_nan, with_inf, exploding, vanishing)
 
     async def update_progress_async(
         self, *, epoch: int, step: int, loss: Tensor | float, learning_rate: float | None = None

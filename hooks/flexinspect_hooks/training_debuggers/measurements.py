@@ -84,7 +84,6 @@ def tensor_infos(tensors: Mapping[str, Tensor], level: DebugLevel) -> dict[str, 
 
 @torch.no_grad()
 def _finite_infos(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
-    """Norm and mean of the dense floating tensors whose norm is finite."""
     dense = {name: one.detach() for name, one in tensors.items() if not one.is_sparse}
     dense = {n: one for n, one in dense.items() if one.is_floating_point() and one.numel()}
     values = [*dense.values()]

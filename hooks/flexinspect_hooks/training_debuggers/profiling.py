@@ -203,7 +203,6 @@ def operator_costs(profiler: Any) -> list[OperatorCost]:
 
 
 def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
-    """Sentences on what stands out in a profile of `wall` ms."""
     top, cuda = costs[0], sum(cost.self_cuda_ms for cost in costs)
     if top.share >= 0.5:
         yield f"{top.name} takes {top.share:.0%} of the time: a change elsewhere gains little."

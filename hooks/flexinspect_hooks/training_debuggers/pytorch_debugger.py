@@ -44,11 +44,8 @@ EXPLOSION = (
     "Check how the inputs are scaled.",
 )
 ADVICE_BY_KIND: Mapping[str, tuple[str, ...]] = {
-    "loss": NAN_LOSS,
-    "nan": NAN_LOSS,
-    "inf": NAN_LOSS,
-    "explosion": EXPLOSION,
-    "jump": EXPLOSION,
+    **dict.fromkeys(("loss", "nan", "inf"), NAN_LOSS),
+    **dict.fromkeys(("explosion", "jump"), EXPLOSION),
     "vanishing": (
         "Raise the learning rate.",
         "Use other activations (ReLU or GELU in place of sigmoid or tanh).",
@@ -276,7 +273,6 @@ class BaseDebugger:
     def _nonfinite_anomalies(
         self, info: TensorInfo, where: str, cause: str = "", *, step: int | None = None
     ) -> list[Anomaly]:
-        """An anomaly for NaN and one for Inf in a tensor."""
         shape = "x".join(map(str, info.shape)) or "a single value"
         anomalies = []
         for name, count in (("NaN", info.n_nan), ("Inf", info.n_inf)):
@@ -524,7 +520,6 @@ class PyTorchDebugger(BaseDebugger):
         return ModelReport(not problems, problems, parts, memory, output)
 
     def _check_norms(self, model: nn.Module, kind: str, threshold: float) -> list[str]:
-        """The parameters whose norm is above ("explosion") or below ("vanishing") a threshold."""
         argument_checks.check_module(model, f"check_gradient_{kind}")
         argument_checks.check_limit(threshold, "threshold")
         gradients = gradient_facts(trainable(model), with_max=False).rows

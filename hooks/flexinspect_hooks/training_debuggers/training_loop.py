@@ -297,7 +297,6 @@ def _summarize(losses: Sequence[tuple[float, int]]) -> tuple[int, int, float]:
 
 
 def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
-    """Yield each batch with the milliseconds that the loop waited for it."""
     started = time.perf_counter()
     for batch in loader:
         yield batch, (time.perf_counter() - started) * 1e3
